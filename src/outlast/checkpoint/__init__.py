@@ -1,4 +1,4 @@
-"""Checkpoints: saved behind training's back, committed whole, loaded only when every rank has proven its part.
+"""Checkpoints: saved in the background, committed atomically, loaded only when every rank has verified its part.
 
 The names below are imported on first use: the writer process must not import torch.
 """

@@ -1,13 +1,9 @@
-"""Staging: the image of a shard, copied by training into shared memory, and written from there by the writer.
+"""Staging: copy a rank's state into shared memory, from which the writer process writes the shard.
 
-Shared memory (``memfd``) that the writer owns has no name, so nothing is left behind by any death. Fresh pages cost
-several times the copy, so an arena is kept, and touched ahead.
-
-What lies on a device is copied by the device, in a stream apart from training's
-(:class:`outlast.runtime.device_copies.DeviceCopies`), straight into the arena's pages, which are pinned once.
-
-The copy of some tensors may overlap training: :mod:`outlast.checkpoint.copy_guard`. A state that changes during its
-copy is not saved: see :class:`_Versions`.
+The writer owns the memory (a nameless ``memfd``), so no death of a process leaks it. Arenas are reused and pre-faulted,
+since fresh pages cost several times the copy. Devices copy in a separate stream, straight into the arena's pinned
+pages (:class:`outlast.runtime.device_copies.DeviceCopies`). The copy of some tensors may overlap training, see
+:mod:`outlast.checkpoint.copy_guard`; a state that changes during its copy is not saved, see :class:`_Versions`.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import contextlib
 import ctypes
 import fcntl
 import logging
-import math
 import mmap
 import os
 import threading
@@ -29,8 +24,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from outlast.checkpoint.shard import DTYPE_NAMES, Identity, ShardLayout, TensorSpan
-from outlast.checkpoint.state import FlatState, NamedTensor, without_collection
+from outlast.checkpoint.shard import Identity, ShardLayout, TensorSpan
+from outlast.checkpoint.state import SHORT_NAMES, FlatState, NamedTensor, without_collection
 from outlast.errors import CheckpointError
 from outlast.runtime.device import start_driver_thread
 from outlast.runtime.device_copies import Copied, DeviceCopies, as_bytes, copies_of
@@ -38,47 +33,44 @@ from outlast.runtime.device_copies import Copied, DeviceCopies, as_bytes, copies
 log = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
 SMALL_BYTES = 256 << 10
-"""Tensors up to this are put together before they are copied: one by one, each costs more than its bytes."""
+"""Tensors up to this size are joined before they are copied: a call per tensor costs more than its bytes."""
 RUN_BYTES = 1 << 20
-"""What is put together at once; it stays in the cache."""
+"""Bytes joined at a time; they stay in the CPU cache."""
 TOUCH_BYTES = 64 << 20
 NUM_TOUCH_THREADS = 4
-"""At most; one on a machine of few cores."""
+"""Upper limit; one thread on a machine with few cores."""
 DEVICE_LIMIT_S = 600.0
-"""Unless another limit is given: a device that does not finish a copy in this time hangs."""
+"""Default time limit of a device copy; a slower device counts as hanging."""
 PIN_BYTES = 256 << 20
 SETTLE_S = 10.0
-"""Seconds that copies get to end when what they are for is given up."""
+"""Seconds that copies of an abandoned save get to end."""
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Piece: TypeAlias = tuple[slice, Bytes | list[torch.Tensor]]
-"""Where bytes go in the image, and where they come from."""
-_SHORT = {getattr(torch, name.removeprefix("torch.")): short for name, short in DTYPE_NAMES.items()}
-"""torch's element types to safetensors' names."""
+"""Target range in the image, and the source bytes."""
 
 
 class Arena:
-    """One piece of shared memory, mapped here.
+    """One piece of shared memory, mapped into this process.
 
     Args:
-        fd: Its descriptor, from now on the arena's.
+        fd: Its descriptor, which the arena takes over.
     """
 
     def __init__(self, fd: int) -> None:
         found = os.fstat(fd)
         self.fd, self.num_bytes = fd, found.st_size
         self.inode = found.st_ino
-        """Tells it from all others, in any process."""
+        """Identifies the memory in all processes."""
         self.is_lost = False
-        """A device may still write to it, for nobody knows how long: it gets no other use."""
+        """A hanging device may still write to it, so it is never reused."""
         self._pinning = threading.Lock()
         self._num_tried = 0
-        """Parts that are pinned, or could not be."""
         self._pinned: list[tuple[DeviceCopies, int]] = []
         try:
-            with contextlib.suppress(PermissionError):  # see memory_file: one that cannot be sealed
+            with contextlib.suppress(PermissionError):  # see memory_file: some kernels cannot seal it
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)  # no process that maps it can lose a page
             self.array: Bytes = np.frombuffer(mmap.mmap(fd, self.num_bytes), dtype=np.uint8)
         except OSError:
@@ -86,11 +78,11 @@ class Arena:
             raise
 
     def touch(self, stop: threading.Event) -> None:
-        """Have the kernel provide the pages, until done or stopped. Thread: any; others run meanwhile.
+        """Pre-fault the pages until done or stopped. Thread: any; other threads run meanwhile.
 
-        By several threads where there are cores for it: one gets some 2 GB/s of a virtual machine's memory.
+        Several threads share the work: one provides some 2 GB/s in a virtual machine.
         """
-        pages = self.array  # keeps the mapping while we work
+        pages = self.array  # keeps the mapping during the work
         starts = iter(range(0, len(pages), TOUCH_BYTES))
         lock, refused = threading.Lock(), threading.Event()
 
@@ -102,7 +94,7 @@ class Arena:
             while (start := next_start()) is not None:
                 length = ctypes.c_size_t(min(TOUCH_BYTES, len(pages) - start))
                 if _libc.madvise(ctypes.c_void_p(pages.ctypes.data + start), length, _MADV_POPULATE_WRITE):
-                    refused.set()  # a kernel before 5.14: the first copy is slow, that is all
+                    refused.set()  # a kernel before 5.14; only the first copy is slower
 
         num_others = min(NUM_TOUCH_THREADS, len(os.sched_getaffinity(0)) // 4) - 1
         others = [threading.Thread(target=work, name="outlast-pages", daemon=True) for _ in range(num_others)]
@@ -113,12 +105,12 @@ class Arena:
             thread.join()
 
     def pin(self, copies: DeviceCopies, stop: threading.Event | None = None) -> None:
-        """Have devices copy straight into its pages, from now on, until done or stopped. Idempotent.
+        """Pin the pages for copies by devices, until done or stopped. Idempotent.
 
-        Part by part: while the driver registers one, other threads' calls may have to wait for it. Where it refuses
-        one, the rest is left as it is.
+        Pins part by part, since the driver may block other threads' calls meanwhile. Stops at a part that the driver
+        refuses.
 
-        Blocks: while the pages are registered. Thread: any; several do it together.
+        Blocks: while pages are registered. Thread: any; several may share the work.
         """
         num_parts = -(-self.num_bytes // PIN_BYTES)
         while self._num_tried < num_parts and not (stop is not None and stop.is_set()):
@@ -134,16 +126,16 @@ class Arena:
                     self._num_tried = num_parts
 
     def view(self, num_bytes: int) -> memoryview:
-        """Return its first bytes, to be read while the arena is not given back."""
+        """Return the first bytes, valid until the arena is given back."""
         return memoryview(self.array)[:num_bytes]  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Unmap the memory; its pages are freed once the writer has released it, too. Idempotent.
 
-        What is pinned is released before, by a thread of its own: a restart in process does not wait for it. What is
-        lost stays mapped until the process ends.
+        A separate thread unpins the pages, so that an in-process restart does not wait for it. A lost arena stays
+        mapped until the process ends.
 
-        Blocks: while another thread pins a part of it.
+        Blocks: while another thread pins a part.
         """
         if self.fd >= 0:
             with self._pinning:
@@ -154,16 +146,15 @@ class Arena:
             elif self._pinned:
                 stop = threading.Event()
                 start_driver_thread(partial(_unpin, self.array, self._pinned, stop), "outlast-unpin", stop)
-            # The mapping goes with the last array that looks into it.
+            # The mapping ends with the last array that views it.
             self.array = np.empty(0, dtype=np.uint8)
 
 
 _lost: list[Bytes] = []
-"""What devices may still write to."""
 
 
 def _unpin(_pages: Bytes, parts: list[tuple[DeviceCopies, int]], stop: threading.Event) -> None:
-    """Release pinned pages, which are kept mapped until then; what is left when the process ends, the driver does."""
+    """Unpin pages, keeping them mapped until then; the driver releases the rest when the process ends."""
     for copies, address in parts:
         if stop.is_set():
             return
@@ -171,12 +162,11 @@ def _unpin(_pages: Bytes, parts: list[tuple[DeviceCopies, int]], stop: threading
 
 
 class _Versions:
-    """Detects changes to tensors during their copy.
+    """Detects changes to tensors during their copy, by the version that every in-place operation increments.
 
-    Every in-place operation increments the version of a tensor. An optimizer's step is not a change during the copy,
-    because it waits for the copy: the versions are compared before the step, or at the end of the copy if that is
-    earlier. Replays of CUDA graphs and operations on ``tensor.data`` do not increment versions: see
-    :mod:`outlast.checkpoint.copy_guard` for the former; the latter are not detected.
+    Versions are compared before an optimizer's step (which waits for the copy) or at the end of the copy, whichever is
+    earlier. Not detected: replays of CUDA graphs (see :mod:`outlast.checkpoint.copy_guard`) and operations on
+    ``tensor.data``.
 
     Thread: any.
     """
@@ -185,10 +175,8 @@ class _Versions:
         self._lock = threading.Lock()
         self._saved = [(one.name, one.tensor, one.tensor._version) for one in tensors if not one.tensor.is_inference()]
         self.changed: str | None = None
-        """Name of a tensor that changed during its copy."""
 
     def compare(self) -> str | None:
-        """Return the name of a tensor that has changed; from the second call on, the result of the first."""
         with self._lock:
             for name, tensor, version in self._saved:
                 if tensor._version != version:
@@ -200,7 +188,7 @@ class _Versions:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A shard's image, which may still be filled."""
+    """A shard's image, whose copy may still be under way."""
 
     arena: Arena
     num_bytes: int
@@ -219,7 +207,7 @@ class Staged:
         """Wait until everything is copied.
 
         Args:
-            limit_s: Longest time that a device may take from now on; ``None`` = the stager's.
+            limit_s: Longest time that a device may take from now on; ``None`` = the stager's limit.
 
         Raises:
             CheckpointError: A device hangs; the arena is lost.
@@ -243,12 +231,9 @@ class Staged:
         self._versions.compare()
 
     def finish(self) -> None:
-        """Wait until everything is copied, and check that nothing changed meanwhile.
+        """Wait until everything is copied, and check that nothing changed. Thread: any. Blocks: as :meth:`wait`.
 
-        Raises:
-            CheckpointError: A device hangs, and the arena is lost; or a tensor changed during its copy.
-
-        Thread: any. Blocks: up to the rest of one memory copy.
+        Raises: CheckpointError, when a device hangs (the arena is lost), or a tensor changed during its copy.
         """
         self.wait()
         if (name := self._versions.compare()) is not None:
@@ -259,15 +244,15 @@ class Staged:
             )
 
     def hold_back(self) -> bool:
-        """Have nothing that is done from now on change what is still copied: devices by order of their streams.
+        """Protect the tensors still being copied from later operations of this thread; on devices by stream order.
 
         Returns:
-            Whether everything is copied; otherwise what is computed in another stream must be held back, too.
+            Whether everything is copied; otherwise work in other streams must be held back, too.
 
         Raises:
             CheckpointError: A device hangs.
 
-        Thread: training's. Blocks: while the host's memory is copied; for a device's until its copies are queued.
+        Thread: training's. Blocks: until host memory is copied and device copies are queued.
         """
         self._versions.compare()
         wait(self._copies)
@@ -275,9 +260,7 @@ class Staged:
         copies = [queued.result() for queued in self._queued if queued.done() and queued.exception() is None]
         if not are_queued or not all(copied.hold_back(self._limit_s) for copied in copies):
             raise _hanging(self._limit_s)
-        return all(
-            copied.wait(0.0) for copied in copies
-        )  # one that failed has failed its save: it is no reason to wait
+        return all(copied.wait(0.0) for copied in copies)  # a failed copy has failed its save: do not wait
 
 
 def _hanging(limit_s: float) -> CheckpointError:
@@ -286,25 +269,24 @@ def _hanging(limit_s: float) -> CheckpointError:
 
 @dataclass(slots=True)
 class _CopyRun:
-    """Small tensors of one type and device that lie side by side; or a large one."""
+    """Adjacent small tensors of one type and device, or one large tensor."""
 
     begin: int
-    """In the shard, from where the data begins."""
+    """Offset from the start of the shard's data."""
     end: int
     indices: list[int]
     name: str | None
-    """Of the large one; ``None``: they are small."""
+    """Name of the large tensor; ``None`` = small tensors."""
 
 
 def _runs(flat: FlatState, layout: ShardLayout) -> dict[torch.device, list[_CopyRun]]:
-    """Return what is copied at a time, by where it lies."""
     found: dict[torch.device, list[_CopyRun]] = {}
     last: _CopyRun | None = None
     kind: tuple[torch.dtype, torch.device] | None = None
     for index, offset in zip(layout.order, layout.offsets, strict=True):
         named = flat.tensors[index]
         before, kind = kind, (named.dtype, named.device)
-        end = offset + _num_bytes(named)
+        end = offset + named.tensor.nbytes
         name = named.name if end - offset > SMALL_BYTES else None
         if last and last.name is name is None and before == kind and last.end - last.begin < RUN_BYTES:
             last.indices.append(index)
@@ -315,15 +297,11 @@ def _runs(flat: FlatState, layout: ShardLayout) -> dict[torch.device, list[_Copy
     return found
 
 
-def _num_bytes(named: NamedTensor) -> int:
-    return math.prod(named.shape) * named.dtype.itemsize
-
-
 class Stager:
-    """Copy states into arenas, with two threads, and the devices themselves. Thread: the training thread.
+    """Copies states into arenas, with two threads and the devices' own copy engines. Thread: the training thread.
 
     Args:
-        limit_s: Longest time that a device may take for a copy, what it computes before included.
+        limit_s: Longest time that a device may take for a copy, including computations queued before.
     """
 
     def __init__(self, limit_s: float = DEVICE_LIMIT_S) -> None:
@@ -350,7 +328,7 @@ class Stager:
         Args:
             provide: Returns an arena of at least that many bytes.
             deferred: Names of tensors that may be copied after the return; they must not change before
-                :meth:`Staged.wait` has.
+                :meth:`Staged.wait` returns.
 
         Raises:
             CheckpointError: A device hangs.
@@ -372,7 +350,7 @@ class Stager:
             queue.begin()
             copies = self._copy(target, now, later)
             queue.finish()
-        except BaseException:  # a signal's, too: the arena gets another use
+        except BaseException:  # also a signal's: the arena will be reused
             wait(copies)
             queue.settle()
             raise
@@ -380,23 +358,21 @@ class Stager:
         return Staged(arena, size, entries, copies, queue.late, self._limit_s, _Versions(late))
 
     def _copy(self, target: Bytes, now: list[_Piece], later: list[_Piece]) -> tuple[Future[None], ...]:
-        """Copy what lies on the host, half of it in another thread; return what is copied later."""
         if sum(where.stop - where.start for where, _ in now) >= 4 * PIECE_BYTES:
             other = self._helpers.submit(_copy, target, now[1::2])
             try:
                 _copy(target, now[::2])
             finally:
-                other.result()  # also when a signal ends our half
+                other.result()  # also when a signal ends this half
         else:
             _copy(target, now)
         return tuple(self._helpers.submit(_copy, target, later[half::2]) for half in (0, 1)) if later else ()
 
     def close(self) -> None:
-        """End the helper threads. Blocks: up to the rest of one memory copy, since its arena gets another use."""
+        """End the helper threads. Blocks: up to the rest of one memory copy, since its arena will be reused."""
         self._helpers.shutdown(wait=True, cancel_futures=True)
 
     def _place(self, flat: FlatState, identity: Identity) -> tuple[bytes, TensorSpan, int]:
-        """Lay a state out; as the last one, if nothing but plain values changed."""
         key: list[tuple[object, ...]] = [
             (one.name, one.dtype, one.device, one.shape, one.global_shape, one.global_offset) for one in flat.tensors
         ]
@@ -404,7 +380,7 @@ class Stager:
             self._key, self._entries = key, (-1, [])
             self._layout = ShardLayout(
                 [
-                    (named.name, _SHORT[named.dtype], named.shape, _num_bytes(named), named.dtype.itemsize)
+                    (named.name, SHORT_NAMES[named.dtype], named.shape, named.tensor.nbytes, named.dtype.itemsize)
                     for named in flat.tensors
                 ]
             )
@@ -414,12 +390,11 @@ class Stager:
     def _pieces(
         self, tensors: list[torch.Tensor], start: int, deferred: Collection[str], queue: _DeviceQueue
     ) -> tuple[list[_Piece], list[_Piece]]:
-        """Return what is copied where by the host, at once and later; what devices copy goes into their queue."""
         now, later = list[_Piece](), list[_Piece]()
         for device, runs in self._runs.items():
             if (copies := copies_of(device)) is not None:
                 late = [run for run in runs if run.name in deferred]
-                queue.add(copies, [run for run in runs if run.name not in deferred], late)
+                queue.runs.append((copies, [run for run in runs if run.name not in deferred], late))
                 continue
             for run in runs:
                 begin = run.begin + start
@@ -438,11 +413,11 @@ class Stager:
             entries = []
             for index, offset in zip(self._layout.order, self._layout.offsets, strict=True):
                 named = flat.tensors[index]
-                place = offset + start, _num_bytes(named)
+                place = offset + start, named.tensor.nbytes
                 entries.append(
                     TensorSpan(
                         named.name,
-                        _SHORT[named.dtype],
+                        SHORT_NAMES[named.dtype],
                         tuple(named.shape),
                         *place,
                         tuple(named.global_shape),
@@ -459,44 +434,37 @@ def _copy(target: Bytes, pieces: list[_Piece]) -> None:
 
 
 class _DeviceQueue:
-    """What devices copy into one arena."""
-
     def __init__(
         self, arena: Arena, tensors: list[torch.Tensor], start: int, helpers: ThreadPoolExecutor, limit_s: float
     ) -> None:
         self._arena, self._tensors, self._start = arena, tensors, start
         self._helpers, self._limit_s = helpers, limit_s
-        self._runs: list[tuple[DeviceCopies, list[_CopyRun], list[_CopyRun]]] = []
+        self.runs: list[tuple[DeviceCopies, list[_CopyRun], list[_CopyRun]]] = []
+        """Immediate and deferred runs of each device."""
         self._num_begun = 0
         self._now: list[Copied] = []
         self.late: tuple[Future[Copied], ...] = ()
-        """What is copied later; queueing many copies takes a while, too, and is left to a helper."""
-
-    def add(self, copies: DeviceCopies, now: list[_CopyRun], late: list[_CopyRun]) -> None:
-        self._runs.append((copies, now, late))
+        """Deferred copies, queued by a helper thread, as queueing many takes a while."""
 
     def begin(self) -> None:
-        for copies, now, _ in self._runs:
+        for copies, now, _ in self.runs:
             self._arena.pin(copies)
             if now:
                 self._num_begun += 1
                 self._now.append(copies.queue(self._pairs_of(now), copies.note_work()))
 
     def finish(self) -> None:
-        """Wait for what is awaited, then have a helper begin with what is late: it needs Python's lock as we do.
-
-        Raises:
-            CheckpointError: A device hangs.
+        """Wait for the immediate copies, then have a helper queue the others (both need the GIL). Raises:
+        CheckpointError.
         """
         if not all(copied.wait(self._limit_s) for copied in self._now):
             raise _hanging(self._limit_s)
-        for copies, _, late in self._runs:
+        for copies, _, late in self.runs:
             if late:
                 self._num_begun += 1
                 self.late += (self._helpers.submit(copies.queue, self._pairs_of(late), copies.note_work()),)
 
     def settle(self) -> None:
-        """Wait for all that was begun; an arena that may still be written to is lost."""
         are_queued = len(self._now) + len(self.late) == self._num_begun and not wait(self.late, SETTLE_S).not_done
         are_known = are_queued and all(queued.exception() is None for queued in self.late)
         copies = [*self._now, *(queued.result() for queued in self.late)] if are_known else []
@@ -511,7 +479,7 @@ class _DeviceQueue:
 def _pairs(
     tensors: list[torch.Tensor], image: torch.Tensor, where: slice
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the bytes of tensors that lie side by side, and where each of them goes: not over a pinned part's end."""
+    """Yield sources and targets of adjacent tensors, split at the ends of pinned parts."""
     source, begin = as_bytes(_as_one(tensors)), where.start
     while begin < where.stop:
         end = min(where.stop, (begin // PIN_BYTES + 1) * PIN_BYTES)
@@ -520,7 +488,6 @@ def _pairs(
 
 
 def _joined(tensors: list[torch.Tensor]) -> Bytes:
-    """Return the bytes of tensors of one type and device, one behind the other, put together in one call."""
     with torch.no_grad():
         return _bytes_of(_as_one(tensors))
 
@@ -533,5 +500,5 @@ def _as_one(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    # From a device of another make this is already the copy; it waits for the kernels queued before it.
+    # For a device without DeviceCopies this is already the copy; it waits for the kernels queued before.
     return as_bytes(tensor.detach().cpu()).numpy()

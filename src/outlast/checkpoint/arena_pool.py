@@ -25,13 +25,13 @@ SILENT_S = 1.0
 
 
 class ArenaPool:
-    """Arenas that the writer owns, taken by the training thread and given back once nobody reads them.
+    """Arenas that the writer owns, taken by the training thread and given back once unused.
 
     Args:
-        limit_s: Longest time that :meth:`take` waits for an arena to come back, if that is shorter than its own limit.
+        limit_s: Longest time that :meth:`take` waits for an arena, if shorter than :data:`PATIENCE_S`.
         answer_s: Longest time that the writer may take to respond. While it is silent, later saves are skipped after
             :data:`SILENT_S`.
-        may_steal: Whether the memory of the newest committed generation may be taken when the other arena is in use.
+        may_steal: Whether the memory of the newest committed checkpoint may be taken when the other arena is in use.
     """
 
     def __init__(self, writer: WriterClient, rank: int, *, limit_s: float, answer_s: float, may_steal: bool) -> None:
@@ -40,7 +40,7 @@ class ArenaPool:
         self._known: dict[int, Arena] = {}
         self._busy: set[int] = set()
         self._behind: set[int] = set()
-        """Those of the busy ones that only tiers that are behind still need."""
+        """Busy arenas that only late tiers still need."""
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._toucher: threading.Thread | None = None
@@ -48,13 +48,14 @@ class ArenaPool:
         self._is_writer_silent = self._is_late = False
 
     def take(self, num_bytes: int) -> Arena:
-        """Return an arena of at least that size.
+        """Return an arena of at least ``num_bytes``.
 
         Raises:
-            CheckpointError: None came back in time, there is no memory, or no writer; or it is given up.
+            CheckpointError: No arena became free in time, there is no memory or no writer, or :meth:`give_up` was
+                called.
 
         Blocks: while earlier saves are being committed to memory, up to :data:`PATIENCE_S`, or :data:`SILENT_S` if the
-            save before was skipped, too; never for a tier that is behind.
+            previous save was skipped, too; never for a tier that is behind.
         """
         limit_s = min(SILENT_S if self._is_late else PATIENCE_S, self._limit_s)
         end_ns = clock.now_ns() + int(limit_s * 1e9)
@@ -75,7 +76,7 @@ class ArenaPool:
             return arena
 
     def give_back(self, arena: Arena) -> None:
-        """Say that this process needs an arena no more. Idempotent; one that is lost stays in use. Thread: any."""
+        """Mark an arena as unused by this process. Idempotent; a lost arena stays in use. Thread: any."""
         with self._changed:
             self._behind.discard(arena.inode)
             if not arena.is_lost:
@@ -83,24 +84,24 @@ class ArenaPool:
             self._changed.notify_all()
 
     def mark_behind(self, arena: Arena) -> None:
-        """Note that only tiers that are behind still need an arena. Thread: any."""
+        """Record that only tiers that are behind still need an arena. Thread: any."""
         with self._changed:
             if arena.inode in self._busy:
                 self._behind.add(arena.inode)
             self._changed.notify_all()
 
     def prepare(self, num_bytes: int, device: torch.device | None = None) -> None:
-        """Have free arenas of that size touched in the background, so that the first save finds warm pages.
+        """Pre-fault free arenas of that size in the background, so that the first save finds warm pages.
 
         Args:
-            device: Whose copies go there: the pages are pinned, too; ``None`` = the host's.
+            device: Device that copies there: the pages are pinned, too; ``None`` = copies from host memory only.
 
         Blocks: never. Thread: the training thread.
         """
         if self._toucher is not None and self._toucher.is_alive():
-            return  # it is under way
+            return
         try:
-            self._writer.start()  # here, since a process of its own dies with the thread that starts it
+            self._writer.start()  # here, since the writer process dies with the thread that starts it
         except CheckpointError:
             return  # the save that needs it reports the error
         self._toucher = start_driver_thread(partial(self._prepare, num_bytes, device), "outlast-touch", self._stop)
@@ -109,14 +110,13 @@ class ArenaPool:
         self._stop.set()
 
     def give_up(self) -> None:
-        """Have :meth:`take` wait no more. Thread: any."""
+        """End the waits of :meth:`take`. Thread: any."""
         self._is_given_up = True
-        if self._changed.acquire(blocking=False):  # else the writer is being asked; the next call comes through
+        if self._changed.acquire(blocking=False):  # else a request to the writer is under way; a later call succeeds
             self._changed.notify_all()
             self._changed.release()
 
     def close(self) -> None:
-        """Unmap all arenas; the writer keeps what it keeps."""
         self.stop()
         if self._toucher is not None:
             self._toucher.join(2.0)
@@ -137,7 +137,7 @@ class ArenaPool:
         try:
             _, fd = self._writer.ask(request, Done, timeout_s=limit_s)
         except CheckpointError as error:
-            self._is_writer_silent = isinstance(error, WriterSilent)  # one that died is replaced at once: wait for that
+            self._is_writer_silent = isinstance(error, WriterSilent)  # a dead writer is replaced at once: wait
             raise
         self._is_writer_silent = False
         if fd is None:
@@ -152,13 +152,13 @@ class ArenaPool:
         return self._known[inode]
 
     def _forget_dropped(self, newest: int) -> None:
-        """Unmap what the writer has replaced by larger memory: only what is in use and one more can still be its."""
+        """Unmap memory that the writer has replaced by larger memory: only busy arenas and one more can still exist."""
         idle = [inode for inode in self._known if inode not in self._busy and inode != newest]
         for inode in idle[:-1]:
             self._known.pop(inode).close()
 
     def _prepare(self, num_bytes: int, device: torch.device | None) -> None:
-        """Take all free arenas, give them back, and touch them. Thread: the toucher's."""
+        """Thread: the toucher's."""
         arenas = []
         with self._changed:
             try:

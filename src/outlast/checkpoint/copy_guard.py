@@ -1,8 +1,8 @@
-"""Which tensors a save may copy after it returns, and the wait of optimizers' steps for these copies.
+"""Choose the tensors that a save may copy after it returns, and make optimizers' steps wait for these copies.
 
 Parameters and optimizer states change in the optimizer's ``step()`` and nowhere else, so their copy may overlap the
-next forward and backward; a :class:`CopyGuard` makes the next step wait for the copy. Everything else (buffers,
-scalars, values that are neither in a module nor in an optimizer of torch) is copied before ``save()`` returns.
+next forward and backward; :class:`CopyGuard` makes the next step wait for the copy. Everything else (buffers, scalars,
+values outside of torch's modules and optimizers) is copied before ``save()`` returns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outlast.checkpoint.arena import SETTLE_S, Staged
-from outlast.checkpoint.state import FlatState
+from outlast.checkpoint.state import PLAIN_TYPES, FlatState
 from outlast.errors import CheckpointError
 from outlast.runtime.device import has_graphs, is_capturing
 from outlast.runtime.device_copies import copies_of
@@ -24,13 +24,13 @@ from outlast.runtime.nested import find_kind
 
 log = logging.getLogger(__name__)
 DEFERRABLE_BYTES = 1 << 20
-"""Tensors below this are copied at once: a step counter may change anywhere, and nothing is won."""
+"""Smaller tensors are copied at once: a step counter may change anywhere, and deferring saves no time."""
 
 
 def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: FlatState) -> frozenset[str]:
-    """Return the names of the tensors that only a ``step()`` of one of these optimizers changes."""
+    """Return the names of large tensors that only a ``step()`` of these optimizers changes."""
     late = {
-        tensor.data_ptr() if type(tensor) in _PLAIN else _address(tensor)
+        tensor.data_ptr() if type(tensor) in PLAIN_TYPES else _address(tensor)
         for optimizer in optimizers
         for tensor in _tensors_of(optimizer)
     }
@@ -48,7 +48,7 @@ def changed_only_by_step(optimizers: Iterable[torch.optim.Optimizer], flat: Flat
 class CopyGuard:
     """Make an optimizer's step wait for the copy of the tensors that the step changes.
 
-    The guard is a hook of ``step()``, so a step that does not run the hook would change tensors during their copy. The
+    It is a hook of ``step()``, so a step that does not run the hook would change tensors during their copy. The
     tensors of an optimizer are therefore copied late only if
 
     * the hook ran since the last save,
@@ -91,18 +91,13 @@ class CopyGuard:
         return [one for one in optimizers if one in self._trusted and one not in self._captured]
 
     def watch(self, staged: Staged) -> None:
-        """Make the next step of any optimizer wait for the rest of a copy."""
         with self._lock:
             self._under_way.append(staged)
             self._newest = staged
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait for all copies that are under way.
-
-        Raises:
-            CheckpointError: A device hangs.
-
-        Blocks: up to the rest of one memory copy.
+        """Wait for all copies under way. Raises: CheckpointError, when a device hangs. Blocks: up to the rest of one
+        copy.
         """
         with self._lock:
             under_way, self._under_way = self._under_way, []
@@ -110,7 +105,7 @@ class CopyGuard:
             staged.wait(limit_s)
 
     def close(self) -> None:
-        """Let the optimizers alone, and wait a last time. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
+        """Remove the hooks and wait for the copies. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -135,12 +130,8 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for values in optimizer.state.values():
         if type(values) is dict or isinstance(values, Mapping):
             for value in values.values():
-                if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+                if type(value) in PLAIN_TYPES or isinstance(value, torch.Tensor):  # isinstance() is slower
                     yield value
-
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""What is asked for first: there may be very many, and the other questions take longer."""
 
 
 def _address(tensor: torch.Tensor) -> int:

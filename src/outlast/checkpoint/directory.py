@@ -1,18 +1,16 @@
-"""A directory of generations: the names in a node's folder, and whose a directory is. Nothing here imports torch.
+"""A directory of checkpoints: the names in it, and which run owns it. Nothing here imports torch.
 
-``step-<n>`` is a committed generation, ``step-<n>.tmp-...`` an attempt, ``step-<n>.aside-...`` what stood in the way
-of a newer lineage, ``latest`` a hint for people, ``run.json`` a run's claim, and in ``owner`` lie the records of who
-writes there. Each owner has a folder ``owner/<number>.trash``, through which it deletes.
+``step-<n>`` is a committed checkpoint, ``step-<n>.tmp-...`` an attempt, ``step-<n>.aside-...`` a checkpoint that a
+newer lineage replaced, ``latest`` a hint for people, ``run.json`` a run's claim, ``owner`` the folder of the owners'
+records. Each owner deletes through a folder ``owner/<number>.trash``.
 
-An owner that was stopped between its last look at the records and what it does next harms nothing when it continues:
-whoever takes the directory over moves all attempts and all trash folders of earlier owners into a trash folder of its
-own, before it reads anything. A rename of an attempt that is gone, or into a trash folder that is gone, fails. So what
-an earlier owner commits or deletes happens before the takeover, or not at all.
+An owner may be stopped between checking the records and acting on them. A new owner therefore moves all attempts and
+trash folders of earlier owners into its own trash folder before it reads anything: renaming a missing attempt, or into
+a missing trash folder, fails. An earlier owner's commits and deletions happen before the takeover, or not at all.
 
-The claim is made once, atomically, and compared at every save; ``policy.lease`` decides whose a directory is. The lease
-(:mod:`outlast.runtime.lease`) keeps other living writers away: it is taken before anything is loaded or saved and
-renewed. The rank that leads a directory holds both: rank 0 those of the global tier, one rank of each node those of the
-node's folder.
+The claim is made once, atomically, and compared at every save (``policy.lease`` decides). The lease
+(:mod:`outlast.runtime.lease`) keeps other living writers away. The rank that leads a directory holds both: rank 0 for
+the global tier, one rank per node for the node's folder.
 """
 
 from __future__ import annotations
@@ -49,39 +47,38 @@ from outlast.runtime.storage_calls import is_outage
 
 log = logging.getLogger(__name__)
 RUN = "run.json"
-"""Names the run that a directory belongs to; a hint, since it has no digest."""
+"""Names the run of a directory; a hint, since it has no digest."""
 SUSPECT = "suspect"
-"""Folder of what was saved for diagnosis."""
 TRACKER = "latest"
 _GENERATION = re.compile(r"step-(\d+)")
 MAX_TRIES = 3
-"""To be the first in a directory where others try, too."""
+"""Attempts to make the claim while other processes try, too."""
 NAMELESS_S = 1.0
-"""How long a reader waits for a checkpoint that is being replaced: it has no name between two renames."""
+"""Seconds that a reader waits for a checkpoint that is being replaced: it has no name between two renames."""
 _LOOK_S = 0.01
 _REMEDY = "give it a separate directory"
 
 
 class DirectoryRefused(Untrusted):
-    """The directory is another run's: no save of this run can go there, now or later."""
+    """The directory belongs to another run, so no save of this run can go there."""
 
 
 class Refusal:
-    """Why no save of this run can succeed any more: leases and lanes set it, the training loop reads it."""
+    """Why no save of this run can succeed; set by leases and lanes, read by the training loop."""
 
     error: DirectoryRefused | None = None
 
 
 class ClaimedPlace(ABC):
-    """A folder of the local tier, or the global tier: generations, and names of who they belong to.
+    """A folder of the local tier, or the global tier: checkpoints and ownership records.
 
-    Its methods raise CheckpointError where an object store, and OSError where a file system fails.
+    Methods raise CheckpointError where an object store, and OSError where a file system fails.
     """
 
     url: str
-    """The place, as a path where it is one."""
+    """URL, or a path for a file system."""
     is_remote = False
-    """Whether it is reached through fsspec."""
+    """Whether fsspec accesses it."""
 
     @abstractmethod
     def __init__(self, url: str) -> None: ...
@@ -93,80 +90,78 @@ class ClaimedPlace(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of all that lies directly in the place."""
+        """Return the names of the direct entries."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return a file. Raises: FileNotFoundError, when there is none."""
+        """Return a file's content. Raises: FileNotFoundError."""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Put a small file, or replace it in one step."""
+        """Write or atomically replace a small file."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """Put a small file unless it exists; of several that try at once, one succeeds; return whether this call did.
+        """Create a small file unless it exists; of concurrent calls one succeeds. Return whether this call did.
 
         Raises:
-            OSError: It cannot be written, or there is one that cannot be read: it may be another run's.
+            OSError: It cannot be written, or an existing one cannot be read: it may be another run's.
         """
 
     @abstractmethod
     def fence(self, number: int, token: str) -> None:
-        """Take from earlier owners what they need to commit or delete anything, and finish what they have begun.
+        """Make commits and deletions of earlier owners impossible, and finish those they have begun.
 
         Args:
-            number: Of this owner's record, which is the highest.
-            token: Attempts that carry it are this owner's.
+            number: Number of this owner's record, the highest.
+            token: Token of this owner's attempts.
         """
 
     @abstractmethod
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
-        """Delete generations, unless a later owner has fenced this one.
+        """Delete checkpoints, unless a later owner has fenced this one.
 
         Args:
-            confirm: Raises when a later owner has come.
+            confirm: Raises when there is a later owner.
         """
 
     @abstractmethod
     def is_own(self, iteration: int) -> bool:
-        """Return whether the folder of an iteration is one that this package wrote, whole or damaged.
+        """Return whether this package wrote the folder of an iteration, intact or damaged.
 
-        People and other programs name their folders ``step-<n>``, too; these are never deleted.
+        Other programs name their folders ``step-<n>``, too; these are never deleted.
         """
 
     @abstractmethod
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
-        """Remove what earlier attempts of these processes, and interrupted deletions, left; return the names.
+        """Remove files of earlier attempts of these processes and of interrupted deletions; return the names.
 
-        Only what is provably not in use: what other owners left is moved away when the place is taken over.
+        Attempts of other owners are left to :meth:`fence`.
         """
 
     @property
     def suspects(self) -> Self:
-        """Where saves for diagnosis go; none of them is ever the newest generation."""
+        """The place of saves for diagnosis, which never count as the newest checkpoint."""
         return type(self)(f"{self.url}/{SUSPECT}")
 
     def generations(self) -> list[int]:
-        """Return the iterations that have a folder of a committed name, newest first; whole or not."""
+        """Return the iterations with a folder of a committed name, newest first, intact or damaged."""
         found = (_GENERATION.fullmatch(name) for name in self.names())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def hint(self) -> str | None:
-        """Return the run that ``run.json`` names; ``None``: it is not there, or cannot be read.
-
-        Raises:
-            OSError: The place does not respond, so that its run is unknown.
+        """Return the run that ``run.json`` names; ``None`` = missing or unreadable. Raises: OSError, if the place is
+        down.
         """
         try:
             return decode_hint(self.read(RUN))
         except OSError as error:
             if is_outage(error):
                 raise
-            return None  # manifests name it too; a disk that fails makes the save fail
+            return None  # manifests name it too; a failing disk makes the save fail
 
     def named_runs(self) -> Iterator[str]:
-        """Yield the runs that manifests name, newest generation first, those for diagnosis last."""
+        """Yield the runs that manifests name, newest checkpoint first, those for diagnosis last."""
         for place in (self, self.suspects):
             for iteration in place.generations():
                 try:
@@ -179,15 +174,13 @@ class ClaimedPlace(ABC):
                     yield run
 
     def create_hint(self, run: str) -> bool:
-        """Name the run that the place belongs to, unless it is named; return whether this call did."""
         return self.create(RUN, msgspec.json.encode(_RunHint(run)))
 
     def write_hint(self, run: str) -> None:
-        """Name the run that the place belongs to, whatever it was named before."""
         self.write(RUN, msgspec.json.encode(_RunHint(run)))
 
     def latest(self) -> int | None:
-        """Return what the tracker names, a hint for people; ``None``: nothing that can be read."""
+        """Return the iteration that the tracker names, a hint for people; ``None`` = missing or unreadable."""
         try:
             text = self.read(TRACKER).decode(errors="replace")
         except OSError:
@@ -201,8 +194,6 @@ class ClaimedPlace(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryContent:
-    """What lay in a directory when a run began; by default nothing."""
-
     hint: str | None = None
     generations: tuple[int, ...] = ()
 
@@ -212,7 +203,6 @@ class _RunHint(msgspec.Struct, frozen=True):
 
 
 def decode_hint(data: bytes) -> str | None:
-    """Return the run that ``run.json`` names; ``None``: it cannot be read."""
     try:
         return from_json(data, _RunHint).run or None
     except msgspec.DecodeError:
@@ -220,16 +210,11 @@ def decode_hint(data: bytes) -> str | None:
 
 
 def look_at(place: ClaimedPlace) -> DirectoryContent:
-    """Return what lies in a directory. Raises: CheckpointError, OSError."""
     return DirectoryContent(place.hint(), tuple(place.generations()))
 
 
 def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
-    """Return the run that a directory belongs to, by its manifests and hint; ``None`` = nobody's.
-
-    Raises:
-        CheckpointError: A store does not answer.
-    """
+    """Return the run that owns a directory, by its manifests and hint; ``None`` = no owner. Raises: CheckpointError."""
     return find_owner(place.hint(), place.named_runs())
 
 
@@ -237,8 +222,8 @@ class Claim:
     """A run's right to save into a directory, and the lease that keeps other living writers away.
 
     Args:
-        seen: What lay there when the run began; ``None`` = that is not known.
-        token: Names the attempts of these processes; see :class:`SaveAttempt`.
+        seen: Content of the directory when the run began; ``None`` = unknown.
+        token: Token of these processes' attempts; see :class:`SaveAttempt`.
 
     Thread: one; :meth:`acquire` and :meth:`release` any.
     """
@@ -262,16 +247,15 @@ class Claim:
         self._left: Counter[str] | None = None
         self.url = place.url
         self.progress = self._lease.progress
-        """Changes while :meth:`acquire` waits for an owner that may live."""
+        """Changes while :meth:`acquire` waits for an owner that may be alive."""
         self.is_held = False
-        """Whether the directory was this run's when it was last looked at."""
 
     def acquire(self) -> None:
-        """Take the lease, before anything there is resumed from, or compare: it is still this run's.
+        """Take the lease before anything is loaded from there, or check that this run still has it.
 
         Raises:
             DirectoryRefused: The directory is another run's.
-            CheckpointError: A store does not answer.
+            CheckpointError: An object store does not respond.
             OSError: A folder cannot be written to.
         """
         try:
@@ -279,7 +263,7 @@ class Claim:
             if not self._is_fenced:  # before anything is read there
                 self._place.fence(self._lease.number, self._token)
                 self._is_fenced = True
-                self._lease.check()  # what this process has just made must not outlast a takeover meanwhile
+                self._lease.check()  # a takeover may have happened meanwhile
         except InUse as error:
             raise self._refused(error) from None
         except CheckpointError:
@@ -288,11 +272,11 @@ class Claim:
             raise CheckpointError(str(error)) from error
 
     def release(self, *, is_idle: bool) -> None:
-        """Release the lease. Idempotent. Blocks: up to 2 s where the directory does not answer."""
+        """Release the lease. Idempotent. Blocks: up to 2 s where the directory does not respond."""
         self._lease.release(is_idle=is_idle)
 
     def hold(self) -> None:
-        """Make the claim, or compare it with what lies there now; a hint that is lost or wrong is written again.
+        """Make the claim, or compare it with the directory; a hint that is lost or wrong is rewritten.
 
         Raises: as :meth:`acquire`.
         """
@@ -303,39 +287,38 @@ class Claim:
             if self._take():
                 self.is_held = True
                 return
-        self._place.write_hint(self._run)  # what is there is no claim: it cannot be read
+        self._place.write_hint(self._run)  # the existing file is unreadable, so it is not a claim
         self.is_held = True
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Commit something in the body. Raises: as :meth:`hold`, also when a later owner made the commit fail."""
+        """Commit in the body. Raises: as :meth:`hold`, also when a later owner made the commit fail."""
         self.hold()
         try:
             yield
         except (CheckpointError, OSError):
-            self.acquire()  # whoever took the directory over has taken the attempt away
+            self.acquire()  # a later owner moves the attempt away
             raise
         if self._place.is_remote:
-            self.acquire()  # a commit that a later owner came upon counts only if that one saw it
+            self.acquire()  # with a later owner, a commit counts only if that owner saw it
 
     def retire(self, iterations: Sequence[int]) -> None:
-        """Delete generations of the place. Raises: as :meth:`acquire`."""
+        """Delete checkpoints. Raises: as :meth:`acquire`."""
         if iterations:
             self.acquire()
             self._place.retire(iterations, self._lease.number, self.acquire)
 
     def _is_as_left(self) -> bool:
-        """Return whether a run whose claim was taken over has committed nothing since; it may have been about to."""
+        """Return whether a run whose claim was taken over has committed nothing since."""
         if self._left is None:
             return True
         runs = Counter(self._place.named_runs())
         if self._run in runs:
-            self._left = None  # a manifest proves this run: others look at that
+            self._left = None  # a manifest of this run exists, which other checks cover
             return True
         return runs <= self._left
 
     def _take(self) -> bool:
-        """Do what is to be done; return whether the directory is this run's now."""
         seen = look_at(self._place)
         owner = find_owner(seen.hint, self._place.named_runs(), own=self._run)
         step = judge_claim(self._run, owner, seen.hint, is_unchanged=not self.is_held and seen == self._seen)
@@ -357,7 +340,7 @@ class Claim:
         return True
 
     def _refused(self, error: InUse) -> DirectoryRefused:
-        is_named = error.owner.series != self._own.series  # else it would resume from what that one saved
+        is_named = error.owner.series != self._own.series  # otherwise it would load that run's checkpoints
         who = f"this training is run {self._own.series} and" if is_named else "this training"
         remedy = "end one of the two" if error.was_lost else "wait until that one has ended"
         if error.owner.process == self._own.process:
@@ -368,13 +351,13 @@ class Claim:
         self._refusal.error = self._refused(error)
 
     def _follow(self, before: LeaseOwner) -> LeaseOwner:
-        """Check whose generations this run resumes from, if they are not its own.
+        """Check whose checkpoints this run would load, if they are not its own.
 
         Returns:
-            How this run describes itself: without a name of its own it has that of the training that it continues.
+            This run's owner record; a run without names takes those of the training that it continues.
 
         Raises:
-            DirectoryRefused: They are another training's.
+            DirectoryRefused: They belong to another training.
         """
         is_same = is_same_training(before, self._own)
         own = self._own if self._own.names or not is_same else structs.replace(self._own, names=before.names)
@@ -382,7 +365,7 @@ class Claim:
             return own
         owner = owner_of(self._place)
         if owner is None or not owner.is_proven or owner.run != self._own.series:
-            return self._own  # no generation there is one that this run takes for its own
+            return self._own  # this run would not take any checkpoint there for its own
         what = f"{self._place.url} holds what {_name(before, self._own)} saved"
         if is_same:
             why = ", as it runs the same script" if before.script is not None and self._own.script is not None else ""
@@ -411,7 +394,6 @@ _DOOMED = re.compile(r"step-\d+\.doomed")
 _UNDER_WAY = re.compile(r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<attempt>.+)")
 _TRASH = re.compile(r"(\d+)\.trash")
 _IN_THE_WAY = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
-"""Errors of a rename to a name that is taken."""
 _PASSED = re.compile(
     r"step-(?P<iteration>\d+)\.(?P<kind>tmp|aside)-(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ordinal>\d+)"
     r"(?:r(?P<retry>\d+))?"
@@ -428,20 +410,20 @@ class SaveAttempt:
     """Random, agreed by the ranks of one set of processes."""
     ordinal: int
     retry: int = 0
-    """Earlier tries to write it to the same tier. What is saved is the same, and so is the attempt's name; but each try
-    has files of its own, as an earlier one may still write, or delete, when a place responds again."""
+    """Number of earlier attempts to write to the same tier. Each has separate files, since an earlier attempt may still
+    write or delete when a place responds again."""
 
     @property
     def label(self) -> str:
         return f"{self}r{self.retry}" if self.retry else str(self)
 
     def makes_stale(self, match: re.Match[str] | None) -> bool:
-        """Return whether a name is of an attempt of these processes that is decided.
+        """Return whether a name belongs to a decided attempt of these processes.
 
-        Others' attempts are known to be over when the directory is taken over from them, and only then.
+        Attempts of other processes are over only when the directory is taken over from them.
 
         Args:
-            match: The groups ``token``, ``ordinal`` and ``retry`` of the name; ``None`` = it names no attempt.
+            match: The groups ``token``, ``ordinal`` and ``retry`` of the name; ``None`` = not an attempt.
         """
         if match is None or match["token"] != self.token:
             return False
@@ -452,7 +434,6 @@ class SaveAttempt:
 
 
 def holds_own_files(folder: Path) -> bool:
-    """Return whether all that a folder holds has names of a generation's files: no other program's are among it."""
     try:
         return not folder.is_symlink() and all(map(_OWN_FILE.fullmatch, os.listdir(folder)))
     except OSError:
@@ -464,8 +445,6 @@ def part_name(key: CopyKey) -> str:
 
 
 class GenerationFolder(ClaimedPlace):
-    """A folder of generations, as this rank sees it."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
         self.url = os.fspath(self.path)
@@ -512,14 +491,14 @@ class GenerationFolder(ClaimedPlace):
         return super().generations()
 
     def wait_for_names(self) -> dict[int, str]:
-        """Wait for generations that have no name at the moment, as another process replaces them.
+        """Wait for checkpoints that have no name at the moment, because another process replaces them.
 
-        On a file system that cannot swap names the old one is set aside before the new one gets the name.
+        A file system that cannot swap names sets the old one aside before the new one gets the name.
 
         Returns:
-            Those that have none for longer, and the names of what was set aside.
+            The iterations still without a name, and the names of the old ones set aside.
 
-        Blocks: up to ``NAMELESS_S`` where there are some.
+        Blocks: up to ``NAMELESS_S`` if there are any.
         """
         end_s = clock.now_s() + NAMELESS_S
         while True:
@@ -529,14 +508,13 @@ class GenerationFolder(ClaimedPlace):
             nameless = {one: name for one, name in aside.items() if self.generation(one).name not in names}
             if not nameless or clock.now_s() > end_s:
                 return nameless
-            time.sleep(_LOOK_S)  # a file system of other machines tells nothing
+            time.sleep(_LOOK_S)  # a shared file system does not notify
 
     def promote(self, iteration: int, attempt: SaveAttempt) -> None:
-        """Give an attempt its final name; what has that name already is set aside, not written to."""
         temporary, final = self.temporary(iteration, attempt), self.generation(iteration)
         aside = self.path / f"step-{iteration}.aside-{attempt}"
         try:
-            os.rename(temporary, final)  # in place of nothing
+            os.rename(temporary, final)  # the name is free
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
                 raise
@@ -575,10 +553,10 @@ class GenerationFolder(ClaimedPlace):
         for place in (self, self.suspects):
             check_folder(place.path)
             for name in sorted(place.names(), key=lambda name: _age_ns(place.path / name)):
-                match, path = _PASSED.fullmatch(name), place.path / name  # other programs have their own "step-1.tmp-x"
+                match, path = _PASSED.fullmatch(name), place.path / name  # other programs may use "step-1.tmp-x"
                 if match is None or match["token"] == token:
                     continue
-                # A generation whose replacement failed half-way, where a file system cannot swap names.
+                # A checkpoint whose replacement was interrupted, on a file system that cannot swap names.
                 is_orphan = match["kind"] == "aside" and not place.generation(int(match["iteration"])).exists()
                 _move(
                     path,
@@ -596,7 +574,7 @@ class GenerationFolder(ClaimedPlace):
             shutil.rmtree(gone, ignore_errors=True)
 
     def is_own(self, iteration: int) -> bool:
-        try:  # the manifest is there when the folder gets its name; a crash of the machine may leave zeros in it
+        try:  # the manifest is written before the folder's final name; a crash of the machine may leave zeros in it
             with open(open_file(self.generation(iteration) / MANIFEST), "rb") as file:
                 head = file.read(len(SEALED))
         except OSError:
@@ -604,7 +582,7 @@ class GenerationFolder(ClaimedPlace):
         return head == SEALED or not head.strip(b"\0")
 
     def _trash(self, number: int) -> Path:
-        """Return the folder through which an owner deletes; without it, it can delete nothing."""
+        """Return the folder through which an owner deletes."""
         return self.path / FOLDER / f"{number}.trash"
 
     def _trashes(self) -> list[Path]:
@@ -620,11 +598,10 @@ class GenerationFolder(ClaimedPlace):
         return found
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
-        """Delete what a failed attempt wrote: its room may be what the next one lacks."""
         shutil.rmtree(self.temporary(iteration, attempt), ignore_errors=True)
 
     def remove(self, iteration: int) -> None:
-        """Delete a generation: first its name, so that no half of it is ever seen."""
+        """Delete a checkpoint, renaming it first so that readers never see a part of it."""
         path = self.generation(iteration)
         doomed = path.with_name(f"{path.name}.doomed")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -633,7 +610,7 @@ class GenerationFolder(ClaimedPlace):
 
 
 def _replace(temporary: Path, final: Path, aside: Path) -> None:
-    """Set what has a name aside, and give the name to another folder; if that one is gone, undo it."""
+    """Set the named folder aside and give its name to another one; undo that if the other is missing."""
     os.rename(final, aside)
     reach("checkpoint.nameless", final=final)
     try:
@@ -644,7 +621,7 @@ def _replace(temporary: Path, final: Path, aside: Path) -> None:
 
 
 def _empty(folder: Path) -> list[str]:
-    """Remove the folders in a folder, without following a link that is put in its place; return their names."""
+    """Remove the folders in a folder, without following a link put in its place; return their names."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # a later owner has moved it
@@ -659,7 +636,7 @@ def _empty(folder: Path) -> list[str]:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Rename something, unless it is gone, or its new name is taken meanwhile."""
+    """Rename, unless the source is missing or the target name is taken."""
     try:
         os.rename(source, target)
     except FileNotFoundError:
@@ -671,7 +648,6 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _age_ns(path: Path) -> int:
-    """Return how old a folder is, as a number to sort by, newest first."""
     try:
         return -path.stat().st_mtime_ns
     except OSError:
@@ -679,14 +655,8 @@ def _age_ns(path: Path) -> int:
 
 
 class Directory(GenerationFolder):
-    """The folder of a node's generations in the local tier."""
-
     def manifest(self, iteration: int) -> tuple[Manifest, str]:
-        """Read a generation's manifest; return it and its SHA-256.
-
-        Raises:
-            CheckpointError: There is none, or it cannot be trusted.
-        """
+        """Return a checkpoint's manifest and its SHA-256. Raises: CheckpointError, when it is missing or invalid."""
         path = self.generation(iteration) / MANIFEST
         try:
             data = read_file(path)

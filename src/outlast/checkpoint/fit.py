@@ -1,4 +1,4 @@
-"""Whether a saved state fits a live one, and how it gets into it: in place, as the script may hold references."""
+"""Check that a saved state fits a live one, and load it: in place, since the script may hold references."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _MAX_LISTED = 20
 
 
 def check_layouts(tree: bytes, live: Mapping[str, Any]) -> None:
-    """Check that a tree's tensors lie on the ranks as those of the captured live state, as far as these are there yet.
-
-    Raises:
-        OtherLayout: One does not.
-    """
+    """Check that a tree's tensors are distributed as those of the captured live state. Raises: OtherLayout."""
     saved = layouts_of(tree)
     if not any(saved.values()) and not meshes_of(live):
         return
@@ -41,15 +37,10 @@ def check_layouts(tree: bytes, live: Mapping[str, Any]) -> None:
 KEEP_HINT = (
     'to keep the present values of what the checkpoint lacks, set missing="keep" (in a config: checkpoint.missing)'
 )
-"""What an error adds where a state has more than was saved."""
 
 
 def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps_missing: bool = False) -> None:
-    """Check that a saved state can be put into the live one.
-
-    Raises:
-        Mismatch: Something is missing, or has another shape; nothing was changed.
-    """
+    """Check that a saved state fits the live one. Raises: Mismatch, before anything is changed."""
     if not isinstance(saved, dict):
         raise Mismatch(f"{path} was saved as a {type(saved).__name__}, not as a mapping")
     missing = [str(name) for name, value in live.items() if name not in saved and not may_be_absent(value)]
@@ -71,14 +62,10 @@ def check_fit(live: Mapping[str, Any], saved: Any, path: str = "state", *, keeps
 
 
 def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Put a saved state, which fits, into the live one: in place, or, plain values that cannot be, into their mapping.
-
-    Raises:
-        Mismatch: A ``load_state_dict`` refused what was saved.
-    """
+    """Load a saved state that fits, in place where possible. Raises: Mismatch, if a ``load_state_dict`` refuses it."""
     for name, value in live.items():
         if name not in saved:
-            continue  # check_fit() let it pass
+            continue  # check_fit() accepted it
         found = saved[name]
         if is_stateful(value):
             try:
@@ -95,7 +82,7 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
                         f"state {name!r}: a tensor of shape {tuple(value.shape)} and strides {value.stride()} cannot "
                         "take what was saved; give a tensor whose elements do not share memory"
                     )
-                live[name] = found  # it stores another number of elements than were saved
+                live[name] = found  # a sparse tensor with another number of elements
         elif is_nested(value):
             restore_into(value, found)
         else:
@@ -108,7 +95,7 @@ def restore_into(live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _describe_missing(live: Any, saved: Any) -> str:
-    """Return which keys of a module or parameters of an optimizer were not saved, with the remedy; empty: none."""
+    """Describe the module keys or optimizer parameters that were not saved, with the remedy; empty = none."""
     if isinstance(live, torch.nn.Module) and isinstance(saved, Mapping):
         missing = [key for key in live.state_dict() if key not in saved]
         if missing and any(key in saved for key in live.state_dict()):
@@ -121,21 +108,19 @@ def _describe_missing(live: Any, saved: Any) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for one line of text; of many, how many more there are."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def filled(live: Any, saved: Any) -> Any:
-    """Return what a plain value is after a load: a dict, list, array or tensor is the same object, filled in place.
+    """Return a plain value after a load: a dict, list, array or tensor stays the same object, filled in place.
 
-    The script may hold a reference to it, and change it there. Any other value is replaced.
+    The script may hold a reference to it. Any other value is replaced.
     """
     return _filled(live, saved, {})
 
 
 def _filled(live: Any, saved: Any, done: dict[int, Any]) -> Any:
-    """See :func:`filled`; ``done`` has what was put into the objects that are filled already, by their identity."""
     if not isinstance(live, type(saved)):
         return saved
     if type(live) is tuple and len(live) == len(saved):
@@ -171,13 +156,12 @@ def _filled(live: Any, saved: Any, done: dict[int, Any]) -> Any:
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    """Return what a tensor and another one must have in common for one to be copied into the other."""
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
 
 
 def _copy_into(live: torch.Tensor, found: torch.Tensor) -> bool:
-    """Copy a tensor into a live one; return whether that one takes it: its elements may share memory."""
+    """Copy a tensor into a live one; return whether its memory layout allows that."""
     if _is_same_memory(live, found):
         return True
     with torch.no_grad():
@@ -194,7 +178,6 @@ def _copy_into(live: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two plain values are the same, bit by bit."""
     flat, other_flat = flatten(one), flatten(other)
     if flat.tree != other_flat.tree:
         return False
@@ -209,7 +192,7 @@ def _is_same_memory(live: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return an exception's text in one line; of a list of mismatches the first, and how many more there are."""
+    """Return an exception's text in one line; of a list of mismatches the first, and the number of the others."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) <= 2:
         return " ".join(lines)

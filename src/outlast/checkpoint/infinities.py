@@ -1,7 +1,7 @@
-"""Which numbers of a save are examined for infinities and NaN: all but those of a buffer that belongs to the model so.
+"""Choose the tensors of a save that are examined for infinities and NaN.
 
-A causal mask is a buffer of infinities from the start. A buffer that held infinities, and no NaN, when saving began is
-not examined as long as its bytes are the same: it shows nothing about training.
+A buffer that held infinities and no NaN when saving began, such as a causal mask, is not examined while its bytes stay
+the same.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from outlast.checkpoint.state import FlatState
 from outlast.runtime.nested import find_kind
 
 MAX_NAMED = 3
-"""Tensors of a rank, and ranks, that a warning names."""
+"""Tensors per rank, and ranks, that a warning lists."""
 _WITH_INFINITIES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2})
-"""Element types that have infinities. torch has no ``isinf`` for the other float8 types."""
 
 
 def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str]:
@@ -47,7 +46,7 @@ def infinite_buffers(state: Mapping[str, Any], flat: FlatState) -> dict[str, str
 
 
 def examined(save: Save) -> list[TensorSpan]:
-    """Return the tensors whose numbers are examined for infinities and NaN. The save must be staged."""
+    """Return the tensors to examine for infinities and NaN. The save must be staged."""
     tensors = [tensor for tensor in save.tensors if tensor.dtype in MAY_BE_INFINITE]
     if not save.infinite or save.arena is None:
         return tensors
@@ -63,7 +62,6 @@ def examined(save: Save) -> list[TensorSpan]:
 
 
 def find_infinite(save: Save) -> tuple[str, ...]:
-    """Return the first examined tensors that hold numbers that are infinite or NaN."""
     found: list[str] = []
     if save.arena is None:
         return ()

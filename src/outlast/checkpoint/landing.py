@@ -1,9 +1,8 @@
-"""What a load reads, on its way to devices: read, digested and copied at once, into memory beside the live state.
+"""Load a shard onto devices: read, digest and copy chunks concurrently, into memory separate from the live state.
 
-Readers fill pinned memory with a chunk each, and one thread gives the devices what is filled: this way Python's lock
-is needed for little, which else is the limit with many readers. A device takes a chunk whole, digests it there, and
-copies what is in it to where it belongs: what is compared are the bytes that arrived. A chunk that no device can digest
-(its kernel is not compiled yet, there is no room, it belongs to two) is digested by its reader, as one on the host is.
+Readers fill pinned memory with a chunk each, and one thread passes filled slots to the devices, which keeps the time
+under the GIL short. A device receives a whole chunk, digests the received bytes, and copies them to their tensors. A
+chunk that no device can digest (kernel not compiled yet, no memory, part of two devices) is digested by its reader.
 """
 
 from __future__ import annotations
@@ -34,35 +33,31 @@ from outlast.runtime.device_digest import ChunkDigests, find_digests
 
 log = logging.getLogger(__name__)
 LANDED_BYTES = 256 << 10
-"""Tensors below this are read into the host's memory: one by one, copies cost more than their bytes."""
+"""Smaller tensors are read into host memory: a copy per tensor costs more than its bytes."""
 NUM_LANDING_THREADS = 14
-"""At most; a core reads some 8 GB/s, or reads and digests half as much; a link to a device takes up to 55."""
+"""Upper limit. A core reads some 8 GB/s, or reads and digests half as much; a link to a device takes up to 55 GB/s."""
 NUM_SPARE_SLOTS = 10
-"""Slots that a device copies from while each reader fills one. More of them do not stay in the processor's cache."""
+"""Slots that a device copies from while each reader fills one; more would not stay in the processor's cache."""
 MIN_DIGESTED_CHUNKS = 64
-"""Fewer are read before a device's kernel is compiled."""
+"""Minimum number of chunks for which a device's kernel is compiled."""
 NUM_ROWS = 32
 """Chunks that a device holds at most while it digests them."""
 MIN_ROWS = 8
-"""It is given so many at once, unless there are fewer: one takes it as long as many."""
+"""Chunks sent to a device at once, if there are as many: one takes as long as many."""
 _POLL_S, _LOOK_S = 0.0003, 0.1
 _GATHER_S = 0.0003
-"""What is filled this long after something else goes along with it: each time, the sender needs Python's lock often."""
+"""Seconds for which filled slots are collected into one batch, so that the sender needs the GIL less often."""
 _DEVICE_LIMIT_S = 60.0
 """A device that does not take a chunk in this time hangs."""
 
 
 class _PinnedSlot:
-    """Pinned memory that a device copies from."""
-
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory, self.view = memory, bytes_of(memory)
 
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A slot, and which of the shard's bytes it holds."""
-
     slot: _PinnedSlot
     begin: int
     end: int
@@ -70,8 +65,6 @@ class _Filled:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """A tensor of a device, as bytes, that takes a part of a shard."""
-
     begin: int
     end: int
     bytes: torch.Tensor
@@ -80,47 +73,41 @@ class _Room:
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """The way to one device. Owner: training's thread until the sender starts, then the sender."""
+    """Transfer state of one device. Owner: training's thread until the sender starts, then the sender."""
 
     copies: DeviceCopies
     rows: list[torch.Tensor] = field(default_factory=list)
-    """Memory of the device for a chunk each, of which nothing is used."""
     found: torch.Tensor | None = None
-    """Takes the digests, in the order in which the chunks were sent."""
     sent: list[int] = field(default_factory=list)
-    """Their chunks' numbers."""
     digests: ChunkDigests | None = None
-    """Once it is known; set by a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """What a device was given, and what is free again once it has done it."""
-
     since_s: float
     copied: Sequence[Copied]
     give_back: Callable[[], None]
 
 
 class Landing:
-    """Read a shard, and have devices take its large tensors, as far as they have memory beside the live state.
+    """Reads a shard and puts its large tensors on devices, as far as they have memory alongside the live state.
 
     Args:
-        state: The live state, which says what belongs on which device; nothing of it is touched.
+        state: The live state, which determines each tensor's device; it is not changed.
 
     Thread: that of the training loop; :meth:`takes` and :meth:`read`: any, several at once.
     """
 
     def __init__(self, fd: int, spans: Mapping[str, TensorSpan], state: Mapping[str, Any]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        """What has a place on a device, by name; filled once all was read and :meth:`finish` has returned."""
+        """Tensors that fit on a device, by name; valid after all was read and :meth:`finish` has returned."""
         self.num_threads = min(NUM_LANDING_THREADS, len(os.sched_getaffinity(0)))
         self._fd, self._rooms, self._slots, self._num_slots = fd, list[_Room](), list[_PinnedSlot](), 0
         self._ways = dict[DeviceCopies, _Way]()
         for (copies, is_copied), names in _places_on_devices(spans, state).items():
             shapes = [(spans[name].shape, TORCH_TYPES[spans[name].dtype]) for name in names]
             way = self._ways.setdefault(copies, _Way(copies))
-            # What is only copied from is given back at once; of the rest each is going to be part of the state.
+            # Tensors that are only copied from are freed at once; the others become part of the state.
             for name, tensor in zip(names, copies.make_room(shapes, together=is_copied), strict=False):
                 begin, end = spans[name].offset, spans[name].offset + spans[name].num_bytes
                 self.tensors[name] = tensor
@@ -149,40 +136,44 @@ class Landing:
         return True
 
     def read(self, start: int, end: int, _: memoryview) -> Iterator[memoryview]:
-        """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
+        """Implements :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device
+        hangs.
+        """
         slot, position, count = self._take_slot(), start, 1
-        while position < end and count:  # all of it at once: else Python's lock is what readers wait for
+        while position < end and count:  # in one loop: readers would otherwise contend for the GIL
             count = os.preadv(self._fd, [slot.view[position - start : end - start]], position)
             position += count
         yield slot.view[: position - start]
-        if position == end:  # else nothing of this load counts any more, the slot neither
+        if position == end:  # otherwise the load has failed, and the slot is not needed
             self._filled.put(_Filled(slot, start, end))
 
     def finish(self) -> Mapping[int, str]:
-        """See :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device hangs."""
+        """Implements :class:`outlast.checkpoint.verification.ShardReader`. Raises: CheckpointError, when a device
+        hangs.
+        """
         if self._sender is not None:
             self._filled.put(None)
             self._sender.join(2 * _DEVICE_LIMIT_S)
-            if self._sender.is_alive():  # in a call of the driver
+            if self._sender.is_alive():  # blocked in a driver call
                 self._failure.append(_hanging())
             self._sender = None
         if self._failure:
             raise self._failure[0]
         for way in self._ways.values():
             way.rows, way.found = [], None
-        return {chunk: self._digests.get(chunk, "") for chunk in self._taken}  # none that is missing counts as right
+        return {chunk: self._digests.get(chunk, "") for chunk in self._taken}  # a missing digest is not a match
 
     def close(self) -> None:
-        """Release what was not used. Idempotent. Blocks: until nothing is copied any more."""
+        """Release what was not used. Idempotent. Blocks: until all copies have ended."""
         try:
             self.finish()
-        except Exception as error:  # noqa: BLE001 - whatever kept the devices from copying
+        except Exception as error:  # noqa: BLE001 - any error that kept the devices from copying
             log.warning("%s", error)
             _lost.append((self.tensors, self._slots, self._ways))  # their memory must not be used again
         self.tensors, self._rooms, self._slots, self._failure = {}, [], [], []
 
     def _chunks_of_one_device(self, num_whole: int) -> dict[int, _Way]:
-        """Return the chunks that a device can digest, of the first so many, which are whole."""
+        """Return the chunks, of the ``num_whole`` complete ones, that contain tensors of only one device."""
         found, shared = dict[int, _Way](), set[int]()
         for room in self._rooms:
             for chunk in range(room.begin // CHUNK_BYTES, (room.end - 1) // CHUNK_BYTES + 1):
@@ -191,7 +182,7 @@ class Landing:
         return {chunk: way for chunk, way in found.items() if chunk < num_whole and chunk not in shared}
 
     def _open(self, way: _Way) -> None:
-        """Find out whether a device can digest, while the first chunks are read; it needs memory for that."""
+        """Have a thread prepare digests on a device, if it has memory for them."""
         number = sum(one is way for one in self._chunks.values())
         if number < MIN_DIGESTED_CHUNKS:
             return
@@ -206,7 +197,6 @@ class Landing:
         start_driver_thread(find, "outlast-digests")
 
     def _take_slot(self) -> _PinnedSlot:
-        """Return a slot that no device copies from. Raises: CheckpointError, when one hangs."""
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -228,7 +218,7 @@ class Landing:
         raise self._failure[0]
 
     def _send_all(self) -> None:
-        """Give the devices what is filled, until :meth:`finish`. Thread: the sender's, as all below."""
+        """Pass filled slots to the devices until :meth:`finish`. Thread: the sender, as for all methods below."""
         try:
             while (batch := self._next_batch()) is not None:
                 if batch:
@@ -238,11 +228,11 @@ class Landing:
                 self._collect(_LOOK_S)
             for way in self._ways.values():
                 self._read_digests(way)
-        except BaseException as error:  # noqa: BLE001 - raised again by finish(), and by whoever waits for a slot
+        except BaseException as error:  # noqa: BLE001 - raised again by finish() and _take_slot()
             self._failure.append(error)
 
     def _next_batch(self) -> list[_Filled] | None:
-        """Return what was filled since, waiting a moment for the first; ``None``: that was all."""
+        """Return the slots filled since the last call, after a short wait for the first; ``None`` = no more follow."""
         if self._is_over:
             return None
         batch = list[_Filled]()
@@ -258,7 +248,6 @@ class Landing:
         return batch
 
     def _send(self, batch: Iterable[_Filled]) -> None:
-        """Have the devices take what slots hold."""
         whole, parts = dict[_Way, list[_Filled]](), dict[_Way, list[tuple[torch.Tensor, torch.Tensor]]]()
         slots = list[_PinnedSlot]()
         for filled in batch:
@@ -282,7 +271,6 @@ class Landing:
                 some = some[number:]
 
     def _send_whole(self, way: _Way, some: Sequence[_Filled]) -> None:
-        """Have a device take chunks whole, digest them, and copy what is in them to where it belongs."""
         assert way.digests is not None
         assert way.found is not None
         rows = [way.rows.pop() for _ in some]
@@ -300,7 +288,6 @@ class Landing:
         self._digesting.append(_UnderWay(now_s, [done], partial(way.rows.extend, rows)))
 
     def _parts(self, filled: _Filled, memory: torch.Tensor) -> Iterator[tuple[_Room, torch.Tensor, torch.Tensor]]:
-        """Yield the parts of tensors in memory that holds what was filled: of which room, what, and where to."""
         for number in range(bisect.bisect_right(self._ends, filled.begin), len(self._rooms)):
             room = self._rooms[number]
             if room.begin >= filled.end:
@@ -314,7 +301,9 @@ class Landing:
             self._free.put(slot)
 
     def _collect(self, timeout_s: float = 0.0) -> None:
-        """Give back what is done with. Raises: CheckpointError, when one hangs. Blocks: for the oldest, so long."""
+        """Free completed work. Raises: CheckpointError, when a device hangs. Blocks: for the oldest, up to
+        ``timeout_s``.
+        """
         if timeout_s and (oldest := self._digesting or self._copying):
             oldest[0].copied[0].wait(timeout_s)
         for under_way in (self._copying, self._digesting):
@@ -340,16 +329,16 @@ def _hanging() -> CheckpointError:
 
 
 _lost: list[tuple[object, ...]] = []
-"""What a device may still write to, or read."""
 
 
 def _places_on_devices(
     spans: Mapping[str, TensorSpan], state: Mapping[str, Any]
 ) -> dict[tuple[DeviceCopies, bool], list[str]]:
-    """Return which large tensors of a shard belong on which device, and whether they are copied into live ones there.
+    """Return the large tensors of a shard by device, and whether they are copied into live tensors there.
 
-    They belong where the live state has such a one; and what an optimizer has not made yet, beside its parameter. Only
-    modules and bare tensors copy; an optimizer, or whatever else has a ``load_state_dict``, may keep what it is given.
+    A tensor belongs on the device of the live tensor; optimizer state that does not exist yet belongs on its
+    parameter's device. Only modules and bare tensors copy; other objects with ``load_state_dict`` may keep the tensor
+    they get.
     """
     live = {named.name: named for named in flatten({"state": capture(state)}, is_live=True).tensors}
     parts = list(_parts("state", state))

@@ -1,17 +1,16 @@
-"""A lane: the way of saves to some of their tiers, in a thread of its own, in step with the same lane of all ranks.
+"""A lane writes saves to some of their tiers, in a separate thread, in step with the same lane of all ranks.
 
-There are three: :class:`~outlast.checkpoint.near_lane.MemoryLane`, which has every save first,
-:class:`~outlast.checkpoint.near_lane.LocalLane` and :class:`~outlast.checkpoint.dcp.global_lane.GlobalLane`, which get
-it from there and do not wait for each other. All share this: the thread, the exchange between the ranks, the claim to a
-directory, the outcome that is the same on all ranks, and what follows a commit (tracker, retention, cleaning up).
+:class:`~outlast.checkpoint.near_lane.MemoryLane` gets every save first and passes it on to
+:class:`~outlast.checkpoint.near_lane.LocalLane` and :class:`~outlast.checkpoint.dcp.global_lane.GlobalLane`, which do
+not wait for each other. All share the thread, the exchange between the ranks, the claim to a directory, the outcome,
+which is the same on all ranks, and the work after a commit (tracker, retention, cleaning up).
 
-The latter two are :class:`RetryingLane`: their tier may be slow, full or away for hours, and training must not wait for
-it. Such a lane writes one save at a time, in turns that rank 0 begins, and holds at most one more, the newest: a save
-that is still waiting when a newer one comes is replaced by that one (one that ``save_retain_interval`` retains
-only by another of these). A save that fails is retried until a newer one
-takes its place. A turn has no time limit on the other ranks: they wait for what rank 0 decides, since a rank that
-decided by itself could count a save as failed that rank 0 commits. Rejected: a queue of all saves, which needs memory
-for each of them; and a time limit after which a turn is given up everywhere, which needs the ranks' clocks to agree.
+The latter two are :class:`RetryingLane`: their tier may be slow, full or unavailable for hours, and training must not
+wait for it. Such a lane writes one save at a time, in turns that rank 0 begins, and queues at most the newest other one
+(a save that ``save_retain_interval`` retains is replaced only by another of these). A failed save is retried until a
+newer one replaces it. A turn has no time limit on ranks other than 0: a rank that decided by itself could count a save
+as failed that rank 0 commits. Rejected: a queue of all saves, which needs memory for each; and a time limit that ends a
+turn everywhere, which needs synchronised clocks.
 
 The ranks exchange keys of a store, never collectives: training's collectives and these messages cannot mix.
 """
@@ -46,44 +45,42 @@ from outlast.runtime.injection import reach
 
 log = logging.getLogger(__name__)
 GRACE_S = 10.0
-"""Ranks wait this much longer for rank 0's messages than rank 0 does for theirs: better late than contradictory."""
+"""Seconds that ranks wait for rank 0's messages longer than rank 0 waits for theirs, so that outcomes agree."""
 POLL_S = 0.02
 MAX_POLL_S = 1.0
-"""Of a wait without a time limit, which looks less often the longer it lasts."""
+"""Longest pause between two checks of a wait without a time limit."""
 POLL_SHARE = 0.02
-"""Of the time waited so far: the longest pause of such a wait."""
+"""Pause of such a wait, as a share of the time waited so far."""
 RENEW_S = 3.0
 """Seconds in which the ranks' store has to be reached again."""
 RETRY_S = 5.0
-"""Before the first retry of a save; doubled from then on."""
+"""Seconds before the first retry of a save; doubled for each further one."""
 MAX_RETRY_S = 60.0
 MAX_POLLING_RANKS = 1024
-"""More ranks that wait for the same message look less often, so that the store has no more to answer."""
+"""More ranks waiting for one message poll less often, to limit the load of the store."""
 FAN_OUT = 16
-"""Of the tree that answers are gathered by: 16,384 ranks are four levels, up to 17 ranks one."""
+"""Children per node of the tree that gathers messages: 16,384 ranks are four levels, up to 17 ranks one."""
 LEVEL_S = 1.0
-"""Waits end this much later for each further level of the tree below: so the rank that is silent is named."""
+"""Seconds that waits are longer for each level of the tree below, so that the silent rank itself is identified."""
 T = TypeVar("T", bound=msgspec.Struct)
 A = TypeVar("A", bound="RankAnswer")
 G = TypeVar("G", bound="SaveOutcome")
 
 
 class Unstaged(CheckpointError):
-    """A rank has staged nothing of a save, so that it is not retried."""
+    """A rank has staged nothing of a save, so the save is not retried."""
 
 
 _KINDS = {kind.__name__: kind for kind in (PeerSilent, DirectoryRefused, Unstaged, Replaced)}
-"""The errors of saves that the other ranks have to distinguish."""
+"""Error classes that the other ranks have to distinguish."""
 
 
 class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of a save, or of a rank's or a node's part of it."""
-
     error: str | None = None
     kind: str = ""
-    """Name of the error's class, if it is one that the other ranks have to distinguish."""
+    """Name of the error's class, if in :data:`_KINDS`."""
     lacks_copies: bool = False
-    """It is committed, but some rank has no copy on another node."""
+    """The save is committed, but some rank has no copy on another node."""
 
     @classmethod
     def of(cls, error: Exception, text: str | None = None, **fields: Any) -> Self:
@@ -91,50 +88,30 @@ class SaveOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return cls(error=text or str(error), kind=kind if kind in _KINDS else "", **fields)
 
     def failure(self, text: str, *, rank: int | None = None, iteration: int | None = None) -> CheckpointError:
-        """Return the error, for the other ranks."""
         return _KINDS.get(self.kind, CheckpointError)(text, rank=rank, iteration=iteration)
 
 
 class RankAnswer(SaveOutcome, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank has of a save, or why it has nothing."""
-
     iteration: int
-
-
-def check_answer(answer: A, rank: int, iteration: int) -> A:
-    """Return a rank's answer. Raises: CheckpointError, when it has nothing, or another iteration."""
-    if answer.iteration != iteration:
-        raise CheckpointError(
-            f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
-        )
-    if answer.error is not None:
-        raise answer.failure(answer.error)
-    return answer
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What rank 0 posts when the next save is to be written."""
-
     ordinal: int
-    """Of the save."""
     iteration: int
     retry: int
-    """Earlier attempts to write it."""
     is_committed: bool = False
-    """Its iteration is in all of its tiers already; there is nothing to do."""
 
 
 class Subtree(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank, and those below it in the tree, have of a save."""
+    """Messages of a rank and its descendants in the tree."""
 
     answers: list[tuple[int, msgspec.Raw]]
-    """Each with its rank; some are missing where one of them ends the save, or a rank is silent."""
+    """With their ranks; incomplete after an error or a timeout."""
     silence: str | None = None
-    """Which rank below gave no answer in time."""
 
 
 def shared_name(data: bytes) -> str:
-    """Return the digest that names what many ranks have alike."""
+    """Return the digest that names a value which many ranks share."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -143,7 +120,7 @@ def children(place: int, num_places: int) -> range:
 
 
 def child_above(place: int, top: int) -> int:
-    """Return which of the places directly below ``top`` a place lies below, or is."""
+    """Return the child of ``top`` that ``place`` is, or descends from."""
     while (parent := (place - 1) // FAN_OUT) != top:
         place = parent
     return place
@@ -157,32 +134,28 @@ def num_levels(place: int, num_places: int) -> int:
 
 
 class Reached(NamedTuple):
-    """What a lane has done for a save."""
-
     tiers: frozenset[Tier]
     """Tiers that the save is committed to now and was not before."""
     failures: tuple[CopyOutcome, ...] = ()
-    """Copies on other nodes that failed."""
 
 
 class Lane(ABC):
-    """Take saves to some of their tiers, in their order.
+    """Writes saves to some of their tiers, in order.
 
     Args:
         timeout_s: Longest time from the beginning of a save to its outcome.
-        claim: To the directory, on a rank that commits there; ``None`` = this rank commits in none.
-        outcomes: Is called in the lane's thread with what became of each save.
-        next_lanes: Each gets the saves that have tiers of its own, once this lane has done its part or has failed to.
+        claim: Claim to the directory, on a rank that commits there; ``None`` elsewhere.
+        outcomes: Called in the lane's thread with the outcome of each save.
+        next_lanes: Each gets the saves that go to its tiers, once this lane has committed or failed them.
 
     Collective: all ranks, with the same saves in the same order.
     """
 
     name: ClassVar[str] = ""
-    """Of its thread and in the store."""
     _tier: ClassVar[Tier]
-    """Whose generations the retention counts."""
+    """Tier whose checkpoints the retention counts."""
     tiers: frozenset[Tier]
-    """The tiers that it commits to."""
+    """Tiers that the lane commits to."""
 
     def __init__(
         self,
@@ -204,36 +177,33 @@ class Lane(ABC):
         self._foreign: set[int] = set()
         self._must_sweep = True
         self._end_ns = 0
-        """When the save under way has to be decided."""
         self._is_decided = True
-        """Whether the outcome of the save under way is known, or other ranks cannot have committed it."""
+        """Whether the outcome of the current save is known, or other ranks cannot have committed it."""
         self._turn = 0
-        """Number of the turn, by which the ranks' messages are told apart."""
+        """Number of the turn, part of the messages' keys."""
         self._stop = threading.Event()
         self._store, self._is_store_lost, self._was_unreachable = store, False, False
         self._posted: list[tuple[int, str]] = []
-        """Keys of the store, by their turn."""
         self._open()
         self._thread = threading.Thread(target=self._run, name=f"outlast-{self.name}", daemon=True)
         self._thread.start()  # it waits for the first save, which comes after the constructor
 
     @abstractmethod
     def _open(self) -> None:
-        """Make what the thread needs."""
+        """Create what the thread needs."""
 
     def start_from(self, committed: Committed) -> None:
-        """Count on these generations, and no others, as committed. Only before the first save."""
         self._committed = committed.copy()
 
     def has(self, save: Save) -> bool:
-        """Return whether a save's iteration is known to be in all of its tiers that are this lane's. Thread: any."""
+        """Return whether a save is in all of its tiers that belong to this lane. Thread: any."""
         return not self._missing(save)
 
     def takes(self, save: Save) -> bool:
         return bool(save.tiers & self.tiers)
 
     def _missing(self, save: Save) -> frozenset[Tier]:
-        """Return those of its tiers that a save is not in; a save for diagnosis is stored separately."""
+        """Return those of its tiers that a save is not in; saves for diagnosis do not count as committed."""
         wanted = save.tiers & self.tiers
         return wanted if save.suspect else self._committed.missing(save.iteration, wanted)
 
@@ -243,10 +213,9 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(self, save: Save) -> None:
-        """Commit a save. Thread: any, but on all ranks in the same order."""
+        """Queue a save. Thread: any, but on all ranks in the same order."""
 
     def stop(self, timeout_s: float) -> bool:
-        """Give up what is not committed yet and end the thread; return whether it ended in time."""
         self._stop.set()
         self._wake()
         self._thread.join(timeout_s)
@@ -258,31 +227,31 @@ class Lane(ABC):
 
     @abstractmethod
     def _wake(self) -> None:
-        """Have the thread look at what is to be done."""
+        """Wake the thread."""
 
     def _run(self) -> None:
         while (save := self._next()) is not None:
             try:
                 self._take(save)
-            except Exception:  # such an error is not the save's, and the next save must be tried
+            except Exception:  # not an error of the save; the next save must be tried
                 log.exception("reporting the save of iteration %d failed", save.iteration)
             self._turn += 1
 
     @abstractmethod
     def _next(self) -> Save | None:
-        """Return the next save; ``None``: this rank leaves. Blocks: until there is one."""
+        """Return the next save; ``None`` = the lane is stopping. Blocks: until there is one."""
 
     def _take(self, save: Save) -> None:
         self._renew_store()
         self._outcomes.late.begin(self.name, save.iteration, self._describe_folder(self._rank))
         try:
             reached = self._commit(save)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end saving without a report
+        except Exception as error:  # noqa: BLE001 - no error may end saving without a report
             if not isinstance(error, CheckpointError):
                 text = f"saving iteration {save.iteration} failed: {type(error).__name__}: {error}"
                 error = self._error(save, text)
             try:
-                # While the outcome is unknown, others may have committed, and resume from this rank's part.
+                # While the outcome is unknown, others may have committed, and load this rank's part.
                 if self._is_decided and not self._stop.is_set():
                     self._clear_up(save)
             finally:
@@ -295,7 +264,6 @@ class Lane(ABC):
         self._hand_on(save)
 
     def _fail(self, save: Save, error: CheckpointError) -> None:
-        """Report that a save failed here, and hand it on, if it can be written elsewhere."""
         self._outcomes.failed(save, self.name, error)
         if isinstance(error, Unstaged):
             for lane in self._next_lanes:
@@ -317,20 +285,15 @@ class Lane(ABC):
 
     @abstractmethod
     def _commit(self, save: Save) -> Reached:
-        """Commit one save to this lane's tiers, on all ranks. Raises: CheckpointError, the same on all ranks."""
+        """Commit one save to this lane's tiers. Collective. Raises: CheckpointError, the same on all ranks."""
 
     @abstractmethod
     def _clear_up(self, save: Save) -> None:
-        """Remove what a failed save left, where the commit has not."""
+        """Remove the files of a failed save."""
 
     @staticmethod
     def _check_staged(save: Save) -> Arena:
-        """Return the memory of a save, once everything is copied there.
-
-        Raises:
-            Unstaged: There is nothing to save.
-            Replaced: A newer save has taken its place.
-        """
+        """Return the memory of a save, once it is fully copied. Raises: Unstaged, or Replaced by a newer save."""
         if save.arena is None:
             raise (Replaced if save.is_replaced else Unstaged)(save.error or "nothing was staged")
         if save.guard is not None:
@@ -349,14 +312,14 @@ class Lane(ABC):
         return (self._end_ns - clock.now_ns()) / 1e9
 
     def _post(self, name: str, value: msgspec.Struct) -> None:
-        """Send all ranks something about a save. Raises: PeerSilent, when the ranks' store is gone."""
+        """Post a message about a save. Raises: PeerSilent, when the ranks' store is gone."""
         key = self._store_key(name)
         with self._store_errors():
             self._store.set(key, msgspec.json.encode(value).decode())
         self._posted.append((self._turn, key))
 
     def _share(self, value: msgspec.Struct) -> str:
-        """Post what many ranks have alike, unless one of them has; return its digest, by which it can be received.
+        """Post a value that many ranks share, once; return its digest, by which it can be received.
 
         Raises: PeerSilent, when the ranks' store is gone.
         """
@@ -364,7 +327,7 @@ class Lane(ABC):
         name = shared_name(data)
         claims, key = self._store_key(f"claims/{name}"), self._store_key(f"shared/{name}")
         with self._store_errors():
-            if self._store.add(claims, 1) == 1:  # before its own answer: whoever has all answers finds it
+            if self._store.add(claims, 1) == 1:  # before this rank's message
                 self._store.set(key, data.decode())
                 self._posted += [(self._turn, claims), (self._turn, key)]
         return name
@@ -379,15 +342,15 @@ class Lane(ABC):
         poll_s: float = POLL_S,
         is_limited: bool = True,
     ) -> T:
-        """Return what a rank posted in this turn.
+        """Return a message posted in this turn.
 
         Args:
             grace_s: Seconds to wait beyond the save's deadline.
-            is_limited: Wait until the deadline; otherwise until this rank leaves, see :class:`RetryingLane`.
+            is_limited: Wait until the deadline; otherwise until this lane stops, see :class:`RetryingLane`.
 
         Raises:
             PeerSilent: Nothing was posted in time, or the ranks' store is gone.
-            CheckpointError: This rank leaves.
+            CheckpointError: This lane stops.
         """
         self._wait_for(save, name, grace_s=grace_s, poll_s=poll_s, is_limited=is_limited)
         with self._store_errors():
@@ -405,7 +368,7 @@ class Lane(ABC):
         poll_s: float = POLL_S,
         is_limited: bool = True,
     ) -> str:
-        """Return the first of these names under which something was posted; see :meth:`_receive`."""
+        """Return the first of these names under which a message was posted; see :meth:`_receive`."""
         begin_s, pause_s, is_reported = clock.now_s(), 0.001, False
         end_s = begin_s + self._left_s() + grace_s
         while True:
@@ -431,25 +394,24 @@ class Lane(ABC):
 
     @staticmethod
     def _poll_s(num_ranks: int) -> float:
-        """Return the longest pause between two looks of ranks that all wait for one message."""
         return POLL_S * max(1.0, num_ranks / MAX_POLLING_RANKS)
 
     def _gather_up(
         self, save: Save, name: str, mine: G, members: Sequence[int], *, waits_for_all: bool = False
     ) -> list[tuple[int, G]]:
-        """Gather answers by a tree: each rank passes on what it has from those below it, in one message.
+        """Gather messages by a tree: each rank posts its own and its descendants' together.
 
-        An answer with an error is passed on at once, without those that are still missing: it ends the save.
+        A rank with an error posts at once, without waiting for the rest, since an error ends the save.
 
         Args:
-            members: Who takes part, this rank too; the first is the root.
+            members: Participating ranks, including this one; the first is the root.
 
         Returns:
-            On the root, the members' answers by rank, all or some with an error among them; nothing elsewhere.
+            On the root, the members' messages by rank: all, or some including an error. Elsewhere an empty list.
 
         Raises:
-            PeerSilent: On the root: a rank did not answer in time, or the ranks' store is gone.
-            CheckpointError: This rank leaves.
+            PeerSilent: On the root: a rank did not respond in time, or the ranks' store is gone.
+            CheckpointError: This lane stops.
 
         Collective: all members.
         """
@@ -478,14 +440,20 @@ class Lane(ABC):
         return []
 
     def _gather_answers(self, save: Save, name: str, mine: A, *, waits_for_all: bool = False) -> list[A]:
-        """Gather all ranks' answers, see :meth:`_gather_up`. Raises: CheckpointError, where a rank has nothing."""
+        """Gather all ranks' messages, see :meth:`_gather_up`. Raises: CheckpointError, if a rank reports an error."""
         gathered = self._gather_up(save, name, mine, range(self._world_size), waits_for_all=waits_for_all)
-        return [check_answer(answer, rank, save.iteration) for rank, answer in gathered]
+        for rank, answer in gathered:
+            if answer.iteration != save.iteration:
+                raise CheckpointError(
+                    f"rank {rank} saves iteration {answer.iteration} meanwhile; all ranks must save the same ones"
+                )
+            if answer.error is not None:
+                raise answer.failure(answer.error)
+        return [answer for _, answer in gathered]
 
     def _hold_claim(self) -> None:
-        """Be sure that the directory is this run's, before data is written and again before the commit.
-
-        Raises: DirectoryRefused, when it is another run's.
+        """Check that the directory is this run's, before data is written and before the commit. Raises:
+        DirectoryRefused.
         """
         if self._claim is not None:
             self._claim.hold()
@@ -494,16 +462,11 @@ class Lane(ABC):
         return f"rank {rank} on node {self._places.nodes[rank]}"
 
     def _describe_folder(self, rank: int) -> str:
-        """Return a rank's node and, in a lane to the local tier, the folder that the rank writes to."""
         folder = self._places.folders.get(self._places.nodes[rank]) if Tier.LOCAL in self.tiers else None
         return f"{self._describe_rank(rank)}{f' ({folder})' if folder else ''}"
 
     def _conclude(self, save: Save, what: str, *, is_limited: bool = True) -> SaveOutcome:
-        """Wait for the outcome that rank 0 posts, and return it.
-
-        Raises:
-            CheckpointError: The save failed; the same on all ranks, unless the ranks' store is gone.
-        """
+        """Wait for rank 0's outcome. Raises: CheckpointError, the same on all ranks unless the ranks' store is gone."""
         poll_s = self._poll_s(self._world_size)
         outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=poll_s, is_limited=is_limited)
         self._is_decided = True
@@ -517,16 +480,17 @@ class Lane(ABC):
         return outcome
 
     def _part(self, save: Save) -> None:
-        """Acknowledge the outcome of a save after which ranks leave.
+        """Acknowledge the outcome of a save after which ranks exit.
 
-        Rank 0, which may host the store, waits up to ``GRACE_S`` for all others, so that none of them finds it gone.
+        Rank 0, which may host the store, waits up to ``GRACE_S`` for all others, so that each of them can read the
+        outcome.
         """
         self._end_ns = clock.now_ns() + int(GRACE_S * 1e9)
-        with contextlib.suppress(CheckpointError):  # the outcome is what counts
+        with contextlib.suppress(CheckpointError):  # only the outcome matters
             self._gather_up(save, "acknowledged", SaveOutcome(), range(self._world_size), waits_for_all=True)
 
     def _forget(self, before: int) -> None:
-        """Delete what this rank posted in earlier turns: all ranks have taken part in a later one since."""
+        """Delete this rank's messages of earlier turns; all ranks have taken part in a later one."""
         try:
             for turn, key in self._posted:
                 if turn < before:
@@ -536,9 +500,9 @@ class Lane(ABC):
         self._posted = [(turn, key) for turn, key in self._posted if turn >= before]
 
     def _renew_store(self) -> None:
-        """Connect to the ranks' store again if the last save lost the connection.
+        """Reconnect to the ranks' store after a lost connection.
 
-        Not while this rank leaves: the store may be gone, and then nothing can end the wait for a connection.
+        Not while the lane stops: the store may be gone, and nothing could end the wait for a connection.
 
         Blocks: up to :data:`RENEW_S`.
         """
@@ -575,7 +539,7 @@ class Lane(ABC):
     # -- after a commit ----------------------------------------------------------------------------------------
 
     def _follow_up(self, save: Save, place: ClaimedPlace) -> None:
-        """Move the tracker, remove old generations and stale files; none of it can undo the commit."""
+        """Update the tracker, remove old checkpoints and stale files; errors do not undo the commit."""
         try:
             if not save.suspect:
                 self._committed.add(save.iteration, frozenset({self._tier}))
@@ -585,12 +549,12 @@ class Lane(ABC):
             if self._must_sweep:
                 if removed := place.remove_stale(save.attempt):
                     log.debug("removed files of earlier attempts: %s", ", ".join(removed))
-                self._must_sweep = not place.is_remote  # a store charges for listings
+                self._must_sweep = not place.is_remote  # object stores charge for listings
         except (CheckpointError, OSError) as error:
             log.warning("iteration %d is committed, but cleaning up failed: %s", save.iteration, error)
 
     def _remove_old(self, save: Save, place: ClaimedPlace) -> None:
-        assert self._claim is not None  # whoever commits in a place has one
+        assert self._claim is not None  # only ranks with a claim commit
         removed = choose_removed(
             place.generations(),
             self._committed.generations(self._tier),
@@ -609,25 +573,23 @@ class Lane(ABC):
 
 
 class RetryingLane(Lane):
-    """A lane to a tier that may be slow, full or away; see the head of this module.
+    """A lane to a tier that may be slow, full or unavailable; see the head of this module.
 
-    Thread: the lane's has ``_turn`` and what is below; what waits is shared under ``_changed``.
+    Thread: the lane's thread owns ``_turn`` and the state below; the waiting saves are shared under ``_changed``.
     """
 
     retry_s = RETRY_S
-    """Before the first retry of a save."""
 
     def _open(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Save] = []
-        """Saves that wait for a turn: at most one, and one that is for a diagnosis."""
+        """Saves that wait for a turn: at most one, and one for diagnosis."""
         self._newest = -1
-        """Ordinal of the newest save that was submitted."""
         self._template: Save | None = None
         self._retry = (-1, 0)
         """Ordinal of the save of the last turn, and how often it was tried."""
         self._retry_ns = 0
-        """When a save that failed is retried, on rank 0."""
+        """When a failed save is retried, on rank 0."""
         self._pause_s = 0.0
         self._is_there = False
         """Rank 0 has found that the save of this turn is in all of its tiers."""
@@ -637,7 +599,7 @@ class RetryingLane(Lane):
 
     def submit(self, save: Save) -> None:
         with self._changed:
-            # What is not staged holds no memory, and the other ranks have to know why it is not saved.
+            # An unstaged save holds no memory, and the other ranks need its error.
             staged = [one for one in self._waiting if one.suspect == save.suspect and one.arena is not None]
             replaced = [one for one in staged if self._is_retained(save) or not self._has_precedence(one)]
             self._waiting = [one for one in self._waiting if one not in replaced] + [save]
@@ -647,12 +609,11 @@ class RetryingLane(Lane):
             self._report_replaced(other, save.iteration)
 
     def _is_retained(self, save: Save) -> bool:
-        """Return whether a save's checkpoint is retained by ``save_retain_interval``."""
         interval = self._retention.retain_interval
         return interval > 0 and save.iteration % interval == 0
 
     def _has_precedence(self, save: Save) -> bool:
-        """Return whether a save that waits is written before a newer one; one that has failed is not."""
+        """Return whether a waiting save is written before a newer one; a failed one is not."""
         return self._is_retained(save) and save.attempt.ordinal != self._retry[0]
 
     def _wake(self) -> None:
@@ -671,19 +632,22 @@ class RetryingLane(Lane):
                 while not self._stop.is_set() and (left_s := self._idle_s()) != 0.0:
                     self._changed.wait(left_s)
             if self._stop.is_set():
-                self._abandon()
+                with self._changed:
+                    abandoned, self._waiting = self._waiting, []
+                for save in abandoned:
+                    self._outcomes.failed(save, self.name, self._closing(save))
                 return None
             try:
                 self._renew_store()
                 return self._begin_turn() if self._rank == 0 else self._join_turn()
-            except CheckpointError as error:  # the ranks' store is gone, and the next look may find it again
+            except CheckpointError as error:  # the ranks' store is gone; the next attempt may reach it
                 if num_lost > 0 or self._outcomes.is_call_left:
                     self._report_silence(error)
                 num_lost += 1
                 self._stop.wait(POLL_S)
 
     def _report_silence(self, error: CheckpointError) -> None:
-        """Report that the saves that wait have failed for now, or finally if the call around them is left."""
+        """Report that the waiting saves failed for now, or finally if the surrounding call has ended."""
         if self._stop.is_set():
             return
         with self._changed:
@@ -693,14 +657,8 @@ class RetryingLane(Lane):
         for save in failed:
             self._outcomes.failed(save, self.name, error, is_retried=not is_left)
 
-    def _abandon(self) -> None:
-        with self._changed:
-            abandoned, self._waiting = self._waiting, []
-        for save in abandoned:
-            self._outcomes.failed(save, self.name, self._closing(save))
-
     def _idle_s(self) -> float | None:
-        """Return how long there is nothing to do; ``None`` = until a save comes. With ``_changed`` held."""
+        """Return the seconds without work; ``None`` = until a save comes. With ``_changed`` held."""
         if not self._waiting:
             return None
         if self._rank != 0 or self._waiting[0].attempt.ordinal != self._retry[0]:
@@ -709,7 +667,7 @@ class RetryingLane(Lane):
 
     def _begin_turn(self) -> Save:
         with self._changed:
-            save = self._waiting[0]  # only this thread takes one out, and a newer one comes in its place
+            save = self._waiting[0]  # only this thread removes one; a newer save may replace it
         ordinal = save.attempt.ordinal
         retry = self._retry[1] + 1 if ordinal == self._retry[0] else 0
         self._is_there = self.has(save)
@@ -725,7 +683,7 @@ class RetryingLane(Lane):
         turn = self._receive(waiting, "turn", Turn, grace_s=GRACE_S, poll_s=poll_s, is_limited=False)
         self._is_there = turn.is_committed
         with self._changed:
-            while self._newest < turn.ordinal:  # this rank is a little behind
+            while self._newest < turn.ordinal:
                 if self._stop.is_set():
                     raise CheckpointError("this rank is closing")
                 self._changed.wait()
@@ -738,7 +696,6 @@ class RetryingLane(Lane):
         return _replaced(template, iteration=turn.iteration, attempt=attempt, tiers=self.tiers)
 
     def _start(self, save: Save, retry: int) -> Save:
-        """Take a save out of those that wait, unless a newer one has replaced it meanwhile."""
         with self._changed:
             is_there = any(one is save for one in self._waiting)
             passed = [one for one in self._waiting if one.arena is None and one.attempt.ordinal < save.attempt.ordinal]
@@ -760,7 +717,7 @@ class RetryingLane(Lane):
 
     def _fail(self, save: Save, error: CheckpointError) -> None:
         if save.is_replaced:
-            return  # it was reported when the newer save came
+            return  # reported when the newer save came
         if isinstance(error, Replaced):
             self._report_replaced(save, None)
             return
@@ -778,6 +735,5 @@ class RetryingLane(Lane):
 
 
 def _replaced(save: Save, **changes: Any) -> Save:
-    """Return a save that has nothing staged, since a newer one has taken its place."""
     error = "a newer save has taken its place"
     return dataclasses.replace(save, arena=None, guard=None, error=error, is_replaced=True, **changes)

@@ -1,7 +1,7 @@
-"""Tiers that are behind: one line each minute says which saves are not in a tier, and what the tier waits for.
+"""Reports of late tiers: one log line per minute lists the saves that are missing in a tier, and the reason.
 
-A tier that hangs reports nothing by itself, and one that fails would report every save. On rank 0 a thread of its own
-looks at what the lanes have noted; it takes no part in any save.
+On rank 0 a thread reads the lanes' progress: a tier that hangs reports nothing itself, and one that fails would report
+every save.
 """
 
 from __future__ import annotations
@@ -19,37 +19,28 @@ log = logging.getLogger(__name__)
 LATE_S = 30.0
 """A save that has been under way in a tier for so long is reported."""
 INTERVAL_S = 60.0
-"""Between two lines about a tier."""
+"""Seconds between two log lines about a tier."""
 LOOK_S = 1.0
 
 
 @dataclass(slots=True)
 class _TierProgress:
     where: str
-    """Tier and path, for people."""
     began_ns: int | None = None
-    """When the save that is under way began; ``None`` = there is none."""
     iteration: int = 0
-    """Of the save that is under way, or was last."""
     waits_for: str = ""
     num_failed: int = 0
-    """Attempts that failed since the last line."""
     num_replaced: int = 0
-    """Saves that newer ones have taken the place of since the last line."""
     error: str = ""
-    """Of the last attempt; empty: it succeeded, or there was none."""
     newest: tuple[int, int] | None = None
-    """Iteration of the newest commit, and when it was."""
     behind_ns: int | None = None
-    """Since when a save has failed or was replaced; ``None`` = none has since the last commit."""
+    """Since when a save has failed or was replaced; ``None`` = none since the last commit."""
     reported_ns: int | None = None
-    """When the last line was logged; ``None`` = none since the tier worked."""
     warned_ns: int | None = None
-    """When a failure was last logged by itself."""
 
 
 class LateTiers:
-    """Collect what becomes of saves in each tier, and report the tiers that are behind.
+    """Collects the outcomes of saves by tier, and reports the tiers that are behind.
 
     Thread: any. Without :meth:`start` nothing is reported.
     """
@@ -68,16 +59,15 @@ class LateTiers:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the reports. Idempotent. Blocks: never."""
         self._stop.set()
 
     def begin(self, lane: str, iteration: int, waits_for: str) -> None:
-        """An attempt to write a save to a tier begins, by waiting for something: see :meth:`wait_for`."""
+        """Record that an attempt to write a save to a tier begins and waits for ``waits_for``, see :meth:`wait_for`."""
         with self._tier(lane) as tier:
             tier.began_ns, tier.iteration, tier.waits_for = clock.now_ns(), iteration, waits_for
 
     def wait_for(self, lane: str, what: str) -> None:
-        """The attempt that is under way waits for something from now on: a rank with its node, for people."""
+        """Record what the attempt under way waits for: a rank with its node, for people."""
         with self._tier(lane) as tier:
             tier.waits_for = what
 
@@ -100,12 +90,12 @@ class LateTiers:
 
     @contextmanager
     def _tier(self, lane: str) -> Iterator[_TierProgress]:
-        """Give the progress of a tier to be changed; of one that is not reported, one that is forgotten."""
+        """Yield a tier's progress under the lock; for an unreported tier, a dummy."""
         with self._lock:
             yield self._tiers.get(lane) or _TierProgress(lane)
 
     def may_warn(self, lane: str) -> bool:
-        """Return whether a failure is to be logged by itself: the first one of a minute is."""
+        """Return whether a failure is to be logged individually: the first one of a minute is."""
         with self._lock:
             tier = self._tiers.setdefault(lane, _TierProgress(lane))
             now_ns = clock.now_ns()
@@ -124,7 +114,6 @@ class LateTiers:
 
 
 def _report(tier: _TierProgress, now_ns: int) -> str:
-    """Return the line that is due about a tier; empty: none is."""
     under_way_s = 0.0 if tier.began_ns is None else (now_ns - tier.began_ns) / 1e9
     is_late = under_way_s >= LATE_S
     if not (is_late or tier.error or tier.num_replaced):

@@ -1,4 +1,4 @@
-"""Distributed tensors: how one lies on its ranks, described so that it is made again, or refused, on other meshes."""
+"""Distributed tensors: descriptions of their layouts, to recreate tensors or to detect other meshes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outlast.errors import CheckpointError
 from outlast.runtime.nested import find_nested
 
 Layout: TypeAlias = list[Any]
-"""Placements, shape and names of the mesh, shape and stride of the whole. A placement is the dimension that is sharded,
+"""Placements, shape and names of the mesh, shape and stride of the whole tensor. A placement is the sharded dimension,
 ``None`` for a replica, or ``[dimension, split factor]`` where other shards of the dimension were cut first (FSDP2 over
 tensor parallelism)."""
 
 
 class OtherLayout(CheckpointError):
-    """What was saved is laid out over the ranks in another way than the live state: it can only be resharded."""
+    """The saved state is distributed over the ranks differently than the live state: it can only be resharded."""
 
 
 def is_distributed(value: Any) -> bool:
@@ -26,11 +26,7 @@ def is_distributed(value: Any) -> bool:
 
 
 def describe_layout(value: Any, path: str) -> Layout:
-    """Describe a distributed tensor's layout.
-
-    Raises:
-        CheckpointError: It is placed in a way that cannot be saved.
-    """
+    """Describe a distributed tensor's layout. Raises: CheckpointError, when its placement cannot be saved."""
     placements: list[Any] = []
     for placement in value.placements:
         match type(placement).__name__:
@@ -50,7 +46,7 @@ def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and the offset of this rank's part of a distributed tensor.
 
     Raises:
-        CheckpointError: The part is not one block of the whole, or torch 2.8 does not say where it is.
+        CheckpointError: The part is not one contiguous block, or torch 2.8 cannot locate it.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -75,7 +71,7 @@ def own_part(value: Any, path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def rows_of(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> dict[int, Any]:
-    """Return which indices of each sharded dimension, in ascending order, lie at a place of the mesh."""
+    """Return the ascending indices of each sharded dimension that belong to a coordinate of the mesh."""
     rows: dict[int, Any] = {}
     for placement, num_parts, index in zip(placements, mesh_shape, coordinate, strict=True):
         if (dim := getattr(placement, "dim", None)) is not None:
@@ -85,7 +81,6 @@ def rows_of(
 
 
 def _is_even(shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int]) -> bool:
-    """Return whether the dimensions that are cut in strides are cut into parts of one size."""
     cuts: dict[int, int] = {}
     for placement, num_parts in zip(placements, mesh_shape, strict=True):
         if (dim := getattr(placement, "dim", None)) is not None:
@@ -95,17 +90,13 @@ def _is_even(shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequen
 
 
 def _chunks(rows: Any, count: int) -> list[Any]:
-    """Cut an array as ``torch.chunk`` does, with empty chunks at the end where there is too little."""
+    """Split an array as ``torch.chunk`` does, padding the list with empty chunks."""
     length = -(-len(rows) // count)
     return [rows[number * length : (number + 1) * length] for number in range(count)]
 
 
 def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> torch.Tensor:
-    """Make the distributed tensor of which this rank has ``local``.
-
-    Raises:
-        OtherLayout: None of them is the one that the tensor was saved on.
-    """
+    """Create the distributed tensor whose local part is given. Raises: OtherLayout, when no mesh matches."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -127,7 +118,6 @@ def distribute(local: torch.Tensor, layout: Layout, meshes: Sequence[Any]) -> to
 def as_distributed(
     local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """Make the distributed tensor of which this rank has ``local``."""
     from torch.distributed.tensor import DTensor
 
     made = DTensor.from_local(
@@ -137,7 +127,6 @@ def as_distributed(
 
 
 def meshes_of(value: Any) -> list[Any]:
-    """Return the device meshes of all distributed tensors in a captured state."""
     return [tensor.device_mesh for _, tensor in find_nested(value, is_distributed)]
 
 

@@ -1,7 +1,7 @@
-"""The manager: what training calls to save and to load.
+"""The API through which training saves and loads.
 
-:class:`CheckpointEngine` does the work, and everything that it needs is given to its constructor; the public
-:class:`CheckpointManager` finds the worker's place by itself.
+:class:`CheckpointEngine` does the work with dependencies from its constructor; the public :class:`CheckpointManager`
+finds the worker's place by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outlast.checkpoint.places import (
     warn_of_copies,
 )
 from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration
-from outlast.checkpoint.save import Save, SaveHandle, SaveResult, wait_for_all
+from outlast.checkpoint.save import Save, SaveHandle, SaveResult
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
 from outlast.checkpoint.tiers import Restored
@@ -55,25 +55,24 @@ from outlast.runtime.random_numbers import capture_random
 
 log = logging.getLogger(__name__)
 KEEPER_PATIENCE_S = 20.0
-"""Seconds in which a node of Ray gets another writer, where the actor that kept the first one died."""
+"""Seconds in which a Ray node gets another writer after the actor that kept the first one died."""
 LOOK_S = 0.02
-"""Between two looks of a wait at what has become of a save."""
+"""Seconds between two checks of a wait for a save."""
 COST_WEIGHT = 0.3
-"""Of the earlier saves in the mean of what saves cost; the newest one has the rest."""
+"""Weight of the earlier saves in the mean of save costs."""
 ANSWER_S = 10.0
-"""Longest time that training waits for a writer that gives no memory; the save is skipped then."""
+"""Longest time that training waits for the writer to provide memory; the save is skipped then."""
 
 
 class CheckpointEngine:
     """Save and load checkpoints for a worker whose place is known; see :class:`CheckpointManager`.
 
     Args:
-        config: Where and how.
         place: The worker's place.
-        journal: Where events are written; ``None`` = nowhere.
-        is_left: Returns whether the call around training is left: saves that fail while it is, or until 2 s before it
-            is, are abandoned. They are no incidents then, and do not count as failures. ``None`` = there is no call.
-            Thread: those of the lanes.
+        journal: Journal for events; ``None`` = none.
+        is_left: Returns whether the call around training has ended. Saves that fail then, or up to 2 s before, are
+            abandoned: they are not incidents, and do not count as failures. ``None`` = there is no call. Thread: those
+                of the lanes.
 
     Raises, collective, thread: as for :class:`CheckpointManager`.
     """
@@ -94,7 +93,7 @@ class CheckpointEngine:
                 "torch.distributed is not initialised; call init_process_group() before, or outlast.init()"
             )
         patience_s = KEEPER_PATIENCE_S if place.launcher == "ray" else 0.0
-        with contextlib.ExitStack() as opened:  # nothing of it stays, whatever fails
+        with contextlib.ExitStack() as opened:  # closes everything if the constructor fails
             self._writer = WriterClient(place.writer, place=place, patience_s=patience_s)
             opened.callback(self._writer.close)
             self._peers = Peers(
@@ -127,7 +126,7 @@ class CheckpointEngine:
             )
             opened.callback(self._outcomes.close)
             self._lanes: tuple[Lane, ...] = ()
-            """The first one gets every save and hands it on to the others."""
+            """The first one gets every save and passes it on to the others."""
             opened.callback(self._stop_lanes, 0.2)
             if places.directory is not None:
                 rules = self._rules(config.most_recent_k, config.save_retain_interval)
@@ -193,43 +192,46 @@ class CheckpointEngine:
 
     @property
     def durable_lag_s(self) -> float:
-        """Seconds for which a commit that survives the end of the job has been due; 0 = none is. Thread: any.
+        """Seconds for which a commit that survives the end of the job has been due; 0 = none is due. Thread: any.
 
-        It counts from the begin of the oldest save that is not covered by such a commit, also of earlier cycles of the
-        job under ``outlast run``. Without a tier that outlives the job nothing is due.
+        Counts from the begin of the oldest save not covered by such a commit, including earlier cycles of the job under
+        ``outlast run``. Without a tier that outlives the job, nothing is due.
         """
         return self._outcomes.durable_lag_s
 
     def describe_overdue(self, iteration: int) -> str:
-        """Return why training stops after ``max_durable_lag``, having done so many optimizer steps; for people."""
+        """Return the reason why training stops after ``max_durable_lag``, for people; ``iteration`` = optimizer steps
+        done.
+        """
         return self._outcomes.describe_overdue(self.config.max_durable_lag, iteration)
 
     @property
     def refusal(self) -> CheckpointError | None:
-        """Why no save can succeed any more: a directory is another run's. ``None``: they can. Thread: any."""
+        """Why no save can succeed: a directory is another run's. ``None`` = saves can succeed. Thread: any."""
         return self._refusal.error
 
     @property
     def save_cost_s(self) -> float | None:
-        """What a save cost training lately, in seconds: copying, and waiting for a copy; ``None`` = no save yet."""
+        """Seconds that a save cost training lately: copying, and waiting for a copy; ``None`` = no save yet."""
         return self._cost_s
 
     def claim(self) -> None:
-        """Take the directories for this run, before it resumes from anything there; the first save does so, too.
+        """Claim the directories for this run, before anything is loaded; the first save does so, too.
 
-        A program that only loads, to evaluate for example, need not call it, and may load what another run saves.
+        A program that only loads, to evaluate for example, need not call it, and may load checkpoints of another run.
 
         Raises:
-            CheckpointError: Another run writes to one of them, or has saved what is there: :attr:`refusal` has why.
+            CheckpointError: Another run writes to a directory, or saved its checkpoints: :attr:`refusal` has the
+                reason.
             PeerLost: A peer left.
 
         Collective: all ranks, before they load.
-        Blocks: where only time can tell whether an owner on another machine lives, 10 s; 50 s in an object store.
+        Blocks: to find out whether an owner on another machine is alive, 10 s; 50 s in an object store.
         """
         self._claim(again=False)
 
     def _reclaim(self) -> None:
-        """Take directories that did not respond when the others were taken. Raises, collective: as :meth:`claim`."""
+        """Claim directories that did not respond when the others were claimed. Raises, collective: as :meth:`claim`."""
         if self._has_claimed:
             self._claim(again=True)
 
@@ -243,24 +245,24 @@ class CheckpointEngine:
     def load_latest(
         self, state: Mapping[str, Any], *, has: tuple[int, str] | None = None, missing: str | None = None
     ) -> Restored | None:
-        """Load the newest generation that every rank can prove, each rank's part from the nearest tier.
+        """Load the newest checkpoint that every rank can verify, each rank's part from the nearest tier.
 
         Args:
-            state: As for :meth:`save`. What has a ``load_state_dict`` or is a tensor is loaded in place; plain
-                values are replaced in their mapping. Nothing is touched before all ranks have agreed.
-            has: Iteration and attempt that this rank's ``state`` is exactly, random numbers aside. If the other ranks
-                can load, or have, that generation and none newer, nothing of this rank is read or touched.
-            missing: ``"keep"``: what ``state`` holds and the checkpoint lacks (a name, a key of a module, a parameter
-                of an optimizer) keeps its present value, and one line of the log lists it; ``"error"``: it is an error
-                on all ranks, before anything is touched where it is a name. ``None`` = as ``config.missing`` says.
+            state: As for :meth:`save`. Tensors and objects with a ``load_state_dict`` are loaded in place; plain values
+                are replaced in their mapping. Nothing is changed before all ranks have agreed.
+            has: Iteration and attempt that this rank's ``state`` equals, random numbers aside. If the other ranks can
+                load, or have, that checkpoint and none newer, nothing of this rank is read or changed.
+            missing: ``"keep"``: names, module keys and optimizer parameters of ``state`` that the checkpoint lacks keep
+                their present values, and one log line lists them; ``"error"``: they are an error on all ranks, for
+                names before anything is changed. ``None`` = ``config.missing``.
 
         Returns:
-            What was loaded; ``None`` when there is no generation at all.
+            The loaded checkpoint; ``None`` when there is none at all.
 
         Raises:
-            CheckpointError: There are generations, but none that all ranks can load, or it does not fit ``state``;
-                or a file changed between its proof and its use, and ``state`` is unusable.
-            ConfigError: ``missing`` is something else.
+            CheckpointError: There are checkpoints, but none that all ranks can load, or it does not fit ``state``; or a
+                file changed between its verification and its use, and ``state`` is unusable.
+            ConfigError: ``missing`` is another value.
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.
@@ -280,18 +282,18 @@ class CheckpointEngine:
         return self._restored
 
     def go_on(self, state: Mapping[str, Any], iteration: int, origin: Restored | None) -> None:
-        """Go on from a state that all ranks have in memory already, instead of loading one.
+        """Continue from a state that all ranks have in memory already, instead of loading one.
 
         Args:
-            state: As for :meth:`save`; nothing of it is touched.
-            iteration: Number of optimizer steps that it has done.
-            origin: What it goes back to, as an earlier manager loaded it; ``None`` = it was never loaded.
+            state: As for :meth:`save`; it is not changed.
+            iteration: Number of optimizer steps that the state has done.
+            origin: The checkpoint that the state descends from, as an earlier manager loaded it; ``None`` = none.
 
         Raises:
             PeerLost: A peer left.
 
         Collective: all ranks, before the first save.
-        Blocks: until all ranks have looked at what there is.
+        Blocks: until all ranks have listed the checkpoints.
         """
         committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
@@ -303,14 +305,14 @@ class CheckpointEngine:
         self._begin_saving(state)
 
     def load_suspect(self, state: Mapping[str, Any], iteration: int) -> Restored | None:
-        """Load what was saved at ``iteration`` for diagnosis, to look at the step that follows it once more.
+        """Load a save for diagnosis, to repeat the step that follows it.
 
         Args:
             state: As for :meth:`load_latest`.
             iteration: Number of optimizer steps that the state had done.
 
         Returns:
-            What was loaded; ``None``: not all ranks have it, and nothing was touched.
+            The loaded save; ``None`` = not all ranks have it, and nothing was changed.
 
         Raises:
             CheckpointError: It does not fit ``state``.
@@ -335,25 +337,25 @@ class CheckpointEngine:
         tiers: Collection[str] | None = None,
         suspect: bool = False,
     ) -> SaveHandle:
-        """Copy ``state`` and have it committed as the generation of ``iteration``.
+        """Copy ``state`` and commit it in the background as the checkpoint of ``iteration``.
 
-        What is saved is the state at this call, whatever training does next. Random numbers are saved with it.
-        A save that fails leaves what was committed before; the next one tries again.
+        Saves the state as of this call, and random numbers with it, regardless of later training. A failed save leaves
+        earlier checkpoints unchanged; the next save tries again.
 
         Args:
-            state: Name to what is saved: anything with ``state_dict`` and ``load_state_dict``, tensors, plain values,
-                mappings of these.
+            state: Maps names to tensors, plain values, objects with ``state_dict`` and ``load_state_dict``, or mappings
+                of these.
             iteration: Number of optimizer steps that the state has done.
-            tiers: Names of the tiers to save to; ``None`` = all that are configured. Others are ignored.
-            suspect: For diagnosis only: the generation goes to ``suspect/`` and is never loaded.
+            tiers: Names of the tiers to save to, unconfigured ones being ignored; ``None`` = all that are configured.
+            suspect: For diagnosis only: the checkpoint goes to ``suspect/`` and is never loaded by :meth:`load_latest`.
 
         Returns:
-            A handle; done at once when the generation is the one that was loaded, and in all these tiers.
+            A handle; done at once if the checkpoint is the loaded one, and in all these tiers.
 
         Raises:
             CheckpointError: ``max_consecutive_save_failures`` saves failed in a row, a value cannot be saved, a
-                directory is another run's, or there are generations and :meth:`load_latest` was not called.
-            ConfigError: ``iteration`` is not a number of steps, or there is no such tier.
+                directory is another run's, or there are checkpoints and :meth:`load_latest` was not called.
+            ConfigError: ``iteration`` is not a number of steps, or a tier does not exist.
 
         Collective: all ranks, with the same iterations and tiers in the same order.
         Blocks: while the state is copied, and while earlier saves are being committed to memory; never for a tier that
@@ -373,7 +375,7 @@ class CheckpointEngine:
         if not suspect:
             self._outcomes.saving(iteration, wanted)
         attempt = self._attempt(self._ordinal)
-        self._ordinal += 1  # failed ones count, so that the ranks' counts stay alike
+        self._ordinal += 1  # failed ones count, too, so that the ranks' counts agree
         handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=str(attempt))
         save = Save(
             iteration=iteration,
@@ -388,10 +390,10 @@ class CheckpointEngine:
             branch=self._branch,
             infinite=self._infinite,
         )
-        with without_collection():  # of what is made here next to nothing is left at the end
+        with without_collection():  # almost none of these objects become garbage
             try:
                 flat = flatten({"state": capture(state), "random": capture_random()})
-            except Exception as error:  # a state_dict() may raise anything; the peers wait for this rank's word
+            except Exception as error:  # a state_dict() may raise anything; the peers wait for this rank's message
                 self._submit(dataclasses.replace(save, error=str(error)))
                 raise
             deferred = frozenset[str]()
@@ -404,16 +406,16 @@ class CheckpointEngine:
         if save.error is None:
             self._cost_s = save.stall_s + COST_WEIGHT * (self._cost_s - save.stall_s) if self._cost_s else save.stall_s
         if not self.config.async_save:
-            with contextlib.suppress(DeadlineExceeded):  # a tier that hangs; the save is reported once it is decided
-                wait_for_all([handle], self.config.save_timeout + GRACE_S)
+            with contextlib.suppress(CheckpointError, DeadlineExceeded):  # reported once the save is decided
+                handle.wait(self.config.save_timeout + GRACE_S)
         elif save.attempt.ordinal == 0 and save.arena is not None:
             self._arenas.prepare(save.arena.num_bytes, device)
-        if self.refusal is not None:  # only now: other ranks may not know it yet, and count on this one
+        if self.refusal is not None:  # only now: other ranks may not know it yet, and wait for this one
             raise self.refusal
         return handle
 
     def finish_staging(self) -> None:
-        """Wait until what ``overlap_staging`` copies beside training is copied. Optimizers' steps do it by themselves.
+        """Wait until the copies that ``overlap_staging`` defers are done. Optimizers' steps wait by themselves.
 
         Raises:
             CheckpointError: A device hangs.
@@ -423,16 +425,16 @@ class CheckpointEngine:
         self._guard.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is under way.
+        """Wait until no save is under way.
 
         Raises:
             CheckpointError: The newest save does not survive the end of the job, and has failed in one of its tiers;
-                older checkpoints are what they were.
-            DeadlineExceeded: Something still is under way, or is retried after it failed.
+                older checkpoints are unchanged.
+            DeadlineExceeded: A save is still under way, or is retried after a failure.
 
-        Blocks: up to ``timeout_s``, while a save that failed in a tier is retried there, too; ``None``: up to the
-            saves' own deadlines, and up to ``save_timeout`` for retries. Where the newest save survives the end of the
-            job, 10 s for the other tiers.
+        Blocks: up to ``timeout_s``, including retries in a failed tier; ``None`` = up to the saves' own deadlines, and
+            up to ``save_timeout`` for retries. If the newest save survives the end of the job, 10 s for the other
+            tiers.
         """
         self.finish_staging()
         newest, begun_ns = self._newest, clock.now_ns()
@@ -460,8 +462,8 @@ class CheckpointEngine:
     def is_over(self, handle: SaveHandle) -> bool:
         """Return whether nothing more of a save needs to be waited for.
 
-        It is in all of its tiers, or is not retried in those that it lacks; or it survives the end of the job, and its
-        other tiers have had 10 s more. Thread: that of the training loop.
+        It is in all of its tiers, or is not retried in the others; or it survives the end of the job, and its other
+        tiers have had 10 s more. Thread: that of the training loop.
         """
         return handle.is_settled or self._is_safe_for_long(handle)
 
@@ -476,7 +478,7 @@ class CheckpointEngine:
         return clock.now_ns() - self._safe_since[1] >= GRACE_S * 1e9
 
     def close(self) -> None:
-        """End the threads, and a writer process of our own; what is not committed yet is given up. Idempotent.
+        """End the threads and this manager's own writer process, and abandon uncommitted saves. Idempotent.
 
         Blocks: up to 10 s, whatever the peers do.
         """
@@ -500,7 +502,7 @@ class CheckpointEngine:
         self._outcomes.close()
 
     def give_up(self) -> None:
-        """Fail whatever waits for a save, as the call around it is left; :meth:`close` follows. Idempotent.
+        """Fail all waits for saves, as the surrounding call ends; :meth:`close` follows. Idempotent.
 
         Blocks: never. Thread: any; repeat it while the training thread may still begin to wait.
         """
@@ -524,7 +526,7 @@ class CheckpointEngine:
             self._outcomes.loaded(restored)
 
     def _start_from(self, committed: Committed, iteration: int) -> None:
-        """Count on generations that were committed before this manager, ``iteration`` being the one of the state."""
+        """Set the checkpoints that were committed before this manager; the state is that of ``iteration``."""
         self._restored_tiers = frozenset(committed.tiers.get(iteration, ()))
         self._outcomes.start_from(committed.held)
         for lane in self._lanes:
@@ -534,15 +536,14 @@ class CheckpointEngine:
 
     @property
     def _limit_s(self) -> float:
-        """Seconds in which a save, and the one before it, are decided."""
         return 2 * (self.config.save_timeout + GRACE_S)
 
     def _check_may_save(self, iteration: int, *, suspect: bool) -> None:
         if self._closed:
             raise CheckpointError("the manager is closed")
         if not self._may_save and not suspect:
-            # Beside generations that were not loaded, those would count as newer than what this training saves, and
-            # be loaded in its place.
+            # Checkpoints that were not loaded would count as newer than those that this training saves, and be loaded
+            # instead.
             newest = max(self._places.generations, default="unknown")
             raise CheckpointError(
                 f"there are checkpoints (newest: {newest}) that this training did not load; call load_latest() first, "
@@ -569,11 +570,7 @@ class CheckpointEngine:
         lanes[0].submit(save)
 
     def _wanted_tiers(self, tiers: Collection[str] | None) -> frozenset[Tier]:
-        """Return those of the tiers asked for that exist here; ``None`` = all.
-
-        Raises:
-            ConfigError: There is no such tier, or none of them is configured.
-        """
+        """Return the configured ones of the requested tiers; ``None`` = all. Raises: ConfigError, if there is none."""
         there = self._places.tiers
         if tiers is None:
             return there
@@ -588,7 +585,7 @@ class CheckpointEngine:
         return wanted
 
     def _begin_saving(self, state: Mapping[str, Any]) -> None:
-        """Allow saves, and have memory ready for the first, which is going to be about as large as the state is now."""
+        """Allow saves, and prepare memory of the state's present size for the first one."""
         self._may_save = True
         flat = flatten({"state": capture(state), "random": capture_random()})
         self._infinite = infinite_buffers(state, flat)
@@ -598,7 +595,7 @@ class CheckpointEngine:
         self._arenas.prepare(num_bytes, device_of(flat))
 
     def _stage(self, save: Save, flat: FlatState, deferred: frozenset[str]) -> Save:
-        """Copy a state; what goes wrong is the save's error, for all ranks.
+        """Copy a state; errors become the save's error, for all ranks.
 
         Args:
             deferred: Names of tensors that may be copied after the return; they must not change before the save's
@@ -614,7 +611,7 @@ class CheckpointEngine:
 
         try:
             staged = self._stager.stage(flat, self._identity(save.iteration, save.attempt), provide, deferred=deferred)
-        except BaseException as error:  # also a signal's, in the middle of the copy: the memory serves the next save
+        except BaseException as error:  # also a signal's, during the copy: the memory serves the next save
             for arena in taken:
                 self._arenas.give_back(arena)
             if isinstance(error, CheckpointError | RuntimeError | OSError | MemoryError):
@@ -644,23 +641,22 @@ class CheckpointEngine:
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        """Stop at once, whatever is under way: the process ends, and a peer may hang."""
+        """Stop without waiting: the process ends, and a peer may hang."""
         self._outcomes.abandon()
-        self._stop_lanes(0.0)  # before they lose what they work with
+        self._stop_lanes(0.0)  # before their resources are released
         self._arenas.stop()
         self._peers.cut()
         self._writer.close()
         self._claims.release(is_idle=self._stop_lanes(0.5))
 
     def _stop_lanes(self, timeout_s: float) -> bool:
-        """Give up what is not committed yet and end the lanes' threads; return whether they ended in time."""
+        """Abandon uncommitted saves and end the lanes' threads; return whether they ended in time."""
         for lane in self._lanes:
             lane.stop(0.0)
         return [lane.stop(timeout_s) for lane in self._lanes].count(False) == 0
 
 
 def _lasting_place(places: Places) -> str:
-    """Return the tier that outlives the job, with its path, for people; empty = there is none."""
     if places.directory is not None:
         return f"the global directory {places.directory.url}"
     return "" if places.local is None else f"the local directory {places.local.path}"
@@ -672,17 +668,14 @@ class ReadingEngine(CheckpointEngine):
     _reports_loads = False
 
     def report_used(self, suspect_window: int) -> None:
-        """Report that training continues from what :meth:`load_latest` returned."""
         if self._restored is not None:
             self._outcomes.loaded(self._restored, suspect_window=suspect_window)
 
     def report_leaving(self, iteration: int, exit_code: int) -> None:
-        """Report that this process is about to end with an exit code, having done so many optimizer steps."""
         self._outcomes.leaving(iteration, exit_code)
 
 
 def _describe_tiers(places: Places) -> dict[str, str]:
-    """Return each tier that may be behind and its path, for people, by the name of its lane."""
     found = {}
     if places.directory is not None:
         found[GlobalLane.name] = f"the global tier ({places.directory.url})"
@@ -692,12 +685,10 @@ def _describe_tiers(places: Places) -> dict[str, str]:
 
 
 def device_of(flat: FlatState) -> torch.device | None:
-    """Return a device that copies of a state come from; ``None``: all of it lies on the host."""
     return next((named.device for named in flat.tensors if named.device.type != "cpu"), None)
 
 
 def _checked_iteration(iteration: int) -> int:
-    """Return a number of optimizer steps. Raises: ConfigError, when it is none."""
     try:
         number = operator.index(iteration)
     except TypeError:
@@ -714,15 +705,14 @@ def open_manager(
     journal: Journal | None = None,
     is_left: Callable[[], bool] | None = None,
 ) -> CheckpointEngine:
-    """Return an engine; without ``env`` the place comes from the environment and ``torch.distributed``."""
     return CheckpointEngine(config, env if env is not None else current_place(), journal, is_left=is_left)
 
 
 class CheckpointManager(CheckpointEngine):
-    """Save generations behind training's back; load the newest that every rank can prove.
+    """Save checkpoints in the background, and load the newest one that every rank can verify.
 
     Args:
-        config: Where and how. The worker's place comes from the environment and ``torch.distributed``.
+        config: Directories, tiers, intervals. The worker's place comes from the environment and ``torch.distributed``.
 
     Raises:
         ConfigError: There are several ranks, and ``torch.distributed`` is not initialised; or a setting cannot work.

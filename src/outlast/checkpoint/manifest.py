@@ -1,8 +1,8 @@
-"""What a generation consists of: its manifest, and the keys of its parts. Nothing here imports torch.
+"""A checkpoint's manifest, and the keys of its parts. Nothing here imports torch.
 
-A manifest's file holds the manifest and its SHA-256, so that a later change shows; the global tier's manifest
-(:mod:`outlast.checkpoint.dcp.manifest`) is sealed the same way. A part is one rank's shard, or what is derived from it:
-:class:`CopyKey` names it, and :class:`Holdings` is the interface between what keeps parts and what transfers them.
+A manifest's file contains the manifest and its SHA-256; the global tier's manifest
+(:mod:`outlast.checkpoint.dcp.manifest`) is sealed the same way. A part is one rank's shard, or derived from it, such as
+a parity: :class:`CopyKey` names it, and :class:`Holdings` is the interface between storage and transfer of parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_SCHEMA = 2
-"""Up to which manifests of any tier name their run in the same field."""
+"""Newest schema in which manifests of any tier name their run in the same field."""
 
 
 class _Sealed(msgspec.Struct, frozen=True):
@@ -39,13 +39,13 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def seal(manifest: msgspec.Struct) -> bytes:
-    """Return the file of a manifest: the manifest and its SHA-256. Equal manifests give equal bytes."""
+    """Return the file content of a manifest. Equal manifests give equal bytes."""
     body = msgspec.json.encode(manifest)
     return msgspec.json.encode(_Sealed(msgspec.Raw(body), hashlib.sha256(body).hexdigest()))
 
 
 def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple[T, str]:
-    """Read the file of a manifest.
+    """Read the file content of a manifest.
 
     Args:
         kind: The manifest's type, which has a field ``schema``.
@@ -55,7 +55,7 @@ def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple
 
     Raises:
         Corrupt: It is not a manifest, or was changed after it was written.
-        Untrusted: A later version of this package wrote it, or one that is too old.
+        Untrusted: Its schema is newer than ``schema`` or older than ``oldest``.
     """
     try:
         sealed = from_json(data, _Sealed)
@@ -73,11 +73,7 @@ def unseal(data: bytes, kind: type[T], *, schema: int, oldest: int = 1) -> tuple
 
 
 def run_of(data: bytes, iteration: int) -> str | None:
-    """Return the run that the file of a manifest names, whichever tier's it is.
-
-    Returns:
-        The run; ``None``: it cannot be trusted, or is another generation's.
-    """
+    """Return the run that a manifest of any tier names; ``None`` = invalid, or of another iteration."""
     try:
         named, _ = unseal(data, _Named, schema=MAX_SCHEMA)
     except CheckpointError:
@@ -92,32 +88,23 @@ SCHEMA = 2
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One rank's file: what proves its bytes. What lies in it is in its own header, the table of its tensors.
+    """Integrity data of one rank's file. The table of its tensors is in its own header.
 
-    With each rank's table here, a manifest would grow with the ranks times the tensors. So it grows by some 60 bytes a
-    rank and 11 bytes every 8 MiB of the state.
+    With the tables here, a manifest would grow with ranks times tensors; so it grows by some 60 bytes per rank and 11
+    bytes per 8 MiB of the state.
     """
 
     rank: int
     num_bytes: int
     digests: bytes
-    """xxh3_64 of every 8 MiB, one after the other."""
+    """Concatenated xxh3_64 digests of every 8 MiB."""
     table: str
-    """xxh3_64 of its header, hexadecimal: the header can be trusted before the rest is read."""
+    """xxh3_64 of its header, hexadecimal, so that the header can be trusted before the rest is read."""
     finite: bool
-    """Whether no number in it is infinite or NaN."""
 
     @classmethod
     def of(cls, rank: int, image: memoryview, chunks: Iterable[str], *, finite: bool) -> ShardEntry:
-        """Return the entry of a shard.
-
-        Args:
-            chunks: xxh3_64 of every 8 MiB, hexadecimal.
-            finite: Whether no number in it is infinite or NaN.
-
-        Raises:
-            Corrupt: The image is no shard.
-        """
+        """Return the entry of a shard with these digests of every 8 MiB. Raises: Corrupt, when it is not a shard."""
         with head_of(image) as head:
             table = digest(head)
         return cls(rank=rank, num_bytes=len(image), digests=pack_digests(chunks), table=table, finite=finite)
@@ -132,30 +119,27 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation; the manifest's presence in a folder of the final name is its commit."""
+    """A checkpoint; the manifest's presence in a folder of the final name is its commit."""
 
     schema: int
     run: str
     topology: str
     home: str = ""
-    """Names the directories of the session; another one of the same processes does not load it from memory."""
+    """Identifies the session's directories; another session of the same processes does not load it from memory."""
     world_size: int
     iteration: int
     attempt: str
     restored_from: int | None
-    """The generation that the saving processes had loaded."""
     restored_attempt: str | None = None
-    """The attempt that had written that one: it distinguishes lineages where a generation was written twice."""
+    """Attempt that had written that checkpoint: distinguishes lineages that wrote the same iteration."""
     era: Era = UNKNOWN_ERA
-    """Of the branch that saved it; see ``policy.lineage``."""
+    """Era of the branch that saved it; see ``policy.lineage``."""
     forks: tuple[Fork, ...] = ()
-    """The branches that this branch descends from."""
     nodes: tuple[str, ...] = ()
-    """Name of each rank's node."""
     num_copies: tuple[int, ...] = ()
-    """For each rank, verified copies on other nodes when the generation was committed; empty = not replicated."""
+    """For each rank, verified copies on other nodes at the commit; empty = not replicated."""
     parity: int = 0
-    """Nodes whose shards share one parity; 0 = copies, or none."""
+    """Number of nodes whose shards share one parity; 0 = copies, or none."""
     shards: tuple[ShardEntry, ...]
 
     @property
@@ -168,20 +152,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def topology_digest(world_size: int) -> str:
-    """Return what ranks of another arrangement do not share."""
     return hashlib.sha256(f"ranks={world_size}".encode()).hexdigest()[:16]
 
 
 def decode_manifest(data: bytes) -> tuple[Manifest, str]:
-    """Read a manifest's file.
-
-    Returns:
-        The manifest and its SHA-256.
-
-    Raises:
-        Corrupt: It is not a manifest, or was changed after it was written.
-        Untrusted: A later version of this package wrote it, or one that is too old.
-    """
+    """Return the manifest in a file's content, and its SHA-256. Raises: Corrupt, Untrusted; see :func:`unseal`."""
     manifest, sha256 = unseal(data, Manifest, schema=SCHEMA, oldest=SCHEMA)
     for rank, shard in enumerate(manifest.shards):
         if shard.rank != rank or len(shard.digests) != DIGEST_BYTES * num_chunks(shard.num_bytes):
@@ -192,22 +167,19 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
 
 
 SHARD_PART = ""
-"""A rank's whole shard."""
 MANIFEST_PART = "manifest"
-"""The generation's manifest; its rank is 0 by convention."""
+"""The checkpoint's manifest; its rank is 0 by convention."""
 
 
 class HoldingsError(Exception):
-    """A part cannot be stored or given out; the text is the reason, in one line."""
+    """A part cannot be stored or returned; the text is the reason, in one line."""
 
 
 class CopyKey(msgspec.Struct, frozen=True, order=True):
-    """Names one part of one generation."""
-
     iteration: int
     attempt: str
     rank: int
-    """The rank whose state it is; of a parity, the rank on whose node it lies."""
+    """The rank whose state it is; for a parity, the rank on whose node it is stored."""
     part: str = SHARD_PART
 
     def __str__(self) -> str:
@@ -219,16 +191,14 @@ class CopyKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Incoming(Protocol):
-    """A part that is being received."""
-
     fd: int
-    """Where its bytes go: a file of ``num_bytes`` zeros that can be written at any offset and mapped."""
+    """A file of ``num_bytes`` zeros for the bytes, which can be written at any offset and mapped."""
 
     def keep(self) -> None:
-        """Make it durable, as far as its place is, and give it out from now on. Raises: HoldingsError."""
+        """Make it durable, as far as its place is, and readable. Raises: HoldingsError."""
 
     def drop(self) -> None:
-        """Forget it. Idempotent; does nothing after :meth:`keep`."""
+        """Discard it. Idempotent; does nothing after :meth:`keep`."""
 
 
 class Holdings(Protocol):
@@ -236,20 +206,16 @@ class Holdings(Protocol):
 
     @property
     def place(self) -> str:
-        """Where parts from other nodes are stored, for people: a folder, or the memory."""
+        """Place of parts from other nodes, for people: a folder, or the memory."""
 
     def receive(self, key: CopyKey, num_bytes: int) -> Incoming:
-        """Make room for a part; one that is there already is replaced once the new one is kept.
-
-        Raises:
-            HoldingsError: There is no room, or nothing is kept here.
-        """
+        """Make room for a part; keeping it replaces an existing one. Raises: HoldingsError, when there is no room."""
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
         """Return a readable descriptor, which the caller closes, and the bytes of a part; ``None`` = not here."""
 
     def is_unchanged(self, key: CopyKey, fd: int) -> bool:
-        """Return whether what :meth:`open` gave out for a part still is that part.
+        """Return whether a descriptor that :meth:`open` returned still contains the part.
 
-        Memory serves the next save when its generation is old, whoever reads it; what was read before it is unchanged.
+        Memory of an old checkpoint is reused for the next save, even while it is read; earlier reads are valid.
         """

@@ -1,9 +1,8 @@
-"""State that is newer than the checkpoint: a checkpoint is completed with the live values of what it lacks.
+"""Complete a checkpoint with the live values of state that it lacks (``missing="keep"``).
 
-A user adds a layer, or an average of the weights, and trains on. With ``missing="keep"`` what the checkpoint does not
-hold keeps its present value: names of the mapping, keys of modules, and parameters of optimizers. An optimizer numbers
-its parameters, and a new one in the middle shifts all that follow; so they are matched by whether the module's
-checkpoint has them.
+Names of the mapping, keys of modules, and parameters of optimizers keep their present values, for example after a user
+adds a layer. An optimizer numbers its parameters, and a new one shifts all that follow, so parameters are matched by
+whether the module's checkpoint has them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outlast.errors import Mismatch
 
 
 def find_missing(live: Mapping[str, Any], saved: Any, path: str = "") -> list[str]:
-    """Return the names of what a live state has and a checkpoint lacks, in the live state's order."""
+    """Return the names in a live state that a checkpoint lacks, in the live state's order."""
     found: list[str] = []
     for name, value in live.items():
         here = f"{path}{name}"
@@ -33,13 +32,13 @@ def find_missing(live: Mapping[str, Any], saved: Any, path: str = "") -> list[st
 
 
 def complete(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state with the live values of what it lacks in modules and optimizers.
+    """Return a checkpoint's state, completed with live values in modules and optimizers.
 
     Args:
-        saved: What was saved of it, with anything in the place of tensors; it stays as it is.
+        saved: The saved state, with anything in place of tensors; it is not changed.
 
     Raises:
-        Mismatch: A module has nothing in common with what was saved of it, or an optimizer's parameters do not match.
+        Mismatch: A module has no key in common with the saved one, or an optimizer's parameters do not match.
     """
     return _complete(live, saved, "", {id(parameter) for parameter in _new_parameters(live, saved)})
 

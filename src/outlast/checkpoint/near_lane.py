@@ -1,11 +1,8 @@
-"""The lanes to the node-local tiers: every rank's digests gathered, the manifest, the commit on every node.
+"""The lanes to the node-local tiers: gather every rank's digests, make the manifest, commit on every node.
 
-There are two: one to memory, through which every save passes first, and one to the local tier. In the order of the
-turns every rank gets the same outcomes, so all of them know what is committed.
-
-Ranks pass their answers up a tree, so that each reads a few messages. Rank 0 makes the manifest of them. The lowest
-rank of each node leads it: it receives the manifest and commits on its node, in memory or by a rename; rank 0, a leader
-always, posts the outcome once every leader has.
+One lane writes to memory, through which every save passes first, and one to the local tier. Ranks send messages up a
+tree, and rank 0 makes the manifest. The lowest rank of each node leads it: it receives the manifest and commits on
+its node, in memory or by a rename. Rank 0, always a leader, posts the outcome once every leader has committed.
 """
 
 from __future__ import annotations
@@ -52,34 +49,28 @@ from outlast.runtime.injection import reach
 log = logging.getLogger(__name__)
 KEEP_TIMEOUT_S = 30.0
 _Infinite: TypeAlias = dict[int, tuple[str, ...]]
-"""Rank to its first tensors that hold numbers that are infinite or NaN."""
 
 
 class ShardReady(RankAnswer, frozen=True, kw_only=True):
-    """What a rank posts when its shard is digested, and durable if there is a local tier; or is not going to be."""
+    """A rank's message that its shard is digested, and durable if there is a local tier; or an error."""
 
     shard: ShardEntry | None = None
     num_copies: int = 0
     not_finite: tuple[str, ...] = ()
-    """Names of tensors that hold numbers that are infinite or NaN; not more than are named."""
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What rank 0 posts once it has gathered all ranks' shards."""
-
     manifest: msgspec.Raw = msgspec.Raw(b"null")
-    """The generation's manifest, sealed."""
     failure: SaveOutcome = SaveOutcome()
-    """Why there is none; without an error there is one."""
+    """Reason why there is no manifest, if it has an error."""
 
 
 class NearLane(Lane):
-    """What the lanes to the node-local tiers share: each rank's part, the manifest, and the commit on every node."""
+    """Common part of the lanes to the node-local tiers: a rank's part, the manifest, the commit on every node."""
 
     _is_limited = True
-    """Whether ranks decide by themselves that a save has failed, once its time is over."""
+    """Whether ranks other than 0 decide by themselves that a save has failed after its deadline."""
     _infinite_tensors: tuple[str, ...] = ()
-    """Of this rank's last shard; empty: it was finite."""
     _warned_of: _Infinite | None = None
 
     def _commit(self, save: Save) -> Reached:
@@ -115,7 +106,7 @@ class NearLane(Lane):
 
     @abstractmethod
     def _keep(self, save: Save) -> None:
-        """Do what follows the commit on each rank."""
+        """Finish the save on each rank after the commit."""
 
     def _write(self, save: Save) -> tuple[ShardReady, tuple[CopyOutcome, ...]]:
         try:
@@ -143,7 +134,7 @@ class NearLane(Lane):
             return ShardReady.of(error, f"{where}{error}", iteration=save.iteration), ()
         if written.finite:
             self._infinite_tensors = ()
-        elif not self._infinite_tensors:  # once: with masks, say, each save would cost another look at everything
+        elif not self._infinite_tensors:  # only once: with masks, for example, each save would be examined again
             self._infinite_tensors = find_infinite(save)
         ready = ShardReady(
             iteration=save.iteration,
@@ -156,10 +147,10 @@ class NearLane(Lane):
     # -- the node's part ---------------------------------------------------------------------------------------
 
     def _describe(self, save: Save, ready: ShardReady) -> tuple[Described | None, _Infinite]:
-        """Gather all ranks' shards; on rank 0 make the manifest of them, and post it to the leaders. Errors, too.
+        """Gather all ranks' shards; on rank 0 make the manifest, and post it, or an error, to the leaders.
 
         Returns:
-            On rank 0 what it posts, and the tensors that hold numbers that are infinite or NaN.
+            On rank 0 the posted message, and the tensors that hold infinities or NaN.
         """
         try:
             answers = self._gather_answers(save, "ready", ready)
@@ -180,13 +171,14 @@ class NearLane(Lane):
         return described, infinite
 
     def _lead(self, save: Save, described: Described | None) -> bool:
-        """Have the writer prepare the generation, write the manifest and rename; pass on how it went, errors, too.
+        """Have the writer prepare the checkpoint, write the manifest and rename; report the result or error up the
+        tree.
 
         Args:
-            described: What rank 0 has; ``None``: this is another rank, and has to receive it.
+            described: Rank 0's message; ``None`` = another rank, which receives it.
 
         Returns:
-            Whether all numbers of the generation are finite.
+            Whether all numbers of the checkpoint are finite.
         """
         is_finite, lacks_copies, mine = True, False, SaveOutcome()
         try:
@@ -202,7 +194,9 @@ class NearLane(Lane):
             mine = described.failure
             if mine.error is None:
                 manifest = bytes(described.manifest)
-                facts = self._check_described(save, manifest)
+                facts, _ = decode_manifest(manifest)
+                if (facts.iteration, facts.attempt) != (save.iteration, str(save.attempt)):
+                    raise Untrusted(f"the manifest is of attempt {facts.attempt} at iteration {facts.iteration}")
                 is_finite, lacks_copies = facts.finite, not all(facts.num_copies)
                 self._place(save, manifest)
         except (OSError, CheckpointError) as failure:
@@ -215,17 +209,11 @@ class NearLane(Lane):
             committed = SaveOutcome(lacks_copies=lacks_copies)
             outcome = next((one for _, one in outcomes if one.error is not None), committed)
             if outcome.error is None and not save.suspect:
-                # First, as the call may be left, or this process be killed: the next one resumes from here.
+                # Before the outcome: the call may end, or this process be killed, and the next one must know the
+                # commit.
                 self._outcomes.report_committed(save.iteration, save.tiers & self.tiers - {Tier.REPLICA})
             self._post("outcome", outcome)
         return is_finite
-
-    def _check_described(self, save: Save, data: bytes) -> Manifest:
-        """Return the manifest of a save. Raises: CheckpointError, when it is not what was gathered for this save."""
-        manifest, _ = decode_manifest(data)
-        if (manifest.iteration, manifest.attempt) != (save.iteration, str(save.attempt)):
-            raise Untrusted(f"the manifest is of attempt {manifest.attempt} at iteration {manifest.iteration}")
-        return manifest
 
     def _manifest(self, save: Save, answers: Sequence[ShardReady]) -> Manifest:
         replicates = self._replicates(save)
@@ -236,12 +224,12 @@ class NearLane(Lane):
             num_copies=tuple(one.num_copies for one in answers) if replicates else (),
             # Also in memory, where the local lane makes the parities: both manifests are of the same attempt.
             parity=self._places.replication.parity if Tier.REPLICA in save.tiers and not save.suspect else 0,
-            shards=tuple(one.shard for one in answers if one.shard is not None),  # there is one, or an error
+            shards=tuple(one.shard for one in answers if one.shard is not None),  # each has one, or an error was raised
             **save.manifest_fields(self._places),
         )
 
     def _warn_of_infinite(self, iteration: int, infinite: _Infinite) -> None:
-        """Warn of numbers that are infinite or NaN, once until other ranks or tensors hold some."""
+        """Warn of infinities and NaN, once until other ranks or tensors have some."""
         if infinite and infinite != self._warned_of:
             named = [f"rank {rank} in {', '.join(names)}" for rank, names in sorted(infinite.items())]
             more = f"; and {len(named) - MAX_NAMED} more ranks" if len(named) > MAX_NAMED else ""
@@ -266,10 +254,10 @@ class NearLane(Lane):
 
 
 class MemoryLane(NearLane):
-    """Commit saves to memory and, where there is no local tier, to copies in other nodes' memory.
+    """Commit saves to memory and, without a local tier, to copies in other nodes' memory.
 
-    Every save passes here first, and is digested: it waits for no disk. It is handed on to the other lanes, whatever
-    becomes of it here. A save without a tier here is only digested, without an exchange between the ranks.
+    Every save passes here first, and is digested, without waiting for a disk; then it is passed on to the other lanes,
+    also after a failure here. A save without a tier here is only digested, without messages between the ranks.
     """
 
     name = FIRST_LANE
@@ -305,7 +293,7 @@ class MemoryLane(NearLane):
         if save.arena is not None:
             ready, _ = self._write(save)
             is_known = ready.kind == Unstaged.__name__ or self._outcomes.is_call_left
-            if ready.error is not None and not is_known:  # the next lanes' ranks have to know
+            if ready.error is not None and not is_known:  # the next lanes' ranks need the error
                 log.warning("iteration %d cannot be digested: %s", save.iteration, ready.error)
         return Reached(frozenset())
 
@@ -324,7 +312,7 @@ class MemoryLane(NearLane):
             log.warning("iteration %d is committed, but not kept in memory: %s", save.iteration, error)
 
     def _clear_up(self, save: Save) -> None:
-        """Forget what a failed attempt left: its room may be what the next one lacks."""
+        """Discard a failed attempt in the writer: the next save may need the memory."""
         try:
             discard = f.Discard(iteration=save.iteration, attempt=str(save.attempt))
             self._writer.ask(discard, f.Done, timeout_s=KEEP_TIMEOUT_S)
@@ -333,8 +321,6 @@ class MemoryLane(NearLane):
 
 
 class LocalLane(NearLane, RetryingLane):
-    """Commit saves to the local tier, and to the files that other nodes keep as copies."""
-
     name = "local"
     _tier = Tier.LOCAL
     _is_limited = False
@@ -348,14 +334,14 @@ class LocalLane(NearLane, RetryingLane):
 
     @property
     def _local(self) -> Directory:
-        assert self._places.local is not None  # else there is no such lane
+        assert self._places.local is not None
         return self._places.local
 
     def _folder(self, save: Save) -> Directory:
         return Directory(self._local.path / SUSPECT) if save.suspect else self._local
 
     def _keep(self, save: Save) -> None:
-        """The commit was the last thing to do."""
+        """Nothing follows the commit."""
 
     def _place(self, save: Save, manifest: bytes) -> None:
         folder = self._folder(save)
@@ -373,13 +359,13 @@ class LocalLane(NearLane, RetryingLane):
             folder.promote(save.iteration, save.attempt)
 
     def _clear_up(self, save: Save) -> None:
-        """Delete the files of a failed attempt: their room may be what the next one lacks."""
+        """Delete the files of a failed attempt: the next save may need the space."""
         if not self._places.is_leader(self._rank):
             return
         folder = self._folder(save)
         folder.discard(save.iteration, save.attempt)
         try:
-            if self._claim is not None and self._claim.is_held:  # else they may be another run's, and in use
+            if self._claim is not None and self._claim.is_held:  # otherwise the files may be another run's, and in use
                 folder.remove_stale(save.attempt)
         except OSError as error:
             log.warning("files of failed saves cannot be removed: %s", error)

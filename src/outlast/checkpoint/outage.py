@@ -1,4 +1,4 @@
-"""What the ranks do while a checkpoint directory or an object store does not respond: all of them wait together."""
+"""Joint wait of all ranks while a checkpoint directory or an object store does not respond."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ AT_FAULT_FIRST_S = 5.0
 """Seconds that ranks which are not at fault wait before they fail."""
 _SLEEP_S = 0.1
 MIN_AGREEMENT_S = 3600.0
-"""Shortest time limit of an agreement at a start: longer than any wait of one rank, which is bounded by itself."""
+"""Shortest time limit of an agreement at a start: longer than any single rank's bounded wait."""
 
 
 class Gatherer(Protocol):
-    """The ranks, as far as a wait needs them."""
-
     rank: int
 
     def gather(self, kind: Any, value: Any) -> list[Any]: ...
@@ -48,17 +46,17 @@ class OutageWait:
         self._started_ns = clock.now_ns()
         self._pause_s, self._said_s = FIRST_PAUSE_S, 0.0
         self._partial_s: float | None = None
-        """Since when, as :attr:`waited_s`, the place responds for some ranks only."""
+        """Value of :attr:`waited_s` since when the place responds for some ranks only."""
         self.waited_s = 0.0
-        """Seconds since the start of the wait, as rank 0 measures; the same on all ranks."""
+        """Seconds since the start of the wait, measured by rank 0; the same on all ranks."""
 
     def pause(self, problem: str, *, partial_limit_s: float | None = None) -> bool:
-        """Wait before another attempt; return whether there is to be one.
+        """Wait before another attempt; return whether to make one.
 
         Args:
-            problem: What does not respond, where, and why; the same on all ranks.
-            partial_limit_s: The place responds for some ranks: the seconds for which that may last, without a break. An
-                object store that has just returned does so, too. ``None`` = it responds for none.
+            problem: The place, its rank, and the error; the same on all ranks.
+            partial_limit_s: If the place responds for some ranks only: the seconds for which that may last without a
+                break (an object store that has just returned does so, too). ``None`` = it responds for no rank.
 
         Raises:
             PeerLost: A peer is gone.
@@ -68,7 +66,7 @@ class OutageWait:
         """
         own_s = (clock.now_ns() - self._started_ns) / 1e9
         mine = own_s, self._limit_s, partial_limit_s or 0.0
-        # That of rank 0: the ranks' settings may differ.
+        # Those of rank 0, since the ranks' settings may differ.
         self.waited_s, limit_s, partial_s = self._peers.gather(tuple[float, float, float], mine)[0]
         if partial_limit_s is None:
             self._partial_s = None
@@ -89,14 +87,13 @@ class OutageWait:
 
 
 def pause(seconds: float) -> None:
-    """Sleep in short pieces: a restart in process interrupts between two of them. Blocks: for that time."""
+    """Sleep in short pieces, between which an in-process restart can interrupt. Blocks: for that time."""
     end_ns = clock.now_ns() + int(seconds * 1e9)
     while (left_ns := end_ns - clock.now_ns()) > 0:
         time.sleep(min(_SLEEP_S, left_ns / 1e9))
 
 
 def describe_outage(problem: str, waited_s: float) -> str:
-    """Return the error of a start whose directory did not respond in time."""
     return (
         f"no checkpoint could be looked up for {waited_s:.0f} s: {problem}; start again once it responds: nothing was "
         "changed (checkpoint.restore_timeout sets how long a start waits)"

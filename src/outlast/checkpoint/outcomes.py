@@ -1,8 +1,8 @@
-"""The outcomes of one rank's saves and loads: counted, and reported in the log, in the journal and to the agent.
+"""The outcomes of one rank's saves and loads: counted, and reported in the log, the journal and to the agent.
 
-The agent of ``outlast run`` receives them on this rank's page of the heartbeat memory. There a committed checkpoint is
-progress, on which restart budgets reset, and an invalid result soon after a load casts doubt on the checkpoint that was
-loaded. A :class:`outlast.monitor.RankMonitor` may attach to the page before or after; it keeps what the page holds.
+The agent of ``outlast run`` reads them on this rank's page of the heartbeat memory: a committed checkpoint is progress,
+on which restart budgets reset, and an invalid result soon after a load excludes the loaded checkpoint. A
+:class:`outlast.monitor.RankMonitor` may share the page; it keeps the page's other content.
 """
 
 from __future__ import annotations
@@ -32,40 +32,36 @@ from outlast.wording import count
 
 log = logging.getLogger(__name__)
 _LEAVING_S = 2.0
-"""Seconds in which a process learns that it has to leave what its peers have left already."""
+"""Seconds in which a process detects that the call, which its peers have already left, ends."""
 _LOOK_S = 0.01
 FIRST_LANE = "commit"
-"""Name of the lane that has every save first where there is memory to keep it in, or a global tier."""
+"""Name of the lane that gets every save first, if there is memory to keep it in or a global tier."""
 
 
 @dataclass(slots=True)
 class _SaveUnderWay:
-    """What the lanes have made of a save so far."""
-
     undecided: set[str]
     """Lanes in which it is neither committed nor failed yet."""
     open: set[str]
-    """Lanes that may still write it."""
     reached: set[Tier] = field(default_factory=set)
     errors: dict[str, CheckpointError] = field(default_factory=dict)
-    """By the lane in which it failed and is not committed yet."""
 
 
 class Outcomes:
-    """Count and report what becomes of one rank's saves and loads.
+    """Counts and reports the outcomes of one rank's saves and loads.
 
     Args:
-        journal: Where events are written; ``None`` = into the log only.
-        suspect_window: Iterations after a load in which an invalid result casts doubt on what was loaded.
-        tiers: Those that are configured.
+        journal: Journal for events; ``None`` = log only.
+        suspect_window: Iterations after a load in which an invalid result excludes the loaded checkpoint.
+        tiers: The configured tiers.
         where: The tier that outlives the job, with its path; for people.
-        is_left: Returns whether the call around the saves is left, and with it what is not committed; ``None``: there
-            is no such call. Saves that fail because of that are abandoned: no incidents, and not counted.
+        is_left: Returns whether the call around the saves has ended; ``None`` = there is no such call. Saves that fail
+            because of that are abandoned: no incidents, and not counted.
 
     Raises:
-        OutlastError: The agent's board is not usable.
+        OutlastError: The agent's heartbeat memory is not usable.
 
-    Thread: any; the lanes' threads call it, the training thread reads what it keeps.
+    Thread: any; the lanes' threads call it, the training thread reads its attributes.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class Outcomes:
     ) -> None:
         self._place, self._arenas, self._refusal, self._suspect_window = place, arenas, refusal, suspect_window
         self._is_left, self._is_process_ending = is_left, False
-        # Every rank would log the same of a save or a load: rank 0 does.
+        # Only rank 0 logs at INFO: all ranks have the same messages.
         self._level = logging.INFO if place.global_rank == 0 else logging.DEBUG
         self._journal = journal or Journal(
             None, run_id=place.run_id, job=place.job, node=place.node, proc=f"rank-{place.global_rank}"
@@ -91,16 +87,13 @@ class Outcomes:
         self._board = None if place.board is None else Board.open(place.board)
         self._page = None if self._board is None else self._board.rank(place.local_rank)
         self._under_way: dict[int, _SaveUnderWay] = {}
-        """The saves that are under way, by their ordinal."""
         self._tiers, self._where = tiers, where
         self._durability = Durability()
         owed = None if self._page is None else self._page.owed
         self._owed = OwedSaves() if owed is None else OwedSaves().add(owed[0], owed[1] / 1e9)
         self.num_failures = 0
-        """Saves in a row that failed."""
         self.last_error: CheckpointError | None = None
         self.late = LateTiers()
-        """Reports tiers that are behind."""
 
     @property
     def durability(self) -> Durability:
@@ -109,11 +102,10 @@ class Outcomes:
 
     @property
     def durable_lag_s(self) -> float:
-        """Seconds for which a commit to the tier that outlives the job has been due; 0 = none is. Thread: any."""
+        """Seconds for which a commit to the tier that outlives the job has been due; 0 = none is due. Thread: any."""
         return self._owed.lag_s(clock.now_ns() / 1e9)
 
     def describe_overdue(self, limit_s: float, done: int) -> str:
-        """Return why a run stops whose checkpoints have not survived the end of the job for too long."""
         return describe_overdue(
             where=self._where or "any tier that outlives the job",
             lag_s=self.durable_lag_s,
@@ -137,7 +129,6 @@ class Outcomes:
             )
 
     def close(self) -> None:
-        """Stop reporting to the agent. Idempotent."""
         with self._lock:
             self.late.stop()
             board, self._board, self._page = self._board, None, None
@@ -147,7 +138,6 @@ class Outcomes:
     # -- saves -------------------------------------------------------------------------------------------------
 
     def saving(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """A state of so many optimizer steps is being saved to these tiers; its commits will be reported."""
         with self._lock:
             if job_tier(self._tiers) in tiers:
                 self._owed = self._owed.add(iteration, clock.now_ns() / 1e9)
@@ -157,23 +147,17 @@ class Outcomes:
                 self._page.report_progress()
 
     def scheduled(self, save: Save, *, is_async: bool) -> None:
-        """A state was copied; its commit is under way, and training continues meanwhile or waits for it."""
         what, level = ("Scheduling async checkpoint save", self._level) if is_async else ("saving", logging.DEBUG)
         log.log(level, "%s of iteration %d to %s", what, save.iteration, _names(save.tiers))
         self._write(EventKind.SAVE_SCHEDULED, save.iteration, stall_s=save.stall_s, tiers=_list(save.tiers))
 
     def begin(self, save: Save, lanes: Collection[str]) -> None:
-        """A save is handed to these lanes, each of which reports what becomes of it there."""
         with self._lock:
             self._under_way[save.attempt.ordinal] = _SaveUnderWay(set(lanes), set(lanes))
 
     def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: tuple[CopyOutcome, ...] = ()) -> None:
-        """A lane has done its part of a save.
-
-        Args:
-            tiers: Tiers that the save is committed to now; empty: it was in all of the lane's before.
-        """
-        for failure in failures:  # warned of once until the partner takes a copy again
+        """Record that a lane has committed a save to ``tiers``; empty = it was in all of the lane's before."""
+        for failure in failures:  # warned of once until the partner accepts a copy again
             if failure.is_new:
                 log.warning("no copy on node %s: %s; saves continue without it", failure.node, failure.error)
                 text = f"node {failure.node}: {failure.error}"
@@ -202,7 +186,7 @@ class Outcomes:
             reached = frozenset() if under_way is None else frozenset(under_way.reached)
         if isinstance(error, DirectoryRefused):
             self._refusal.error = error
-        if is_first and self._refusal.error is None and self._is_given_up():  # that is no trouble of its own
+        if is_first and self._refusal.error is None and self._is_given_up():  # not an incident
             log.log(
                 self._level,
                 "the save of iteration %d is abandoned, as its call or its process ends: %s",
@@ -237,12 +221,12 @@ class Outcomes:
         error: CheckpointError | None = None,
         is_retried: bool = False,
     ) -> None:
-        """Take note of what a lane has done with a save; end the save once all of its lanes have."""
+        """Record a lane's result; end the save once all of its lanes are done."""
         with self._lock:
             under_way = self._under_way.get(save.attempt.ordinal)
             if under_way is None:
                 if save.handle.is_settled:
-                    return  # a lane is late to learn of it
+                    return
                 under_way = self._under_way[save.attempt.ordinal] = _SaveUnderWay({lane}, {lane})
             was_undecided = bool(under_way.undecided)
             under_way.undecided.discard(lane)
@@ -271,25 +255,22 @@ class Outcomes:
         # Last, so that a waiting caller finds the outcome logged and in the journal.
         if is_over and not errors:
             save.handle.succeed(save.result())
-            save.handle.settle(save.result())
         elif is_decided and errors:
             save.handle.fail(errors[0], is_retried=not is_over)
 
     def _is_unblamed(self, errors: Iterable[CheckpointError]) -> bool:
-        """Return whether a save failed only because its call is left, or a newer save took its place."""
         return self.is_call_left or all(isinstance(error, Replaced) for error in errors)
 
     @property
     def is_call_left(self) -> bool:
-        """Whether the call that saves is left, or the process ends. Thread: any."""
+        """Whether the surrounding call has ended, or the process ends. Thread: any."""
         return self._is_process_ending or (self._is_left is not None and self._is_left())
 
     def abandon(self) -> None:
-        """Treat saves that fail from now on as abandoned: the process ends."""
         self._is_process_ending = True
 
     def _is_given_up(self) -> bool:
-        """Return whether a save failed because the call was left, here or at a peer. Blocks: up to 2 s."""
+        """Return whether a save failed because the call has ended, here or at a peer. Blocks: up to 2 s."""
         if self._is_left is None and not self._is_process_ending:
             return False
         end_ns = clock.now_ns() + int(_LEAVING_S * 1e9)
@@ -302,7 +283,6 @@ class Outcomes:
     # -- loads -------------------------------------------------------------------------------------------------
 
     def skipped(self, restored: Restored) -> None:
-        """A generation was read; newer copies may have been skipped."""
         for rejection in restored.rejected:
             if rejection.rank == self._place.global_rank:
                 log.warning("skipped: %s", rejection)
@@ -310,11 +290,11 @@ class Outcomes:
                 self._write_incident(IncidentKind.COPY_REJECTED, rejection.generation, str(rejection), **evidence)
 
     def loaded(self, restored: Restored, *, suspect_window: int | None = None) -> None:
-        """Training continues from a generation.
+        """Report that training continues from a checkpoint.
 
         Args:
-            suspect_window: Iterations after the load in which an invalid result casts doubt on it; ``None`` = as for
-                every load.
+            suspect_window: Iterations after the load in which an invalid result excludes the checkpoint; ``None`` = the
+                default.
         """
         tiers = ", ".join(f"{restored.tiers.count(name)} from {name}" for name in dict.fromkeys(restored.tiers))
         took = _seconds(restored.load_s)
@@ -338,12 +318,11 @@ class Outcomes:
         self.report_origin(restored, suspect_window=suspect_window)
 
     def report_origin(self, restored: Restored, *, suspect_window: int | None = None) -> None:
-        """Report to the agent what the state goes back to, which is committed."""
         with self._lock:
             if self._page is None:
                 return
             self._page.set_iteration(restored.iteration)
-            self._page.set_durability(self._durability_of(restored))  # a state kept in memory is beyond it
+            self._page.set_durability(self._durability_of(restored))  # a state kept in memory is newer
             read = [tier for tier in restored.tiers if tier != "kept"]  # a kept state stayed in its process
             if read:
                 self._page.set_restored(
@@ -356,22 +335,20 @@ class Outcomes:
                 )
 
     def _durability_of(self, restored: Restored) -> Durability:
-        """Return what a load shows to be committed; one that all ranks read from the global tier outlives the job."""
+        """Return the durability that a load implies; a checkpoint that all ranks read from the global tier outlives the
+        job.
+        """
         far = set(restored.tiers) == {str(Tier.GLOBAL)}
         return Durability(restored.generation, *(2 * (restored.generation,) if far else ()))
 
     def leaving(self, iteration: int, exit_code: int) -> None:
-        """Report to the agent that the process is about to end, after so many optimizer steps."""
         with self._lock:
             if self._page is not None:
                 self._page.set_iteration(iteration)
                 self._page.set_leaving(exit_code)
 
     def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """Report to the agent that a checkpoint is in more tiers, by this process or before it.
-
-        Thread: any.
-        """
+        """Report to the agent that a checkpoint is in more tiers, by this process or before it. Thread: any."""
         with self._lock:
             self._durability = with_commit(self._durability, iteration, tiers, self._tiers)
             self._owed = self._owed.cover(self._durability.job)

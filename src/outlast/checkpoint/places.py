@@ -1,7 +1,8 @@
-"""The ranks of a run and their places: who leads a node, where all of them save, and what leaves a node with each save.
+"""The agreement of all ranks at the start: nodes and their leaders, directories, and copies that each save sends to
+others.
 
-All of it is agreed once, at the start, through :class:`Peers`. What leaves a node are whole copies to partners, or
-blocks for the parities of its group.
+All of it is agreed once, through :class:`Peers`. Other nodes get whole copies (partners), or blocks for parities
+(groups).
 """
 
 from __future__ import annotations
@@ -66,19 +67,17 @@ SERVE_TIMEOUT_S = 30.0
 _PROBE_BYTES = 64 * 1024
 _MAX_KEY_BYTES = 1 << 16
 SAME_VIEW_S = 10.0
-"""Seconds in which every node has to see what another node wrote to the global tier: a mount may come late."""
+"""Seconds in which every node has to see a file that another node wrote to the global tier: a mount may be late."""
 _LOOK_S = 0.1
 _OF_JOB = re.compile(r"\d+-[0-9a-f]+\.\d+")
-"""What follows the job in the name of a save attempt."""
+"""The part of a save attempt's name after the job."""
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
-"""Errors of a directory that can be read, but not written."""
 MAX_NAMED = 3
-"""Nodes that an error names."""
 
 
 class Peers:
-    """All ranks that save and load together; works alone, too.
+    """All ranks that save and load together; also usable with one rank.
 
     Args:
         timeout_s: Longest time that a request to the ranks' store waits.
@@ -93,27 +92,20 @@ class Peers:
         self._group = Group.share(timeout_s=self._gather_timeout_s) if world_size > 1 else None
 
     def gather(self, kind: Any, value: Any) -> list[Any]:
-        """Return what every rank gave, by rank; all of one type, which JSON can carry.
+        """Return every rank's value, by rank; all of one type that JSON can represent.
 
         Raises:
-            PeerLost: A peer left, or did not come in time.
+            PeerLost: A peer left, or did not respond in time.
 
         Collective: all ranks.
-        Blocks: until all ranks have come.
+        Blocks: until all ranks have called it.
         """
         data = msgspec.json.encode(value)
         everyone = [data] if self._group is None else self._exchange(gather_bytes, data)
         return [from_json(one, kind) for one in everyone]
 
     def find_first(self, text: str) -> str:
-        """Return, on all ranks, what the lowest rank gave that gave anything; nothing if none did.
-
-        Raises:
-            PeerLost: A peer left, or did not come in time.
-
-        Collective: all ranks.
-        Blocks: until all ranks have come.
-        """
+        """Return, on all ranks, the first non-empty text by rank, else "". Raises, blocks: as :meth:`gather`."""
         return text if self._group is None else self._exchange(find_first, text.encode()).decode()
 
     def _exchange(self, exchange: Callable[[ProcessGroup, bytes], R], data: bytes) -> R:
@@ -135,7 +127,6 @@ class Peers:
         return found
 
     def store(self) -> Any:
-        """Return a connection of its own to the ranks' store, for one thread."""
         from torch.distributed import HashStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -147,74 +138,66 @@ class Peers:
         return store
 
     def close(self) -> None:
-        """Leave, without waiting for anyone. Idempotent."""
+        """Disconnect, without waiting for peers. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
     def cut(self) -> None:
-        """Fail whatever waits for a peer. Thread: any."""
+        """Fail all waits for peers. Thread: any."""
         if self._group is not None:
             self._group.cut()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replication:
-    """Who takes what of one rank's shard."""
-
     targets: tuple[Target, ...] = ()
-    """Writers that take a whole copy."""
+    """Writers that receive a whole copy."""
     holders: tuple[Holder, ...] = ()
-    """Members of the rank's parity group, each of which takes a block."""
+    """Members of the rank's parity group, each of which receives a block."""
     parity: int = 0
-    """Nodes whose shards share one parity; 0 = copies, or nothing."""
+    """Number of nodes whose shards share one parity; 0 = copies, or nothing."""
     timeout_s: float = 10.0
-    """Seconds without progress after which another node is given up."""
+    """Seconds without progress after which a transfer to another node is abandoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where this rank saves and loads, and what all ranks know alike."""
+    """Directories, nodes and names that this rank uses; most are the same on all ranks."""
 
     directory: GlobalDirectory | None
-    """The global tier."""
     local: Directory | None
     """This node's folder of the local tier."""
     memory: bool
-    """Whether the writer keeps what it holds after this worker's death."""
+    """Whether the writer, and what it holds, outlives this worker."""
     token: str
-    """Random; names this set of processes."""
+    """Random; identifies this set of processes."""
     run: str
     home: str
-    """Names the directories that are set; what lies in memory belongs to those that were set when it was saved."""
+    """Identifies the configured directories; checkpoints in memory belong to those of their save."""
     node: str
-    """This rank's node; unique."""
     nodes: tuple[str, ...]
-    """Every rank's node."""
     leaders: tuple[int, ...]
-    """The lowest rank of each node."""
     targets: dict[str, Target]
-    """Node to where its writer takes and gives copies; empty when nothing is replicated."""
+    """Address of each node's writer for copies; empty without replication."""
     generations: frozenset[int]
-    """Generations that some rank sees in some tier, whole or not."""
+    """Checkpoints that some rank sees in some tier, intact or damaged."""
     global_error: str | None
-    """Why the global tier could not be listed at the start; ``None`` = it could, or there is none."""
+    """Error of listing the global tier at the start; ``None`` = none, or there is no global tier."""
     local_error: str | None = None
-    """Why this node's folder could not be listed at the start; ``None`` = it could, or there is none."""
+    """Error of listing this node's folder at the start; ``None`` = none, or there is no local tier."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """Node to its local folder, for people; empty without a local tier."""
+    """Local folder of each node, for people; empty without a local tier."""
     job: str = ""
-    """The job, as the names of save attempts have it."""
     durable_iteration: int | None = None
     """See :class:`~outlast.env.WorkerEnv`."""
     waited_s: float = 0.0
     """Seconds that the start has waited for a directory that did not respond."""
     replication: Replication
-    """What leaves this rank's node with each save."""
     seen_local: DirectoryContent | None
-    """What lay in this node's folder at the start; ``None``: there is none."""
+    """Content of this node's folder at the start; ``None`` = unknown, or there is none."""
     seen_global: DirectoryContent | None
-    """What lay in the global tier then, on rank 0; ``None``: it could not be looked into, or there is none."""
+    """Content of the global tier at the start, on rank 0; ``None`` = unknown, or there is none."""
 
     @property
     def topology(self) -> str:
@@ -238,17 +221,16 @@ class Places:
 
 
 class _PlaceView(msgspec.Struct):
-    """What went wrong when one rank looked into a place."""
+    """Errors of one rank's check of a directory."""
 
     error: str | None = None
     """Why its content is unknown; ``None`` = it is known."""
     is_away: bool = False
-    """It does not respond."""
     unwritable: str | None = None
     """Why it cannot be written, although it can be listed."""
 
     def note(self, error: Exception | None, text: str, *, where: str, is_written: bool = False) -> None:
-        """Note an error; ``where`` is put before the text where the rank's node matters."""
+        """Record an error; ``where`` is a prefix of the text for errors that depend on the node."""
         if is_written and isinstance(error, OSError) and error.errno in _UNWRITABLE:
             self.unwritable = text
         elif error is not None and self.error is None:
@@ -256,55 +238,49 @@ class _PlaceView(msgspec.Struct):
 
 
 class _RankView(msgspec.Struct, kw_only=True):
-    """What one rank sees."""
+    """One rank's view of the directories."""
 
     node: str
     ranks: list[int]
     """The ranks that see the same local folder; empty = it cannot be written or listed."""
     folder: str = ""
-    """This node's local folder, on its first rank."""
     near: list[RunEvidence] = []
-    """Of this node's memory, and, for the lowest of these ranks, its folder."""
+    """From this node's memory, and, on the lowest of these ranks, its folder."""
     of_job: bool = False
-    """This node's memory or folder holds a checkpoint that this job saved."""
     far: RunEvidence | None = None
-    """Of the global tier, on rank 0."""
+    """From the global tier, on rank 0."""
     generations: set[int] = set()
     host: str = ""
     port: int = 0
     error: str | None = None
     looks: bool = False
-    """This rank looks into the global tier: rank 0, and the first rank of each node."""
     global_: _PlaceView = msgspec.field(default_factory=_PlaceView)
-    """Of the global tier."""
     local: _PlaceView = msgspec.field(default_factory=_PlaceView)
-    """Of this node's folder."""
     lacks_probe: bool = False
     """This node does not see the file that rank 0 has written to the global tier."""
     newest: tuple[int, str] | None = None
-    """On the first rank of each node, where no file of rank 0 shows that the nodes see one place; see
+    """Newest checkpoint, on the first rank of each node, if no file of rank 0 shows that the nodes see one place; see
     :func:`_find_newest`."""
 
 
 def storage_calls(config: CheckpointConfig, *, rank: int, node: str) -> StorageCalls:
-    """Return what runs a rank's calls on checkpoint directories and object stores."""
     return StorageCalls(f"rank {rank} on node {node}", timeout_s=config.response_timeout)
 
 
 def agreement_timeout_s(config: CheckpointConfig) -> float:
-    """Return the time limit of an agreement while a job starts: longer than each rank's own waits, all of which end."""
+    """Return the time limit of an agreement while a job starts: longer than each rank's own, bounded waits."""
     return max(config.save_timeout, config.restore_timeout + 4 * config.response_timeout, MIN_AGREEMENT_S)
 
 
 def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, writer: WriterClient) -> Places:
-    """Make the folders, find out which ranks share a node, and have the writers know each other.
+    """Create the folders, find the ranks that share a node, and exchange the writers' addresses.
 
-    Where the content of the global tier is unknown, as it does not respond, and the node-local tiers hold no checkpoint
-    that this job has saved, all ranks wait for it together: which run this is must not be decided by a failed look.
+    If the global tier does not respond and the node-local tiers hold no checkpoint of this job, all ranks wait for it
+    together: the run's identity must not depend on a failed listing.
 
     Raises:
         CheckpointError: A rank cannot use any of its folders, or a place did not respond for ``restore_timeout``.
-        ConfigError: ``replication`` is asked for where nothing can hold a copy.
+        ConfigError: ``replication`` is on, but nothing can hold a copy.
         PeerLost: A peer is gone.
 
     Collective: all ranks.
@@ -356,7 +332,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         look.remove_probes()
     look.warn()
     nodes = _name_nodes(everyone, by_folder=local is not None)
-    leaders = tuple(_firsts(nodes))
+    leaders = tuple(sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values()))
     targets = {}
     if replicates and len(leaders) > 1:
         targets = {
@@ -395,10 +371,9 @@ def _global_error(everyone: Sequence[_RankView]) -> str | None:
 
 
 def _find_outage(everyone: Sequence[_RankView], directory: GlobalDirectory | None) -> tuple[str, list[int]]:
-    """Return why the checkpoints of a start are unknown, if they are, and the ranks concerned if others are not.
+    """Return why the checkpoints of a start are unknown, if they are, and the affected ranks unless all are affected.
 
-    A node's folder that does not respond leaves nothing unknown where the global tier responds: the node continues
-    without it.
+    A node's folder that does not respond does not matter if the global tier responds: the node continues without it.
     """
     views = {
         rank: one.local if directory is None else one.global_
@@ -415,9 +390,9 @@ def raise_outage(problem: str, waited_s: float, blamed: Sequence[int], *, rank: 
     """Raise, on all ranks, that a place does not respond.
 
     Args:
-        problem: Which, for whom, and since when; the same on all ranks.
+        problem: The place, the rank, and since when; the same on all ranks.
         waited_s: Seconds that the start has waited.
-        blamed: The ranks for which it does not respond while it responds for others; empty = for no rank.
+        blamed: The ranks for which it does not respond while it responds for others; empty = it responds for no rank.
 
     Raises:
         Outage: It responds for no rank.
@@ -434,17 +409,13 @@ def raise_outage(problem: str, waited_s: float, blamed: Sequence[int], *, rank: 
     )
     if rank in blamed:
         raise Unavailable(text, rank=rank, node=node)
-    # The first report ends the cycle, and its node is at fault for the recovery policy: that has to be the rank's node.
+    # The first report ends the cycle, and the recovery policy blames its node: that has to be the affected rank's.
     pause(AT_FAULT_FIRST_S)
     raise UnavailableToPeer(text, rank=blamed[0])
 
 
 def _check_usable(config: CheckpointConfig, everyone: Sequence[_RankView], *, is_remote: bool) -> None:
-    """Check, where nothing was ever saved, that each rank has a directory that can be used.
-
-    Raises:
-        Unavailable: A directory is none, or a rank has no directory that can be written.
-    """
+    """Check, if there are no checkpoints yet, that each rank has a usable directory. Raises: Unavailable."""
     of_local = [one.local.unwritable or one.local.error for one in everyone]
     why = _global_error(everyone)
     if why is None and config.directory is not None and (config.local_directory is None or any(of_local)):
@@ -459,8 +430,6 @@ def _check_usable(config: CheckpointConfig, everyone: Sequence[_RankView], *, is
 
 @dataclass(slots=True, kw_only=True)
 class _PlacesLook:
-    """Look, on all ranks, into the places that they save to and load from."""
-
     directory: GlobalDirectory | None
     local: Directory | None
     token: str
@@ -469,17 +438,16 @@ class _PlacesLook:
     peers: Peers
     writer: WriterClient
     secret: bytes | None
-    """Of the port at which copies are taken; ``None``: nothing is replicated."""
     calls: StorageCalls
     seen_local: DirectoryContent | None = None
-    """What this node's folder held at the newest look; ``None``: it could not be listed, or there is none."""
+    """Content of this node's folder at the last check; ``None`` = it could not be listed, or there is none."""
     seen_global: DirectoryContent | None = None
-    """The same of the global tier, on rank 0."""
+    """The same for the global tier, on rank 0."""
     _view: _RankView | None = None
     _local_try: int = 1
-    """Number of this rank's file: an abandoned write that ends later removes its own file, and not the next one."""
+    """Number of this rank's probe file: an abandoned write that ends later removes only its own file."""
     _global_try: int = 1
-    """The same of rank 0's file in the global tier."""
+    """The same for rank 0's file in the global tier."""
     _probed: int = 0
     """Number of the file that rank 0 has written to the global tier; 0 = none; the same on all ranks."""
 
@@ -500,14 +468,7 @@ class _PlacesLook:
         return self.directory is not None and (self.peers.rank == 0 or self.place.local_rank == 0)
 
     def gather_views(self) -> list[_RankView]:
-        """Return what every rank sees.
-
-        Raises:
-            PeerLost: A peer is gone.
-
-        Collective: all ranks.
-        Blocks: up to ``response_timeout`` for each place.
-        """
+        """Return every rank's view. Raises: PeerLost. Collective. Blocks: up to ``response_timeout`` for each place."""
         self._view = view = _RankView(node=self.place.node, ranks=[self.peers.rank], looks=self._looks)
         if self.local is not None and self._probe is not None:
             view.folder = self.local.url if self.place.local_rank == 0 else ""
@@ -526,7 +487,6 @@ class _PlacesLook:
         return self.peers.gather(_RankView, view)
 
     def _write(self, url: str, probe: Path) -> CheckpointError | OSError | None:
-        """Write a file that shows whether a folder can be written; return the error if it cannot."""
         try:
             self.calls.run(
                 url,
@@ -560,7 +520,7 @@ class _PlacesLook:
 
         def compare() -> tuple[bool, tuple[int, str] | None]:
             if self._probed and shared is not None:
-                return not shared.exists(), None  # os.path.exists would hide the errors of a mount that is gone
+                return not shared.exists(), None  # os.path.exists would hide the errors of a lost mount
             return False, _find_newest(directory)
 
         try:
@@ -602,7 +562,7 @@ class _PlacesLook:
             view.near.append(evidence)
 
     def _look_at_writer(self, view: _RankView) -> None:
-        """Look at what the node's writer holds, and have it serve other nodes; an error ends the start on all ranks."""
+        """List the writer's checkpoints, and have it serve other nodes; errors end the start on all ranks."""
         writer = self.writer
         try:
             if writer.outlives_worker:
@@ -638,7 +598,6 @@ class _PlacesLook:
             _agree_newest(setting, self.directory, self.peers, mine, views, node=node, calls=self.calls)
 
     def remove_probes(self) -> None:
-        """Remove the files that were written; those of a folder that does not respond, once it does."""
         for probe in (self._probe, self._shared if self.peers.rank == 0 else None):
             if probe is None:
                 continue
@@ -651,7 +610,6 @@ class _PlacesLook:
                     self.calls.run(url, remove, operation="remove a file")
 
     def warn(self) -> None:
-        """Log which folders cannot be used, once a node."""
         view, node = self._view, self.place.node
         if view is None:
             return
@@ -668,7 +626,7 @@ class _PlacesLook:
 
 
 def is_of_job(attempt: str, job: str) -> bool:
-    """Return whether a save attempt is of a job, by the attempt's name."""
+    """Return whether a save attempt belongs to a job, by the attempt's name."""
     return bool(job) and _OF_JOB.fullmatch(attempt.removeprefix(f"{job}-")) is not None and attempt.startswith(job)
 
 
@@ -676,7 +634,7 @@ def is_newest_of_run(iteration: int, attempt: str, *, job: str, durable: int | N
     """Return whether no tier can hold a newer checkpoint of the run than this one of a node-local tier.
 
     Args:
-        job: This job, as the names of attempts have it; it saves to memory first.
+        job: This job, as in the names of attempts; it saves to memory first.
         durable: The newest iteration whose checkpoint survives the end of the job; ``None`` = not known.
     """
     return is_of_job(attempt, job) if durable is None or durable == NONE_DURABLE else iteration >= durable
@@ -692,11 +650,12 @@ def _agree_view(
 ) -> None:
     """Wait until all nodes see the same directory.
 
-    A mount that is missing on one node leaves an empty directory there. If rank 0 saw that one, training would begin
-    again from the start next to the checkpoints that the other nodes see; if another rank did, no save would succeed.
+    A missing mount leaves an empty directory on one node: on rank 0, training would start from the beginning despite
+    the checkpoints that other nodes see; on another rank, no save would succeed.
 
     Args:
-        sees: Returns whether this node sees what another node sees there; ``None`` = another rank of the node does.
+        sees: Returns whether this node sees another node's file or checkpoint; ``None`` = another rank of the node
+            checks.
 
     Raises:
         ConfigError: A node has another directory of that name.
@@ -704,7 +663,7 @@ def _agree_view(
         PeerLost: A peer is gone.
 
     Collective: all ranks.
-    Blocks: up to :data:`SAME_VIEW_S`, plus the time of a look into the directory.
+    Blocks: up to :data:`SAME_VIEW_S`, plus the time of one listing.
     """
     end_ns, view, problem = clock.now_ns() + int(SAME_VIEW_S * 1e9), ("", True), ""
     if sees is not None:
@@ -738,13 +697,13 @@ def _agree_view(
 def agree_source(
     url: str, directory: GlobalDirectory, places: Places, peers: Peers, *, calls: StorageCalls, limit_s: float
 ) -> str:
-    """Check that a directory that this run only loads from holds the same checkpoints on all nodes.
+    """Check that a directory that this run only loads from contains the same checkpoints on all nodes.
 
     Args:
         limit_s: Seconds that the ranks wait for a directory that does not respond.
 
     Returns:
-        The run that it belongs to; empty = it is not known.
+        The run that it belongs to; empty = unknown.
 
     Raises:
         ConfigError: Some nodes see another newest checkpoint there, or none.
@@ -787,15 +746,10 @@ _NOTHING = (-1, "")
 
 
 def _find_newest(directory: GlobalDirectory) -> tuple[int, str]:
-    """Return the newest checkpoint in a directory: its iteration, and the run that saved it.
-
-    Raises:
-        CheckpointError: An object store cannot be read.
-        OSError: A folder cannot be read.
-    """
+    """Return iteration and run of the newest checkpoint in a directory. Raises: CheckpointError, OSError."""
     generations = directory.generations()
     for iteration in generations:
-        with contextlib.suppress(FileNotFoundError):  # in an object store: a save that is under way
+        with contextlib.suppress(FileNotFoundError):  # in an object store: a save under way
             run = run_of(directory.read(f"{directory.folder(iteration)}/{MANIFEST}"), iteration)
             if run is not None:
                 return iteration, run
@@ -815,7 +769,7 @@ def _agree_newest(
     """Wait until all nodes see the newest checkpoint that one of them sees, or a newer one: a run may be saving there.
 
     Args:
-        mine: What this rank sees; ``None`` = another rank of the node looks, or the directory cannot be read.
+        mine: This rank's view; ``None`` = another rank of the node checks, or the directory cannot be read.
 
     Raises: as :func:`_agree_view`.
 
@@ -839,7 +793,6 @@ def _agree_newest(
 
 
 def _describe_content(url: str) -> str:
-    """Return which checkpoints a node sees in a directory, for people."""
     try:
         iterations = GlobalDirectory.open(url).generations()
     except (CheckpointError, OSError) as error:
@@ -854,18 +807,14 @@ def _describe_content(url: str) -> str:
 
 
 def _name_places(config: CheckpointConfig) -> str:
-    """Return which kinds of places a rank is told to use; their names may differ between nodes."""
+    """Describe the kinds of configured directories; their paths may differ between nodes."""
     directory = "none" if config.directory is None else "object-store" if is_remote(config.directory) else "path"
     near = "none" if config.local_directory is None else "path"
     return f"directory:{directory},local_directory:{near},load:{'none' if config.load is None else 'given'}"
 
 
 def _check_same_places(kinds: Sequence[str]) -> None:
-    """Check that no rank saves or loads where others do not: they would wait for each other.
-
-    Raises:
-        ConfigError: The settings of the ranks differ.
-    """
+    """Check that all ranks use the same kinds of directories: others would wait for each other. Raises: ConfigError."""
     others = {kind: rank for rank, kind in reversed(list(enumerate(kinds))) if kind != kinds[0]}
     if others:
         kind, rank = min(others.items(), key=lambda one: one[1])
@@ -876,20 +825,20 @@ def _check_same_places(kinds: Sequence[str]) -> None:
 
 
 def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:
-    """Return what a place shows of its run, from what was seen there and the runs that its manifests name."""
+    """Return a directory's evidence of its run, from its content and the runs that its manifests name."""
     owner = find_owner(seen.hint, runs)
     proven = owner.run if owner is not None and owner.is_proven else None
     return RunEvidence(seen.hint, proven, max(seen.generations, default=0))
 
 
 def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...]:
-    """Return each rank's node; two machines of one name that do not share a folder are distinguished."""
+    """Return each rank's node; two machines of one name that do not share a folder get different names."""
     if not by_folder:
         return tuple(one.node for one in everyone)
     firsts: dict[str, int] = {}
     names = []
     for rank, one in enumerate(everyone):
-        # Where a folder shows nothing, as it cannot be written, the node's name has to do.
+        # An unwritable folder shows nothing; only the node's name remains.
         first = min(one.ranks) if one.ranks else firsts.get(one.node, rank)
         same = firsts.setdefault(one.node, first) == first
         names.append(one.node if same else f"{one.node}.{first}")
@@ -897,31 +846,10 @@ def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...
 
 
 def _replication_key(config: CheckpointConfig, offers: Sequence[str]) -> bytes:
-    """Return the key of the port at which copies are taken, from what all ranks offer.
-
-    Raises:
-        ConfigError: The file that is to hold it cannot be used, or the ranks have different run keys.
-    """
-    if config.replication_key_file is not None:
-        return _read_key(config.replication_key_file)
-    keys = [accept_offer(offer, "replica port") for offer in offers]  # of all ranks: where one differs, all refuse
-    return keys[0]
-
-
-def home_digest(config: CheckpointConfig) -> str:
-    """Return what two sessions of one process, with other directories each, do not share; rank 0's counts."""
-    return hashlib.sha256(f"{config.directory}\0{config.local_directory}".encode()).hexdigest()[:16]
-
-
-def _firsts(nodes: Sequence[str]) -> Iterator[int]:
-    seen = set[str]()
-    for rank, node in enumerate(nodes):
-        if node not in seen:
-            seen.add(node)
-            yield rank
-
-
-def _read_key(path: str) -> bytes:
+    """Return the key of the port for copies. Raises: ConfigError, when its file is unusable, or run keys differ."""
+    if (path := config.replication_key_file) is None:
+        keys = [accept_offer(offer, "replica port") for offer in offers]  # of all ranks: if one differs, all refuse
+        return keys[0]
     try:
         key = read_file(path, max_bytes=_MAX_KEY_BYTES, follows_links=True).strip()
     except OSError as error:
@@ -931,12 +859,13 @@ def _read_key(path: str) -> bytes:
     return key
 
 
-def _write_probe(path: Path) -> None:
-    """Write and sync as much as a disk that is full has no room for.
+def home_digest(config: CheckpointConfig) -> str:
+    """Return a digest of the directories, different for sessions of one process with others; rank 0's counts."""
+    return hashlib.sha256(f"{config.directory}\0{config.local_directory}".encode()).hexdigest()[:16]
 
-    Raises:
-        OSError: The folder cannot be written, or its disk is full.
-    """
+
+def _write_probe(path: Path) -> None:
+    """Write and sync enough bytes to detect a full disk. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(path, "wb") as file:
@@ -959,7 +888,7 @@ class Claims:
     """This rank's claims: to its node's folder if it leads the node, and on rank 0 to the global tier.
 
     Args:
-        config: Whether another run's generations may be resumed from.
+        config: ``resume_from_other_run`` allows the checkpoints of another run.
     """
 
     def __init__(self, config: CheckpointConfig, place: WorkerEnv, places: Places, refusal: Refusal) -> None:
@@ -982,24 +911,21 @@ class Claims:
             )
 
         self.near = claim(places.local, places.seen_local, leads=places.is_leader(place.global_rank))
-        """To this node's folder."""
         self.far = claim(places.directory, places.seen_global, leads=place.global_rank == 0)
-        """To the global tier."""
         self._calls = storage_calls(config, rank=place.global_rank, node=places.node)
         self._is_near_reachable = places.local_error is None
         self._is_far_reachable = places.global_error is None
 
     def acquire(self, *, again: bool = False) -> DirectoryRefused | None:
-        """Take the leases on this rank's directories; return why that is refused.
+        """Take the leases on this rank's directories; return the reason of a refusal.
 
-        One that cannot be written to may be loaded from all the same: its saves are going to fail with that error.
+        A directory that cannot be written to can still be loaded from; its saves will fail with that error.
 
-        Blocks: where only time can tell whether an owner on another machine lives: 10 s, 50 s in an object store; up to
-            ``response_timeout`` longer for each directory that does not respond.
+        Blocks: to find out whether an owner on another machine is alive: 10 s, 50 s in an object store; up
+            to ``response_timeout`` longer for each directory that does not respond.
         """
-        is_near_due, is_far_due = again or self._is_near_reachable, again or self._is_far_reachable
-        for claim, is_due in ((self.near, is_near_due), (self.far, is_far_due)):
-            if claim is None or not is_due:
+        for claim, is_reachable in ((self.near, self._is_near_reachable), (self.far, self._is_far_reachable)):
+            if claim is None or not (again or is_reachable):
                 continue
             try:
                 self._calls.run(claim.url, claim.acquire, operation="take the lease", progress=claim.progress)
@@ -1014,14 +940,13 @@ class Claims:
         return None
 
     def release(self, *, is_idle: bool) -> None:
-        """Release the leases. Idempotent. Blocks: up to 2 s for each directory that does not answer."""
+        """Release the leases. Idempotent. Blocks: up to 2 s for each directory that does not respond."""
         for claim in (self.near, self.far):
             if claim is not None:
                 claim.release(is_idle=is_idle)
 
 
 def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
-    """Return how a worker's run describes itself in the record of a lease."""
     has_job = place.launcher in ("outlast", "ray")
     return LeaseOwner(
         token="",
@@ -1042,7 +967,6 @@ def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
 def plan_replication(
     config: CheckpointConfig, nodes: Sequence[str], targets: Mapping[str, Target], rank: int
 ) -> Replication:
-    """Return what leaves a rank's node; nothing where there is no other node that could take it."""
     timeout_s = config.replication_timeout
     if not targets:
         return Replication(timeout_s=timeout_s)
@@ -1055,12 +979,12 @@ def plan_replication(
 
 
 def group_of(nodes: Sequence[str], parity: int, rank: int) -> tuple[int, ...]:
-    """Return the ranks with which a rank shares parities, itself included."""
+    """Return the ranks that share parities with a rank, including itself."""
     return next(group for group in parity_groups(nodes, parity) if rank in group)
 
 
 def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
-    """Log why there are fewer copies than the settings suggest, or others. On rank 0."""
+    """Log why there are fewer copies than configured, or others. On rank 0."""
     if config.non_persistent_local_ckpt_algo == "fully_parallel" and places.local is not None:
         log.info(
             "non_persistent_local_ckpt_algo=fully_parallel is treated as atomic: each rank's local file contains "
@@ -1080,14 +1004,10 @@ def warn_of_copies(config: CheckpointConfig, places: Places) -> None:
 
 @dataclass(slots=True)
 class Committed:
-    """Which generations are known to be committed, and which of all hold numbers that are infinite or NaN."""
-
     tiers: dict[int, set[Tier]] = field(default_factory=dict)
-    """Each committed generation's tiers."""
     held: dict[int, set[Tier]] = field(default_factory=dict)
-    """Tiers in which every rank has a copy of its part, of what was committed before these processes."""
+    """For checkpoints from before these processes: tiers in which every rank has a copy of its part."""
     not_finite: set[int] = field(default_factory=set)
-    """Generations that hold numbers that are infinite or NaN, committed here or newer."""
 
     def missing(self, iteration: int, wanted: frozenset[Tier]) -> frozenset[Tier]:
         return wanted - self.tiers.get(iteration, set())

@@ -1,4 +1,4 @@
-"""What a worker and the writer process send each other over a Unix socket; see :mod:`outlast.runtime.wire`.
+"""Messages between a worker and the writer process over a Unix socket; see :mod:`outlast.runtime.wire`.
 
 A connection carries one request at a time, and its reply. Nothing here imports torch.
 """
@@ -14,29 +14,28 @@ from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import CopyOutcome, Holder, ParityMember, Target
 
 MAX_MESSAGE_BYTES = 1 << 28
-"""A manifest of many tensors, or the description of a file that consists of many."""
+"""Enough for a manifest of many tensors, or the description of a file that consists of many."""
 
 
 class PingWriter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Respond at once, without a look at any directory or at what is held. Reply: :class:`Done`."""
+    """Respond at once, without access to any directory. Reply: :class:`Done`."""
 
 
 class Take(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Provide memory to stage a shard in. Reply: :class:`Done`, with its descriptor; without one all is in use, or
-    there is no memory for more."""
+    """Provide memory to stage a shard in. Reply: :class:`Done`, with its descriptor; without one, none is free."""
 
     rank: int
     num_bytes: int
     busy: tuple[int, ...] = ()
     """Inodes of the memory that the worker still uses."""
     num_behind: int = 0
-    """How many of these only tiers that are behind still need: as many may be added."""
+    """Number of these that only tiers that are behind still need: as many may be added."""
     may_steal: bool = False
-    """The kept generation is durable elsewhere: its memory may be given."""
+    """The kept checkpoint is durable elsewhere, so its memory may be reused."""
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Digest a staged shard, whose descriptor comes along, or write it to a file, and copy it.
+    """Digest a staged shard, whose descriptor comes along, write it to a file if ``path`` is given, and copy it.
 
     Reply: :class:`Written`.
     """
@@ -48,36 +47,32 @@ class Write(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     numbers: tuple[tuple[str, int, int], ...] = ()
     """Element type, offset and bytes of the tensors whose elements may be infinite or NaN."""
     targets: tuple[Target, ...] = ()
-    """Writers of other nodes that take a copy."""
     holders: tuple[Holder, ...] = ()
-    """Or: members of the rank's parity group, each of which takes a block."""
+    """Alternatively: members of the rank's parity group, each of which receives a block."""
     timeout_s: float = 10.0
-    """Seconds without progress after which a target is given up."""
+    """Seconds without progress after which a target is abandoned."""
     limit_s: float = 600.0
-    """Seconds after which the worker no longer waits for the reply; what is then still under way blocks the place, see
-    ``writer.Calls``."""
+    """Seconds after which the worker no longer waits for the reply; a write still under way then blocks the directory,
+    see ``writer.Calls``."""
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A shard is digested, and durable if a file was asked for."""
-
     chunks: tuple[str, ...]
     finite: bool
     num_copies: int = 0
-    """Targets whose own digests are the same; with parities 1 if all blocks arrived as they were sent."""
+    """Targets whose own digests are the same; with parities 1 if all blocks arrived intact."""
     failures: tuple[CopyOutcome, ...] = ()
-    """Each with its error."""
 
 
 class PreparePart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All ranks have staged their parts of a generation; it may be committed from now on. Reply: :class:`Done`."""
+    """All ranks have staged their parts of a checkpoint; it may be committed from now on. Reply: :class:`Done`."""
 
     key: CopyKey
     manifest: bytes
 
 
 class KeepPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A generation is committed, or all ranks resume from it. Reply: :class:`Done`."""
+    """A checkpoint is committed, or all ranks loaded it. Reply: :class:`Done`."""
 
     key: CopyKey
     in_memory: bool = True
@@ -97,45 +92,36 @@ class Discard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class List(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """List what is held in memory. Reply: :class:`Listed`."""
+    """List the checkpoints in memory. Reply: :class:`Listed`."""
 
 
 class InMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation of which parts are held in memory."""
-
     manifest: bytes
     parts: tuple[CopyKey, ...]
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the writer holds in memory."""
-
     generations: tuple[InMemory, ...]
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open a part that is held. Reply: :class:`Done`, with its descriptor; without one it is not here."""
+    """Reply: :class:`Done`, with the part's descriptor; without one the part is not here."""
 
     key: CopyKey
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Take copies from other nodes and give them out. Reply: :class:`Serving`."""
+    """Exchange copies with other nodes. Reply: :class:`Serving`."""
 
     host: str
-    """Address of the interface to listen on."""
     secret: bytes
-    """What peers must prove to know."""
     folder: str | None
-    """The node's folder; ``None`` = there is no local tier, copies are held in memory."""
+    """The node's folder; ``None`` = there is no local tier, copies are kept in memory."""
     port: int = 0
-    """Port at which peers know this node's writer from before; 0 = they know none. Another one is used if another
-    process has it."""
+    """Port at which peers know this node's writer from before, 0 = none; another one is used if it is taken."""
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Where the peers find this writer."""
-
     port: int
 
 
@@ -145,41 +131,34 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     key: CopyKey
     num_bytes: int
     chunks: tuple[str, ...]
-    """Digests of the part: what arrives with others is not held as it."""
+    """Expected digests; other bytes are not kept as the part."""
     target: Target | None = None
-    """Who holds it."""
     members: tuple[ParityMember, ...] = ()
-    """Or: its parity group, from which it is rebuilt."""
+    """Alternatively: its parity group, from which it is rebuilt."""
     timeout_s: float = 10.0
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part arrived; its digests are those of what arrived."""
+    """A part arrived; the digests are those of the received bytes."""
 
     chunks: tuple[str, ...]
 
 
 class GetPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Get a small part from another node. Reply: :class:`GotPart`."""
-
     key: CopyKey
     target: Target
     timeout_s: float = 10.0
 
 
 class GotPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A small part."""
-
     data: bytes
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is done."""
+    """Success."""
 
 
 class WriterRefusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It could not be done; the reason is one line."""
-
     error: str
 
 

@@ -1,11 +1,11 @@
-"""Recovery: all ranks agree on one generation, and every rank proves its copy before any live state is touched.
+"""Recovery: all ranks agree on one checkpoint, and every rank verifies its copy before any live state is changed.
 
-Every rank lists what it could load, and all lists are gathered (:mod:`outlast.checkpoint.tiers`). All ranks choose
-alike (``policy.recovery_point``), each proves its copy (:mod:`outlast.checkpoint.restore`), all vote; one "no" refuses
-that copy, and all choose again. Which tier a copy comes from may differ from rank to rank, the generation never.
+Every rank lists its copies, and the lists are gathered (:mod:`outlast.checkpoint.tiers`). All ranks make the same
+choice (``policy.recovery_point``), each verifies its copy (:mod:`outlast.checkpoint.restore`), all vote; one "no"
+rejects that copy, and all choose again. Ranks may load from different tiers, never different checkpoints.
 
-A rank whose live state is a generation already needs no copy of it while others load it. Such a state counts as one
-more copy of its rank, the nearest of all, of exactly one attempt, so that the choice is made as always.
+A rank whose live state already is a checkpoint needs no copy of it while others load it: its state counts as one more
+copy of that rank, the nearest of all.
 """
 
 from __future__ import annotations
@@ -67,28 +67,21 @@ from outlast.runtime.storage_calls import is_outage
 
 log = logging.getLogger(__name__)
 _LIVE_STATE = ""
-"""Holder of a live state, in a tier whose copies all have a holder; it sorts before every node's name."""
+"""Holder of a live state (all copies in its tier have a holder); sorts before every node's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenGeneration:
-    """A generation that all ranks have proven."""
-
     point: RecoveryPoint
     copy: ProvenCopy
     rejected: list[Rejection]
     finite: bool
-    """Whether no number in it is infinite or NaN."""
     committed: Committed
-    """This generation and older ones that all ranks could load, as far as the listings show: the tiers that have all
-    of each, the near ones taken together; and the generations, newer ones too, that are not finite."""
+    """This checkpoint and older ones that all ranks could load according to the listings, with their tiers (the
+    node-local ones counted together); and all checkpoints, including newer ones, that are not finite."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load it into a state that it was found to fit, and release it.
-
-        Raises:
-            CheckpointError: A file changed since its proof, and ``state`` is unusable.
-        """
+        """Load and release the checkpoint. Raises: CheckpointError, when a file changed; ``state`` is then unusable."""
         try:
             random = self.copy.restore(state)
         finally:
@@ -114,18 +107,18 @@ class ProvenGeneration:
 class _Vote(msgspec.Struct, frozen=True):
     rejection: Rejection | None = None
     fatal: str | None = None
-    """Why the generation does not fit the live state; nothing older is tried."""
+    """Why the checkpoint does not fit the live state; older ones are not tried."""
     other_layout: bool = False
-    """It was saved in another layout over the ranks: the near tiers are unusable, the global one is resharded."""
+    """It was saved in another layout over the ranks: node-local tiers are unusable, the global one is resharded."""
     missing: tuple[str, ...] = ()
-    """Names of what it lacks of the live state, which keeps their present values."""
+    """Names in the live state that it lacks, and that keep their present values."""
 
 
 class CheckpointRecovery:
-    """Find, prove and agree on a generation.
+    """Find, verify and agree on a checkpoint.
 
     Args:
-        reclaim: Takes the leases on directories that did not respond before, as soon as they do, on all ranks.
+        reclaim: Takes the leases on directories that did not respond before, on all ranks, once they respond.
     """
 
     def __init__(
@@ -143,7 +136,6 @@ class CheckpointRecovery:
         self._calls = storage_calls(config, rank=peers.rank, node=places.node)
         self._is_global_known = places.global_error is None
         self.branches = Lineage()
-        """The branches of the checkpoints that the ranks found where this run saves."""
 
     def newest(
         self,
@@ -153,25 +145,25 @@ class CheckpointRecovery:
         *,
         keeps_missing: bool = False,
     ) -> tuple[ProvenGeneration | None, bool]:
-        """Prove the newest generation that all ranks can.
+        """Verify the newest checkpoint that all ranks have.
 
-        Where nothing can be loaded, but a save into memory was cut short (by a restart before all ranks had it, or by
-        the loss of a node that had the only copy) and nothing was ever committed to a directory, nothing that was
-        promised is lost: the run starts from scratch.
+        If nothing can be loaded because saves into memory were interrupted (by a restart before all ranks had it, or by
+        the loss of the node with the only copy) and nothing was ever committed to a directory, the run starts from
+        scratch.
 
-        Where a place does not respond, the ranks load from the others if those hold the newest checkpoint that this
-        job has saved. Otherwise they wait, up to ``restore_timeout``.
+        If a place does not respond, the ranks load from the others if those hold the newest checkpoint of this job.
+        Otherwise they wait, up to ``restore_timeout``.
 
         Args:
-            state: The live state, for which it must fit.
-            has: Iteration and attempt that the live state of this rank is; ``None`` = of none.
+            state: The live state, which it must fit.
+            has: Iteration and attempt that the live state of this rank is; ``None`` = none.
 
         Returns:
-            The generation, ``None`` if there is none at all; and whether it lies where this run saves.
+            The checkpoint, ``None`` if there is none at all; and whether it is in this run's directories.
 
         Raises:
-            CheckpointError: There are generations, but none that all ranks can load, or it does not fit.
-            Unavailable: A place did not respond, and no other has what all ranks can load.
+            CheckpointError: There are checkpoints, but none that all ranks can load, or it does not fit.
+            Unavailable: A place did not respond, and no other has a checkpoint that all ranks can load.
             PeerLost: A peer is gone.
 
         Collective: all ranks.
@@ -191,13 +183,14 @@ class CheckpointRecovery:
             elif not away and not self._is_global_known:
                 self._is_global_known = True
                 self._reclaim()
-                continue  # an earlier owner may have committed until now
+                continue  # an earlier owner may have committed meanwhile
             if not table.seen:
                 break
             rejected = list(table.rejected)
             proven = self._agree(table, places, state, distrusted, rejected, kept, keeps_missing=keeps_missing)
             if proven is not None:
-                self._settle_memory(proven.point)
+                if places.memory:
+                    self._inform_writer(f.KeepPart, proven.point)
                 return proven, True
             if blocked := _blocked(rejected):
                 if self._is_new(table):
@@ -230,7 +223,7 @@ class CheckpointRecovery:
             return proven, False
 
     def _unlisted(self, table: Table) -> list[Rejection]:
-        """Return the places that did not respond to a listing and may hold a newer checkpoint than the others.
+        """Return the places that could not be listed and may hold a newer checkpoint than the others.
 
         That is the global tier; without one, any node's folder.
         """
@@ -240,11 +233,11 @@ class CheckpointRecovery:
         return away
 
     def _holds_newest(self, table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> bool:
-        """Return whether all ranks can load a checkpoint of the node-local tiers than which none can be newer.
+        """Return whether all ranks can load a node-local checkpoint that must be the newest one.
 
-        The launcher knows of no newer one that was committed to the global tier; if none was, the checkpoint has to be
-        of this job, which has looked there when it started. Or the launcher does not know, and the checkpoint is the
-        newest that any rank sees, and of this job: what another job has saved is unknown then.
+        If the launcher knows the newest durable iteration, the checkpoint must not be older; if none was durable, it
+        must be of this job, which checked the global tier at its start. Otherwise it must be the newest that any rank
+        sees, and of this job, since saves of other jobs are unknown.
         """
         held = [
             {copy for copy in copies if copy.tier != Tier.GLOBAL} | ({own} if own is not None else set())
@@ -255,13 +248,13 @@ class CheckpointRecovery:
         job, durable = self._places.job, self._places.durable_iteration
         if point is None or not is_newest_of_run(point.generation, point.attempt, job=job, durable=durable):
             return False
-        # What is newer and not whole, as a failure cut its save short, is not in the global tier either.
+        # A newer incomplete checkpoint, whose save was interrupted, is not in the global tier either.
         return durable is not None or point.generation >= max(table.seen, default=UNLISTED)
 
     def _is_new(self, table: Table) -> bool:
         """Return whether nothing was ever committed, although a node's folder could not be listed.
 
-        The global tier was listed and holds nothing.
+        The global tier was listed and is empty.
         """
         is_listed = self._places.directory is not None and not any(
             one.tier == str(Tier.GLOBAL) for one in table.rejected
@@ -276,8 +269,8 @@ class CheckpointRecovery:
     def _wait_or_raise(self, wait: OutageWait, blocked: list[Rejection]) -> None:
         """Wait before another attempt, or raise that places did not respond.
 
-        A directory that does not respond for one rank while it responds for others is not waited for again: that rank's
-        node is at fault. An object store may have just returned.
+        If a directory does not respond for some ranks only, their nodes are at fault and the ranks do not wait again;
+        an object store may have just returned.
         """
         first = blocked[0]
         ranks = sorted({one.rank for one in blocked if one.tier == first.tier and one.generation != UNLISTED})
@@ -293,19 +286,8 @@ class CheckpointRecovery:
         waited_s = self._places.waited_s + wait.waited_s
         raise_outage(problem, waited_s, blamed, rank=self._peers.rank, node=self._places.node)
 
-    def _settle_memory(self, point: RecoveryPoint) -> None:
-        """Have the node's writer count the generation as committed, and drop what was only prepared beside it."""
-        if not self._places.memory:
-            return
-        self._inform_writer(f.KeepPart, point)  # if this fails, the next save does it
-
-    def _drop_from_memory(self, copy: Copy) -> None:
-        """Have the node's writer drop this rank's corrupt copy, so that no later load reads it again."""
-        if copy.tier != Tier.MEMORY or is_kept(copy):
-            return
-        self._inform_writer(f.DropPart, copy)  # if this fails, the next load finds it corrupt again
-
     def _inform_writer(self, request: type[f.KeepPart | f.DropPart], about: RecoveryPoint | Copy) -> None:
+        """Have the writer keep or drop this rank's part in memory; after an error, the next save or load does so."""
         part = CopyKey(about.generation, about.attempt, self._peers.rank)
         try:
             self._writer.ask(request(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
@@ -315,23 +297,17 @@ class CheckpointRecovery:
     def suspect(
         self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]
     ) -> ProvenGeneration | None:
-        """Prove the generation of ``iteration`` that was saved for diagnosis; ``None`` when not all ranks have it.
+        """Verify the save for diagnosis of ``iteration``; ``None`` when not all ranks have it.
 
-        What is known to be committed beside it are the generations up to that iteration.
-
-        Raises:
-            CheckpointError: It does not fit the live state.
-            PeerLost: A peer left.
-
-        Collective: all ranks.
+        Raises: CheckpointError, when it does not fit the live state; PeerLost. Collective: all ranks.
         """
         committed = self.committed(iteration, distrusted)
         places = self._places
         local = Directory(places.local.path / SUSPECT) if places.local is not None else None
         directory = places.directory.suspects if places.directory is not None else None
         places = dataclasses.replace(places, directory=directory, local=local, memory=False, targets={})
-        table = gather_copies(places, self._peers, self._writer, self._calls)  # of whichever branch
-        table.not_finite.clear()  # that is what it was saved for
+        table = gather_copies(places, self._peers, self._writer, self._calls)  # any branch
+        table.not_finite.clear()  # these saves may be not finite
         for copies in table.copies:
             copies.intersection_update([copy for copy in copies if copy.generation == iteration])
         try:
@@ -345,13 +321,7 @@ class CheckpointRecovery:
         return None if proven is None else dataclasses.replace(proven, committed=committed)
 
     def committed(self, newest: int, distrusted: Sequence[Distrusted]) -> Committed:
-        """Return what is committed where this run saves: the generations up to ``newest`` that all ranks could load.
-
-        Raises:
-            PeerLost: A peer left.
-
-        Collective: all ranks.
-        """
+        """Return the committed checkpoints up to ``newest`` that all ranks could load. Raises: PeerLost. Collective."""
         table = self._gather(self._places)
         self.branches = table.branches
         return _committed(table, _distrusted_copies(table, distrusted), newest)
@@ -362,7 +332,6 @@ class CheckpointRecovery:
         return table
 
     def _other_place(self, url: str) -> Places:
-        """Return the places with another run's global tier, and nothing else, to load from."""
         directory, limit_s = GlobalDirectory.open(url), self._config.restore_timeout
         run = agree_source(url, directory, self._places, self._peers, calls=self._calls, limit_s=limit_s)
         return dataclasses.replace(self._places, directory=directory, local=None, memory=False, run=run)
@@ -378,14 +347,14 @@ class CheckpointRecovery:
         *,
         keeps_missing: bool = False,
     ) -> ProvenGeneration | None:
-        """Find the newest generation that all ranks can prove, and return this rank's proven copy of it.
+        """Find the newest checkpoint that all ranks can verify, and return this rank's verified copy.
 
         Args:
-            rejected: Copies that are rejected already; those that are from now on are added.
-            kept: By rank, the generation that its live state is already; it then needs no copy of that.
+            rejected: Copies that are already rejected; further ones are appended.
+            kept: By rank, the checkpoint that its live state already is, so that it needs no copy of it.
 
         Raises:
-            Mismatch: The generation does not fit a rank's live state; then nothing older is tried.
+            Mismatch: The checkpoint does not fit a rank's live state; older ones are not tried.
             PeerLost: A peer left.
 
         Collective: all ranks.
@@ -419,7 +388,7 @@ class CheckpointRecovery:
             point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off, last=last)
         ) is not None:
             proven, vote = self._prove_and_vote(prover, point, reshard=point.attempt in resharded)
-            with contextlib.ExitStack() as unused:  # also when a peer leaves, or the generation does not fit
+            with contextlib.ExitStack() as unused:  # closed also when a peer leaves, or the checkpoint does not fit
                 if proven is not None:
                     unused.callback(proven.close)
                 votes: list[_Vote] = self._peers.gather(_Vote, vote)
@@ -447,14 +416,14 @@ class CheckpointRecovery:
             has_other_layout = any(vote.other_layout for vote in votes)
             for rank, rejection in against:
                 rejected.append(rejection)
-                if rank == self._peers.rank and rejection.kind == Corrupt.__name__:
-                    self._drop_from_memory(point.copies[rank])
+                copy = point.copies[rank]
+                if rank == self._peers.rank and rejection.kind == Corrupt.__name__ and copy.tier == Tier.MEMORY:
+                    self._inform_writer(f.DropPart, copy)
                 if not has_other_layout:
-                    refused[rank].add(point.copies[rank])
-                    if rejection.kind == Unavailable.__name__ and point.copies[rank].tier in (Tier.LOCAL, Tier.GLOBAL):
+                    refused[rank].add(copy)
+                    if rejection.kind == Unavailable.__name__ and copy.tier in (Tier.LOCAL, Tier.GLOBAL):
                         # The rank would wait as long for each older copy in the same place.
-                        tier = point.copies[rank].tier
-                        refused[rank] |= {copy for copy in table.copies[rank] if copy.tier == tier}
+                        refused[rank] |= {one for one in table.copies[rank] if one.tier == copy.tier}
             if has_other_layout:
                 # All ranks load their parts of the global copy together, or none does.
                 is_tried = point.attempt in resharded
@@ -469,7 +438,7 @@ class CheckpointRecovery:
     def _prove_and_vote(
         self, prover: CopyProver, point: RecoveryPoint, *, reshard: bool
     ) -> tuple[ProvenCopy | None, _Vote]:
-        """Prove this rank's copy, or, with ``reshard``, this rank's part in the layout that the live state has now."""
+        """Verify this rank's copy, or, with ``reshard``, its part in the live state's layout."""
         rank = self._peers.rank
         copy = point.copies[rank]
 
@@ -481,13 +450,13 @@ class CheckpointRecovery:
             proven = ProvenCopy() if is_kept(copy) else prover.prove(copy, reshard)
         except CheckpointError as error:
             return None, _Vote(no(error), other_layout=isinstance(error, OtherLayout))
-        except (OSError, MemoryError, RuntimeError, ValueError) as error:  # torch's lack of memory is a RuntimeError
+        except (OSError, MemoryError, RuntimeError, ValueError) as error:  # lack of memory is a RuntimeError in torch
             if is_outage(error):
                 return None, _Vote(no(Unavailable(f"cannot be read ({error})")))
             return None, _Vote(no(CheckpointError(f"cannot be read ({error})")))
-        except OutlastError:  # such as PeerLost: there is no vote
+        except OutlastError:  # such as PeerLost: the vote is not possible
             raise
-        except Exception as error:  # noqa: BLE001 - resharding asks the live state, as below
+        except Exception as error:  # noqa: BLE001 - resharding calls the live state, as below
             return None, _Vote(fatal=f"{type(error).__name__}: {error}")
         try:
             proven.check(prover.state)
@@ -513,9 +482,9 @@ def is_kept(copy: Copy) -> bool:
 
 
 def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list[Copy | None]:
-    """Return by rank which generation its live state is; ``None`` = of none that counts.
+    """Return by rank the checkpoint that its live state is; ``None`` = none that counts.
 
-    What is committed nowhere does not count, nor what was saved by another number of ranks: all load that together.
+    Uncommitted ones do not count, nor those of another number of ranks, which all ranks have to load together.
 
     Raises:
         PeerLost: A peer left.
@@ -540,8 +509,6 @@ def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[i
 
 
 def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Committed:
-    """Return the generations up to ``newest`` that all ranks could load, and all that are not finite."""
-
     def shared(tiers: frozenset[Tier]) -> set[int]:
         held = [
             {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
@@ -560,7 +527,7 @@ def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Comm
 
 
 def _put_last(last: Sequence[set[Copy]], point: RecoveryPoint) -> Iterator[Rejection]:
-    """Name the copies that were not loaded because the same failure followed their load twice."""
+    """Report the copies that were not loaded because the same failure followed their load twice."""
     for rank, copies in enumerate(last):
         for copy in sorted(copies):
             if point.copies[rank] not in copies:
@@ -571,7 +538,7 @@ def _put_last(last: Sequence[set[Copy]], point: RecoveryPoint) -> Iterator[Rejec
 def _not_finite(
     table: Table, refused: dict[int, set[Copy]], point: RecoveryPoint, put_off: set[tuple[int, str]]
 ) -> Iterator[Rejection]:
-    """Name the newer generations that all ranks could have loaded, but for numbers that are infinite or NaN."""
+    """Report the newer checkpoints that were not loaded only because they contain infinities or NaN."""
     for generation, attempt in sorted(put_off):
         if generation <= point.generation:
             continue

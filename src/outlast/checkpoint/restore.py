@@ -1,10 +1,10 @@
-"""One rank's copy of a generation, proven and restored: from memory, this node's disk, another node or the global tier.
+"""One rank's copy of a checkpoint, verified and restored: from memory, this node's disk, another node or the global
+tier.
 
-A copy is proven before any live state is touched: every byte is compared with its digest. It is checked whether it fits
-the live state, and only once all ranks have voted (:mod:`outlast.checkpoint.recovery`) is it put into it.
-
-What is going to lie on a device is copied there while it is proven, into memory beside the live state
-(:mod:`outlast.checkpoint.landing`). Where there is no memory for that, it is read into the host's memory.
+Before any live state is changed, every byte of a copy is compared with its digest, and the copy is checked to fit the
+live state; it is loaded only once all ranks have voted (:mod:`outlast.checkpoint.recovery`). Tensors for devices are
+copied there during verification, into separate memory (:mod:`outlast.checkpoint.landing`); without memory for that,
+they are read into host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.checkpoint.manifest import MANIFEST, MANIFEST_PART, CopyKey, Manife
 from outlast.checkpoint.missing import complete, find_missing
 from outlast.checkpoint.places import Peers, Places, group_of
 from outlast.checkpoint.replica.client import ParityMember, Target
-from outlast.checkpoint.shard import DTYPE_NAMES, TREE, TensorSpan, shard_name
+from outlast.checkpoint.shard import TREE, TensorSpan, shard_name
 from outlast.checkpoint.state import Wrapped, capture, decode, flatten
 from outlast.checkpoint.tiers import PARITY, Table, check_manifest
 from outlast.checkpoint.verification import BoundedReading, Proof, VerifiedFiles, prove_shard, read_shard
@@ -50,30 +50,25 @@ OPEN_TIMEOUT_S = 30.0
 
 
 class ProvenCopy:
-    """A copy whose every byte was compared with its digest; this one is the live state itself, which stays as it is."""
+    """A verified copy; the base class represents the live state itself, which is not changed."""
 
     num_bytes_read = 0
     keeps_missing = False
-    """What it lacks of the live state keeps its present value there."""
+    """What it lacks of the live state keeps its present value."""
     missing: Sequence[str] = ()
-    """Names of what it lacks of the live state, which keeps their present values; known once it was checked."""
+    """Names in the live state that it lacks and that keep their present values; known after :meth:`check`."""
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError when it does not fit the live state. Changes nothing."""
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Put it into the live state; return the saved random numbers, ``None`` when there are none for this rank.
-
-        Raises:
-            CheckpointError: It changed since it was proven; the live state is then unusable.
-        """
+        """Load it into the live state; return its random numbers. Raises: CheckpointError; the state is unusable."""
         return None
 
     def close(self) -> None:
         """Release it."""
 
     def _fit(self, state: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what was saved, with the live values of what it lacks if these are to be kept, once it fits."""
         if self.keeps_missing:
             self.missing, saved = find_missing(state, saved), complete(state, saved)
         check_fit(state, saved, keeps_missing=self.keeps_missing)
@@ -84,10 +79,10 @@ class _ShardCopy(ProvenCopy):
     """A shard in a file or in shared memory.
 
     Args:
-        fd: Its descriptor, from now on the copy's.
-        state: The live state that it is for; nothing of it is touched.
-        on_close: Is called when it is released after all.
-        bound: Ends a reading that makes no progress; ``None``: it may take any time.
+        fd: Its descriptor, which the copy takes over.
+        state: The live state; it is not changed.
+        on_close: Called when the copy is released.
+        bound: Ends a reading without progress; ``None`` = no time limit.
     """
 
     def __init__(
@@ -115,7 +110,7 @@ class _ShardCopy(ProvenCopy):
             self._proof = prove_shard(fd, manifest, rank, in_memory=in_memory, open_reader=land, bound=bound)
         except BaseException:
             self._release()
-            self._close(fd)  # and nothing else: what was refused is not held
+            self._close(fd)  # without on_close: a rejected copy is not kept
             raise
         self.num_bytes_read = manifest.shards[rank].num_bytes
 
@@ -136,7 +131,7 @@ class _ShardCopy(ProvenCopy):
         tensors = read_tensors(self._fd, self._manifest, self._rank, self._proof, into, landed, bound=self._bound)
         saved = decode(self._proof.tree, partial(_present, tensors), meshes_of(live))
         restore_into(state, complete(state, saved["state"]) if self.keeps_missing else saved["state"])
-        tensors.clear()  # what has decoded them refers to itself, and is freed when garbage is next collected
+        tensors.clear()  # reference cycles of the decoder would keep them alive
         return dict(saved["random"])
 
     def _release(self) -> None:
@@ -156,21 +151,18 @@ class _ShardCopy(ProvenCopy):
     def _close(self, fd: int) -> None:
         if self._bound is None:
             os.close(fd)
-        elif is_blocked(self._bound.place):  # this would block, too, and the threads that read still need the number
+        elif is_blocked(self._bound.place):  # closing would block, and readers still use the fd
             threading.Thread(target=os.close, args=(fd,), name="outlast-storage", daemon=True).start()
         else:
             with contextlib.suppress(Unavailable):
                 self._bound.run(partial(os.close, fd))
 
     def _placeholder(self, name: str) -> torch.Tensor:
-        """Return a tensor of the right type and shape that takes no memory."""
         span = _present(self._proof.spans, name)
         return torch.empty((), dtype=TORCH_TYPES[span.dtype]).expand(span.shape)
 
 
 class _GlobalCopy(ProvenCopy):
-    """A rank's exact state, put together from the global tier, in memory of its own."""
-
     def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any], *, keeps_missing: bool) -> None:
         self.keeps_missing = keeps_missing
         self._unfit: Exception | None = None
@@ -180,7 +172,7 @@ class _GlobalCopy(ProvenCopy):
                 check_layouts(tree, capture(state))
             except OtherLayout:
                 raise
-            except Exception as error:  # noqa: BLE001 - the live state's, not the generation's; check() raises it
+            except Exception as error:  # noqa: BLE001 - an error of the live state; check() raises it
                 self._unfit = error
 
         self._state = read_rank(files, rank, accept=accept)
@@ -198,7 +190,7 @@ class _GlobalCopy(ProvenCopy):
 
 
 class _ReshardedCopy(ProvenCopy):
-    """A generation of another number of ranks, or another layout, loaded for this very state into tensors beside it."""
+    """A checkpoint of another number of ranks or layout, loaded for this state into separate tensors."""
 
     def __init__(self, resharded: Resharded) -> None:
         self._resharded, self.missing = resharded, resharded.missing
@@ -211,40 +203,34 @@ class _ReshardedCopy(ProvenCopy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyProver:
-    """Proves copies of this rank."""
-
     config: CheckpointConfig
-    """How long another node may take."""
     places: Places
-    """Where they may lie."""
     peers: Peers
-    """The ranks, for generations that all load together."""
     writer: WriterClient
-    """Holds memory and communicates with other nodes."""
     arenas: ArenaPool
-    """Where copies from other nodes go."""
+    """Memory for copies from other nodes."""
     table: Table
-    """What all ranks could load."""
+    """The copies that all ranks could load."""
     calls: StorageCalls
     """Ends calls on directories that do not respond."""
     state: Mapping[str, Any]
     """The live state."""
     keeps_missing: bool
-    """What a copy lacks of the live state keeps its present value there."""
+    """What a copy lacks of the live state keeps its present value."""
 
     def prove(self, copy: Copy, reshard: bool) -> ProvenCopy:
         """Compare every byte of a copy with its digest.
 
         Args:
-            reshard: Whether it was saved in another layout than the live state's; only of the global tier, and the
-                same on all ranks.
+            reshard: Whether it was saved in another layout than the live state's; only in the global tier, and the same
+                on all ranks.
 
         Raises:
-            OtherLayout: It was, and ``reshard`` is off.
-            CheckpointError: It is not what it should be, or is unavailable.
+            OtherLayout: The layout differs, and ``reshard`` is off.
+            CheckpointError: It is invalid or unavailable.
             OSError: It cannot be read.
 
-        Collective: all ranks, for a generation of another number of ranks or layout, which is the same on all.
+        Collective: all ranks, for a checkpoint of another number of ranks or layout, the same on all.
         Blocks: while it is read.
         """
         match copy.tier:
@@ -313,7 +299,6 @@ class CopyProver:
         return self._fetch(copy, manifest, data, problem, members=parities)
 
     def _fetch_manifest(self, copy: Copy, target: Target) -> tuple[Manifest, bytes]:
-        """Have the writer get a generation's manifest from another node; return it, checked, and its file."""
         part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
         request = f.GetPart(key=part, target=target, timeout_s=self.config.replication_timeout)
         data = self.writer.ask(request, f.GotPart, timeout_s=self.config.save_timeout)[0].data
@@ -329,7 +314,7 @@ class CopyProver:
         target: Target | None = None,
         members: tuple[ParityMember, ...] = (),
     ) -> _ShardCopy:
-        """Have the writer get a shard into memory, which is then kept as this node's copy."""
+        """Have the writer fetch a shard into memory, which becomes this node's copy."""
         rank = self.peers.rank
         num_bytes, chunks = manifest.shards[rank].num_bytes, manifest.shards[rank].chunks
         limit_s = self.config.replication_timeout
@@ -344,12 +329,11 @@ class CopyProver:
                 raise Corrupt(f"{problem}: chunk {wrong} differs")
             hold = partial(self._hold, arena, copy, data)
             return self._shard_copy(os.dup(arena.fd), manifest, in_memory=True, on_close=hold)
-        except BaseException:  # whatever failed, the memory serves the next one
+        except BaseException:  # the next request needs the memory
             self.arenas.give_back(arena)
             raise
 
     def _hold(self, arena: Arena, copy: Copy, manifest: bytes) -> None:
-        """Have the writer keep what came from another node: it is this node's memory copy now."""
         try:
             if self.writer.outlives_worker:
                 self.writer.ask(f.PreparePart(key=self._key(copy), manifest=manifest), f.Done, timeout_s=OPEN_TIMEOUT_S)
@@ -379,13 +363,13 @@ class CopyProver:
             if same:
                 raise
             problem = f"{Unavailable.__name__ if is_outage(error) else ''}\0rank {self.peers.rank}: {error}"
-        # All ranks load together: if one cannot even begin, none may.
+        # All ranks load together: if one cannot begin, none may.
         if not same and (text := self.peers.find_first(problem)):
             kind, _, text = text.partition("\0")
             raise Unavailable(text) if kind else CheckpointError(text)
         assert files is not None
         if self.peers.rank == 0:
-            with contextlib.suppress(Unavailable):  # the reading below finds out, too
+            with contextlib.suppress(Unavailable):  # the reading below detects it, too
                 files.bounded(files.warn_of_metadata)
         if same:
             return _GlobalCopy(files, self.peers.rank, self.state, keeps_missing=self.keeps_missing)
@@ -411,18 +395,18 @@ def read_tensors(
     *,
     bound: BoundedReading | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read a proven shard's tensors.
+    """Read a verified shard's tensors.
 
     Args:
-        into: Contiguous CPU tensors of the right type and shape that take their bytes, by name; others are new.
-        landed: Tensors that have their bytes already, by name; they are not read again.
-        bound: Ends a reading that makes no progress; ``None``: it may take any time.
+        into: Contiguous CPU tensors of the right type and shape to read into, by name; others are new.
+        landed: Tensors that are already filled, by name; they are not read again.
+        bound: Ends a reading without progress; ``None`` = no time limit.
 
     Returns:
         All tensors but the tree, by name; those of ``into`` and ``landed`` are the given ones.
 
     Raises:
-        CheckpointError: It is not what was proven; what ``into`` holds is unusable.
+        CheckpointError: It changed since its verification; the tensors of ``into`` are unusable.
         OSError: It cannot be read.
 
     Blocks: while all of it is read, by two threads.
@@ -444,7 +428,7 @@ def _takes(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str) -> bool:
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and tuple(tensor.shape) == shape
-        and DTYPE_NAMES.get(str(tensor.dtype)) == dtype
+        and tensor.dtype == TORCH_TYPES.get(dtype)
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

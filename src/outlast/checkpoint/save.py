@@ -1,9 +1,9 @@
-"""One save: its record on the way through the lanes, the handle that its caller holds, and its errors."""
+"""One save: its record in the lanes, its caller's handle, and its errors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ from outlast.policy.recovery_point import Tier
 
 
 class PeerSilent(CheckpointError):
-    """A save failed because a rank is gone, or does not answer: not for want of a place to write to."""
+    """A save failed because a rank is gone, or does not respond; the directories are not at fault."""
 
 
 class Replaced(CheckpointError):
-    """A save was not written to a tier that was behind, since a newer save takes its place there."""
+    """A save was not written to a tier that was behind, since a newer save replaced it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +31,20 @@ class SaveResult:
 
     generation: int
     num_bytes: int
-    """Of this rank's shard."""
+    """Bytes of this rank's shard."""
     duration_s: float
-    """From the call to the commit."""
+    """Seconds from the call to the commit."""
     stall_s: float
-    """What the training thread waited."""
+    """Seconds that the training thread waited."""
 
 
 class SaveHandle:
-    """Wait for a save's commit, or ask for it.
+    """Wait for a save's commit, or query its state.
 
     Args:
         iteration: Number of optimizer steps that the saved state had done.
-        limit_s: Seconds from now after which nobody waits any more, whatever became of the save.
-        attempt: Names what is saved.
+        limit_s: Seconds from now after which all waits end, even without an outcome.
+        attempt: Name of the saved state.
 
     Thread: any.
     """
@@ -53,7 +53,7 @@ class SaveHandle:
         self.iteration = iteration
         """Number of optimizer steps that the saved state had done."""
         self.attempt = attempt
-        """The attempt that the saved state bears: two of one iteration are two states."""
+        """Name of the saved state: two attempts of one iteration are two states."""
         self._limit_ns = clock.now_ns() + int(limit_s * 1e9)
         self._finished, self._settled, self._first_end = threading.Event(), threading.Event(), threading.Lock()
         self._result: SaveResult | None = None
@@ -61,7 +61,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the save is committed or has failed; one that has failed in a tier may still be retried there."""
+        """Whether the save is committed or has failed; a save that failed in a tier may still be retried there."""
         return self._finished.is_set()
 
     @property
@@ -76,11 +76,11 @@ class SaveHandle:
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why the save failed; ``None`` while it is under way, or when it is committed, if only after retries."""
+        """Why the save failed; ``None`` while it is under way, or when it is committed, even if only after retries."""
         return self._error
 
     def wait_settled(self, timeout_s: float) -> bool:
-        """Wait until the save is committed to all of its tiers or is not retried any more; return whether it is.
+        """Wait until the save is committed to all of its tiers or is no longer retried; return whether it is.
 
         Blocks: up to ``timeout_s``.
         """
@@ -90,11 +90,11 @@ class SaveHandle:
         """Wait for the commit and return it.
 
         Raises:
-            CheckpointError: The save failed; earlier generations are what they were.
+            CheckpointError: The save failed; earlier checkpoints are unchanged.
             DeadlineExceeded: It was neither committed nor failed in time; it continues.
 
-        Blocks: up to ``timeout_s``; ``None``: until the save's own deadline, which also passes when the store of the
-            ranks does not answer.
+        Blocks: up to ``timeout_s``; ``None`` = until the save's own deadline, which also passes when the ranks' store
+            does not respond.
         """
         left_s = max(0.0, (self._limit_ns - clock.now_ns()) / 1e9)
         if not self._finished.wait(left_s if timeout_s is None else timeout_s):
@@ -108,54 +108,23 @@ class SaveHandle:
         return self._result
 
     def succeed(self, result: SaveResult) -> None:
-        """End it as committed; the first end counts."""
-        if self._first_end.acquire(blocking=False):
-            self._result = result
-            self._finished.set()
-            self._settled.set()
+        """End the save as committed, also after a failure that was retried."""
+        if self._first_end.acquire(blocking=False) or not self._settled.is_set():
+            self._result, self._error = result, None
+        self._finished.set()
+        self._settled.set()
 
     def fail(self, error: CheckpointError, *, is_retried: bool = False) -> None:
-        """End it as failed; the first end counts.
-
-        Args:
-            error: Why.
-            is_retried: A tier still tries: :meth:`settle` follows.
-        """
+        """End the save as failed, unless it has ended; with ``is_retried``, it may still succeed."""
         if self._first_end.acquire(blocking=False):
             self._error = error
             self._finished.set()
         if not is_retried:
             self._settled.set()
 
-    def settle(self, result: SaveResult | None = None) -> None:
-        """End the retries; with a result the save is committed after all."""
-        if result is not None and not self._settled.is_set():
-            self._result, self._error = result, None
-        self._settled.set()
-
-
-def wait_for_all(handles: Iterable[SaveHandle], timeout_s: float) -> None:
-    """Wait until each save is committed or has failed; what failed is in its handle.
-
-    Raises:
-        DeadlineExceeded: One of them still is under way.
-
-    Blocks: up to ``timeout_s``.
-    """
-    end_ns = clock.now_ns() + int(timeout_s * 1e9)
-    for handle in handles:
-        try:
-            handle.wait(max(0.0, (end_ns - clock.now_ns()) / 1e9))
-        except DeadlineExceeded:
-            raise
-        except CheckpointError:
-            continue
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One save, staged or failed at that."""
-
     iteration: int
     attempt: SaveAttempt
     handle: SaveHandle
@@ -167,7 +136,6 @@ class Save:
     restored_from: int | None = None
     restored_attempt: str | None = None
     branch: Branch = UNKNOWN_BRANCH
-    """The branch that these processes save."""
     arena: Arena | None = None
     num_bytes: int = 0
     tensors: tuple[TensorSpan, ...] = ()
@@ -176,12 +144,11 @@ class Save:
     guard: Callable[[], None] | None = None
     """Waits until the arena is filled; ``None`` = it is."""
     error: str | None = None
-    """Why there is nothing staged on this rank: the others must be informed, or they would wait."""
+    """Why nothing is staged on this rank; the other ranks need it."""
     is_replaced: bool = False
-    """There is nothing staged any more, since a newer save has taken the place of this one."""
+    """Nothing is staged any more, since a newer save replaced this one."""
 
     def manifest_fields(self, places: Places) -> dict[str, Any]:
-        """Return what the manifests of all tiers say of the run and of the lineage."""
         return {
             "run": places.run,
             "topology": places.topology,

@@ -1,13 +1,13 @@
-"""One rank's file of a generation: safetensors with an identity, a digest for every chunk, and how it is made durable.
+"""One rank's file of a checkpoint: safetensors with an identity and a digest per chunk, written durably.
 
-The file is 8 bytes of header length, a JSON header padded with spaces so that the data begins at a multiple of
-4 KiB, and the tensors without gaps, those of wide elements first, so that each is aligned to its element. Plain
-values are one more tensor of bytes, ``outlast.tree``.
+The file consists of 8 bytes of header length, a JSON header padded with spaces so that the data begins at a multiple of
+4 KiB, and the tensors without gaps, wide elements first, so that each is aligned. Plain values are one more tensor of
+bytes, ``outlast.tree``.
 
-It is written past the page cache, with aligned writes by several threads, and digested beside: the cache would cost a
-copy and the memory that training needs. A disk that refuses such writes (``EINVAL``) gets ordinary ones. While a piece
-is in the processor's cache, its numbers are examined for infinities and NaN. Nothing here imports torch: the writer
-process uses it.
+It is written past the page cache, with aligned writes by several threads, and digested concurrently: the cache would
+cost a copy and the memory that training needs. A disk that refuses such writes (``EINVAL``) gets ordinary ones. Each
+piece is examined for infinities and NaN while it is in the CPU cache. Nothing here imports torch: the writer process
+uses it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ CHUNK_BYTES = 8 << 20
 ALIGNMENT = 4096
 DIGEST_BYTES = 8
 TREE = "outlast.tree"
-"""Name of the tensor that holds the plain values."""
 MAX_HEADER_BYTES = 1 << 30
 
 DTYPE_NAMES = {
@@ -59,13 +58,12 @@ DTYPE_NAMES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-"""torch's name of an element type to safetensors'."""
 ELEMENT_BYTES = {name: 1 if name == "BOOL" else int(re.findall(r"\d+", name)[0]) // 8 for name in DTYPE_NAMES.values()}
-"""safetensors' name of an element type, which has its bits, to the bytes of an element."""
+"""Bytes per element, by safetensors' name of the type, which contains its bits."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose bytes a shard holds; a shard in the wrong place is as invalid as a torn one."""
+    """Identifies a shard's content; a shard in the wrong place is as invalid as a torn one."""
 
     run: str
     topology: str
@@ -76,20 +74,17 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorSpan(msgspec.Struct, frozen=True):
-    """A tensor of a shard, and where it lies."""
-
     name: str
     dtype: str
     """safetensors' name of the element type."""
     shape: tuple[int, ...]
-    """This rank's part."""
+    """Shape of this rank's part."""
     offset: int
-    """In the file."""
     num_bytes: int
     global_shape: tuple[int, ...] = ()
-    """Of the whole; empty, as what follows, where it is not known, as in what a shard's header says."""
+    """Shape of the whole tensor; empty, like the next field, if unknown, as in a shard's header."""
     global_offset: tuple[int, ...] = ()
-    """Where this rank's part begins in the whole, in elements of each dimension."""
+    """Offset of this rank's part in the whole, in elements of each dimension."""
 
 
 def shard_name(rank: int) -> str:
@@ -118,15 +113,13 @@ def unpack_digests(packed: bytes) -> tuple[str, ...]:
 
 
 class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
-    """A tensor in the header."""
-
     dtype: str
     shape: Sequence[int]
     data_offsets: tuple[int, int]
 
 
 class ShardLayout:
-    """Where everything goes in a shard; worked out once for tensors of the same names, types and shapes.
+    """The layout of a shard, computed once for tensors of the same names, types and shapes.
 
     Args:
         tensors: Name, safetensors element type, shape, number of bytes, bytes of an element.
@@ -137,10 +130,9 @@ class ShardLayout:
         for index, (_, dtype, _, _, width) in enumerate(tensors):
             kinds.setdefault((-width, dtype), []).append(index)
         self.order = [index for kind in sorted(kinds) for index in kinds[kind]]
-        """Indices of the tensors as they lie in the shard: wide elements first, so that each is aligned; those of one
-        type side by side; else as given."""
+        """Indices of the tensors in the order of the shard: wide elements first, for alignment; then by type; then as
+        given."""
         self.offsets: list[int] = []
-        """Of the tensors, in that order, from where the data begins."""
         offset, entries = 0, {}
         for index in self.order:
             name, dtype, shape, num_bytes, _ = tensors[index]
@@ -151,7 +143,7 @@ class ShardLayout:
         self._text, self._num_bytes = msgspec.json.encode(entries)[1:-1], offset
 
     def place(self, identity: Identity, tree_bytes: int) -> tuple[bytes, TensorSpan, int]:
-        """Return a shard's head up to where the data begins, where its plain values lie, and its size in bytes."""
+        """Return a shard's head up to the start of its data, the span of its plain values, and its size in bytes."""
         metadata = msgspec.json.encode({"__metadata__": {"outlast": msgspec.json.encode(identity).decode()}})[1:-1]
         end = self._num_bytes + tree_bytes
         span = {TREE: _HeaderEntry("U8", (tree_bytes,), (self._num_bytes, end))}
@@ -163,7 +155,7 @@ class ShardLayout:
 
 
 def read_head(fd: int, size: int) -> bytes:
-    """Read the head of a shard, up to where its data begins. Raises: Corrupt, when it cannot be a shard."""
+    """Read the head of a shard, up to the start of its data. Raises: Corrupt, when it cannot be a shard."""
     end, head = _head_bytes(os.pread(fd, 8, 0), size), b""
     while len(head) < end:
         part = os.pread(fd, end - len(head), len(head))
@@ -174,7 +166,7 @@ def read_head(fd: int, size: int) -> bytes:
 
 
 def head_of(image: memoryview) -> memoryview:
-    """Return the head of a shard's image, up to where its data begins. Raises: Corrupt, when it cannot be a shard."""
+    """Return the head of a shard's image, up to the start of its data. Raises: Corrupt, when it cannot be a shard."""
     return image[: _head_bytes(image[:8], len(image))]
 
 
@@ -186,11 +178,7 @@ def _head_bytes(begin: bytes | memoryview, size: int) -> int:
 
 
 def read_header(head: memoryview, size: int) -> tuple[Identity, dict[str, TensorSpan]]:
-    """Take the head of a shard apart; every field is checked against the file's size.
-
-    Raises:
-        Corrupt: It is not a shard of ours.
-    """
+    """Parse the head of a shard, checking every field. Raises: Corrupt, when outlast did not write it."""
     try:
         header = parse_json(bytes(head[8:]))
         identity = from_json(header.pop("__metadata__")["outlast"], Identity)
@@ -220,7 +208,7 @@ _MASKED = {
     "F8_E4M3FNUZ": ("u1", 0xFF, 0x80),
     "F8_E8M0": ("u1", 0xFF, 0xFF),
 }
-"""Types that numpy adds slowly or not at all: a mask, and what of an infinity or NaN is left under it."""
+"""Types that numpy adds slowly or not at all: numpy type, a mask, and the masked value of an infinity or NaN."""
 
 MAY_BE_INFINITE = frozenset({*_SUMMED, *_MASKED})
 """safetensors' names of the element types that have infinities or NaN."""
@@ -231,7 +219,7 @@ def is_finite(data: memoryview, dtype: str) -> bool:
 
 
 def _is_piece_finite(data: memoryview, dtype: str) -> bool:
-    import numpy as np  # not at the top: ``outlast ckpt`` does without it
+    import numpy as np  # not at the top: ``outlast ckpt`` works without numpy
 
     if dtype in _MASKED:
         kind, mask, bad = _MASKED[dtype]
@@ -239,12 +227,12 @@ def _is_piece_finite(data: memoryview, dtype: str) -> bool:
         return not bool(((bits & mask) == bad).any())
     numbers = np.frombuffer(data, dtype=_SUMMED[dtype])
     with np.errstate(all="ignore"):
-        # A sum of finite numbers may overflow: then each one is looked at.
+        # A sum of finite numbers may overflow: then each one is checked.
         return bool(np.isfinite(numbers.sum())) or bool(np.isfinite(numbers).all())
 
 
 class Numbers:
-    """Where in an image the numbers lie that may be infinite or NaN.
+    """The locations of numbers in an image that may be infinite or NaN.
 
     Args:
         spans: Element type (one of :data:`MAY_BE_INFINITE`), offset and bytes of each tensor; none overlap.
@@ -255,16 +243,12 @@ class Numbers:
         for dtype, start, num_bytes in sorted(spans, key=lambda span: span[1]):
             first, end = start, start + num_bytes
             if self._spans and (self._spans[-1][0], self._spans[-1][2]) == (dtype, start):
-                first = self._spans.pop()[1]  # many small tensors side by side are looked at as one
+                first = self._spans.pop()[1]  # adjacent small tensors are examined as one
             self._spans.append((dtype, first, end))
         self._ends = [end for _, _, end in self._spans]
 
     def are_finite(self, piece: memoryview, start: int) -> bool:
-        """Return whether no number in a piece of the image is infinite or NaN.
-
-        Args:
-            start: Where they begin; neither this nor their end is inside of a number.
-        """
+        """Return whether a piece at offset ``start``, which splits no number, is free of infinities and NaN."""
         end = start + len(piece)
         for dtype, first, last in self._spans[bisect_right(self._ends, start) :]:
             if first >= end:
@@ -276,32 +260,23 @@ class Numbers:
 
 
 NUM_DISK_THREADS = 2
-"""Beside the one that digests, which costs the disk less time than threads that do both in turns."""
+"""In addition to the digesting thread; threads that alternate between both would keep the disk less busy."""
 NUM_DIGEST_THREADS = 3
 Look = Callable[[memoryview, int], None]
 
 
 class Digested(NamedTuple):
-    """What an image held."""
-
     num_bytes: int
     chunks: tuple[str, ...]
-    """Digest of every chunk."""
     finite: bool = True
-    """Whether all of the numbers that are examined were finite."""
 
     def find_changed(self, image: memoryview, indices: Iterable[int]) -> list[int]:
-        """Return which chunks of the image, among those of the numbers, have changed since."""
         with image[: self.num_bytes] as data:
             return [index for index in indices if self.chunks[index : index + 1] != (_digest(data, None, index),)]
 
 
 def digest_image(image: memoryview, *, look: Look | None = None) -> tuple[str, ...]:
-    """Return the digest of every chunk.
-
-    Args:
-        look: Called with each piece of the image, and where it begins, while it is in the cache; by several threads.
-    """
+    """Return every chunk's digest; several threads call ``look`` with each piece and its offset while it is cached."""
     digest_chunk, count = partial(_digest, image, look), num_chunks(len(image))
     if count < 2:
         return tuple(map(digest_chunk, range(count)))
@@ -312,12 +287,12 @@ def digest_image(image: memoryview, *, look: Look | None = None) -> tuple[str, .
 def write_image(image: memoryview, path: Path, *, look: Look | None = None) -> tuple[str, ...]:
     """Write an image into a new file and make it durable; return the digest of every chunk.
 
-    A file that cannot be finished is deleted: on a full disk its room is what the next save needs.
+    A file that cannot be finished is deleted: the next save may need the space.
 
     Args:
         image: The bytes, beginning at a multiple of 4 KiB.
-        look: Called with each piece of the image, and where it begins, while it is in the cache, by one thread; and
-            again from the beginning where the disk takes no direct writes.
+        look: Called with each piece of the image and its offset, while it is in the cache, by one thread; and again
+            from the beginning if the disk refuses direct writes.
 
     Raises:
         OSError: The disk is full, the file exists, or the disk fails otherwise.
@@ -336,28 +311,28 @@ def write_image(image: memoryview, path: Path, *, look: Look | None = None) -> t
 
 @contextlib.contextmanager
 def new_file(path: Path, num_bytes: int, *, direct: bool = False) -> Iterator[int]:
-    """Open a new file that has room for its bytes, and delete it when the block fails.
+    """Open a new file with space for its bytes, and delete it when the block fails.
 
     Raises:
-        OSError: The file exists, the disk is full, or it takes no direct writes (EINVAL).
+        OSError: The file exists, the disk is full, or it refuses direct writes (EINVAL).
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
     except OSError as error:
         if direct and error.errno == errno.EINVAL:
-            path.unlink(missing_ok=True)  # some systems make the file before they refuse the flag
+            path.unlink(missing_ok=True)  # some systems create the file before they refuse the flag
         raise
     try:
         try:
             reach("checkpoint.file.made", path=path)
             if num_bytes:
-                os.posix_fallocate(fd, 0, num_bytes)  # a full disk fails at once, and pieces lie side by side
+                os.posix_fallocate(fd, 0, num_bytes)  # a full disk fails at once, and the file is contiguous
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         yield fd
-    except BaseException:  # whatever ends it, half a file is unusable
+    except BaseException:  # an incomplete file is unusable
         path.unlink(missing_ok=True)
         raise
     finally:
@@ -383,7 +358,7 @@ def _write(fd: int, image: memoryview, look: Look | None, path: Path) -> tuple[s
             for _ in writing.map(write_chunk, range(num_chunks(size))):
                 pass
         except OSError as error:
-            digesting.shutdown(wait=False, cancel_futures=True)  # nobody needs the rest
+            digesting.shutdown(wait=False, cancel_futures=True)  # the rest is not needed
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         os.ftruncate(fd, size)
         os.fsync(fd)
@@ -404,7 +379,7 @@ def _digest(image: memoryview, look: Look | None, index: int) -> str:
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``; the last piece of a page is padded, which is cut off in the end."""
+    """Write all of ``data``; the last page is padded, and the padding is cut off at the end."""
     whole = len(data) // ALIGNMENT * ALIGNMENT
     written = 0
     while written < whole:

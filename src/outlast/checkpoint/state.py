@@ -1,10 +1,9 @@
-"""State as named tensors and one tree of everything else, and back, in place.
+"""State as named tensors and one tree of everything else, and back.
 
-The tree is msgpack: what msgpack can express is in it directly, tensors are referred to by name, and the rest is
-``torch.save`` bytes, which are read back with ``weights_only=True`` and tried at the save already: state that
-could not be loaded must not look saved. A tensor subclass is taken apart with its own ``__tensor_flatten__``. How a
-distributed tensor lies on its ranks (:mod:`outlast.checkpoint.layouts`) is in the tree, too. Whether a saved state fits
-a live one, and how it gets there, is in :mod:`outlast.checkpoint.fit`.
+The tree is msgpack: plain values are in it directly, tensors are referred to by name, and the rest is ``torch.save``
+bytes, which are read with ``weights_only=True``, and test-read at the save: a state that cannot be loaded must not look
+saved. A tensor subclass is flattened with its own ``__tensor_flatten__``. The tree also contains the layouts of
+distributed tensors (:mod:`outlast.checkpoint.layouts`). :mod:`outlast.checkpoint.fit` loads states into live ones.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ log = logging.getLogger(__name__)
 SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _MAX_DEPTH = 100
-"""Containers within one another; what is deeper most likely contains itself."""
+"""Levels of nested containers; deeper ones most likely contain themselves."""
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_DTYPES = frozenset(getattr(torch, name.removeprefix("torch.")) for name in DTYPE_NAMES)
+SHORT_NAMES = {getattr(torch, name.removeprefix("torch.")): short for name, short in DTYPE_NAMES.items()}
+"""safetensors' names of torch's element types."""
 _ZEROS = tuple((0,) * dim for dim in range(65))
 
 
 class NamedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One tensor of a rank's shard; there may be very many, so they cost little, and the garbage collector nothing."""
+    """One tensor of a rank's shard; a cheap type, since there may be very many."""
 
     tensor: torch.Tensor
     """This rank's part; not a copy."""
@@ -53,53 +53,39 @@ class NamedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
-    """Of this rank's part."""
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """A state, taken apart."""
-
     tensors: list[NamedTensor]
     tree: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A tensor subclass, taken apart."""
-
     kind: str
-    """Module and name of the class."""
+    """Its class as ``module:name``."""
     dtype: torch.dtype
-    """What it shows itself as."""
+    """Element type that the subclass reports."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     context: Any
     parts: dict[str, Any]
-    """The tensors that it consists of, by attribute."""
 
     def made(self) -> torch.Tensor:
-        """Put it together again.
-
-        Raises:
-            CheckpointError: This process does not know the class, or it refuses its parts.
-        """
+        """Recreate the tensor. Raises: CheckpointError, when its class is unknown or refuses the parts."""
         kind = self._find_kind()
         try:
             made = kind.__tensor_unflatten__(self.parts, self.context, torch.Size(self.shape), self.stride)
-        except Exception as error:  # the class is not ours
+        except Exception as error:  # a foreign class may raise anything
             text = f"{self.kind.replace(':', '.')} does not take what it was saved as: {error}"
             raise CheckpointError(text) from error
         return cast(torch.Tensor, made)
 
     def outline(self) -> torch.Tensor:
-        """Return a plain tensor of the shape and type that it shows, which takes no memory.
-
-        Raises:
-            CheckpointError: This process does not know the class.
-        """
+        """Return a plain tensor of that shape and type without memory. Raises: CheckpointError, as :meth:`made`."""
         self._find_kind()  # before anything live is overwritten
         return torch.empty((), dtype=self.dtype).expand(self.shape)
 
@@ -118,20 +104,20 @@ def is_stateful(value: object) -> bool:
 
 
 def is_nested(value: Any) -> bool:
-    """Whether a mapping is walked into, instead of being a plain value as a whole."""
+    """Return whether a mapping contains state that is loaded in place, instead of being one plain value."""
     return isinstance(value, Mapping) and any(
         is_stateful(inner) or isinstance(inner, torch.Tensor) or is_nested(inner) for inner in value.values()
     )
 
 
 def may_be_absent(value: object) -> bool:
-    """Return whether a value does without its state in a generation that was saved without it."""
+    """Return whether a value needs no state from a checkpoint that was saved without it."""
     return is_stateful(value) and getattr(value, "may_be_absent", False) is True
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Keep the garbage collector still, which many small containers would have look through the whole process."""
+    """Disable the garbage collector, which many small containers would make scan the whole process."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -142,11 +128,7 @@ def without_collection() -> Iterator[None]:
 
 
 def capture(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with everything that has a state of its own replaced by that state.
-
-    Raises:
-        CheckpointError: It contains itself, or is nested too deeply.
-    """
+    """Replace stateful values by their ``state_dict()``. Raises: CheckpointError, when they are nested too deeply."""
     try:
         return {name: _capture(value, 1) for name, value in state.items()}
     except _TooDeepError:
@@ -174,13 +156,13 @@ def _capture(value: Any, depth: int) -> Any:
 
 
 def flatten(value: Any, *, is_live: bool = False) -> FlatState:
-    """Take a captured state apart; tensors are referred to, not copied, everything else is copied.
+    """Flatten a captured state; tensors are referred to, everything else is copied.
 
     Args:
-        is_live: It is not saved, but loaded into: values that could not be saved are left out.
+        is_live: The state is loaded into, not saved: values that could not be saved are left out.
 
     Raises:
-        CheckpointError: A value could not be read back; its place is named.
+        CheckpointError: A value could not be read back; the text has its path.
     """
     flattener = _Flattener(is_live=is_live)
     try:
@@ -199,7 +181,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _are_scalars(values: Sequence[Any]) -> bool:
-    if set(map(type, values)) == {int}:  # an optimizer's parameters: there may be very many
+    if set(map(type, values)) == {int}:
         values = min(values), max(values)
     return all(map(_is_scalar, values))
 
@@ -247,12 +229,12 @@ class _Flattener:
                 return self._pickled(value, path)
             here = f"{before}{key}"
             if type(item) in PLAIN_TYPES and (name := self._add(item, here)) is not None:
-                items.append((key, ("T", name)))  # as node() does, for there may be very many
+                items.append((key, ("T", name)))  # as node() does, since there may be very many
             else:
                 items.append((key, self.node(item, here)))
         if kind is dict:
             return "d", items
-        # A module's state carries the modules' versions beside its items; without them it looks outdated.
+        # A module's state_dict also carries the modules' versions; without them it looks outdated.
         return "D", items, self.node(getattr(value, "_metadata", None), f"{path}._metadata")
 
     def _array(self, value: Any, path: str) -> Any:
@@ -318,7 +300,7 @@ class _Flattener:
         first = found[attributes[0]]
         is_alike = type(first) in PLAIN_TYPES and (first.shape, first.dtype) == (value.shape, value.dtype)
         own = self._add(first, path, shape, offset) if is_alike and len(attributes) == 1 else None
-        if is_whole := own is not None:  # it only does something else with numbers that others may read as the tensor
+        if is_whole := own is not None:  # its only part can be read as a plain tensor, too
             parts = [(attributes[0], ("T", own))]
         else:
             parts = [(attribute, self.node(part, f"{path}.{attribute}")) for attribute, part in found.items()]
@@ -335,9 +317,9 @@ class _Flattener:
     def _add(
         self, tensor: torch.Tensor, path: str, whole: tuple[int, ...] | None = None, offset: tuple[int, ...] = ()
     ) -> str | None:
-        """Name a plain tensor, part of a whole of another shape or all; ``None``: no file can take its bytes as is."""
+        """Name a plain tensor, or this rank's part of ``whole``; ``None`` = its bytes cannot be stored directly."""
         dtype = tensor.dtype
-        if dtype not in _DTYPES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        if dtype not in SHORT_NAMES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             return None
         while path in self._names:
             path += "'"  # keys 1 and "1" of one dict
@@ -354,7 +336,7 @@ class _Flattener:
         buffer = io.BytesIO()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, about types that it means to drop
+                warnings.simplefilter("ignore")  # torch's deprecation warnings about types
                 torch.save(value, buffer)
                 _load_pickled(buffer.getvalue())
         except Exception as error:  # any class may raise anything when it is pickled
@@ -366,7 +348,6 @@ class _Flattener:
 
 
 def _why_without_bytes(value: torch.Tensor) -> str | None:
-    """Return why a tensor has no bytes that could be saved; ``None`` = it has."""
     if torch.nn.parameter.is_lazy(value):
         return "the parameter of a lazy module is not initialised yet; call the module once before the first save"
     if value.is_nested:
@@ -417,7 +398,6 @@ def _remedy(value: Any) -> str:
 
 
 def _explain_depth(value: Any, path: str) -> CheckpointError:
-    """Return the error of a state that has too many containers within one another."""
     stack, above = [(0, path, value)], list[int]()
     while stack:
         depth, here, one = stack.pop()
@@ -463,7 +443,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def reading_tree() -> Iterator[None]:
-    """Take nodes of a tree apart in the body. Raises: CheckpointError, where they are not what :func:`flatten` made."""
+    """Convert errors of malformed nodes, which :func:`flatten` did not write, in the body. Raises: CheckpointError."""
     try:
         yield
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -478,11 +458,11 @@ def decode(
     *,
     rewrap: Callable[[Wrapped], Any] = Wrapped.made,
 ) -> Any:
-    """Put a state together again.
+    """Rebuild a state from its tree.
 
     Raises:
-        CheckpointError: The tree is not one, or holds a tensor subclass that this process does not know.
-        OtherLayout: It holds a DTensor over a mesh that the live state does not use.
+        CheckpointError: The tree is malformed, or contains a tensor subclass that this process does not know.
+        OtherLayout: It contains a DTensor over a mesh that the live state does not use.
     """
 
     def value(node: list[Any]) -> Any:
@@ -526,7 +506,7 @@ def decode(
 
 
 def decoded_tree(tree: bytes) -> Any:
-    """Return the nodes of a tree that :func:`flatten` made. Raises: CheckpointError, when it is none."""
+    """Return the nodes of a tree that :func:`flatten` made. Raises: CheckpointError, when it is malformed."""
     try:
         return from_msgpack(tree, Any)
     except msgspec.DecodeError as error:
@@ -542,11 +522,7 @@ def _dtype(name: str) -> torch.dtype:
 
 @reading_tree()
 def layouts_of(tree: bytes) -> dict[str, Layout | None]:
-    """Return the layout of each tensor of a tree that :func:`flatten` made, ``None`` where it is not distributed.
-
-    Raises:
-        CheckpointError: The tree is not one.
-    """
+    """Return the layout of each tensor of a tree; ``None`` = not distributed. Raises: CheckpointError, if malformed."""
     found: dict[str, Layout | None] = {}
 
     def visit(node: Any) -> None:
@@ -567,7 +543,7 @@ def layouts_of(tree: bytes) -> dict[str, Layout | None]:
 
 
 def _find_class(name: str) -> Any:
-    """Return the tensor subclass of this name, if this process has imported it; nothing is imported for it."""
+    """Return the tensor subclass of this name if this process has imported it; imports nothing."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):

@@ -1,4 +1,4 @@
-"""What the ranks could load: every copy of every generation in every tier, as far as is known without reading it."""
+"""The copies that the ranks could load: of every checkpoint in every tier, listed without reading their data."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from outlast.runtime.storage_calls import CallProgress, StorageCalls, in_threads
 LIST_TIMEOUT_S = 30.0
 NUM_LISTERS = 8
 UNLISTED = -1
-"""In place of an iteration: the place could not be listed."""
+"""Replaces the iteration if a place could not be listed."""
 PARITY = "parity"
-"""In place of the holder's name: the copy has to be rebuilt from the shards and parities of several nodes."""
+"""Replaces the holder's name if the copy has to be rebuilt from shards and parities of several nodes."""
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """One copy that was rejected, and why."""
+    """A rejected copy, and the reason."""
 
     generation: int
     tier: str
@@ -41,10 +41,10 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     kind: str
     """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError``; ``Unavailable``: its place
-    does not respond; ``NotFinite``: it is whole, but holds numbers that are infinite or NaN, and an older generation
-    holds none; ``Superseded``: training has abandoned its branch."""
+    does not respond; ``NotFinite``: intact, but with infinities or NaN, while an older checkpoint has none;
+    ``Superseded``: training has abandoned its branch."""
     node: str = ""
-    """The rank's node, where its place does not respond."""
+    """The rank's node, if its place does not respond."""
 
     def __str__(self) -> str:
         if self.generation == UNLISTED:
@@ -54,7 +54,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A generation that was loaded."""
+    """A loaded checkpoint."""
 
     iteration: int
     """Number of optimizer steps that the loaded state had done."""
@@ -62,50 +62,44 @@ class Restored:
     attempt: str
     """The attempt that had saved it."""
     tier: str
-    """Where this rank's part came from: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was
-    this generation already and was left as it is."""
+    """Source of this rank's part: ``memory``, ``local``, ``replica`` or ``global``; ``kept`` = its state was this
+    checkpoint already and was not changed."""
     tiers: tuple[str, ...]
-    """The same for every rank."""
+    """The source of every rank's part."""
     rejected: list[Rejection]
-    """Copies that were rejected, of this generation and newer ones, of all ranks; the same on every rank."""
+    """Rejected copies of this checkpoint and newer ones; the same on every rank."""
     load_s: float
     bytes_read: dict[str, int]
     """Bytes that this rank read, by tier."""
     finite: bool = True
-    """Whether no number in the generation is infinite or NaN, on any rank."""
+    """Whether no number in the checkpoint is infinite or NaN, on any rank."""
 
 
 class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation in one place, with the ranks whose parts are there."""
-
     generation: int
     attempt: str
     restored_attempt: str | None
     tier: Tier
     ranks: tuple[int, ...]
     groups: dict[int, tuple[int, ...]] = {}
-    """Ranks whose parities are there, and the ranks that share each of them."""
+    """Ranks whose parities are there, with the ranks that share each of them."""
     world_size: int = 0
-    """Of the generation: in the global tier any number of ranks can load it."""
+    """Number of ranks that saved it; any number can load it from the global tier."""
     finite: bool = True
     """Whether no number in it is infinite or NaN."""
 
 
 class _Listing(msgspec.Struct):
-    """What one rank found."""
-
     held: list[HeldGeneration] = []
     rejected: list[Rejection] = []
     is_durable: bool = False
-    """Whether a directory shows that a generation was committed to it, or may have been."""
+    """Whether a directory shows that a checkpoint was, or may have been, committed to it."""
     saved: list[SavedPoint] = []
-    """All checkpoints of this run on the node, for a rank that leads it, and, on rank 0, in the global tier; also those
-    that another number of ranks saved. The one of the newest branch is the first."""
+    """All checkpoints of this run on the node, on its leader, and, on rank 0, in the global tier, including those of
+    other numbers of ranks. The one of the newest branch is first."""
     branch: Branch | None = None
-    """The branch of the first one."""
 
     def note_saved(self, manifest: Manifest | GlobalManifest, *, is_global: bool = False) -> None:
-        """Add a checkpoint to :attr:`saved`."""
         point = SavedPoint(manifest.iteration, manifest.attempt, manifest.era, is_global)
         self._note(point, branch_of(manifest))
 
@@ -126,30 +120,26 @@ class _Listing(msgspec.Struct):
 
 @dataclass(slots=True)
 class Table:
-    """What all ranks know alike."""
+    """All copies, the same on all ranks."""
 
     copies: list[set[Copy]]
-    """For each rank, what it could load."""
     lineage: dict[str, str | None]
-    """Attempt to the attempt that its processes had loaded."""
+    """Maps each attempt to the one that its processes had loaded."""
     world_sizes: dict[str, int]
-    """Attempt to the number of ranks that saved it, for those in the global tier."""
+    """Number of ranks that saved each attempt in the global tier."""
     rejected: list[Rejection]
     members: dict[str, dict[int, str]] = field(default_factory=dict)
-    """Attempt to the ranks whose shard and parity lie on the same node, and that node."""
+    """For each attempt, the ranks whose shard and parity are on the same node, and that node."""
     not_finite: set[tuple[int, str]] = field(default_factory=set)
-    """Iteration and attempt of the generations that hold numbers that are infinite or NaN."""
     seen: set[int] = field(default_factory=set)
-    """Generations that exist somewhere, whole or not."""
+    """Checkpoints that exist anywhere, intact or damaged."""
     is_durable: bool = True
-    """Whether a directory shows that a generation was committed to it, or may have been: its tracker, which is written
-    after each commit, anything of the global tier, a directory that cannot be read, or a copy of a generation that goes
-    back to one that was loaded."""
+    """Whether a directory shows that a checkpoint was, or may have been, committed to it: by its tracker, by any
+    content of the global tier, because it cannot be read, or by a copy that descends from a loaded checkpoint."""
     branches: Lineage = field(default_factory=Lineage)
-    """The branches of all checkpoints that exist somewhere."""
 
     def exclude_superseded(self) -> None:
-        """Remove the copies of abandoned branches; one rejection for each checkpoint says why."""
+        """Remove the copies of abandoned branches; add one rejection per checkpoint."""
         superseded = {
             attempt: why
             for attempt in self.branches.saved
@@ -180,9 +170,9 @@ class Table:
 
 
 def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: StorageCalls) -> Table:
-    """List what this rank's node and, rank 0, the global tier hold; return what all ranks found.
+    """List this node's tiers and, on rank 0, the global tier; return all ranks' results.
 
-    A place that does not respond leaves a rejection of kind ``Unavailable``.
+    A place that does not respond results in a rejection of kind ``Unavailable``.
 
     Raises:
         PeerLost: A peer is gone.
@@ -226,7 +216,6 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: Sto
 
 
 def _enter(table: Table, held: HeldGeneration, rank: int, places: Places, *, gives_copies: bool) -> None:
-    """Enter what one rank reported: its own copies, and, if it leads its node, what the node has of others."""
     if held.tier == Tier.GLOBAL:
         for copies in table.copies:
             copies.add(Copy(held.generation, held.attempt, Tier.GLOBAL))
@@ -240,7 +229,7 @@ def _enter(table: Table, held: HeldGeneration, rank: int, places: Places, *, giv
 
 
 def _note_members(table: Table, helds: list[HeldGeneration], node: str) -> None:
-    """Note of which parity groups a node holds what has to be together: a rank's shard and its parity."""
+    """Record ranks whose shard and parity are both on a node, which rebuilding needs."""
     shards = {(held.attempt, rank) for held in helds for rank in held.ranks}
     for held in helds:
         for rank in held.groups:
@@ -249,7 +238,6 @@ def _note_members(table: Table, helds: list[HeldGeneration], node: str) -> None:
 
 
 def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
-    """Enter what can be rebuilt because all others of its group are there."""
     there = table.members.get(held.attempt, {})
     for group in set(held.groups.values()):
         for rank in group:
@@ -263,7 +251,7 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient, *, leads:
     try:
         listed, _ = writer.ask(f.List(), f.Listed, timeout_s=LIST_TIMEOUT_S)
     except CheckpointError:
-        return  # a writer that died holds nothing any more
+        return  # a writer that died holds nothing
     for generation in listed.generations:
         try:
             manifest, _ = decode_manifest(generation.manifest)
@@ -273,7 +261,7 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient, *, leads:
                 mine.note_saved(manifest)
             check_manifest(manifest, places)
         except CheckpointError:
-            continue  # of another run or arrangement; memory is not where anyone looks for those
+            continue  # of another run or number of ranks; not reported for memory
         ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
         parities = [part.rank for part in generation.parts if part.part == PARITY_PART]
         mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))
@@ -287,14 +275,13 @@ def _list(
     own: int,
     work: Callable[[_Listing, CallProgress], None],
 ) -> _Listing:
-    """List a directory; an error of all of it leaves one rejection, and its content counts as unknown."""
     found, progress = _Listing(), CallProgress()
     try:
         calls.run(url, partial(work, found, progress), operation="list", progress=progress)
         return found
     except (CheckpointError, OSError) as error:
         rejection = reject(error, UNLISTED, tier, own, url, node=places.nodes[own])
-        return _Listing(is_durable=True, rejected=[rejection])  # for all that is known
+        return _Listing(is_durable=True, rejected=[rejection])  # its content is unknown
 
 
 def _list_local(mine: _Listing, progress: CallProgress, *, places: Places, own: int) -> None:
@@ -342,7 +329,7 @@ def _list_global(mine: _Listing, progress: CallProgress, *, directory: GlobalDir
             return manifest
         except (CheckpointError, OSError) as error:
             if is_outage(error):
-                raise  # an older checkpoint must not be loaded because the newest one cannot be read now
+                raise  # an older checkpoint must not be loaded because the newest one is unreadable at the moment
             return reject(error, generation, Tier.GLOBAL, 0, f"step-{generation}/manifest.json")
 
     generations = directory.generations()
@@ -356,11 +343,7 @@ def _list_global(mine: _Listing, progress: CallProgress, *, directory: GlobalDir
 
 
 def check_manifest(manifest: Manifest, places: Places) -> None:
-    """Check that a generation of memory, local tier or replica is one of these ranks.
-
-    Raises:
-        Untrusted: It is not.
-    """
+    """Check that a memory, local or replica checkpoint belongs to these ranks. Raises: Untrusted."""
     world_size = len(places.nodes)
     if manifest.run != places.run:
         raise Untrusted(f"belongs to run {manifest.run}, this directory to run {places.run}")
@@ -401,7 +384,7 @@ def _held(
 
 
 def _lacking(table: Table) -> Iterator[Rejection]:
-    """Name the ranks that lack a generation which others have."""
+    """Report the ranks that lack a checkpoint which others have."""
     named = {(rejection.generation, rejection.rank) for rejection in table.rejected}
     known = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
     for generation, attempt in sorted(known):

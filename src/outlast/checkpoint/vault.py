@@ -1,20 +1,19 @@
-"""What a writer process holds for its node: staged images, the memory tier, copies of other nodes' shards.
+"""Memory of a writer process: staged images, the memory tier, copies of other nodes' shards.
 
-An *image* is the memory in which a rank stages its shard. Two belong to a rank; they outlive the worker. An image is
+An *image* is the memory in which a rank stages its shard. A rank has two; they outlive the worker. An image is
 
 * free, or
 * staged: a save of its rank is under way, or was when that worker died, or
-* kept: it is that rank's part of a generation that is prepared or committed, and can be given out.
+* kept: it is that rank's part of a prepared or committed checkpoint, and can be read.
 
-A generation is *prepared* on a node when all ranks everywhere have staged it, and committed when all nodes have
-prepared it. Nothing older is dropped before the commit: whenever a rank or a node's workers die, each node still has
-its parts of the newest generation that any node counts as committed. What is prepared only is given out
-like the rest; the ranks resume from it if all of them have it, and forget it otherwise.
+A checkpoint is *prepared* on a node when all ranks of the job have staged it, and committed when all nodes have
+prepared it. Older ones are kept until the commit: whenever ranks or a node's workers die, each node still has its parts
+of the newest checkpoint that any node counts as committed. A prepared one can be read, too; the ranks load it if all of
+them have it, and drop it otherwise.
 
-Of the committed generations the newest is kept; while it has fewer copies elsewhere than it should, also the newest
-that has all.
-Copies of other nodes' shards go into the node's folder when there is a local tier, else into memory, by the same rules.
-Nothing here imports torch.
+The newest committed checkpoint is kept; while it lacks copies on other nodes, also the newest that has all. Copies of
+other nodes' shards are stored in the node's folder, or, without a local tier, in memory, by the same rules. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -37,31 +36,26 @@ from outlast.errors import CheckpointError
 from outlast.runtime.files import memory_file
 
 NUM_IMAGES = 2
-"""Of a rank: one is staged and written while the other is kept."""
+"""Images of a rank: one is staged and written while the other is kept."""
 MAX_IMAGES = 5
-"""Of a rank, while tiers are behind: of each of the two that there may be, one is being written and one waits."""
+"""Images of a rank while tiers are behind: for each of the two late tiers, one being written and one that waits."""
 MEMORY_RESERVE = 0.05
 """Share of the machine's memory that additional images leave free."""
 
 
 @dataclass(slots=True, eq=False)
 class Image:
-    """One piece of shared memory."""
-
     fd: int
     num_bytes: int
-    """Its room; what lies in it may be shorter."""
+    """Capacity; the content may be shorter."""
     rank: int | None
-    """Whose staging it serves; ``None``: it came from another node."""
+    """The rank that stages in it; ``None`` = it came from another node."""
     key: CopyKey | None = None
-    """What it holds; ``None`` = nothing."""
     length: int = 0
-    """Bytes of what it holds."""
     kept: bool = False
     digested: Digested | None = None
-    """What it held when it was written to the node-local tiers; ``None`` = it was not, since it was last taken."""
+    """Its digests when it was written to the node-local tiers; ``None`` = not written since it was last taken."""
     num_uses: int = 0
-    """Writes and transfers under way."""
     view: mmap.mmap | None = None
 
     @property
@@ -69,13 +63,11 @@ class Image:
         return os.fstat(self.fd).st_ino
 
     def map(self) -> mmap.mmap:
-        """Return its bytes, readable; mapped once."""
         if self.view is None:
             self.view = mmap.mmap(self.fd, self.num_bytes, prot=mmap.PROT_READ)
         return self.view
 
     def close(self) -> None:
-        """Release the memory; other processes that have it mapped keep it."""
         os.close(self.fd)
         self.view = None
 
@@ -108,9 +100,8 @@ class Vault:
         """Return an image for a rank to stage into, or ``None`` when all are in use.
 
         Args:
-            may_steal: Whether the last kept one may be given, because its generation is durable elsewhere.
-            num_behind: How many of the busy ones only tiers that are behind still need: as many may be added, where
-                there is memory for them.
+            may_steal: Whether the last kept one may be reused, because its checkpoint is durable elsewhere.
+            num_behind: Number of busy ones that only late tiers still need: as many may be added, if there is memory.
 
         Raises:
             OSError: There is no memory.
@@ -130,7 +121,7 @@ class Vault:
             if not free:
                 return None
             image = max(free, key=lambda one: one.num_bytes) if not free[0].kept else free[0]
-            for other in free:  # which were added while a tier was behind
+            for other in free:  # added while a tier was behind
                 if other is not image and not other.kept and len(mine) > NUM_IMAGES:
                     self._remove(other)
                     mine.remove(other)
@@ -142,11 +133,9 @@ class Vault:
             return image
 
     def stage(self, fd: int, key: CopyKey, length: int) -> Image:
-        """Note what a rank has staged, unless it is known; return the image.
+        """Record a rank's staged part, unless it is known; return the image. Memory of an earlier writer is taken over.
 
-        Memory that an earlier writer gave out is taken over.
-
-        Where another image of the rank held the same part, that one is free: it was found to be bad, and fetched again.
+        Another image of the rank with the same part becomes free: it was corrupt, and the part was fetched again.
         """
         with self._lock:
             try:
@@ -163,11 +152,7 @@ class Vault:
             return image
 
     def image_of(self, fd: int) -> Image:
-        """Return the image that a descriptor refers to.
-
-        Raises:
-            HoldingsError: The memory is not this writer's.
-        """
+        """Return the image that a descriptor refers to. Raises: HoldingsError, when the memory is not this writer's."""
         inode = os.fstat(fd).st_ino
         with self._lock:
             for image in self._images:
@@ -177,7 +162,6 @@ class Vault:
 
     @contextmanager
     def reading(self, image: Image) -> Iterator[memoryview]:
-        """Give an image's bytes; it serves no other save meanwhile."""
         with self._lock:
             image.num_uses += 1
         try:
@@ -190,7 +174,6 @@ class Vault:
     # -- the memory tier ---------------------------------------------------------------------------------------
 
     def prepare(self, key: CopyKey, manifest: bytes) -> None:
-        """Keep all parts of a generation that the node has, beside those of older ones."""
         facts, _ = decode_manifest(manifest)
         with self._lock:
             self._generations.setdefault(key.generation, _MemoryGeneration(manifest, facts))
@@ -198,10 +181,10 @@ class Vault:
                 image.kept = True
 
     def keep(self, key: CopyKey, *, in_memory: bool) -> None:
-        """Note that a generation is committed, or that all ranks resume from it, and drop what it replaces.
+        """Record that a checkpoint is committed, or that all ranks loaded it, and drop those that it replaces.
 
         Args:
-            in_memory: The generation is a copy; otherwise the part's image only becomes free.
+            in_memory: The image remains a copy; otherwise it becomes free.
         """
         with self._lock:
             generation = self._generations.get(key.generation)
@@ -216,7 +199,6 @@ class Vault:
             self._drop_old()
 
     def drop(self, key: CopyKey) -> None:
-        """Forget a part that its rank found to be corrupt: it is given out no more, and its image is free."""
         with self._lock:
             for image in list(self._images):
                 if image.key == key and image.rank is not None:
@@ -232,7 +214,6 @@ class Vault:
                     self._forget(image)
 
     def list(self) -> tuple[InMemory, ...]:
-        """Return what of prepared and committed generations lies in memory."""
         with self._lock:
             return tuple(
                 InMemory(manifest=generation.manifest, parts=parts)
@@ -243,7 +224,6 @@ class Vault:
     # -- holdings: what comes from other nodes, and goes to them -----------------------------------------------
 
     def use_folder(self, path: str | None) -> None:
-        """Set the node's folder; ``None`` = there is no local tier."""
         with self._lock:
             self._folder = Directory(path) if path is not None else None
 
@@ -253,7 +233,6 @@ class Vault:
             return "the memory" if self._folder is None else self._folder.url
 
     def receive(self, key: CopyKey, num_bytes: int) -> _IncomingFile | _IncomingMemory:
-        """Make room for a part from another node; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         if clean_name(key.attempt) != key.attempt:
             raise HoldingsError(f"{key.attempt!r} names no attempt")
         with self._lock:
@@ -267,7 +246,6 @@ class Vault:
             raise HoldingsError(f"no room for {num_bytes} bytes of rank {key.rank}: {error}") from error
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
-        """Return a readable descriptor and the bytes of a part; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         with self._lock:
             folder = self._folder
             generation = self._generations.get(key.generation)
@@ -279,10 +257,9 @@ class Vault:
         return None if folder is None else _open_file(folder, key)
 
     def is_unchanged(self, key: CopyKey, fd: int) -> bool:
-        """Return whether a descriptor still shows its part; see :class:`~outlast.checkpoint.manifest.Holdings`."""
         inode = os.fstat(fd).st_ino
         with self._lock:
-            # What is no image of this vault is a file, which nobody changes, or memory that nobody stages in any more.
+            # Anything else is an immutable file, or memory that is no longer staged in.
             return all(image.key == key and image.kept for image in self._images if image.inode == inode)
 
     def close(self) -> None:
@@ -303,7 +280,7 @@ class Vault:
         return generation.is_committed, generation.is_replicated, image.key.iteration
 
     def _drop_old(self) -> None:
-        """Forget generations that newer ones replace, in the order of their commits, and what was only prepared."""
+        """Drop checkpoints that newer ones replace, in the order of their commits, and those only prepared."""
         order = [identity for identity, generation in self._generations.items() if generation.is_committed]
         needed = set(order[-1:])
         needed.update([identity for identity in order if self._generations[identity].is_replicated][-1:])
@@ -326,7 +303,6 @@ class Vault:
         return Image(fd, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, rank, length=num_bytes)
 
     def admit(self, image: Image, key: CopyKey) -> None:
-        """Hold what has arrived, in place of an older copy of the part."""
         with self._lock:
             for other in list(self._images):
                 if other.rank is None and other.key == key:
@@ -344,8 +320,6 @@ class Vault:
 
 
 class _IncomingFile:
-    """A part that is received into a file of an attempt's folder."""
-
     def __init__(self, path: Path, num_bytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._partial = path, path.with_name(f".{path.name}.partial")
@@ -379,8 +353,6 @@ class _IncomingFile:
 
 
 class _IncomingMemory:
-    """A part that is received into memory."""
-
     def __init__(self, vault: Vault, image: Image, key: CopyKey) -> None:
         self._vault, self._image, self._key, self._done = vault, image, key, False
         self.fd = image.fd
@@ -396,7 +368,6 @@ class _IncomingMemory:
 
 
 def _has_memory_for(num_bytes: int) -> bool:
-    """Return whether there is memory for an additional image, with some to spare."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -410,7 +381,6 @@ def _in_memory(data: bytes) -> tuple[int, int]:
 
 
 def _open_file(folder: Directory, key: CopyKey) -> tuple[int, int] | None:
-    """Open a part of a committed generation on disk, if it is the attempt asked for."""
     try:
         manifest, _ = folder.manifest(key.iteration)
     except CheckpointError:

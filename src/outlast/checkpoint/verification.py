@@ -1,13 +1,12 @@
-"""One verifier: every chunk (8 MiB) of a stored file is compared with its digest before a byte of it counts.
+"""Verification: every chunk (8 MiB) of a stored file is compared with its digest before its bytes are used.
 
-What a run loads, what ``VerifiedReader`` returns and what ``outlast ckpt verify`` reads passes through
-:func:`verify_chunk`, whether it lies in shared memory, in a node's folder, or in the global tier on a file system or in
-an object store.
+Loads, ``VerifiedReader`` and ``outlast ckpt verify`` all use :func:`verify_chunk`, for shared memory, a node's folder,
+and the global tier on a file system or in an object store.
 
-A rank's shard is proven and then read. First every byte is read through small buffers and compared with its digest:
-nothing is allocated, nothing is touched. Once all ranks have proven theirs, the bytes are read straight into what takes
-them, and digested again where they lie: first touch of fresh memory costs several times the copy, and what is used must
-be what was proven. What is imported at the top is neither torch nor numpy.
+A rank's shard is read twice. First every byte is read through small buffers and verified, without allocating memory or
+changing state. Once all ranks have verified theirs, the bytes are read straight into their tensors, and digested again
+there: first touch of fresh memory costs several times the copy, and the used bytes must be the verified ones. Neither
+torch nor numpy is imported at the top.
 """
 
 from __future__ import annotations
@@ -49,48 +48,45 @@ from outlast.runtime.storage_calls import CallProgress, StorageCalls
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 PIECE_BYTES = 1 << 20
-"""Read at once from a disk: small enough to be digested from the cache."""
+"""Bytes of one read from a disk: small enough to be digested from the cache."""
 NUM_LOAD_THREADS = 2
 MAX_BUFFERS = 512
-"""Of one read; the system takes up to 1024."""
+"""Buffers of one read; the system takes up to 1024."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file, and what its bytes must be."""
+    """A file, and the expected digests of its bytes."""
 
     name: str
     num_bytes: int
     chunks: tuple[str, ...]
     """xxh3_64 of every 8 MiB, hexadecimal."""
     contents: Callable[[], Iterable[tuple[str, int, int]]] = tuple
-    """Returns name, offset and bytes of what lies in it."""
+    """Returns name, offset and bytes of its tensors."""
     read: Callable[[int, int, memoryview], Iterable[memoryview]]
     """Yields the bytes between two offsets, in order, each piece valid until the next; ends early where the file does.
-    The third argument is ``room_bytes`` of memory that it may use. Raises: OSError, CheckpointError."""
+    The third argument is ``room_bytes`` of scratch memory. Raises: OSError, CheckpointError."""
     room_bytes: int = 0
     takes: Callable[[int], bool] = lambda _: False
-    """Returns whether what reads a chunk, by its number, also digests it; asked once, before it is read."""
+    """Returns whether the reader of a chunk, by its number, also digests it; called once, before it is read."""
     node: str | None = None
     rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """What is wrong with a file."""
-
     file: StoredFile
     error: CheckpointError | OSError
     chunk: int | None = None
-    """Number of the chunk; ``None``: the file cannot be read."""
     contents: tuple[str, ...] = ()
-    """What lies in that chunk."""
+    """Names of the tensors in that chunk."""
 
 
 def verify_chunk(
     file: StoredFile, index: int, room: memoryview, on_piece: Callable[[memoryview, int], None] | None = None
 ) -> Flaw | None:
-    """Compare a chunk with its digest; one that its reader digests is only read.
+    """Compare a chunk with its digest; a chunk that its reader digests is only read.
 
     Args:
         room: At least ``file.room_bytes``; holds the chunk's last piece afterwards.
@@ -130,13 +126,13 @@ def verify(
     Args:
         num_threads: Readers, each of which holds ``room_bytes`` of a file in memory.
         on_piece: Called in the readers' threads with each piece and its offset in its file.
-        until_flaw: Whether no further chunk is begun once something is wrong.
-        chunks: Returns whether the chunk of this number is read; ``None`` = all are.
+        until_flaw: Whether no further chunk is begun after the first flaw.
+        chunks: Returns whether to read the chunk of this number; ``None`` = all.
 
     Returns:
-        What is wrong, in the order of the files and their chunks; what cannot be read is named once a file.
+        The flaws, in the order of the files and their chunks; an unreadable file has one.
 
-    Blocks: while all of it is read. Ctrl-C ends it once each reader has read the piece that it is at.
+    Blocks: while all of it is read. Ctrl-C ends it once each reader has read its current piece.
     """
     wanted = [(file, index) for file in files for index in range(len(file.chunks)) if chunks is None or chunks(index)]
     turns = iter(wanted)
@@ -174,7 +170,7 @@ def verify(
                             unreadable.add(id(file))
         except _StoppedError:
             return
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller, in its thread
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             failures.append(error)
             stop.set()
         finally:
@@ -190,7 +186,7 @@ def verify(
             for thread in threads:
                 thread.start()
             for _ in threads:
-                ended.get()  # not join(): Ctrl-C in it makes Python 3.11 take a running thread for an ended one
+                ended.get()  # not join(): after Ctrl-C in it, Python 3.11 takes a running thread for an ended one
         finally:
             stop.set()
             for thread in threads:
@@ -203,18 +199,11 @@ def verify(
 
 
 class _StoppedError(Exception):
-    """The caller does not wait any more."""
+    """The caller no longer waits."""
 
 
 def check_origin(manifest: Manifest | GlobalManifest, *, iteration: int, run: str | None) -> None:
-    """Check that a manifest is that of the generation in whose folder it lies.
-
-    Args:
-        run: That its directory belongs to; ``None`` = that is not known.
-
-    Raises:
-        Untrusted: It is another's.
-    """
+    """Check a manifest's iteration, and its run unless the directory's is unknown (``None``). Raises: Untrusted."""
     if run is not None and manifest.run != run:
         raise Untrusted(f"belongs to run {manifest.run}, its directory to run {run}")
     if manifest.iteration != iteration:
@@ -226,12 +215,8 @@ def check_origin(manifest: Manifest | GlobalManifest, *, iteration: int, run: st
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What is known of a shard whose bytes were all compared with their digests."""
-
     spans: dict[str, TensorSpan]
-    """Where its tensors lie."""
     tree: bytes
-    """The plain values."""
     head_bytes: int
 
 
@@ -245,11 +230,7 @@ def shard_file(
     spans: Mapping[str, TensorSpan] | None = None,
     takes: Callable[[int], bool] = lambda _: False,
 ) -> StoredFile:
-    """Return a rank's shard as a file to verify; see :class:`StoredFile`.
-
-    Args:
-        spans: Where its tensors lie; ``None``: its header is read once something is wrong with it.
-    """
+    """Return a rank's shard as a file to verify; without ``spans``, its header is read after a flaw."""
 
     def contents() -> list[tuple[str, int, int]]:
         found = _read_table(entry, read, room_bytes) if spans is None else spans
@@ -272,7 +253,6 @@ def shard_file(
 def _read_table(
     entry: ShardEntry, read: Callable[[int, int, memoryview], Iterable[memoryview]], room_bytes: int
 ) -> Mapping[str, TensorSpan]:
-    """Return where a shard's tensors lie, by its header; nothing when that is not the one that was saved."""
     room = memoryview(bytearray(room_bytes))
 
     def read_bytes(end: int) -> bytes:
@@ -293,13 +273,9 @@ def read_path(path: Path, start: int, end: int, room: memoryview) -> Iterator[me
 
 
 def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = False) -> None:
-    """Check without its data that a file can be a rank's shard of a generation.
+    """Check a file's size as that of a rank's shard; if it differs, or with ``read_head``, check its header.
 
-    Args:
-        read_head: Whether the header is read where the length is right, too.
-
-    Raises:
-        CheckpointError: It is missing, torn, or another one.
+    Raises: CheckpointError, when it is missing, torn, or another one.
     """
     try:
         with open(open_file(path), "rb", buffering=0) as file:
@@ -312,7 +288,7 @@ def check_shard(path: Path, manifest: Manifest, rank: int, *, read_head: bool = 
 
 
 class ShardReader(Protocol):
-    """Reads a shard, and does something with the very bytes that are compared with their digests."""
+    """Reads a shard, and processes the same bytes that are compared with their digests."""
 
     num_threads: int
 
@@ -325,7 +301,7 @@ class ShardReader(Protocol):
     def finish(self) -> Mapping[int, str]:
         """Return the digests of the chunks that it took, by their numbers, once all is read.
 
-        Raises: CheckpointError. Blocks: until it has done all with the bytes that it does.
+        Raises: CheckpointError. Blocks: until it has processed all bytes.
         """
 
 
@@ -341,15 +317,15 @@ def prove_shard(
     """Compare every byte of a rank's shard with its digest.
 
     Args:
-        open_reader: Gets what lies where, and returns what reads the shard from ``fd``; ``None``: nothing special.
-        bound: Ends a reading that makes no progress; ``None``: it may take any time.
+        open_reader: Gets the shard's tensors, and returns a reader of ``fd``; ``None`` = the default reader.
+        bound: Ends a reading without progress; ``None`` = no time limit.
 
     Raises:
         CheckpointError: The shard is torn, changed, or another one.
         Unavailable: The reading made no progress.
         OSError: It cannot be read.
 
-    Blocks: while all of it is read, by two threads, or as many as the reader wants.
+    Blocks: while all of it is read, by two threads, or as many as the reader has.
     """
     entry = manifest.shards[rank]
     prove_head = partial(_prove_head, fd, manifest, rank, in_memory=in_memory)
@@ -371,7 +347,7 @@ def prove_shard(
         _verify_shard(file, copy_out, num_threads=reader.num_threads, bound=bound)
         if differing := {chunk for chunk, found in reader.finish().items() if found != file.chunks[chunk]}:
             stored = shard_file(entry, partial(_read_fd, fd), room_bytes=PIECE_BYTES, spans=spans)
-            _verify_shard(stored, chunks=differing.__contains__)  # says what lies there
+            _verify_shard(stored, chunks=differing.__contains__)  # raises if the stored bytes differ
             raise CheckpointError(
                 f"a device does not hold what was copied to it (chunk {min(differing)}), but what is stored is as it "
                 "was saved; look at the device's memory and its link"
@@ -387,7 +363,7 @@ def prove_shard(
 
 
 class _Unread:
-    """Stands for memory that takes bytes which nobody needs but the digest."""
+    """Stands for memory whose bytes only the digest needs."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -408,14 +384,14 @@ def read_shard(
     *,
     bound: BoundedReading | None = None,
 ) -> None:
-    """Read a proven shard; chunks of which no tensor is wanted are left out.
+    """Read a verified shard; chunks without a requested tensor are skipped.
 
     Args:
-        parts: What takes the bytes of each of its tensors, by name; those that are left out are not wanted.
-        bound: Ends a reading that makes no progress; ``None``: it may take any time.
+        parts: Memory for the bytes of each requested tensor, by name.
+        bound: Ends a reading without progress; ``None`` = no time limit.
 
     Raises:
-        CheckpointError: It is not what was proven, or makes no progress; what ``parts`` hold is unusable.
+        CheckpointError: It changed since its verification, or makes no progress; the memory of ``parts`` is unusable.
         OSError: It cannot be read.
 
     Blocks: while all of it is read, by two threads.
@@ -455,14 +431,12 @@ def read_shard(
 
 @dataclass(frozen=True, slots=True)
 class BoundedReading:
-    """Bound how long the reading of a file may make no progress."""
-
     calls: StorageCalls
     place: str
     path: str
 
     def run(self, work: Callable[[], R], *, progress: CallProgress | None = None) -> R:
-        """Return what ``work()`` returns. Raises, blocks: as :meth:`StorageCalls.run`."""
+        """Return the result of ``work()``. Raises, blocks: as :meth:`StorageCalls.run`."""
         return self.calls.run(self.place, work, operation="read", target=lambda: self.path, progress=progress)
 
 
@@ -501,9 +475,9 @@ def _read_image(view: memoryview, start: int, end: int, _: memoryview) -> Iterat
 def _prove_head(
     fd: int, manifest: Manifest, rank: int, *, in_memory: bool = False
 ) -> tuple[bytes, dict[str, TensorSpan]]:
-    """Return a shard's head and what lies where, if it is the rank's of this generation and as long as it should be.
+    """Return a shard's head and its tensors, if it is the rank's shard of this checkpoint and has the right length.
 
-    A whole file in the wrong place differs in every digest, and perhaps in its length: what it is instead comes first.
+    A file in the wrong place differs in every digest, and perhaps in length, so its identity is checked first.
     """
     size, expected_size = os.fstat(fd).st_size, manifest.shards[rank].num_bytes
     if in_memory:
@@ -536,17 +510,12 @@ def _prove_head(
 
 
 def _check_table(head: bytes, manifest: Manifest, rank: int) -> None:
-    """Check that a shard's header, which names its tensors, is the one that was saved. Raises: Corrupt."""
     if digest(head) != manifest.shards[rank].table:
         raise Corrupt("the header, which is the table of its tensors, differs from its digest")
 
 
 def _check_spans(spans: dict[str, TensorSpan], *, start: int, size: int) -> None:
-    """Check that the tensors fill the file without gaps, and that each is what it takes.
-
-    Raises:
-        Corrupt: They do not.
-    """
+    """Check that the tensors fill the file without gaps, and match their shapes. Raises: Corrupt."""
     unknown = {span.dtype for span in spans.values()} - set(ELEMENT_BYTES)
     if unknown or TREE not in spans:
         raise Corrupt(f"has no {TREE}, or elements of unknown types {sorted(unknown)}")
@@ -562,11 +531,11 @@ def _check_spans(spans: dict[str, TensorSpan], *, start: int, size: int) -> None
 
 
 class VerifiedFiles:
-    """The files of one generation of the global tier. Thread: any.
+    """The files of one checkpoint of the global tier. Thread: any.
 
     Args:
-        folder: Its folder in the directory; ``None``: that of its iteration.
-        calls: Ends a reading that makes no progress; ``None``: it may take any time.
+        folder: Its folder in the directory; ``None`` = that of its iteration.
+        calls: Ends a reading without progress; ``None`` = no time limit.
     """
 
     def __init__(
@@ -582,14 +551,9 @@ class VerifiedFiles:
         self.folder = directory.folder(manifest.iteration) if folder is None else folder
         self._lock = threading.Lock()
         self.num_bytes_read = 0
-        """Bytes that came from the place so far."""
 
     def stored(self, entry: FileEntry, index: int | None) -> StoredFile:
-        """Return a file to verify.
-
-        Args:
-            index: Its number among the manifest's files; ``None``: it is none of them.
-        """
+        """Return a file to verify; ``index`` is its number in the manifest, if it has one."""
         return StoredFile(
             name=f"{self.folder}/{entry.name}",
             num_bytes=entry.num_bytes,
@@ -603,11 +567,7 @@ class VerifiedFiles:
         return VerifiedFile(self.stored(self.manifest.files[index], index))
 
     def bounded(self, work: Callable[[], R]) -> R:
-        """Return what ``work()`` returns, which reads these files.
-
-        Raises:
-            Unavailable: No byte arrived within the calls' timeout.
-        """
+        """Return the result of ``work()``, which reads these files. Raises: Unavailable, without progress."""
         if self._calls is None:
             return work()
         url = self.directory.url
@@ -616,10 +576,7 @@ class VerifiedFiles:
         )
 
     def warn_of_metadata(self) -> None:
-        """Log it if what other readers of the format read is not what was saved; outlast itself does not read it.
-
-        Blocks: while it is read.
-        """
+        """Log a damaged ``.metadata``, which only other readers of the format need. Blocks: while it is read."""
         if (entry := self.manifest.metadata) is None:
             return
         name = f"{self.folder}/{entry.name}"
@@ -650,7 +607,7 @@ class VerifiedFiles:
             except Unavailable:
                 raise
             except CheckpointError:
-                # A store refuses to give bytes from beyond an object's end.
+                # An object store refuses reads beyond an object's end.
                 if (size := self._size(entry.name)) is not None and size < end:
                     raise Incomplete(f"is {size} bytes long instead of {entry.num_bytes}") from None
                 raise
@@ -670,7 +627,7 @@ class VerifiedFiles:
 
 
 class VerifiedFile:
-    """Bytes of one file, each from a chunk that was verified; the last chunk is remembered. Thread: one."""
+    """Verified bytes of one file; caches the last chunk. Thread: one."""
 
     def __init__(self, file: StoredFile) -> None:
         self._file = file
@@ -685,7 +642,7 @@ class VerifiedFile:
             Corrupt: A chunk differs from its digest.
             CheckpointError: The file cannot be read.
         """
-        import numpy as np  # not at the top: ``outlast ckpt`` does without it
+        import numpy as np  # not at the top: ``outlast ckpt`` works without numpy
 
         done = 0
         while done < len(target):
@@ -694,7 +651,7 @@ class VerifiedFile:
             part = chunk[skip : skip + len(target) - done]
             if not part:
                 raise Incomplete(f"{self._file.name} ends before byte {start + done}")
-            # Not by slices: first touch of fresh memory takes longest, and numpy lets other threads go on meanwhile.
+            # Not by slices: first touch of fresh memory takes longest, and numpy releases the GIL.
             np.copyto(np.frombuffer(target[done : done + len(part)], np.uint8), np.frombuffer(part, np.uint8))
             done += len(part)
 

@@ -1,9 +1,9 @@
 """The writer process: holds staged shards, digests and writes them, copies them to other nodes, keeps the memory tier.
 
 Started as ``python -m outlast.checkpoint.writer LISTENING_FD PARENT NODE`` for all workers of a node, by the agent of
-``outlast run`` or by the node's agent process. The disk, the network, their errors and this interpreter's lock are none
-of training's business; what it holds outlives the workers, and goes when its parent does. Each connection has a thread.
-It imports no torch, so that it starts in a fraction of a second and takes little memory.
+``outlast run`` or by the node's agent process. It isolates training from the disk, the network and their errors, and
+has its own GIL; what it holds outlives the workers, and ends with its parent. Each connection has a thread. It does not
+import torch, so it starts in a fraction of a second and takes little memory.
 """
 
 from __future__ import annotations
@@ -42,20 +42,16 @@ MAX_SMALL_BYTES = 1 << 27
 
 
 class Calls:
-    """What is under way in each directory, so that one that hangs holds one save and not all of them. Thread: any."""
+    """Calls under way by directory, so that a hanging directory blocks one save and not all. Thread: any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[str, list[tuple[int, int]]] = {}
-        """When each call began, and when its caller stops waiting, by the directory."""
+        """Begin of each call, and when its caller stops waiting, by directory."""
 
     @contextlib.contextmanager
     def into(self, directory: str, limit_s: float) -> Iterator[None]:
-        """Do something in a directory, for which its caller does not wait longer than ``limit_s``.
-
-        Raises:
-            CheckpointError: An earlier call is still under way there, and its caller has stopped waiting.
-        """
+        """Access a directory in the body. Raises: CheckpointError, while an earlier call exceeds its ``limit_s``."""
         now_ns = clock.now_ns()
         call = now_ns, now_ns + int(limit_s * 1e9)
         with self._lock:
@@ -74,8 +70,6 @@ class Calls:
 
 
 class Writer:
-    """Serve the workers of a node."""
-
     def __init__(self, vault: Vault) -> None:
         self._vault, self._calls = vault, Calls()
         self._lock = threading.Lock()
@@ -84,7 +78,6 @@ class Writer:
         self._replicator: Replicator | None = None
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer one connection until its end. Thread: one of its own."""
         with MessageChannel[f.Request](connection, f.Request, max_bytes=f.MAX_MESSAGE_BYTES) as channel:
             try:
                 while (received := channel.receive_with_fds()) is not None:
@@ -103,7 +96,6 @@ class Writer:
                 return  # the worker is gone
 
     def _answer(self, request: f.Request, fd: int | None) -> tuple[f.Reply, int | None]:
-        """Do what was asked; return the reply and a descriptor that goes with it."""
         try:
             match request:
                 case f.PingWriter():
@@ -187,13 +179,10 @@ class Writer:
         return f.Written(chunks=chunks, finite=finite, num_copies=num_copies, failures=tuple(failures))
 
     def _digest_and_write(self, request: f.Write, data: memoryview, known: Digested | None) -> Digested:
-        """Return the digests, and whether all numbers are finite.
+        """Return the digests, and whether all numbers are finite; ``known`` is another lane's result for the same
+        shard.
 
-        Args:
-            known: What another lane has found of the same shard; ``None`` = nothing yet.
-
-        Raises:
-            Corrupt: The shard has changed since.
+        Raises: Corrupt, when the shard has changed since.
         """
         numbers, infinite = Numbers(request.numbers), threading.Event()
 
@@ -231,7 +220,7 @@ class Writer:
     # -- other nodes -------------------------------------------------------------------------------------------
 
     def _serve_peers(self, request: f.Serve) -> int:
-        """Listen for peers, from now on with this key; all workers of the node ask for the same."""
+        """Listen for peers, with this key from now on; all workers of the node send the same request."""
         with self._lock:
             self._vault.use_folder(request.folder)
             if request.secret != self._secret:
@@ -255,7 +244,7 @@ class Writer:
             chunks = fetch(request.target, self._key(), key, fd, num_bytes, timeout_s=timeout_s)
         else:
             raise HoldingsError("the fetch request has no source node")
-        if chunks == request.chunks:  # else it would be kept as the part once the ranks have that from elsewhere
+        if chunks == request.chunks:  # otherwise it would be kept as the part
             self._vault.stage(fd, key, num_bytes)
         return f.Fetched(chunks=chunks)
 
@@ -273,7 +262,6 @@ def _needed(fd: int | None) -> int:
 
 
 def _sent(request: f.Write, chunks: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the digests of what each target, or each holder of a block, was sent."""
     if not request.holders:
         return [chunks for _ in request.targets]
     return [chunks[block.start : block.stop] for block in blocks_of(request.num_bytes, len(request.holders))]
@@ -295,7 +283,7 @@ def main() -> None:
         threading.Thread(target=writer.serve, args=(connection,), name="outlast-serve", daemon=True).start()
 
     with selectors.DefaultSelector() as selector:
-        # Without a free descriptor it waits for one: the memory tier ends with the process.
+        # If descriptors run out, it waits for one: the memory tier ends with the process.
         Acceptor(selector, [socket.socket(fileno=args.fd)], serve, name="the checkpoint writer").run()
 
 

@@ -1,10 +1,9 @@
-"""The writer process from outside: started, watched and replaced by its owner, and asked by a worker.
+"""The writer process from outside: its owner starts, monitors and replaces it, and workers send it requests.
 
 The owner, the agent of ``outlast run`` or the node's agent process (:func:`run_duty`), also owns the listening socket,
-an abstract one that leaves no file behind. A writer that dies is replaced, and one that stops responding
-(:mod:`outlast.checkpoint.writer_pings`) is killed and replaced: whoever connects meanwhile waits in the socket's queue
-for the next one. The checkpoints that the old one held in memory are lost; a restore takes them from replicas on other
-nodes, and the next save fills the memory again.
+an abstract one that leaves no file behind. A writer that dies is replaced, one that stops responding
+(:mod:`outlast.checkpoint.writer_pings`) is killed first; new connections wait in the socket's queue meanwhile. The
+checkpoints in its memory are lost; a restore uses other nodes' replicas, and the next save fills the memory again.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ DEATHS_WITHIN_S = 60.0
 HANGS_WITHIN_S = 600.0
 """As :data:`DEATHS_WITHIN_S`, for writers that stopped responding: each costs at least ``SILENT_S``."""
 _END_S = 5.0
-"""Seconds in which a writer that was killed ends, unless it waits within the kernel."""
+"""Seconds in which a killed writer ends, unless it waits in the kernel."""
 _NAME_FREE_S = 10.0
 """Seconds in which the writer of an owner that is gone releases its name."""
 _AGAIN_S = 0.05
 _START_S = 60.0
-"""Seconds in which the agent process has started a writer."""
+"""Seconds in which the agent process has to start a writer."""
 
 
 class WriterProcess:
     """One writer at a time, replaced when it dies or stops responding.
 
     Args:
-        address: Name of the socket, of one whose owner is gone; empty = the kernel draws one.
-        node: Name of this node, for its log; empty = the one that the machine knows itself by.
+        address: Name of the socket, taken over from an owner that is gone; empty = the kernel chooses one.
+        node: Name of this node, for its log; empty = this machine's own name.
         on_death: Called with a line for people when a writer died by itself, or was replaced because it stopped
-            responding. Thread: one of its own.
-        silent_s: Seconds without a response after which a writer that does not run at all is replaced.
+            responding. Thread: a separate one.
+        silent_s: Seconds without a response after which an idle writer is replaced.
 
     Raises:
-        OSError: The system gives no socket or starts no process.
+        OSError: The system cannot create a socket or a process.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class WriterProcess:
         self._lock = threading.Lock()
         self._closed = False
         self._replaced_s: list[tuple[float, float]] = []
-        """When a writer died or stopped responding, and for how long that counts."""
+        """Times at which a writer died or stopped responding, and for how many seconds each counts."""
         try:
             self._bind(address)
             self._socket.listen(BACKLOG)
@@ -97,29 +96,22 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the writer that runs now, or ran last."""
         return self._process.pid
 
-    def replace(self) -> None:
-        """End the writer that runs, whatever it does; the next one takes its place. Thread: any."""
-        with self._lock:
-            if not self._closed:
-                self._process.kill()
-
     def kill(self) -> None:
-        """End the writer at once, from a signal handler: no lock is taken, and nobody is waited for."""
+        """Kill the writer from a signal handler: takes no lock, waits for nothing."""
         self._closed = True
         self._process.kill()
 
     def close(self) -> None:
-        """End the writer, and give up what it held and did. Idempotent. Blocks: up to 2 s. Thread: any."""
+        """Kill the writer, dropping what it holds. Idempotent. Blocks: up to 2 s. Thread: any."""
         with self._lock:
             self._closed = True
             self._process.kill()
             self._socket.close()
         if threading.current_thread() is not self._watcher:
             self._watcher.join(2.0)
-            if self._watcher.is_alive():  # killed, and within the kernel
+            if self._watcher.is_alive():  # killed, and in the kernel
                 log.warning(
                     "checkpoint writer (pid %d) still gives memory back, or waits for a disk", self._process.pid
                 )
@@ -128,7 +120,7 @@ class WriterProcess:
         end_s = clock.now_s() + _NAME_FREE_S
         while True:
             try:
-                return self._socket.bind(b"\0" + address.encode() if address else "")  # the kernel draws a name
+                return self._socket.bind(b"\0" + address.encode() if address else "")  # the kernel chooses a name
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or clock.now_s() >= end_s:
                     raise
@@ -140,7 +132,7 @@ class WriterProcess:
         return ChildProcess("outlast.checkpoint.writer", *arguments, fds=[fd], own_session=False)
 
     def _watch(self) -> None:
-        """Reap the writer and start the next. Thread: the watcher's."""
+        """Thread: the watcher's."""
         while True:
             silence = self._wait_for_end()
             with self._lock:
@@ -153,7 +145,7 @@ class WriterProcess:
                 self._replaced_s = [one for one in self._replaced_s if now_s - one[0] < one[1]] + [(now_s, within_s)]
                 if len(self._replaced_s) >= MAX_DEATHS:
                     log.error("%s; %d times within %g s: no new one is started", what, MAX_DEATHS, within_s)
-                    self._socket.close()  # whoever asks is refused at once
+                    self._socket.close()  # new connections are refused
                     return
                 try:
                     self._process = self._start()
@@ -171,7 +163,6 @@ class WriterProcess:
                 self._on_death(what)
 
     def _wait_for_end(self) -> WriterSilence | None:
-        """Wait until the writer has ended, or return how it stopped responding. Thread: the watcher's."""
         try:
             pings = WriterPings(self._process.pid, self.address, silent_s=self._silent_s)
         except OSError as error:
@@ -183,7 +174,6 @@ class WriterProcess:
             return pings.wait()
 
     def _end(self, process: ChildProcess, silence: WriterSilence | None) -> str:
-        """Reap a writer that ended, or kill one that does not respond; return a line for people."""
         name = f"the checkpoint writer of node {self._node}"
         if silence is None:
             return f"{name} (pid {process.pid}) ended: {describe_exit(process.wait())}"
@@ -194,20 +184,20 @@ class WriterProcess:
 
 
 class WriterTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The duty that keeps a node's writer for its workers."""
+    """The agent process's duty to keep a node's writer for its workers."""
 
     node: str
     number: int
-    """Of the client among those of its process: each has a writer, as the ranks share memory with theirs."""
+    """Number of the client in its process: each client has a writer, as the ranks share memory with theirs."""
 
 
 class _SharedWriter:
-    """The writer of this agent process, as long as a worker needs it."""
+    """The writer of this agent process, kept while a worker needs it."""
 
     def __init__(self, node: str) -> None:
         self.num_workers = 0
         self.outcome = b""
-        """Address of the writer, after a ``+``; else why there is none, after a ``-``."""
+        """``+`` and the writer's address, or ``-`` and an error."""
         self._node = node
         self._is_ready, self._is_over = threading.Event(), threading.Event()
         threading.Thread(target=self._keep, name="outlast-writer-owner", daemon=True).start()
@@ -233,9 +223,8 @@ class _SharedWriter:
 
 _sharing = threading.Lock()
 _shared: dict[int, _SharedWriter] = {}
-"""By :attr:`WriterTask.number`."""
 _numbers: set[int] = set()
-"""Of the clients in this process that need a duty."""
+"""Numbers of the clients in this process that need a duty."""
 
 
 def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:
@@ -244,9 +233,9 @@ def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> No
 
     Args:
         task: A :class:`WriterTask`, as JSON.
-        line: Gets :attr:`_SharedWriter.outcome`.
+        line: Receives :attr:`_SharedWriter.outcome`.
         fds: None.
-        pidfd: Of the worker's process.
+        pidfd: Descriptor of the worker's process.
     """
     given = from_json(task, WriterTask)
     with _sharing:
@@ -273,20 +262,21 @@ class WriterSilent(CheckpointError):
 
 
 class WriterClient:
-    """Ask a writer process.
+    """Send requests to a writer process.
 
     Args:
-        address: That of the agent of ``outlast run``; ``None``: the node's agent process has one when first asked.
-        place: Of this worker; ``None``: as its environment has it.
-        patience_s: Seconds to wait for another writer at the address, where the owner of the first one may be replaced.
+        address: That of the agent of ``outlast run``; ``None`` = the node's agent process starts one on the first
+            request.
+        place: This worker's place; ``None`` = from its environment.
+        patience_s: Seconds to wait for another writer at the address, if the owner of the first one may be replaced.
 
-    Thread: any; each request has a connection for itself while it runs.
+    Thread: any; each request uses a connection exclusively.
     """
 
     def __init__(self, address: str | None, *, place: WorkerEnv | None = None, patience_s: float = 0.0) -> None:
         self._address, self._patience_s = address, patience_s
         self.outlives_worker = address is not None
-        """Whether what the writer holds outlives all workers of the node."""
+        """Whether the writer's memory outlives all workers of the node."""
         self._place = place
         self._duty: AgentDuty | None = None
         self._number = -1
@@ -295,15 +285,11 @@ class WriterClient:
         self._lock = threading.Lock()
         self._closed = False
         self._serving: f.Serve | None = None
-        """The request to serve peers that a writer has granted, with the port that peers know: a writer that replaces
-        it receives it first."""
+        """The granted request to serve peers, with the port that peers know; sent first to a writer that replaces this
+        one."""
 
     def start(self) -> None:
-        """Have the node's agent process start a writer, if that is needed and none runs.
-
-        Raises:
-            CheckpointError: The system starts no process.
-        """
+        """Have the node's agent process start a writer if none runs. Raises: CheckpointError, when it cannot."""
         with self._lock:
             if self.outlives_worker or self._closed or (self._duty is not None and not _is_readable(self._duty.line)):
                 return
@@ -354,14 +340,14 @@ class WriterClient:
             if received is None:
                 raise ConnectionError("it ended the connection")
         except TimeoutError:
-            self._drop(channel)  # its owner replaces a writer that does not respond to pings, and no other
+            self._drop(channel)  # not replaced: its owner does so if it does not respond to pings
             raise WriterSilent(
                 f"the checkpoint writer did not respond within {timeout_s:.3g} s; is the disk stuck?"
             ) from None
         except OSError as error:
             self._drop(channel)
             raise CheckpointError(f"the checkpoint writer is gone ({error}); another one takes its place") from None
-        except BaseException:  # the answer that is still to come must not meet another request
+        except BaseException:  # the pending reply must not be read by another request
             self._drop(channel)
             raise
         with self._lock:
@@ -399,7 +385,7 @@ class WriterClient:
                 _numbers.discard(self._number)
 
     def _serve_again(self, channel: MessageChannel[f.Reply], serve: f.Serve, timeout_s: float) -> None:
-        """Have the writer at a new connection serve peers at the port that they know, if it does not yet."""
+        """Have a new writer serve peers at the known port, if it does not yet."""
         channel.timeout_s = max(0.001, timeout_s)
         channel.send(serve)
         match channel.receive():
@@ -424,7 +410,7 @@ class WriterClient:
                 if not _is_readable(channel):
                     self._busy.add(channel)
                     return channel, False
-                channel.close()  # it has ended, or there is data that nobody asked for
+                channel.close()  # it has ended, or has unexpected data
             address = self._address
         end_s = clock.now_s() + min(self._patience_s, timeout_s)
         while True:
@@ -453,6 +439,6 @@ class WriterClient:
 
 
 def _is_readable(connection: socket.socket | MessageChannel[f.Reply], timeout_s: float = 0.0) -> bool:
-    poll = select.poll()  # select() knows no descriptors beyond 1023
+    poll = select.poll()  # select() does not support descriptors beyond 1023
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(timeout_s * 1e3))

@@ -1,15 +1,15 @@
 """Detect a checkpoint writer that runs and does not respond, from its owner's side.
 
 The owner keeps one connection to the writer, and sends a :class:`~outlast.checkpoint.protocol.PingWriter` on it every
-:data:`PING_EVERY_S`. A thread of the writer that waits for nothing else responds, so that a writer whose other threads
-all wait for a hung directory still does. A stopped (``SIGSTOP``), deadlocked or frozen writer does not.
+:data:`PING_EVERY_S`. A separate thread of the writer responds, even while all others wait for a hung directory. A
+stopped (``SIGSTOP``), deadlocked or frozen writer does not respond.
 
-A writer that is slow must not be lost, since the checkpoints in its memory are lost with it. So the limit is
-:data:`SILENT_S` only if the process has used no processor time meanwhile and has no thread that is ready to run or
-waits within the kernel; else :data:`BUSY_S`. Time in which the owner itself did not run does not count.
+A slow writer must not be killed, since the checkpoints in its memory would be lost. So the limit is :data:`SILENT_S`
+only if the process has used no processor time meanwhile and has no thread that is ready to run or waits in the kernel;
+else :data:`BUSY_S`. Time in which the owner itself did not run does not count.
 
-Rejected: judging by the time that requests take. A hung directory makes requests slow, and a new writer would hang in
-the same directory.
+Rejected: judging by the duration of requests. A hung directory makes requests slow, and a new writer would hang there,
+    too.
 """
 
 from __future__ import annotations
@@ -27,32 +27,29 @@ from outlast.runtime.wire import MessageChannel
 PING_EVERY_S = 5.0
 """Seconds between a response and the next ping."""
 SILENT_S = 20.0
-"""Seconds without a response after which a writer that does not run at all is replaced."""
+"""Seconds without a response after which an idle writer is replaced."""
 BUSY_S = 60.0
 """Seconds without a response after which a writer that seems to be busy is replaced."""
 START_S = 120.0
-"""Seconds that a writer that is not stopped may take until its first response: its interpreter and imports."""
+"""Seconds until the first response of a writer that is not stopped: its interpreter starts and imports modules."""
 _SLICE_S = 1.0
-"""Seconds between two looks at the process; if more have passed, the owner did not run, and two of these count."""
+"""Seconds between two checks of the process; if more have passed, the owner did not run, and two of these count."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriterSilence:
-    """A writer does not respond."""
-
     silent_s: float
     process: str
-    """The process and its state."""
 
 
 class WriterPings:
     """Wait until one writer process ends or stops responding.
 
     Args:
-        silent_s: Seconds without a response after which a writer that does not run at all counts as hung.
+        silent_s: Seconds without a response after which an idle writer counts as hung.
 
     Raises:
-        OSError: The process cannot be watched, such as for lack of descriptors.
+        OSError: The process cannot be watched, for example for lack of descriptors.
 
     Thread: one.
     """
@@ -69,7 +66,7 @@ class WriterPings:
         self._disconnect()
 
     def wait(self) -> WriterSilence | None:
-        """Return how the writer stopped responding; ``None``: the process has ended.
+        """Return how the writer stopped responding; ``None`` = the process has ended.
 
         Blocks: as long as the writer responds.
         """
@@ -96,7 +93,7 @@ class WriterPings:
                 return False
             if readable and self._receive():
                 self._has_responded = True
-                self._disconnect()  # the next ping shows whether it still accepts connections and starts threads
+                self._disconnect()  # the next ping tests whether it still accepts connections and starts threads
                 return True
             if readable:  # the connection ended, and the process has not
                 is_sent = False
@@ -106,19 +103,14 @@ class WriterPings:
             silent_s += passed_s
             before, activity = activity, read_activity(self._pid)
             idle_s = idle_s + passed_s if self._is_idle(before, activity) else 0.0
-            if self._is_too_long(silent_s, idle_s):
+            is_hung = silent_s >= self._silent_s and idle_s >= self._silent_s / 2
+            if is_hung or silent_s >= (BUSY_S if self._has_responded else START_S):
                 return WriterSilence(silent_s, describe_stuck(self._pid))
 
     def _is_idle(self, before: Activity | None, activity: Activity | None) -> bool:
-        """Return whether the process does not run; one that starts may wait for a disk with its modules."""
         if activity is None:
             return False
         return activity.is_stopped or (self._has_responded and activity.is_idle_since(before))
-
-    def _is_too_long(self, silent_s: float, idle_s: float) -> bool:
-        if silent_s >= self._silent_s and idle_s >= self._silent_s / 2:
-            return True
-        return silent_s >= (BUSY_S if self._has_responded else START_S)
 
     def _send(self) -> bool:
         try:
@@ -138,7 +130,6 @@ class WriterPings:
         return True
 
     def _receive(self) -> bool:
-        """Take the response; return whether there is one."""
         assert self._channel is not None
         try:
             if self._channel.receive() is not None:
@@ -155,7 +146,7 @@ class WriterPings:
 
     @staticmethod
     def _wait_readable(timeout_s: float, *fds: int) -> list[int]:
-        poll = select.poll()  # select() knows no descriptors beyond 1023
+        poll = select.poll()  # select() does not support descriptors beyond 1023
         for fd in fds:
             poll.register(fd, select.POLLIN)
         return [fd for fd, _ in poll.poll(timeout_s * 1e3)]

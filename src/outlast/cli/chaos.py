@@ -167,7 +167,8 @@ def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, 
 
 
 def _divide_words(words: Sequence[str], nodes: int | None) -> tuple[list[str], list[str], str, Path]:
-    """Return the options in the words of `outlast run`, the script with its arguments, the run's name and directory.
+    """Split the words of `outlast run` into options and script with arguments; return these, the run's name and
+    directory.
 
     Raises:
         ConfigError: The script is missing, or an option contradicts ``--nodes``.

@@ -1,4 +1,4 @@
-"""``outlast ckpt``: list, verify and prune generations, and show them. Looks at files alone, without a run."""
+"""``outlast ckpt``: list, verify and prune checkpoints. Reads files only, and needs no run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["ckpt"]
 
 SCHEMA = 1
-"""Of what ``--json`` prints; raised when a field changes its meaning or goes."""
+"""Version of the ``--json`` output; raised when a field changes its meaning or is removed."""
 
 _directories = click.argument("directories", metavar="DIR...", nargs=-1, required=True, shell_complete=complete_folder)
 
@@ -233,7 +233,7 @@ def prune(
 
 
 def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[str, object]:
-    """Delete what a plan names; what cannot be deleted is reported and left."""
+    """Execute a plan; report what cannot be deleted, and continue."""
     errors = []
     report: dict[str, list[object]] = {"generations": [], "suspects": [], "leftovers": []}
     num_bytes = 0
@@ -256,7 +256,7 @@ def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[s
 
 
 def _look_into(directories: Iterable[str]) -> tuple[list[DirectoryListing], int]:
-    """List all directories; one that cannot be read is reported on standard error and makes the exit code 1."""
+    """List all directories; an unreadable one is reported on standard error and makes the exit code 1."""
     from outlast.checkpoint.catalogue.entries import mark_abandoned
     from outlast.checkpoint.catalogue.listing import look_into
 
@@ -277,7 +277,7 @@ def _print(*parts: object) -> None:
 
 
 def _reading_progress() -> Progress:
-    """Return what shows how much has been read, on standard error, when that is a terminal."""
+    """Return a progress bar of the bytes read, on standard error if that is a terminal."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     from outlast.cli.console import PrintableConsole
@@ -290,11 +290,11 @@ def _reading_progress() -> Progress:
 
 
 MAX_PROBLEMS = 20
-"""Told of one generation; ``--json`` has all."""
+"""Problems printed per checkpoint; ``--json`` has all."""
 
 
 def render_places(places: Iterable[ListedPlace], *, now_ns: int) -> Iterator[Table | str]:
-    """Yield what ``ls`` prints."""
+    """Yield the output of ``ls``."""
     for place in places:
         yield from _render_place(place, word="valid")
         for leftover in place.leftovers:
@@ -302,7 +302,7 @@ def render_places(places: Iterable[ListedPlace], *, now_ns: int) -> Iterator[Tab
 
 
 def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Iterator[Table | str]:
-    """Yield what ``verify`` prints."""
+    """Yield the output of ``verify``."""
     for place in places:
         yield from _render_place(place, word="verified")
     generations = [entry for place in places for entry in place.generations]
@@ -326,7 +326,7 @@ def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Itera
 
 
 def render_plan(place: ListedPlace, plan: Plan, *, is_done: bool) -> Iterator[str]:
-    """Yield what ``prune`` prints before it asks."""
+    """Yield the output of ``prune`` before its confirmation."""
     if not plan.generations and not plan.remains:
         yield f"[bold]{escape(place.path)}[/bold]: nothing to delete"
         return

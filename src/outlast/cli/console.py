@@ -1,4 +1,4 @@
-"""The terminal that tables and screens are printed to: no text from outside can control it."""
+"""The terminal for tables and screens; external text cannot control it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from outlast.wording import printable
 
 
 class PrintableConsole(Console):
-    """A console that escapes control characters in whatever it is given, and reads markup only on request.
+    """A console that escapes control characters in all given text, and reads markup only on request.
 
-    Hostnames, paths, journals and exceptions of other machines and users end in tables; rich passes their escape
-    sequences on. Its own, for colours and the cursor, are added later.
+    Host names, paths, journals and exceptions of other machines and users are printed in tables, and rich passes their
+    escape sequences on. rich's own sequences, for colours and the cursor, are added later.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Return the segments of what is shown, as rich does."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

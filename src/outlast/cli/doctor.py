@@ -1,4 +1,4 @@
-"""``outlast doctor``: is this node fit to train?"""
+"""``outlast doctor``: check whether this node is healthy enough to train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA = 1
-"""Of what ``--json`` prints; raised when a field changes its meaning or goes."""
+"""Version of the ``--json`` output; raised when a field changes its meaning or is removed."""
 _STYLES = {"ok": "green", "skipped": "dim"}
 
 

@@ -1,4 +1,4 @@
-"""Commands that make a job for a scheduler: options from a dataclass, the words of `outlast run` behind them, hints."""
+"""Shared code of commands that make a scheduler's job: options from a dataclass, `outlast run`'s words, hints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CONTEXT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 Option = tuple[str, str, str]
-"""Names (``--name``, and the field where that differs), the value's name (empty: a flag), help."""
+"""Names (``--name``, and the field if that differs), the value's name (empty: a flag), help."""
 
 
 def field_of(names: str) -> str:
@@ -27,10 +27,10 @@ def field_of(names: str) -> str:
 
 
 def job_options(rows: Sequence[Option], kind: type, *, single: str = "") -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that adds options with the types and defaults of a dataclass's fields, and the command.
+    """Return a decorator that adds an option for each row, with the type and default of a dataclass's field, and the
+    command.
 
     Args:
-        rows: The options.
         kind: The dataclass.
         single: A field of several values that one option gives as text.
     """
@@ -66,7 +66,7 @@ def job_options(rows: Sequence[Option], kind: type, *, single: str = "") -> Call
 
 
 def parse_words(command: Sequence[str], example: str) -> RunCommand:
-    """Return what `outlast run` makes of the words behind the options.
+    """Parse the words for `outlast run` behind the options.
 
     Raises:
         ConfigError: There is no training script, or `outlast run` would refuse the words.
@@ -80,7 +80,7 @@ def parse_words(command: Sequence[str], example: str) -> RunCommand:
 
 
 def show_hints(parsed: RunCommand, own: Collection[str], rows: Sequence[Option], warnings: Sequence[str]) -> None:
-    """Print warnings, and options of this command that stand behind the script, on standard error."""
+    """Print warnings, and hints about options of this command after the script, on standard error."""
     from outlast.launch.run_parser import hint_at
 
     words = [word.partition("=")[0] for word in parsed.args.training_script_args]
@@ -92,7 +92,7 @@ def show_hints(parsed: RunCommand, own: Collection[str], rows: Sequence[Option],
 
 
 def in_options(text: str, rows: Sequence[Option]) -> str:
-    """Return a line in which the names of settings are replaced by those of their options."""
+    """Replace the names of settings in a line by those of their options."""
     from outlast.config.base import as_written
 
     options: Mapping[str, str] = {field_of(names): names.split()[0] for names, *_ in rows}

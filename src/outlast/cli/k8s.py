@@ -74,7 +74,6 @@ _OPTIONS: tuple[Option, ...] = (
     ("--working-dir", "DIR", "Where the script starts; default the image's."),
     ("--outlast", "COMMAND", "What is outlast in the image, such as 'uv run outlast'."),
 )
-"""Options of a manifest."""
 
 
 @k8s.command(
@@ -106,8 +105,10 @@ def manifest(as_json: bool, output: str | None, **settings: Any) -> int:
     job = _job_from(settings)
     made = job.manifests()
     if as_json:
+        import msgspec
+
         shown: Any = made[0] if len(made) == 1 else {"apiVersion": "v1", "kind": "List", "items": made}
-        text = _as_json(shown)
+        text = msgspec.json.format(msgspec.json.encode(shown), indent=2).decode() + "\n"
     else:
         text = as_yaml(made)
     if output is None:
@@ -118,17 +119,11 @@ def manifest(as_json: bool, output: str | None, **settings: Any) -> int:
     return int(ExitReason.FINISHED)
 
 
-def _as_json(value: object) -> str:
-    import msgspec
-
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
-
-
 def _job_from(settings: dict[str, Any]) -> KubernetesJob:
-    """Make the job that options ask for; tell on standard error what may be meant otherwise.
+    """Make the job from options; print hints and warnings on standard error.
 
     Raises:
-        ConfigError: What `outlast run` or Kubernetes would refuse.
+        ConfigError: `outlast run` or Kubernetes would refuse a value.
     """
     from outlast.launch.options import check_values
 
@@ -162,11 +157,11 @@ def _job_from(settings: dict[str, Any]) -> KubernetesJob:
 
 _EXAMPLE = "--image registry/train:1 --run-claim runs"
 _CLEARLY_OURS = frozenset(["--image", "--run-claim", "--nnodes", "--gpus-per-node", "--run-key-secret"])
-"""Options that a training script hardly has itself."""
+"""Options that a training script is unlikely to have."""
 
 
 def _without_config(command: tuple[str, ...], config: str) -> list[str]:
-    """Return the words without ``--config``, whose file lies in the image alone."""
+    """Return the words without ``--config``, whose file is only in the image."""
     words = list(command)
     if f"--config={config}" in words:
         words.remove(f"--config={config}")

@@ -1,7 +1,6 @@
-"""``outlast``: the entry point of the command line, and what its commands share.
+"""``outlast``: the entry point of the command line, and helpers that its commands share.
 
-Shared are context settings, a group that helps, how failures and signals end a command, what prints, and what a shell
-needs to complete words. Imports stay inside the commands, so that ``outlast --help`` answers at once.
+Imports stay inside the commands, so that ``outlast --help`` responds at once.
 """
 
 from __future__ import annotations
@@ -29,10 +28,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+run_key_option = click.option(
+    "--run-key-file",
+    "key_file",
+    metavar="FILE",
+    help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
+)
 
 
 class Command(click.Command):
-    """A command that takes its help from a docstring: the examples at the end of it follow the options."""
+    """A command whose help is a docstring; the examples at its end are printed after the options."""
 
     def __init__(self, name: str | None, *, help: str | None = None, epilog: str | None = None, **options: Any) -> None:
         text, heading, examples = inspect.cleandoc(help or "").partition("\n\nExamples")
@@ -42,10 +47,10 @@ class Command(click.Command):
 
 
 class ScriptCommand(Command):
-    """A command whose options are a scheduler's, before those of `outlast run`."""
+    """A command with options of a scheduler, followed by those of `outlast run`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; an option of `outlast run` among them is answered with where it belongs."""
+        """Parse as click does; report the right place of a misplaced option of `outlast run`."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -60,19 +65,19 @@ class ScriptCommand(Command):
 
 
 class CommandGroup(Command, click.Group):
-    """A command with commands: alone it prints its help, and a mistyped command is answered with the nearest."""
+    """A command with subcommands: alone it prints its help, and for a mistyped command it suggests the nearest."""
 
     command_class = Command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; no word at all is a question, not a mistake."""
+        """Parse as click does; without words, print the help."""
         if not args and not ctx.resilient_parsing:
             click.echo(ctx.get_help())
             ctx.exit()
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find the command as click does; one that is not there is answered with the nearest.
+        """Find the command as click does; suggest the nearest one for an unknown command.
 
         Raises:
             ConfigError: There is no such command.
@@ -104,11 +109,6 @@ def ending_on_signals() -> Iterator[None]:
 _NOT_ASCII = re.compile(r"[^\n -~]")
 
 
-def ascii_json(text: str) -> str:
-    """Return characters as JSON escapes them."""
-    return json.dumps(text)[1:-1]
-
-
 @contextmanager
 def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[None]:
     """End the command with one line and exit code 1 for an ``OutlastError``, or one of ``errors``.
@@ -126,12 +126,11 @@ def failing_in_one_line(what: str = "", *errors: type[Exception]) -> Iterator[No
 
 
 def print_json(value: object, *, on_one_line: bool = False) -> None:
-    """Print a value as JSON, for programs."""
     import msgspec
 
     data = msgspec.json.encode(value)
     text = (data if on_one_line else msgspec.json.format(data, indent=2)).decode()
-    click.echo(_NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else ascii_json(found[0]), text))
+    click.echo(_NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text))
 
 
 def echo(*lines: str, err: bool = False) -> None:
@@ -144,7 +143,7 @@ def open_console(*, width: int, markup: bool = False) -> Console:
 
     Args:
         width: Columns of a line in a file or a pipe.
-        markup: Texts may have rich's markup.
+        markup: Whether texts may contain rich's markup.
     """
     from outlast.cli.console import PrintableConsole
 
@@ -180,7 +179,7 @@ _PLAINLY = {
     "is not a valid float range": "is not a number",
     "is not a valid float": "is not a number",
 }
-"""Click's words on wrong values, and plain ones."""
+"""Click's messages about wrong values, and plain ones."""
 
 
 class _LazyGroup(CommandGroup):
@@ -226,7 +225,7 @@ class _Printable(logging.Formatter):
 
 def main() -> None:
     """Run the command line; bad input is one line and exit code 2."""
-    if logging.lastResort is not None:  # what prints the warnings of commands that set up no log
+    if logging.lastResort is not None:  # prints the warnings of commands that configure no log
         logging.lastResort.setFormatter(_Printable())
     with ending_in_one_line("outlast"):
         code = cli.main(standalone_mode=False, prog_name="outlast")
@@ -244,14 +243,14 @@ def ending_in_one_line(program: str) -> Iterator[None]:
     except click.ClickException as error:
         echo(f"{program}: {_describe(error)}", err=True)
         sys.exit(ExitReason.BAD_INPUT)
-    except click.exceptions.Exit as ended:  # --help behind other options
+    except click.exceptions.Exit as ended:  # --help after other options
         sys.exit(ended.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)
 
 
 def _describe(error: click.ClickException) -> str:
-    """Return a mistake that click has found in one line that ends with what to do."""
+    """Return a click error as one line that ends with a remedy."""
     message = " ".join(error.format_message().split()).rstrip(".").replace(". (", " (")
     message = message[:1].lower() + message[1:]
     for clicks, ours in _PLAINLY.items():
@@ -265,7 +264,7 @@ def _describe(error: click.ClickException) -> str:
 @add_completion_class
 class _Bash(BashComplete):
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
-        """Complete words as they were typed: bash makes three words of `--nnodes=2`, the second of them `=`."""
+        """Complete words as they were typed: bash splits `--nnodes=2` into three words, the second of them `=`."""
         words: list[str] = []
         for before, word in zip(["", *args], [*args, incomplete], strict=True):
             if words and "=" in (before, word):
@@ -296,10 +295,8 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def complete_file(_ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete the name of a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_folder(_ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete the name of a folder."""
     return [CompletionItem(incomplete, type="dir")]

@@ -1,4 +1,4 @@
-"""``outlast report``: what happened in a run and what it cost; a page and a trace of it."""
+"""``outlast report``: the history and costs of a run, as text, a page and a trace."""
 
 from __future__ import annotations
 
@@ -56,7 +56,12 @@ def report(
     named = {name for name, path in (("page", html), ("trace", trace)) if path is not None}
     written = _write(ledger, Path(run_dir), wanted, named)
     if as_json:
-        _print_json(ledger, with_segments=segments)
+        import msgspec
+
+        fields = msgspec.structs.asdict(ledger)
+        if not segments:
+            del fields["segments"]
+        print_json(fields)
         return int(ExitReason.FINISHED)
     from outlast.report.summary import list_files, render_to_console
 
@@ -83,7 +88,7 @@ def _check(
 
 
 def _write(ledger: Ledger, run_dir: Path, wanted: dict[str, Path], named: set[str]) -> dict[str, Path]:
-    """Write the files; return those that could be. One whose place is the default may be left out, with a line."""
+    """Write the files; return those written. An unwritable file at a default path is left out, with a message."""
     from outlast.report.page import make_page
     from outlast.report.trace import make_trace
     from outlast.runtime.files import PRIVATE, write_atomically
@@ -93,7 +98,7 @@ def _write(ledger: Ledger, run_dir: Path, wanted: dict[str, Path], named: set[st
     for what, path in wanted.items():
         data = make_page(ledger, run_dir=run_dir) if what == "page" else make_trace(ledger)
         try:
-            write_atomically(path, data, mode=PRIVATE)  # it holds command lines and output
+            write_atomically(path, data, mode=PRIVATE)  # it contains command lines and output
         except OSError as error:
             if what in named:
                 option = "--html" if what == "page" else "--trace"
@@ -110,12 +115,3 @@ def _write(ledger: Ledger, run_dir: Path, wanted: dict[str, Path], named: set[st
             err=True,
         )
     return written
-
-
-def _print_json(ledger: Ledger, *, with_segments: bool) -> None:
-    import msgspec
-
-    fields = msgspec.structs.asdict(ledger)
-    if not with_segments:
-        del fields["segments"]
-    print_json(fields)

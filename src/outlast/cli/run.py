@@ -1,4 +1,4 @@
-"""``outlast run``, and how a shell completes its options."""
+"""``outlast run``, and shell completion of its options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def complete_run_word(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete what another command passes on to `outlast run`."""
+    """Complete words that another command passes on to `outlast run`."""
     words = ["run", *(ctx.params.get(parameter.name or "") or ())]
     return ShellComplete(ctx.find_root().command, {}, "outlast", "").get_completions(words, incomplete)
 
@@ -42,9 +42,9 @@ def launch_and_exit(
     """Run a job's part on this node and end this process.
 
     Args:
-        arguments: What follows `outlast run`.
-        notes: What to log at the start.
-        settle: Called with the options and the job's exit code at the end; returns the one of this process.
+        arguments: The words after `outlast run`.
+        notes: Lines to log at the start.
+        settle: Called with the options and the job's exit code at the end; returns this process's exit code.
 
     Raises:
         ConfigError: The command line or a setting is wrong; nothing was started.
@@ -58,7 +58,7 @@ def launch_and_exit(
     from outlast.launch.options import parse_options
 
     logs.read_settings()
-    _configure_log(env.node_name())  # reading a config file may have something to say
+    _configure_log(env.node_name())  # reading a config file may log warnings
     options = parse_options(arguments)
     if options.log_level is not None:
         env.update({env.LOG_LEVEL: options.log_level})  # for the workers and the checkpoint writer, too
@@ -76,9 +76,9 @@ def launch_and_exit(
         code = settle(options, code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads any more: outlast run ... | head
+        with contextlib.suppress(OSError):  # the reader has exited: outlast run ... | head
             stream.flush()
-    # Threads that wait in a store call can neither be interrupted nor outlive this; everything of value is closed.
+    # Threads in store calls cannot be interrupted and need not end: everything of value is closed.
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""``outlast shims``, and the program that it writes: ``ft_launcher``."""
+"""``outlast shims``, and the ``ft_launcher`` program that it writes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shims(folder: str, as_json: bool) -> int:
 
 
 def ft_launcher() -> None:
-    """Run the command line of `ft_launcher` that this process was given, and end the process."""
+    """Run this process's command line as `ft_launcher`, and end the process."""
     with ending_in_one_line("ft_launcher"):
         _launch(sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""``outlast simulate``: the fields of a scenario as options, in the units of people, and where the results go."""
+"""``outlast simulate``: the fields of a scenario as options in convenient units, and the output of the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """An option that is a number: a field of the scenario, of its costs, or of the ladder's limits."""
+    """A numeric option for a field of the scenario, of its costs, or of the recovery policy's limits."""
 
     flag: str
     field: str
@@ -28,25 +28,24 @@ class _Setting:
     help: str
     is_whole: bool = False
     factor: float = 1.0
-    """From the option's unit to the field's."""
+    """Converts the option's unit to the field's."""
     word: str = ""
-    """A word that may stand for a number; it means that nothing is set, or that it never happens."""
+    """A word instead of a number, for None: automatic, or never."""
 
     @property
     def name(self) -> str:
-        """Name in a sweep."""
         return self.flag.removeprefix("--")
 
     @property
     def parameter(self) -> str:
-        """Name of the command's argument; none of the other options has one that begins so."""
+        """Name of the command's argument, with a prefix that no other option has."""
         return "set_" + self.name.replace("-", "_")
 
     def parse(self, text: str) -> float | int | None:
         """Return the value for the field.
 
         Raises:
-            ConfigError: It is no number.
+            ConfigError: The text is not a number.
         """
         if self.word and text == self.word:
             return None
@@ -139,7 +138,7 @@ _LIMITS = (
 _SETTINGS = (*_WORLD, *_FAILURES, *_SAVES, *_COSTS, *_LIMITS)
 _DURATIONS = ("--days", "--hours", "--minutes")
 _MOST_VALUES = 200
-"""Of a sweep."""
+"""Values of a sweep."""
 
 
 def _add(settings: tuple[_Setting, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -238,16 +237,15 @@ def simulate(
 
 
 def _row(value: float | str, study: Study) -> dict[str, Any]:
-    """Return a value of a sweep, and what came of it, for JSON."""
     fields = study.to_fields()
     return {"value": value} | {name: fields[name] for name in ("ettr", "ettr_range", "num_failures", "partition")}
 
 
 def _parse_sweep(text: str) -> tuple[_Setting, list[str]]:
-    """Read ``interval=10,30,60`` or ``spares=0:8:2`` (from, to, step; the end is included).
+    """Parse ``interval=10,30,60`` or ``spares=0:8:2`` (from, to, step; the end is included).
 
     Raises:
-        ConfigError: It is neither, names no option that takes a number, or has too many values.
+        ConfigError: The text is neither, does not name a numeric option, or has too many values.
     """
     from outlast.config.base import nearest
 
@@ -271,7 +269,7 @@ def _parse_sweep(text: str) -> tuple[_Setting, list[str]]:
 
 
 def _change(scenario: Scenario, setting: _Setting, text: str) -> Scenario:
-    """Return a scenario with one value of a sweep. Raises: ConfigError, when it is refused."""
+    """Return a scenario with one value of a sweep. Raises: ConfigError, when it is invalid."""
     from outlast.config.base import as_written
 
     value = setting.parse(text)
@@ -325,7 +323,7 @@ def _make_scenario(
 
 
 def _refuse_twice(texts: Mapping[_Setting, str]) -> None:
-    """Refuse options that say the same thing."""
+    """Refuse several options for the same value."""
     durations = [setting.flag for setting in texts if setting.flag in _DURATIONS]
     if len(durations) > 1:
         raise ConfigError(f"{' and '.join(durations)} set the same duration; leave one out")
@@ -335,10 +333,10 @@ def _refuse_twice(texts: Mapping[_Setting, str]) -> None:
 
 
 def _parse_shares(text: str) -> dict[str, float]:
-    """Read ``process=0.7,node=0.3``; a kind that is not named has no share.
+    """Parse ``process=0.7,node=0.3``; a kind without a share gets 0.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The text is malformed.
     """
     from outlast.config.base import nearest
     from outlast.simulate.scenario import SHARES

@@ -1,4 +1,4 @@
-"""``outlast slurm``: batch scripts for a run, and what they call."""
+"""``outlast slurm``: write, submit and requeue batch scripts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slurm() -> None:
 
 _RETRIES = "--num-job-retries-on-failure"
 _CLEARLY_OURS = frozenset(["--cpus-per-task", "--dry-run", "--gpus-per-node", "--nodes", _RETRIES, "--preempt-time"])
-"""Options that a training script hardly has itself, or that somebody who forgot where they go must hear of."""
+"""Options that a training script is unlikely to have, so that they were most likely misplaced."""
 
 
 _OPTIONS: tuple[Option, ...] = (
@@ -63,7 +63,6 @@ _OPTIONS: tuple[Option, ...] = (
         "What is outlast on the nodes: a path, or a command line such as 'uv run outlast'.",
     ),
 )
-"""Options of a batch script."""
 
 
 _options = job_options(_OPTIONS, BatchScript, single="exclude")
@@ -169,10 +168,10 @@ def requeue(run_dir: str, exit_code: int, job_id: str | None, num_job_retries_on
 
 
 def _script_from(settings: dict[str, Any]) -> BatchScript:
-    """Make the batch script that options ask for; tell on standard error what may be meant otherwise.
+    """Make the batch script from options; print hints and warnings on standard error.
 
     Raises:
-        ConfigError: What `outlast run` or Slurm would refuse, or there is no such training script.
+        ConfigError: `outlast run` or Slurm would refuse a value, or the training script does not exist.
     """
     from outlast.launch.options import check_values
 
@@ -198,7 +197,7 @@ def _script_from(settings: dict[str, Any]) -> BatchScript:
 
 
 def _check_script(command: RunCommand, directives: tuple[str, ...]) -> None:
-    """Refuse a training script that is not there; a module, or a program without a folder, is the nodes' own."""
+    """Check that the training script exists; modules, and programs without a folder, are looked up on the nodes."""
     from outlast.launch.options import why_not_there
 
     args, script = command.args, command.args.training_script

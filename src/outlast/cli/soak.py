@@ -91,7 +91,7 @@ def soak(minutes: float, seed: int, every: float, kinds: str | None, keep: str |
 
 
 def _soak_in(keep: str | None, plan: FaultPlan, minutes: float) -> SoakOutcome:
-    """Soak in a folder, which stays if it was named, or if something went wrong."""
+    """Soak in a folder, which is kept if it was named, or after a failure."""
     from outlast.testing.cluster import uninterrupted
 
     folder = Path(tempfile.mkdtemp(prefix="outlast-soak-")) if keep is None else _make_folder(keep)
@@ -175,8 +175,6 @@ def _compare(folder: Path, plan: FaultPlan, minutes: float, iterations: int) -> 
 
 
 class _Training:
-    """One training of the example."""
-
     def __init__(self, folder: Path, iterations: int) -> None:
         self.num_agents = 0
         self._folder, self._iterations = folder, iterations
@@ -185,7 +183,7 @@ class _Training:
     def run(
         self, plan: FaultPlan, *, limit_s: float, num_spares: int = 0, network: NodeNetwork | None = None
     ) -> list[str]:
-        """Train to the end; return everything that went wrong."""
+        """Train to the end; return all problems."""
         from outlast.chaos.soak import NPROC_PER_NODE, NUM_NODES, OPTIONS, find_example, settings_of
         from outlast.testing import Cluster
 
@@ -201,7 +199,7 @@ class _Training:
             f"--out={self._result_path}",
             run_dir=self._run_dir,
             num_nodes=NUM_NODES,
-            # One spare is announced at most: were it two, each half of a divided network could be complete.
+            # At most one announced spare: with two, each half of a divided network could be complete.
             num_spares=min(num_spares, 1),
             num_started=NUM_NODES + num_spares,
             nproc_per_node=NPROC_PER_NODE,
@@ -225,13 +223,12 @@ class _Training:
         return [f"{folder.name}: {problem}" for problem in problems]
 
     def events(self) -> list[Any]:
-        """Return the events of its journal."""
         from outlast.journal import read
 
         return list(read(self._run_dir))
 
     def result(self) -> dict[str, Any]:
-        """Return the digests that the script has written; empty: it did not end."""
+        """Return the digests that the script has written; empty if it did not end."""
         from outlast.decoding import parse_json
 
         try:
@@ -310,7 +307,7 @@ def _show_kinds(rows: Sequence[KindOutcome]) -> None:
 
 
 def find_orphans(cluster: Cluster) -> list[str]:
-    """Return the processes that still run after all agents of a cluster have ended, each in a line.
+    """Return the processes that still run after all agents of a cluster have ended, one per line.
 
     Blocks: up to 10 s, while some end.
     """
@@ -322,7 +319,6 @@ def find_orphans(cluster: Cluster) -> list[str]:
 
 
 def format_seconds(value: float | None) -> str:
-    """Return a duration for people."""
     if value is None:
         return "-"
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"

@@ -1,4 +1,4 @@
-"""``outlast status``: how a run is, from its run directory or its coordinator. Looks alone; nothing is written."""
+"""``outlast status``: the state of a run, from its run directory or its coordinator. Read-only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outlast import clock
-from outlast.cli.main import Command, echo, print_json
+from outlast.cli.main import Command, echo, print_json, run_key_option
 from outlast.errors import ConfigError, ExitReason, RendezvousError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _StatusCommand(Command):
-    """Lets ``--watch`` stand before the run directory without its number."""
+    """Accepts ``--watch`` without a number before the run directory."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for place, word in enumerate(args):
@@ -41,12 +41,7 @@ _WATCH_S = 2.0
     type=click.FloatRange(min=0.1),
     help=f"Look again every so many seconds, {_WATCH_S:g} without a number, until Ctrl-C.",
 )
-@click.option(
-    "--run-key-file",
-    "key_file",
-    metavar="FILE",
-    help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
-)
+@run_key_option
 def status(target: str, as_json: bool, watch_s: float | None, key_file: str | None) -> int:
     """Show the state of a run: its ranks and nodes, its progress, its incidents, and the restarts that are left.
 
@@ -72,11 +67,11 @@ def status(target: str, as_json: bool, watch_s: float | None, key_file: str | No
 
 
 def _look(target: str, key_file: str | None) -> StatusReport:
-    """Look once.
+    """Read the state once.
 
     Raises:
-        ConfigError: It is no run directory, or cannot be read.
-        RendezvousError: No coordinator answers.
+        ConfigError: It is not a run directory, or cannot be read.
+        RendezvousError: No coordinator responds.
     """
     from outlast.runtime.run_key import find_known_keys
     from outlast.status.evidence import Evidence, ask_coordinator, endpoint_of, gather
@@ -91,7 +86,7 @@ def _look(target: str, key_file: str | None) -> StatusReport:
         try:
             found = gather(Path(live.run_dir), live=live)
         except ConfigError:
-            pass  # not shared with this machine: the coordinator's word is all there is
+            pass  # not shared with this machine: only the coordinator's response is available
         else:
             evidence = found if found.job == live.job else evidence
     return judge(evidence, clock.wall_ns())

@@ -1,4 +1,4 @@
-"""``outlast top``: a run, live. Looks alone; nothing is written, and whatever does not answer holds nobody up."""
+"""``outlast top``: a live view of a run. Read-only; hosts that do not respond never block the view."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outlast.cli.main import Command, complete_folder, echo, ending_on_signals, json_option, open_console, print_json
+from outlast.cli.main import (
+    Command,
+    complete_folder,
+    echo,
+    ending_on_signals,
+    json_option,
+    open_console,
+    print_json,
+    run_key_option,
+)
 from outlast.errors import ExitReason
 
 if TYPE_CHECKING:
@@ -30,12 +39,7 @@ _INTERRUPTED = 130
 )
 @click.option("--once", is_flag=True, help="Print one view, and end.")
 @json_option
-@click.option(
-    "--run-key-file",
-    "key_file",
-    metavar="FILE",
-    help="The run's secret, where it comes from a file; default OUTLAST_RUN_KEY, or run.key of the run directory.",
-)
+@run_key_option
 def top(target: str, interval_s: float, once: bool, as_json: bool, key_file: str | None) -> int:
     """Watch a run live: its ranks and what each does, how fast it is, what went wrong, what is saved and where.
 
@@ -73,11 +77,11 @@ def top(target: str, interval_s: float, once: bool, as_json: bool, key_file: str
                     time.sleep(interval_s)
         except KeyboardInterrupt:
             code = _INTERRUPTED
-        except BrokenPipeError:  # nobody reads any more: outlast top ... | head
+        except BrokenPipeError:  # the reader has exited: outlast top ... | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         finally:
             if not looker.close():
-                # A thread waits for what does not answer; the interpreter would wait for it at its end.
+                # A thread waits for a host that does not respond; the interpreter would wait for the thread at its end.
                 code = _code_of(sys.exc_info()[1], code)
                 sys.stdout.flush()
                 os._exit(code)
@@ -85,7 +89,7 @@ def top(target: str, interval_s: float, once: bool, as_json: bool, key_file: str
 
 
 def _code_of(error: BaseException | None, code: int) -> int:
-    """Return the exit code of a process that an exception is ending; its line is printed."""
+    """Return the exit code of a process that an exception ends; print its message."""
     if error is None:
         return code
     if isinstance(error, SystemExit):
@@ -101,11 +105,10 @@ def _has_screen() -> bool:
 
 
 def _print(report: TopReport | None, *, as_json: bool, is_alone: bool) -> None:
-    """Print one view; below others with its time before it."""
     from outlast.top.view import plain, show
 
     if report is None:
-        return  # nothing is known yet
+        return
     if as_json:
         print_json(report, on_one_line=not is_alone)
     else:
