@@ -54,7 +54,7 @@ __all__ = [
 
 
 class ExitReason(IntEnum):
-    """The reason why a worker or the launcher ended; the value is the process's exit code."""
+    """The reason why a worker or the launcher ended; the value is the process exit code."""
 
     FINISHED = 0
     """The run is complete. A finished run is never re-queued."""
@@ -116,7 +116,7 @@ class PeerLost(OutlastError):
 
 
 class DeadlineExceeded(OutlastError, TimeoutError):
-    """Something did not happen within the time that it was given."""
+    """An operation did not complete in time."""
 
 
 class CheckpointError(OutlastError):
@@ -132,11 +132,11 @@ class Corrupt(CheckpointError):
 
 
 class Untrusted(CheckpointError):
-    """A copy is whole, but belongs to another run, rank, iteration or topology."""
+    """A checkpoint copy is complete, but belongs to another run, rank, iteration or topology."""
 
 
 class Mismatch(CheckpointError):
-    """A checkpoint is whole and trusted, but does not fit the state that it is to be loaded into."""
+    """A checkpoint is complete and trusted, but does not fit the state to load into."""
 
 
 class Unavailable(CheckpointError):
@@ -144,7 +144,7 @@ class Unavailable(CheckpointError):
 
 
 class NotFinite(OutlastError):
-    """A loss or a gradient is NaN or infinite, and training is not to continue with it."""
+    """A loss or a gradient is NaN or infinite, and training must not continue with it."""
 
 
 class UnhealthyRank(OutlastError):
@@ -152,13 +152,13 @@ class UnhealthyRank(OutlastError):
 
 
 class RestartAbort(OutlastError):
-    """The ranks cannot be restarted in process; raised on every one of them.
+    """The ranks cannot be restarted in process; raised on all ranks.
 
-    A plug-in that raises it ends the restarts for all ranks.
+    A plug-in that raises this error ends the restarts for all ranks.
 
     Args:
         message: What is wrong and what to do next, in one line.
-        counts: What was done until then, by name: ``restarts``, ``faults``, ``living``, and the like.
+        counts: Counts until then, by name: ``restarts``, ``faults``, ``living``, and others.
         rank: Global rank concerned, when known.
         node: Node name concerned, when known.
         iteration: Number of the restart, when known; 0 = the function's first call.
@@ -178,22 +178,22 @@ class RestartAbort(OutlastError):
 
 
 class BudgetExhausted(OutlastError):
-    """No recovery action that could help is left."""
+    """The recovery policy has no action left that could help."""
 
 
 class SparesExhausted(OutlastError):
-    """A slot is empty and no node, or no actor, is left to take it."""
+    """A slot is empty and no node or actor is left to take the slot."""
 
 
 class ActorFailed(OutlastError):
-    """A call on a group of actors failed again after it was repeated, or actors are lost without any progress.
+    """A call on a group of actors failed again after a retry, or actors are lost without any progress.
 
-    The cause is the actor's own exception, where there was one.
+    The cause is the actor's exception, if there was one.
     """
 
 
 class RolledBack(OutlastError):
-    """A group of actors could only resume from another iteration than the one that the interrupted call began from.
+    """A group of actors could only resume from another iteration than the one at which the interrupted call began.
 
-    The call was not repeated. ``iteration`` is where the group stands now: give it the data from there on.
+    The call was not repeated. ``iteration`` is the group's iteration now: pass the data from there on.
     """
