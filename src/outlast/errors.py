@@ -10,19 +10,18 @@ The whole tree::
     +-- CheckpointError
     |   +-- Incomplete                       a checkpoint lacks a part
     |   +-- Corrupt                          bytes differ from their digests
-    |   +-- Untrusted                        whole, but of another run, rank or topology
-    |   +-- Mismatch                         whole and trusted, but does not fit the live state
+    |   +-- Untrusted                        complete, but from another run, rank or topology
+    |   +-- Mismatch                         complete and trusted, but does not fit the live state
     |   +-- Unavailable                      a directory or object store cannot be read or written
     +-- NotFinite                            a loss or a gradient is NaN or infinite
-    +-- UnhealthyRank                        a rank must not take part any longer
+    +-- UnhealthyRank                        a rank must be excluded
     +-- RestartAbort                         the ranks cannot be restarted in process
     +-- BudgetExhausted                      the recovery policy has no action left; exit code 93
-    +-- SparesExhausted                      no node, or actor, is left to take a slot
+    +-- SparesExhausted                      no node or actor is left to take a slot
     +-- ActorFailed                          a call on a group of actors failed permanently
-    +-- RolledBack                           a group of actors went back to another iteration
+    +-- RolledBack                           a group of actors rolled back to another iteration
 
-Every error carries the rank, node and iteration where they are known, and its message ends with what to do
-next.
+Every error carries the rank, node and iteration if known, and its message ends with what to do next.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class OutlastError(Exception):
     """Base of every error that outlast raises on purpose.
 
     Args:
-        message: What is wrong and what to do next, in one line.
+        message: The problem and what to do next, in one line.
         rank: Global rank concerned, when known.
         node: Node name concerned, when known.
         iteration: Number of optimizer steps done, when known.
@@ -148,7 +147,7 @@ class NotFinite(OutlastError):
 
 
 class UnhealthyRank(OutlastError):
-    """A rank must not take part any longer; if a health check raises it, the rank is permanently removed."""
+    """A rank must be excluded; if a health check raises this error, the rank is permanently removed."""
 
 
 class RestartAbort(OutlastError):
@@ -157,7 +156,7 @@ class RestartAbort(OutlastError):
     A plug-in that raises this error ends the restarts for all ranks.
 
     Args:
-        message: What is wrong and what to do next, in one line.
+        message: The problem and what to do next, in one line.
         counts: Counts until then, by name: ``restarts``, ``faults``, ``living``, and others.
         rank: Global rank concerned, when known.
         node: Node name concerned, when known.

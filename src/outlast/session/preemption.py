@@ -122,7 +122,7 @@ class Preemption:
 
     @property
     def _durability(self) -> Durability:
-        """What is saved: by the session or, as its monitor records, by the script or its trainer."""
+        """The durable saves of the session or, as its monitor records, of the script or its trainer."""
         if self.manager is not None:
             return self.manager.durability
         saved = self._monitor.board_state.durable_iteration
