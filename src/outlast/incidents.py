@@ -233,7 +233,7 @@ class EventKind(StrEnum):
     WORKER_EXITED = "worker_exited"
     """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the other ranks continue without it, in process)."""
     INCIDENT = "incident"
-    """The process that detected it: ``incident`` (an ``Incident``); a worker that also decided on it: ``verdict``."""
+    """The process that detected it: ``incident`` (an ``Incident``); a worker that decided on it: also ``verdict``."""
     VERDICT = "verdict"
     """Coordinator: ``verdict`` (a ``Verdict``) and the ``incident`` decided on."""
     WRITER_ENDED = "writer_ended"

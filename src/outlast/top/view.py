@@ -27,7 +27,7 @@ MAX_RANKS, MAX_INCIDENTS = 32, 5
 """Limits if the output is not a terminal."""
 MIN_RANK_LINES = 3
 OLD_S = 10.0
-"""An older heartbeat ranks a rank as worse."""
+"""A rank with an older heartbeat is sorted before the others."""
 _LABEL = 11
 _HEAD = ("RANK", "NODE", "PID", "STATE", "ITERATION", "HEARTBEAT", "SECTION")
 _SEVERITY = ("lost", "ended", "stopped", "unknown", "restarting", "excluded", "starting", "joining", "ready")
