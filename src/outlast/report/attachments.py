@@ -56,7 +56,6 @@ class RunFiles:
         self._run_dir = run_dir
         self._jobs = jobs
         self._left_bytes = TOTAL_BYTES
-        self._num_taken: dict[str, int] = {}
 
     def find(self, incident: IncidentCost, *, cycle_jobs: Sequence[str] = ()) -> list[Attachment]:
         """Return the files on an incident, the most informative first.

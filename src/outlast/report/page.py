@@ -178,18 +178,16 @@ class _Contents:
                 f"the timeline leaves out the {num} shortest stretches, up to {least_s:.3g} s; sums do not"
             )
             kept = set(longest)
-        columns: dict[str, list[Any]] = {name: [] for name in ("start", "end", "part", "cycle", "incident", "slow")}
+        rows: list[list[Any]] = []
         for place, one in enumerate(segments):
-            if place not in kept and columns["end"]:
-                columns["end"][-1] = _round(one.end_s)
+            end, slow = _round(one.end_s), _round(one.straggler_s) if one.straggler_s else 0
+            if place not in kept and rows:
+                rows[-1][1] = end
                 continue
-            columns["start"].append(_round(one.start_s))
-            columns["end"].append(_round(one.end_s))
-            columns["part"].append(self._parts[str(one.part)])
-            columns["cycle"].append(self._cycle(one.job, one.cycle))
-            columns["incident"].append(-1 if one.incident is None else one.incident)
-            columns["slow"].append(_round(one.straggler_s) if one.straggler_s else 0)
-        return columns
+            incident = -1 if one.incident is None else one.incident
+            part, cycle = self._parts[str(one.part)], self._cycle(one.job, one.cycle)
+            rows.append([_round(one.start_s), end, part, cycle, incident, slow])
+        return _columns(rows, "start", "end", "part", "cycle", "incident", "slow")
 
     def _nodes(self) -> dict[str, Any]:
         """Return the ranks of each node over time: columns, and the tables of names that they index."""
@@ -197,16 +195,14 @@ class _Contents:
         layouts: dict[tuple[int, ...], int] = {}
         num = sum(len(one.nodes) for one in self._ledger.cycles)
         concerned = {one.node for one in self._ledger.incidents} | {one.node for one in self._ledger.warned}
-        columns: dict[str, list[Any]] = {name: [] for name in ("cycle", "node", "layout", "start", "end")}
+        rows: list[list[Any]] = []
         for place, cycle in enumerate(self._ledger.cycles):
             for one in sorted(cycle.nodes, key=lambda node: (node.node_rank is None, node.node_rank or 0)):
                 if num > MAX_NODE_SPANS and one.node not in concerned:
                     continue
-                columns["cycle"].append(place)
-                columns["node"].append(names.setdefault(one.node, len(names)))
-                columns["layout"].append(layouts.setdefault(one.ranks, len(layouts)))
-                columns["start"].append(_round(one.start_s))
-                columns["end"].append(_round(one.end_s))
+                node = names.setdefault(one.node, len(names))
+                layout = layouts.setdefault(one.ranks, len(layouts))
+                rows.append([place, node, layout, _round(one.start_s), _round(one.end_s)])
         if num > MAX_NODE_SPANS:
             self._notes.append("the timeline has only the nodes that had an incident: there are too many")
         described = [
@@ -216,6 +212,7 @@ class _Contents:
             }
             for ranks in layouts
         ]
+        columns = _columns(rows, "cycle", "node", "layout", "start", "end")
         return {**columns, "names": list(names), "layouts": described}
 
     def _incidents(self) -> list[dict[str, Any]]:
@@ -385,6 +382,10 @@ def bounded(value: Any, depth: int = 0) -> Any:
 def _pick(one: msgspec.Struct, *names: str) -> dict[str, Any]:
     """Return fields that have the same name in the page."""
     return {name: getattr(one, name) for name in names}
+
+
+def _columns(rows: Sequence[Sequence[Any]], *names: str) -> dict[str, list[Any]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
 def _round(seconds: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from outlast.config import Config
@@ -95,21 +95,15 @@ class InProcessScope:
         if (call := self._inside()) is not None:
             call.ping()
 
-    @contextmanager
-    def undivided(self) -> Iterator[None]:
+    def undivided(self) -> AbstractContextManager[object]:
         """Return a context of a few milliseconds that no restart interrupts, to open resources that must be closed."""
-        with ExitStack() as stack:
-            if (call := self._inside()) is not None:
-                stack.enter_context(call.atomic())
-            yield
+        return nullcontext() if (call := self._inside()) is None else call.atomic()
 
     @contextmanager
     def section(self, monitor: RankMonitor, name: str) -> Iterator[None]:
         """Open a section with separate timeouts: those of in-process restarts do not apply within it."""
-        with ExitStack() as stack:
-            if (call := self._inside()) is not None:
-                stack.enter_context(call.disable_hang_protection())
-            stack.enter_context(monitor.section(name))
+        call = self._inside()
+        with nullcontext() if call is None else call.disable_hang_protection(), monitor.section(name):
             yield
 
     def _inside(self) -> Handle | None:

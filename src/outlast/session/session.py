@@ -46,7 +46,6 @@ from outlast.errors import (
     ExitReason,
     OutlastError,
     PeerLost,
-    Unavailable,
     Untrusted,
 )
 from outlast.incidents import EventKind
@@ -219,12 +218,9 @@ class Session:
                 watches_signals=watches_signals,
                 saved_by=saved_by,
             )
-        except Unavailable as error:
-            if isinstance(error, Outage):  # a restart could only wait again, on all ranks
-                self._end_in_outage(error)
-            self._abort(error)
-            raise
         except BaseException as error:
+            if isinstance(error, Outage):  # a restart could only wait again, on all ranks
+                self._leave_unsaved(error)
             self._abort(error)
             raise
 
@@ -401,10 +397,8 @@ class Session:
                     journal=self._journal,
                     missing=missing,
                 )
-            except Unavailable as error:
-                if isinstance(error, Outage):  # a restart could only wait again, on all ranks
-                    self._end_in_outage(error)
-                raise
+            except Outage as error:  # a restart could only wait again, on all ranks
+                self._leave_unsaved(error)
             except Untrusted as error:
                 if self._refusal is not None:
                     self._leave_unsaved()
@@ -943,13 +937,13 @@ class Session:
         """The error for which no save can succeed any more (a directory belongs to another run), or ``None``."""
         return None if self._saves is None else self._saves.manager.refusal
 
-    def _leave_unsaved(self) -> NoReturn:
-        """Exit, with all ranks, because nothing that survives the end of the job can be saved.
+    def _leave_unsaved(self, why: CheckpointError | None = None) -> NoReturn:
+        """Exit, with all ranks, because nothing that survives the end of the job can be saved or loaded.
 
-        A directory belongs to another run, whose state a restart would load; or no commit succeeded for
-        ``max_durable_lag``.
+        A directory belongs to another run, whose state a restart would load; no commit succeeded for
+        ``max_durable_lag``; or ``why``: checkpoints cannot be listed.
         """
-        why = self._refusal
+        why = why or self._refusal
         if why is None and self._saves is not None and self._saves.manager.durable_lag_s > 0:
             why = CheckpointError(self._saves.manager.describe_overdue(self._iteration))
         what = why or "nothing can be saved; another rank's log has the reason"
@@ -972,11 +966,6 @@ class Session:
             if not saves.is_overdue:
                 raise
             self._leave_unsaved()
-
-    def _end_in_outage(self, error: Unavailable) -> NoReturn:
-        """Exit on all ranks, because checkpoints cannot be listed and a restart would only wait again."""
-        log.log(logging.ERROR if self._place.local_rank == 0 else logging.DEBUG, "%s", error)
-        self._exit(ExitReason.NO_PROGRESS, error)
 
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
         """Save the state before the step for diagnosis, if possible, and exit."""

@@ -113,7 +113,7 @@ def gather(
     if live is not None and live.job != job:
         live = None
     elif live is None and asks and _is_worth_asking(newest, living):
-        live, unreachable = _ask_for(newest, find_known_keys(run_dir, key_file=key_file))
+        live, unreachable = ask_job(newest, find_known_keys(run_dir, key_file=key_file))
     return Evidence(
         run_dir=str(run_dir),
         job=job,
@@ -125,15 +125,6 @@ def gather(
         unreachable=unreachable,
         problems=tuple(dict.fromkeys(problems)),
     )
-
-
-def ask_job(evidence: Evidence, *, key_file: str | None = None) -> tuple[LiveStatus | None, str | None]:
-    """Query the coordinator of the evidence's job; return its status, or the reason why there is none.
-
-    Blocks: up to 4 s for each of its addresses, and while the run key is read.
-    """
-    run_dir = None if evidence.run_dir is None else Path(evidence.run_dir)
-    return _ask_for(evidence.view.job(evidence.job), find_known_keys(run_dir, key_file=key_file))
 
 
 def ask_coordinator(endpoint: Endpoint, key: RunKey | None = None) -> LiveStatus:
@@ -304,8 +295,11 @@ def _is_worth_asking(job: JobView, living: Mapping[JobProcess, bool | None]) -> 
     return may_have_coordinator(job, living) and (is_unseen or not runs)
 
 
-def _ask_for(job: JobView, keys: Sequence[RunKey]) -> tuple[LiveStatus | None, str | None]:
-    """Query the coordinator of a job; return its status, or the reason why there is none."""
+def ask_job(job: JobView, keys: Sequence[RunKey]) -> tuple[LiveStatus | None, str | None]:
+    """Query the coordinator of a job; return its status, or the reason why there is none.
+
+    Blocks: up to 4 s for each of its addresses.
+    """
     reason = None
     for endpoint, key in itertools.product(_endpoints(job), keys or (None,)):
         try:
@@ -328,10 +322,7 @@ def _endpoints(job: JobView) -> list[Endpoint]:
                 (endpoint,) = parse_endpoints(text)
             except ValueError:
                 continue
-            if not is_loopback(endpoint.host) or _is_here(event):
+            machine = event.data.get("machine")
+            if not is_loopback(endpoint.host) or (machine and machine == machine_id()):
                 found[endpoint] = None
     return list(found)[:4]
-
-
-def _is_here(event: Event) -> bool:
-    return bool(event.data.get("machine")) and event.data["machine"] == machine_id()

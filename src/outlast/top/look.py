@@ -192,7 +192,8 @@ class Looker:
             if self._run_dir is not None:  # the coordinator may have reported it
                 self._has_read.wait(READ_S)
                 self._has_counted.wait(COUNTED_S)
-            self.newest = self._compile(patience_s=0.5)
+            with self._lock:
+                self.newest = self._compile(patience_s=0.5)
 
     def check(self) -> None:
         """Raise the error of a failed thread; otherwise the view would silently freeze.
@@ -278,10 +279,10 @@ class Looker:
 
     def _ask(self, evidence: Evidence | None) -> tuple[LiveStatus | None, str | None]:
         try:
+            keys = find_known_keys(self._run_dir, key_file=self._key_file)
             if self._endpoint is None:
                 assert evidence is not None
-                return ask_job(evidence, key_file=self._key_file)
-            keys = find_known_keys(self._run_dir, key_file=self._key_file)
+                return ask_job(evidence.view.job(evidence.job), keys)
             live = ask_coordinator(self._endpoint, keys[0] if keys else None)
         except (RendezvousError, ConfigError) as error:
             return None, str(error)
@@ -308,7 +309,9 @@ class Looker:
     def _put_together(self) -> None:
         while not self._ends.is_set():
             began_s = clock.now_s()
-            if (report := self._compile()) is not None:
+            with self._lock:
+                report = self._compile()
+            if report is not None:
                 self.newest = report
                 self._has_first.set()
             took_s = clock.now_s() - began_s
@@ -318,10 +321,6 @@ class Looker:
 
     def _compile(self, patience_s: float = UNANSWERED_S) -> TopReport | None:
         """Return the current report; ``None`` = nothing is known yet."""
-        with self._lock:
-            return self._compile_locked(patience_s)
-
-    def _compile_locked(self, patience_s: float) -> TopReport | None:
         evidence, live, now_ns = self._evidence, self._live, clock.now_ns()
         if evidence is None:
             if live is None or self._endpoint is None:
@@ -379,6 +378,7 @@ def list_ranks(status: StatusReport, job: JobView, seen: Sequence[RankState]) ->
     now_ns, now_wall_ns = clock.now_ns(), clock.wall_ns()
     lines = []
     for node in status.nodes:
+        elsewhere = "running" if node.state == NodeState.TRAINING else str(node.state)
         for place, rank in enumerate(node.ranks):
             if is_open and (page := pages.get(rank)) is not None:
                 lines.append(_line_of_page(page, node, now_ns))
@@ -389,7 +389,7 @@ def list_ranks(status: StatusReport, job: JobView, seen: Sequence[RankState]) ->
                     rank=rank,
                     node=node.name,
                     pid=node.pids[place] if len(node.pids) == len(node.ranks) else None,
-                    state=_state_elsewhere(rank, node),
+                    state="ended" if rank in node.lost_ranks else elsewhere,
                     iteration=None if track is None else track.iteration,
                     section=None,
                     section_s=None,
@@ -400,12 +400,6 @@ def list_ranks(status: StatusReport, job: JobView, seen: Sequence[RankState]) ->
                 )
             )
     return sorted(lines, key=lambda line: line.rank)
-
-
-def _state_elsewhere(rank: int, node: NodeReport) -> str:
-    if rank in node.lost_ranks:
-        return "ended"
-    return "running" if node.state == NodeState.TRAINING else str(node.state)
 
 
 def _line_of_page(page: RankState, node: NodeReport, now_ns: int) -> RankLine:
