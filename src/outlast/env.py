@@ -300,9 +300,8 @@ def read_counts(values: Mapping[str, str], name: str) -> tuple[int, ...]:
     Raises:
         ConfigError: The value is not in Slurm's form.
     """
-    text = values.get(name)
     try:
-        return expand_counts(text) if text else ()
+        return expand_counts(text) if (text := values.get(name)) else ()
     except ConfigError as error:
         raise ConfigError(f"environment variable {name}: {error}; unset it") from None
 
@@ -431,18 +430,13 @@ def expand_nodes(text: str) -> tuple[str, ...]:
         ConfigError: The text is malformed.
     """
     names: list[str] = []
-    for part in _split(text):
-        names += _expand(part, text)
+    if _BRACKETS.fullmatch(text) is None:
+        raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
+    for part in [*_PART.finditer(text.strip())][:-1]:  # the last match is the empty end
+        names += _expand(part[1].strip(), text)
         if len(names) > _MAX_NODES:
             raise ConfigError(f"{text!r} names more than {_MAX_NODES} nodes")
     return tuple(names)
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas outside of brackets; a trailing comma adds no part."""
-    if _BRACKETS.fullmatch(text) is None:
-        raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
-    return [part[1].strip() for part in _PART.finditer(text.strip())][:-1]  # the last match is the empty end
 
 
 def _expand(part: str, whole: str) -> list[str]:

@@ -141,17 +141,16 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return one line for people; a known cause comes first."""
         if (cause := self.cause) is not None and self.rank is not None:
             return self._describe_cause(cause)
-        who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
-        if self.rank is None and not self.node:
-            known = {IncidentKind.WORKER_HUNG: "the group of ranks", IncidentKind.NODE_LOST: "a node"}
-            who = known.get(self.kind, "the job")
+        unknown = {IncidentKind.WORKER_HUNG: "the group of ranks", IncidentKind.NODE_LOST: "a node"}
+        who = f"node {self.node}" if self.node else unknown.get(self.kind, "the job")
+        if self.rank is not None:
+            who = f"rank {self.rank} on node {self.node}"
         if self.pid is not None:
             who += f" (pid {self.pid})"
+        code = self.exit_code
         what = {
-            IncidentKind.WORKER_DIED: f"was ended by {_signal_name(self.exit_code)}",
-            IncidentKind.WORKER_FAILED: "failed"
-            if self.exit_code is None
-            else f"failed with exit code {self.exit_code}",
+            IncidentKind.WORKER_DIED: f"was ended by {_signal_name(code)}",
+            IncidentKind.WORKER_FAILED: "failed" + ("" if code is None else f" with exit code {code}"),
             IncidentKind.WORKER_HUNG: "hangs",
             IncidentKind.NODE_LOST: "is lost",
             IncidentKind.CANNOT_START: "could not start its workers",
@@ -167,10 +166,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         }[self.kind]
         where = f" in section {self.section!r}" if self.section else ""
         when = f" at iteration {self.iteration}" if self.iteration is not None else ""
-        line = f"{who} {what}{where}{when}"
-        if text := self.evidence.get("summary"):
-            line += f": {text}"
-        return line
+        text = self.evidence.get("summary")
+        return f"{who} {what}{where}{when}" + (f": {text}" if text else "")
 
     def _describe_cause(self, cause: Cause) -> str:
         ended = self.kind == IncidentKind.WORKER_DIED

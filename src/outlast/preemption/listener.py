@@ -450,11 +450,9 @@ class ShutdownListener:
         with self._changed:
             if self._closing.is_set():
                 return
-            limits = [] if self._first is not None or self.deadline_s is None else [self.deadline_s]
-            limits += [] if left_s is None else [left_s]
-            limits += [self._impatience_s] if gives_up else []
-            if limits:
-                self._bring_end_forward(min(limits), give_up_now=gives_up)
+            limits = (None if self._first else self.deadline_s, left_s, self._impatience_s if gives_up else None)
+            if known := [limit for limit in limits if limit is not None]:
+                self._bring_end_forward(min(known), give_up_now=gives_up)
             self._num_seen += 1
             notice = Notice(
                 source=source,

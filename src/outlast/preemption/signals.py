@@ -147,7 +147,10 @@ class SignalWatch:
                 seen_ns = clock.now_ns()
                 others = bytes(number for number in numbers if number != _CLOSE)
                 if others and self._earlier_fd >= 0:
-                    self._forward(others)
+                    try:
+                        os.write(self._earlier_fd, others)
+                    except BlockingIOError:
+                        log.debug("the earlier wake-up descriptor is full; it has been woken already")
                 for number in numbers:
                     if number == _CLOSE:
                         return
@@ -159,12 +162,6 @@ class SignalWatch:
         except BaseException:
             log.exception("signal handling stopped: a callback failed")
             raise
-
-    def _forward(self, numbers: bytes) -> None:
-        try:
-            os.write(self._earlier_fd, numbers)
-        except BlockingIOError:
-            log.debug("the earlier wake-up descriptor is full; it has been woken already")
 
     def _forget_in_child(self) -> None:
         # A child shares the descriptor: a signal to the child, such as the end of a data loader worker, would be

@@ -131,9 +131,7 @@ def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: b
     checkpoint = config.checkpoint
     if checkpoint is None:
         return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals, saved_by=saved_by)
-    tiers = []
-    if place.writer is not None:
-        tiers.append("memory")
+    tiers = [] if place.writer is None else ["memory"]
     tiers += [str(one) for one in (checkpoint.local_directory, checkpoint.directory) if one is not None]
     near = checkpoint.non_persistent_save_interval if has_near_tier(checkpoint, place) else 0
     return describe_saves(
@@ -151,9 +149,8 @@ def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bo
 
     ft, health, restart = config.fault_tolerance, config.health, config.in_process_restart
     if ft is not None and place.board is None:
-        note(
-            "fault_tolerance", (name for name in LAUNCHERS_OWN if name in ft.given), "start the script with outlast run"
-        )
+        of_launcher = (name for name in LAUNCHERS_OWN if name in ft.given)
+        note("fault_tolerance", of_launcher, "start the script with outlast run")
         where = (place.run_dir, config.run_dir, monitor_settings(config, place).state_directory)
         if ft.calc_ft_timeouts and not any(where):
             note("fault_tolerance", ["calc_ft_timeouts"], "what is learned is kept in run_dir; name one")

@@ -144,14 +144,8 @@ class InProcessScope:
         num_copied = last.sources.count("peer")
         copied = f", {num_copied} of {len(last.sources)} ranks were given it" if num_copied else ""
         log.info("resuming from memory at iteration %d after %.3f s%s", iteration, last.took_s, copied)
-        journal.write(
-            EventKind.RESTORED,
-            rank=place.global_rank,
-            iteration=iteration,
-            tier=last.source,
-            load_s=last.took_s,
-            rejected=[],
-        )
+        facts: dict[str, Any] = {"tier": last.source, "load_s": last.took_s, "rejected": []}
+        journal.write(EventKind.RESTORED, rank=place.global_rank, iteration=iteration, **facts)
         return iteration
 
     @property

@@ -144,20 +144,16 @@ class Preemption:
         facts |= {} if notice.signal is None else {"signal": notice.signal}
         facts |= {} if notice.deadline_s is None else {"deadline_s": round(notice.deadline_s, 3)}
         self._journal.write(EventKind.NOTICE, rank=self._rank, **facts)
+        when = "" if notice.deadline_s is None else f" (within {notice.deadline_s:.0f} s)"
         if notice.gives_up:
             log.log(self._notice_level, "Received signal %d again, leaving at once", notice.signal)
         elif notice.ordinal > 1:
             log.warning("shutdown requested again by %s: %s", notice.source, notice.reason)
         elif notice.signal is not None:
-            when = _by_when(notice)
             log.log(self._notice_level, "Received signal %d, initiating graceful stop%s", notice.signal, when)
         else:
-            log.warning(
-                "Shutdown requested by %s (%s), initiating graceful stop%s",
-                notice.source,
-                notice.reason,
-                _by_when(notice),
-            )
+            text = "Shutdown requested by %s (%s), initiating graceful stop%s"
+            log.warning(text, notice.source, notice.reason, when)
 
     def _before_exit(self, code: int) -> None:
         iteration = self._monitor.board_state.iteration
@@ -165,19 +161,14 @@ class Preemption:
         log.warning("%s", self.describe_loss())
 
 
-def _by_when(notice: Notice) -> str:
-    return "" if notice.deadline_s is None else f" (within {notice.deadline_s:.0f} s)"
-
-
 def _signals(config: PreemptionConfig) -> tuple[int, ...]:
     if not config.exit_signal_handler or threading.current_thread() is not threading.main_thread():
         return ()
     if config.signal_names is not None:
         return tuple(int(signal.Signals[name]) for name in config.signal_names)
-    usual = [signal.SIGTERM]
     if does_nothing_else(signal.SIGUSR1):  # by default it ends the process without a save
-        usual.append(signal.SIGUSR1)
-    return tuple(int(number) for number in usual)
+        return int(signal.SIGTERM), int(signal.SIGUSR1)
+    return (int(signal.SIGTERM),)
 
 
 def _sources(config: PreemptionConfig, *, is_nodes_first: bool) -> list[NoticeSource]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, DeadlineExceeded, Untrusted
+from outlast.errors import DeadlineExceeded, Untrusted
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.policy.recovery_point import Origin
 from outlast.runtime.files import in_time
@@ -168,10 +168,7 @@ class Saves:
         is_left = (lambda: scope.is_left) if scope.is_active else None
         self.manager = open_manager(config, env=place, journal=journal, is_left=is_left)
         self.schedule = SaveSchedule(
-            config,
-            decides=place.global_rank == 0,
-            world_size=place.world_size,
-            has_near=has_near_tier(config, place),
+            config, decides=place.global_rank == 0, world_size=place.world_size, has_near=has_near_tier(config, place)
         )
         self.has_loaded = False
         """Whether training continues from a checkpoint."""
@@ -259,10 +256,9 @@ class Saves:
         if directory is None or "://" in str(directory):
             return
         try:
-            names = in_time(directory, partial(os.listdir, directory))
+            found = sorted(filter(_OTHER_CHECKPOINT.fullmatch, in_time(directory, partial(os.listdir, directory))))
         except OSError:
             return  # if it matters, the load has reported it
-        found = sorted(name for name in names if _OTHER_CHECKPOINT.fullmatch(name))
         if found:
             log.warning(
                 "nothing was loaded: %s holds %s%s, but no checkpoint of outlast; a checkpoint of another system is "
@@ -323,21 +319,16 @@ class Saves:
         except Untrusted as error:
             if self.manager.refusal is None:
                 raise
-            handle = _failed(iteration, error)  # all ranks exit together, once they have agreed to
+            from outlast.checkpoint import SaveHandle
+
+            handle = SaveHandle(iteration, limit_s=0.0)
+            handle.fail(error)  # all ranks exit together, once they have agreed to
         self.last_stall_s = (clock.now_ns() - begin_ns) / 1e9
         if not suspect:
             self.schedule.note_save(iteration, scope)
             if scope == DueSave.ALL:
                 self._saved_iteration, self.newest = iteration, handle
         return handle
-
-
-def _failed(iteration: int, error: CheckpointError) -> SaveHandle:
-    from outlast.checkpoint import SaveHandle
-
-    handle = SaveHandle(iteration, limit_s=0.0)
-    handle.fail(error)
-    return handle
 
 
 OWN_STATE = "outlast"
