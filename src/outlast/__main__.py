@@ -1,4 +1,4 @@
-"""``python -m outlast``: the command line of the interpreter at hand, where ``outlast`` is not on the path."""
+"""``python -m outlast``: the command line, where ``outlast`` is not on the path."""
 
 from outlast.cli.main import main
 

@@ -1,7 +1,7 @@
 """Clocks: monotonic time for decisions, wall time for people.
 
-Decisions take a :class:`Clock` so that tests can move time by hand. ``CLOCK_MONOTONIC`` is one clock for all
-processes of a node, so its readings may be compared between a worker and its agent, never between nodes.
+Decisions take a :class:`Clock` so that tests can control time. All processes of a node share ``CLOCK_MONOTONIC``: its
+readings may be compared between a worker and its agent, never between nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ now_ns = time.monotonic_ns
 
 
 def now_s() -> float:
-    """Return monotonic seconds."""
     return time.monotonic()
 
 
@@ -31,15 +30,15 @@ def as_iso(epoch_ns: int) -> str:
 
 
 def seconds_until(epoch_s: float) -> float:
-    """Return the seconds from now to a time of day that somebody else set, such as a scheduler's time limit.
+    """Return the seconds from now until a time of day that another system set, such as a scheduler's time limit.
 
-    Ask once, and count on with the monotonic clock.
+    Call once, and count down with the monotonic clock.
     """
     return epoch_s - wall_ns() / 1e9
 
 
 class Clock(Protocol):
-    """Tell monotonic time in nanoseconds."""
+    """A monotonic clock."""
 
     def now_ns(self) -> int:
         """Return monotonic nanoseconds."""
@@ -54,4 +53,4 @@ class _Monotonic:
 
 
 MONOTONIC: Clock = _Monotonic()
-"""The machine's own clock."""
+"""The machine's clock."""

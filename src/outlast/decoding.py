@@ -1,14 +1,14 @@
-"""Messages and files to values of a type: the only module that decodes bytes, and that has msgspec look into a type.
+"""Decode messages and files into values of a type: the only module that decodes bytes and calls msgspec's decoders.
 
 Bytes may come from another user, a damaged disk or an attacker. Decoding returns a value or raises
-``msgspec.DecodeError``, whatever the bytes are; :func:`read_file` returns the bytes of a regular file of a limited size
-or raises ``OSError``. Nesting is limited here: by the interpreter's recursion limit or, in a process that raised this
-limit beyond what a thread's stack can take, by :data:`MAX_DEPTH`. Settings (:func:`parse_settings`) have limits of
-their own: the parsers of TOML and YAML are written in Python and take minutes for some texts of 100 KB.
+``msgspec.DecodeError``; :func:`read_file` returns the bytes of a regular file of a limited size or raises ``OSError``.
+Nesting is limited by the interpreter's recursion limit or, in a process that raised this limit beyond the stack size of
+a thread, by :data:`MAX_DEPTH`. Settings (:func:`parse_settings`) have separate limits: the TOML and YAML parsers are
+written in Python and take minutes for some texts of 100 KB.
 
-When msgspec first meets a type it looks into it, and other threads run meanwhile. Two threads that begin with the same
-type, or with two that share a part, end the process with SIGSEGV (msgspec 0.22). So types are prepared here, by one
-thread at a time, and never while the process forks; decoding itself needs no lock.
+msgspec inspects a type on its first use and lets other threads run meanwhile. Two threads that begin with the same
+type, or with two types that share a part, crash the process with SIGSEGV (msgspec 0.22). Types are therefore prepared
+here under a lock, which is also held across forks; decoding needs no lock.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
 MAX_DEPTH = 1000
-"""Nesting that is decoded in a process whose recursion limit does not protect its stack."""
+"""Limit of nesting in a process whose recursion limit does not protect its stack."""
 MAX_FILE_BYTES = 1 << 30
-"""Limit of a file that is read as a whole."""
+"""Limit of a file that is read whole."""
 MAX_STATE_BYTES = 1 << 24
 """Limit of a file that holds a few values, whatever the size of the run."""
 MAX_SETTINGS_DEPTH = 50
-"""Nesting of settings; dotted keys of TOML and aliases of YAML count."""
+"""Limit of nesting in settings, including dotted keys of TOML and aliases of YAML."""
 MAX_SETTINGS_BYTES: Mapping[str, int] = {"toml": 1 << 20, "yaml": 1 << 17, "json": 1 << 20}
-"""Limit of a file of settings, by its format: any is read, or refused, in seconds."""
+"""Limit of a settings file by format, so that parsing takes seconds at most."""
 _MIN_PARTS = 10_000
-"""Values that settings may have whatever their size; larger settings may have one for each character."""
+"""Values that settings of any size may have; larger settings may have one for each character."""
 _READ_BYTES = 1 << 23
 _SAFE_RECURSION_LIMIT = 5000
-"""A thread's stack of 8 MiB has room for four times as many nested values."""
+"""An 8 MiB thread stack has room for four times as many nested values."""
 
 _preparing = threading.RLock()
 os.register_at_fork(before=_preparing.acquire, after_in_parent=_preparing.release, after_in_child=_preparing.release)
@@ -64,11 +64,11 @@ class Decoder(Generic[T]):
         self._decode, self._is_too_deep = decode, is_too_deep
 
     def decode(self, data: Buffer | str) -> T:
-        """Return the value that the data represents.
+        """Return the decoded value.
 
         Raises:
             msgspec.DecodeError: The data is malformed, nested too deeply or (as ``msgspec.ValidationError``) of another
-                type.
+            type.
         """
         try:
             _check_depth(data, self._is_too_deep)
@@ -81,14 +81,14 @@ class Decoder(Generic[T]):
 
 @cache
 def json_decoder(kind: Any) -> Decoder[Any]:
-    """Return the decoder of a type; the same for every caller."""
+    """Return the JSON decoder of a type, cached."""
     with _preparing:
         return Decoder(msgspec.json.Decoder(kind).decode, _is_deep_json)
 
 
 @cache
 def msgpack_decoder(kind: Any) -> Decoder[Any]:
-    """Return the decoder of a type; the same for every caller."""
+    """Return the MessagePack decoder of a type, cached."""
     with _preparing:
         return Decoder(msgspec.msgpack.Decoder(kind).decode, _is_deep_msgpack)
 
@@ -98,10 +98,11 @@ def from_json(data: bytes | str, kind: type[T]) -> T: ...
 @overload
 def from_json(data: bytes | str, kind: Any) -> Any: ...
 def from_json(data: bytes | str, kind: Any) -> Any:
-    """Return the value that a text stands for.
+    """Decode a JSON text.
 
     Raises:
-        msgspec.DecodeError: It is not JSON, nested too deeply, or (as ``msgspec.ValidationError``) not of this type.
+        msgspec.DecodeError: The text is not JSON, nested too deeply, or (as ``msgspec.ValidationError``) of another
+        type.
     """
     return json_decoder(kind).decode(data)
 
@@ -111,11 +112,11 @@ def from_msgpack(data: bytes | bytearray | memoryview, kind: type[T]) -> T: ...
 @overload
 def from_msgpack(data: bytes | bytearray | memoryview, kind: Any) -> Any: ...
 def from_msgpack(data: bytes | bytearray | memoryview, kind: Any) -> Any:
-    """Return the value that a packet stands for.
+    """Decode a MessagePack packet.
 
     Raises:
-        msgspec.DecodeError: It is not MessagePack, nested too deeply, or (as ``msgspec.ValidationError``) not of this
-            type.
+        msgspec.DecodeError: The data is not MessagePack, nested too deeply, or (as ``msgspec.ValidationError``) of
+        another type.
     """
     return msgpack_decoder(kind).decode(data)
 
@@ -125,15 +126,15 @@ def convert(value: Any, kind: type[T], *, strict: bool = True) -> T: ...
 @overload
 def convert(value: Any, kind: Any, *, strict: bool = True) -> Any: ...
 def convert(value: Any, kind: Any, *, strict: bool = True) -> Any:
-    """Return a value of plain dicts, lists and numbers as one of a type.
+    """Convert plain dicts, lists and numbers into a value of a type.
 
     Args:
-        value: What is converted.
+        value: The plain value.
         kind: The type.
-        strict: Whether a text that reads as a number is refused as a number.
+        strict: Refuse a text where a number is expected, even if the text reads as a number.
 
     Raises:
-        msgspec.ValidationError: It is not of this type.
+        msgspec.ValidationError: The value does not fit the type.
     """
     with _preparing:
         try:
@@ -143,7 +144,7 @@ def convert(value: Any, kind: Any, *, strict: bool = True) -> Any:
 
 
 def parse_json(text: bytes | str, **options: Any) -> Any:
-    """Return what ``json.loads`` makes of a text, with its options: also NaN, infinities and repeated names.
+    """Call ``json.loads``, which accepts NaN, infinities and repeated names, with its options.
 
     Raises:
         ValueError: The text is nested too deeply or (as ``json.JSONDecodeError``) not JSON.
@@ -156,10 +157,10 @@ def parse_json(text: bytes | str, **options: Any) -> Any:
 
 
 class MalformedText(ValueError):
-    """A text is not of its format.
+    """A text does not follow its format.
 
     Attributes:
-        line: Where, from 1; ``None`` = not known.
+        line: Line number, from 1; ``None`` = not known.
     """
 
     def __init__(self, problem: str, line: int | None = None) -> None:
@@ -168,14 +169,14 @@ class MalformedText(ValueError):
 
 
 def parse_settings(text: str, form: str) -> Any:
-    """Return the value of a text that a person wrote.
+    """Parse settings that a person wrote.
 
     Args:
         text: The text.
         form: ``toml``, ``yaml`` or ``json``.
 
     Raises:
-        MalformedText: The text is not of this format, or repeats a key.
+        MalformedText: The text does not follow this format, or repeats a key.
         ValueError: The text is larger than :data:`MAX_SETTINGS_BYTES`, values are nested deeper than
             :data:`MAX_SETTINGS_DEPTH`, aliases repeat too much, or a number or a date cannot be represented.
         ImportError: The format is YAML, and PyYAML is not installed.
@@ -193,16 +194,16 @@ def parse_settings(text: str, form: str) -> Any:
 def open_file(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666, *, follows_links: bool = False
 ) -> int:
-    """Return the descriptor of a regular file.
+    """Open a regular file and return its descriptor.
 
     Args:
         path: The file.
         flags: As for ``os.open``.
-        mode: Permissions of a file that is made.
-        follows_links: A symbolic link in place of the file is followed, as for a path that the user gave.
+        mode: Permissions of a file that is created.
+        follows_links: Follow a symbolic link at ``path``, as for a path that the user gave.
 
     Raises:
-        OSError: There is none, or it is a link, a pipe, a device or a folder; the text says which.
+        OSError: The file does not exist, or is a link, a pipe, a device or a folder; the text says which.
 
     Blocks: for a disk, never for a pipe without a writer.
     """
@@ -226,7 +227,7 @@ def read_file(path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES, 
     """Return the bytes of a regular file; see :func:`open_file`.
 
     Raises:
-        OSError: It cannot be read, is not a regular file, or is larger than the limit.
+        OSError: The file cannot be read, is not a regular file, or exceeds the limit.
     """
     fd = open_file(path, follows_links=follows_links)
     try:
@@ -254,7 +255,7 @@ def _refused(path: str | os.PathLike[str], kind: str) -> OSError:
 
 
 def _check_depth(data: Buffer | str, is_too_deep: Callable[[Buffer], bool]) -> None:
-    """Raise RecursionError where the interpreter would not, and its stack would overflow."""
+    """Raise RecursionError where the stack would overflow before the interpreter's limit."""
     if sys.getrecursionlimit() <= _SAFE_RECURSION_LIMIT or len(data) <= MAX_DEPTH:
         return
     if is_too_deep(data.encode(errors="replace") if isinstance(data, str) else data):
@@ -317,7 +318,12 @@ def _parse_yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise MalformedText(problem, None if mark is None else mark.line + 1) from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # PyYAML's own, such as for !!int ""
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # raised by PyYAML itself, such as for !!int ""
         raise ValueError(f"a value does not fit its tag: {type(error).__name__}: {error}") from None
 
 
@@ -331,7 +337,7 @@ def _without_repeats(pairs: list[tuple[Any, Any]], line: int | None = None) -> d
 
 
 def _check_parts(value: Any, max_num: int) -> None:
-    """Raise ValueError where a value is nested too deeply, or has more parts than some number; aliases are followed."""
+    """Raise ValueError if a value, with aliases expanded, is nested too deeply or has too many parts."""
     level, num = [value], 0
     for _ in range(MAX_SETTINGS_DEPTH + 1):
         inner: list[Any] = []
@@ -351,16 +357,16 @@ def _check_parts(value: Any, max_num: int) -> None:
 _TOML_TEXT = re.compile(
     r'''#[^\n]*|"""(?:\\.|[^\\])*?(?:"""|\Z)|'{3}.*?(?:'{3}|\Z)|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?''', re.DOTALL
 )
-"""Comments and texts of TOML."""
+"""Comments and strings of TOML."""
 _TOML_MARK = re.compile(r"[\n=,\[\]{}]")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _MSGPACK_SIZES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""First byte of bytes, a text or an extension to the bytes of its length."""
+"""First byte of a binary, string or extension value to the size of its length field."""
 _MSGPACK_FIXED = {0xCA: 4, 0xCB: 8, **{0xCC + n: 1 << n for n in range(4)}, **{0xD0 + n: 1 << n for n in range(4)}}
 _MSGPACK_FIXED |= {0xD4 + n: 1 + (1 << n) for n in range(5)}
 _MSGPACK_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""First byte of an array or a map to the bytes of its length, and the values of each element."""
+"""First byte of an array or a map to the size of its length field and the values per element."""
 _NOT_MSGPACK_CONTAINERS = bytes(set(range(256)) - {*range(0x80, 0xA0), *_MSGPACK_CONTAINERS})
 
 
@@ -379,7 +385,7 @@ def _is_deep_json(data: Buffer, max_depth: int = MAX_DEPTH) -> bool:
 def _is_deep_msgpack(data: Buffer) -> bool:
     if len(bytes(data).translate(None, _NOT_MSGPACK_CONTAINERS)) <= MAX_DEPTH:
         return False
-    at, left = 0, [1]  # values that each open container still lacks
+    at, left = 0, [1]  # values still missing in each open container
     while left and at < len(data):
         if not left[-1]:
             left.pop()

@@ -1,8 +1,8 @@
-"""The process environment: the one module that reads ``os.environ``.
+"""The process environment: the only module that reads ``os.environ``.
 
-A worker may have been started by ``outlast run``, ``torchrun``, ``srun`` or plain ``python``;
-:func:`read_worker` finds out and gives the same answer in one form. Slurm's variables hold short forms: node lists such
-as ``gpu[07-09,12],login1`` and counts such as ``4(x2),3``; they are expanded here.
+:func:`read_worker` detects whether ``outlast run``, ``torchrun``, ``srun`` or plain ``python`` started this worker, and
+returns its place in the same form for each. Slurm's short forms, node lists such as ``gpu[07-09,12],login1`` and counts
+such as ``4(x2),3``, are expanded here.
 """
 
 from __future__ import annotations
@@ -20,105 +20,103 @@ from outlast.decoding import parse_json
 from outlast.errors import ConfigError
 
 RUN_ID = "OUTLAST_RUN_ID"
-"""Names the run; the same in every job of it."""
+"""Identifies the run; the same in every job of the run."""
 RUN_DIR = "OUTLAST_RUN_DIR"
 """The run directory, an absolute path."""
 RESUME_OTHER = "OUTLAST_RESUME_FROM_OTHER_RUN"
-"""``1``: the run may continue from what another run saved, whatever the script's config has; set by an agent only."""
+"""``1``: the run may continue from checkpoints of another run, overriding the script's config; set by an agent only."""
 NAMES = "OUTLAST_RUN_NAMES"
-"""JSON list of the names that somebody gave to the run (its id, its directory), empty where nobody did; set by an agent
-only."""
+"""JSON list of the names that the user gave to the run (its id, its directory), may be empty; set by an agent only."""
 JOB = "OUTLAST_JOB"
-"""Names the job (one allocation, or one ``outlast run``)."""
+"""Identifies the job (one allocation, or one ``outlast run``)."""
 AGENT_STARTED = "OUTLAST_AGENT_STARTED"
-"""When the node's agent started, in seconds since the epoch; set by an agent only."""
+"""Start time of the node's agent in seconds since the epoch; set by an agent only."""
 CYCLE = "OUTLAST_CYCLE"
 """Number of the cycle, from 0."""
 NODE = "OUTLAST_NODE"
 """Name of the node, unique in the job."""
 DEVICE = "OUTLAST_DEVICE"
-"""Names the hardware under this node's ranks where it has no name of its own (no GPU); the node's name without it."""
+"""Identifies the hardware of this node's ranks if it has no identifier (no GPU); the node's name if not set."""
 BOARD = "OUTLAST_BOARD"
-"""Path of the node's heartbeat board; set by an agent only."""
+"""Path of the node's heartbeat memory; set by an agent only."""
 CONFIG = "OUTLAST_FAULT_TOLERANCE"
-"""What the agent's ``FaultToleranceConfig`` was given, as JSON, so that worker and agent use the same timeouts."""
+"""The fields given to the agent's ``FaultToleranceConfig``, as JSON, so that worker and agent use the same timeouts."""
 CONFIG_FILE = "OUTLAST_CONFIG_FILE"
-"""The config file of ``outlast run``, empty where there is none; set by its agents only."""
+"""The config file of ``outlast run``, empty without one; set by its agents only."""
 RUN_KEY = "OUTLAST_RUN_KEY"
-"""The run key, from which all connections of a run are proved; for workers an agent sets it."""
+"""The run key, with which all connections of a run are authenticated; an agent sets it for its workers."""
 WRITER = "OUTLAST_WRITER"
 """Address of the node's checkpoint writer (an abstract Unix socket, without its leading zero); set by an agent only."""
 RELAY = "OUTLAST_RELAY"
-"""Address of the agent's relay between the duties of wrapped functions and the coordinator (an abstract Unix socket,
+"""Address of the agent's relay between the processes of wrapped functions and the coordinator (an abstract Unix socket,
 without its leading zero); set by an agent only."""
 UNTRUSTED = "OUTLAST_UNTRUSTED"
-"""JSON list of the copies that must not be loaded; set by an agent only."""
+"""JSON list of the checkpoint copies that must not be loaded; set by an agent only."""
 DURABLE_ITERATION = "OUTLAST_DURABLE_ITERATION"
-"""The newest iteration whose checkpoint survives the end of the job, where no other one can have been committed since;
-set by an agent only."""
+"""Newest iteration whose checkpoint survives the end of the job, if no newer one can have been committed since; set by
+an agent only."""
 POSTMORTEM = "OUTLAST_POSTMORTEM"
-"""Path of the memory file that keeps how this worker ended; set by an agent only."""
+"""Path of the memory file that records how this worker ended; set by an agent only."""
 REPLAY = "OUTLAST_REPLAY"
-"""JSON of what the ranks of this cycle run again before anything else; set by an agent only."""
+"""JSON of the steps that the ranks of this cycle replay first; set by an agent only."""
 INJECTIONS = "OUTLAST_INJECTIONS"
-"""JSON of the faults that happen at injection points of this process; see ``outlast.runtime.injection``."""
+"""JSON of the faults to inject at injection points of this process; see ``outlast.runtime.injection``."""
 FAULT_PLAN = "OUTLAST_FAULT_PLAN"
-"""Path of the fault plan that comes in place of the config's; ``outlast chaos run`` sets it."""
+"""Path of the fault plan that replaces the one in the config; ``outlast chaos run`` sets it."""
 INTERFACE = "OUTLAST_INTERFACE"
-"""``NAME[,NAME]``: the interface at which the processes of this node are reached; ``--interface`` sets it."""
+"""``NAME[,NAME]``: the network interface of this node's processes; ``--interface`` sets it."""
 PORT_RANGE = "OUTLAST_PORT_RANGE"
-"""``LOW-HIGH``: the ports at which the processes of this node listen; ``--port-range`` sets it."""
+"""``LOW-HIGH``: the ports on which the processes of this node listen; ``--port-range`` sets it."""
 METRICS_PORT = "OUTLAST_METRICS_PORT"
-"""Where each agent shows Prometheus its figures; 0 = a free port. ``--metrics-port`` comes before it."""
+"""Port of each agent's Prometheus metrics endpoint; 0 = a free port. ``--metrics-port`` takes precedence."""
 METRICS_ADDRESS = "OUTLAST_METRICS_ADDRESS"
-"""The address that belongs to it; ``--metrics-address`` comes before it."""
+"""Address of the metrics endpoint; ``--metrics-address`` takes precedence."""
 LOG_LEVEL = "OUTLAST_LOG_LEVEL"
-"""Least level of the log: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
+"""Minimum log level: ``debug``, ``info``, ``warning`` or ``error``; ``--log-level`` of ``outlast run`` sets it."""
 LOG = "OUTLAST_LOG"
-"""Form of the log: ``text`` or ``json``."""
+"""Log format: ``text`` or ``json``."""
 ANY_VERSION = "OUTLAST_ANY_VERSION"
-"""``1``: the processes of a run may have different versions of the package."""
+"""``1``: the processes of a run may use different versions of the package."""
 FINISHED_FLAG = "FAULT_TOL_FINISHED_FLAG_FILE"
-"""Path of a file that is made when a run has finished; NeMo-Run's job scripts set it, and look for the file."""
+"""Path of a file to create when a run has finished; NeMo-Run's job scripts set the variable and look for the file."""
 
 
 def environ() -> dict[str, str]:
-    """Return a copy of the environment of this process."""
     return dict(os.environ)
 
 
 def postmortem_path() -> str | None:
-    """Return where this worker records how it ends; ``None`` without ``outlast run``."""
+    """Return the path for the record of this worker's end; ``None`` without ``outlast run``."""
     return os.environ.get(POSTMORTEM) or None
 
 
 def finished_flag_file() -> str | None:
-    """Return the file that is made when the run has finished; ``None`` = none is."""
+    """Return the path of the file to create when the run has finished; ``None`` = none."""
     return os.environ.get(FINISHED_FLAG) or None
 
 
 def fault_plan() -> str | None:
-    """Return the path of the fault plan that comes in place of the config's; ``None`` = the config's."""
+    """Return the path of the fault plan that replaces the one in the config; ``None`` = use the config's."""
     return os.environ.get(FAULT_PLAN) or None
 
 
 def any_version() -> bool:
-    """Return whether the processes of a run may have different versions of the package."""
+    """Return whether the processes of a run may use different versions of the package."""
     return os.environ.get(ANY_VERSION) == "1"
 
 
 def interface() -> str | None:
-    """Return the interface at which this node is reached; ``None`` = the one on the way to the endpoint."""
+    """Return the network interface of this node; ``None`` = the one that routes to the endpoint."""
     return os.environ.get(INTERFACE) or None
 
 
 def port_range() -> str | None:
-    """Return the ports at which this node's processes listen, as ``LOW-HIGH``; ``None`` = any."""
+    """Return the ports on which this node's processes listen, as ``LOW-HIGH``; ``None`` = any."""
     return os.environ.get(PORT_RANGE) or None
 
 
 def metrics_endpoint() -> tuple[str | None, str | None]:
-    """Return address and port at which an agent shows its figures, as they stand there; ``None`` = not set."""
+    """Return address and port of the agent's metrics endpoint, as given; ``None`` = not set."""
     return os.environ.get(METRICS_ADDRESS) or None, os.environ.get(METRICS_PORT) or None
 
 
@@ -128,33 +126,33 @@ def hostname() -> str:
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """Return this node's name: the one that Slurm knows it by, outside of Slurm the machine's.
+    """Return this node's name: in Slurm the name of the Slurm node, otherwise the host name.
 
     Args:
-        environment: What to read instead of the environment of this process.
+        environment: Variables to read instead of the environment of this process.
     """
     values = os.environ if environment is None else environment
     return values.get("SLURMD_NODENAME") or hostname()
 
 
 def scheduler_start_ns(environment: Mapping[str, str] | None = None) -> int | None:
-    """Return when the scheduler started this process's job, in nanoseconds since the epoch; ``None`` = not known.
+    """Return the start time of this process's scheduler job in nanoseconds since the epoch; ``None`` = not known.
 
     Args:
-        environment: What to read instead of the environment of this process.
+        environment: Variables to read instead of the environment of this process.
     """
     text = (os.environ if environment is None else environment).get("SLURM_JOB_START_TIME", "")
     return int(text) * 1_000_000_000 if text.isdecimal() else None
 
 
 def clean_name(name: str) -> str:
-    """Return ``name`` with everything that is not safe in a file name replaced by ``_``."""
+    """Return ``name`` with each character that is unsafe in a file name replaced by ``_``."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name) or "_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnv:
-    """What a worker knows of its place in the run."""
+    """A worker's place in the run."""
 
     global_rank: int = 0
     local_rank: int = 0
@@ -166,44 +164,44 @@ class WorkerEnv:
     cycle: int = 0
     node: str = "localhost"
     device: str | None = None
-    """What this node's ranks compute on, where the hardware has no name of its own; ``None`` = the node's name."""
+    """Identifies the hardware of this node's ranks if it has no identifier; ``None`` = the node's name."""
     run_dir: str | None = None
     board: str | None = None
-    """Path of the agent's heartbeat board; ``None`` without ``outlast run``."""
+    """Path of the node's heartbeat memory; ``None`` without ``outlast run``."""
     launcher: str = "python"
     """``outlast``, ``torchrun``, ``srun`` or ``python``."""
     fault_tolerance: str | None = None
-    """What the agent's fault tolerance settings were given, as JSON."""
+    """The fields given to the agent's fault tolerance settings, as JSON."""
     config_file: str | None = None
-    """The config file of ``outlast run``, empty where there is none; ``None`` = it did not start this worker."""
+    """The config file of ``outlast run``, empty without one; ``None`` = started by another launcher."""
     writer: str | None = None
     """Address of the agent's checkpoint writer; ``None`` without ``outlast run``."""
     relay: str | None = None
-    """Address of the agent's relay for restarts in process; ``None`` without ``outlast run``."""
+    """Address of the agent's relay for in-process restarts; ``None`` without ``outlast run``."""
     master_addr: str | None = None
-    """Host of the ranks' store; ``None`` when there is one rank."""
+    """Host of the ranks' TCPStore; ``None`` with a single rank."""
     untrusted: str | None = None
-    """Copies that must not be loaded, as JSON; ``None`` = none known."""
+    """Checkpoint copies that must not be loaded, as JSON; ``None`` = none known."""
     durable_iteration: int | None = None
-    """The newest iteration whose checkpoint survives the end of the job, of all cycles and jobs before this cycle;
+    """Newest iteration whose checkpoint survives the end of the job, over all cycles and jobs before this cycle;
     :data:`~outlast.policy.recovery_point.NONE_DURABLE` = none was committed; ``None`` = not known for certain."""
     replay: str | None = None
-    """What to run again before anything else, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = nothing."""
+    """Steps to replay first, as JSON of :class:`outlast.policy.rerun.Replay`; ``None`` = none."""
     names: tuple[str, ...] = ()
-    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``; other runs have others."""
+    """The names that the user gave to the run, such as ``id a`` and ``directory /a``; they identify the run."""
     allocation: str | None = None
-    """The scheduler's number of the job; ``None`` without a scheduler."""
+    """The scheduler's id of the job; ``None`` without a scheduler."""
     requeues: int = 0
-    """How often the scheduler has started that job again."""
+    """Number of times that the scheduler has requeued the job."""
     resumes_other: bool = False
-    """The run may continue from what another run saved: an option of ``outlast run``."""
+    """The run may continue from checkpoints of another run: an option of ``outlast run``."""
     call: int = 0
-    """Number of the call, where a function is called again in the same processes."""
+    """Number of the wrapped function's call in this process, from 0."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank logs what holds for all ranks and the whole job: rank 0, in the job's first cycle."""
-        # What srun and a plain start count are jobs: each has a log of its own.
+        """Whether this rank logs for all ranks and the whole job: rank 0, in the job's first cycle."""
+        # Under srun and plain python each cycle is a job with a separate log.
         return self.global_rank == 0 and (self.cycle == 0 or self.launcher in ("srun", "python"))
 
 
@@ -211,10 +209,10 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
     """Read this worker's place from the environment.
 
     Args:
-        environment: What to read instead of the environment of this process.
+        environment: Variables to read instead of the environment of this process.
 
     Raises:
-        ConfigError: A variable that must be a number is not one, or Slurm's list of nodes is none.
+        ConfigError: A variable is not a number, or Slurm's node list is malformed.
     """
     env = os.environ if environment is None else environment
     number = partial(read_number, env)
@@ -223,7 +221,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
     elif "TORCHELASTIC_RUN_ID" in env or ("RANK" in env and "WORLD_SIZE" in env):
         launcher = "torchrun"
     elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and number(*_STEP_TASKS, default=1) > 1:
-        # Without a step it is the batch shell, which Slurm calls the first of the tasks that are to come.
+        # Without a step this is the batch shell, to which Slurm gives the variables of the first task.
         launcher = "srun"
     else:
         launcher = "python"
@@ -239,7 +237,7 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
         local_rank = number("LOCAL_RANK", default=0)
         local_world_size = number("LOCAL_WORLD_SIZE", default=world_size)
         node_rank = number("GROUP_RANK", default=0)
-    # Where a worker starts torchrun, that one's workers have this worker's variables, too; they are no ranks of ours.
+    # If a worker starts torchrun, the nested workers inherit this worker's variables but are not ranks of this run.
     is_own = launcher == "outlast" and env.get("TORCHELASTIC_RUN_ID", env[RUN_ID]) == env[RUN_ID]
     run_id = env.get(RUN_ID) or env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID") or "default"
     return WorkerEnv(
@@ -272,10 +270,10 @@ def read_worker(environment: Mapping[str, str] | None = None) -> WorkerEnv:
 
 
 def srun_host(values: Mapping[str, str]) -> str:
-    """Return the host at which the tasks of a step of ``srun`` meet: ``MASTER_ADDR``, else the step's first node.
+    """Return the rendezvous host of an ``srun`` step: ``MASTER_ADDR``, else the step's first node.
 
     Raises:
-        ConfigError: The step's list of nodes is not in Slurm's form.
+        ConfigError: The step's node list is not in Slurm's form.
     """
     nodes = values.get("SLURM_STEP_NODELIST") or values.get("SLURM_JOB_NODELIST") or "localhost"
     return values.get("MASTER_ADDR") or expand_nodes(nodes)[0]
@@ -285,7 +283,7 @@ def read_number(values: Mapping[str, str], *names: str, default: int) -> int:
     """Return the number in the first of some variables that is set and not empty.
 
     Raises:
-        ConfigError: It is not a number.
+        ConfigError: The value is not a number.
     """
     for name in names:
         if text := values.get(name):
@@ -297,22 +295,21 @@ def read_number(values: Mapping[str, str], *names: str, default: int) -> int:
 
 
 def read_counts(values: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """Return what :func:`expand_counts` makes of a variable; nothing where it is not set.
+    """Expand a variable with :func:`expand_counts`; return ``()`` if the variable is not set.
 
     Raises:
-        ConfigError: It is not in Slurm's form.
+        ConfigError: The value is not in Slurm's form.
     """
-    text = values.get(name)
     try:
-        return expand_counts(text) if text else ()
+        return expand_counts(text) if (text := values.get(name)) else ()
     except ConfigError as error:
         raise ConfigError(f"environment variable {name}: {error}; unset it") from None
 
 
 def name_of_run(run_id: str | None) -> tuple[str, ...]:
-    """Return the name that a run's id is; nothing where nobody thought of one.
+    """Return a run's id as a name, or ``()`` if the user did not choose the id.
 
-    A number, as of a job or a random one, changes with each start, and so does what ``torchrun --standalone`` draws.
+    A number (a job id or a random one) and the UUID of ``torchrun --standalone`` change with each start.
     """
     if not run_id or run_id == "none" or run_id.isdigit() or _DRAWN.fullmatch(run_id):
         return ()
@@ -323,11 +320,6 @@ _DRAWN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def _names(env: Mapping[str, str], launcher: str) -> tuple[str, ...]:
-    """Return the names that somebody gave to the run.
-
-    Raises:
-        ConfigError: What the agent set is not in its form.
-    """
     if launcher == "outlast":
         try:
             return tuple(str(name) for name in parse_json(env.get(NAMES) or "[]"))
@@ -340,14 +332,10 @@ _STEP_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def _tasks_per_node(env: Mapping[str, str], world_size: int) -> tuple[int, ...]:
-    """Return the number of tasks on each node of this step; nothing when it is not known.
-
-    Raises:
-        ConfigError: It is not in Slurm's form.
-    """
+    """Return the number of tasks on each node of this step, or ``()`` if not known. Raises: ConfigError."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         counts = read_counts(env, name)
-        if counts and sum(counts) == world_size:  # else it is about another step, or about the whole job
+        if counts and sum(counts) == world_size:  # otherwise the value describes another step, or the whole job
             return counts
     return ()
 
@@ -365,7 +353,7 @@ class _NotedEnviron(os._Environ[str]):
         self.reads.add(key)
         return super().__getitem__(key)
 
-    # Who goes through all variables (tqdm does, as torch imports it, for those that begin with its name) reads none.
+    # Iterating over all variables is not a read: tqdm does so, for its own prefix, when torch imports tqdm.
 
     def copy(self) -> dict[str, str]:
         return {os.fsdecode(name): os.fsdecode(value) for name, value in self._data.items()}  # type: ignore[attr-defined]
@@ -379,7 +367,7 @@ class _NotedEnviron(os._Environ[str]):
 
 @contextmanager
 def noting_reads() -> Iterator[set[str]]:
-    """Yield a set that takes the names of the variables that Python code looks up meanwhile.
+    """Yield a set that collects the names of the variables that Python code looks up meanwhile.
 
     Thread: one at a time in the process.
     """
@@ -397,7 +385,7 @@ def set_default(name: str, value: str) -> None:
 
 
 def update(values: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Set variables of this process, and unset those that are ``None``; return what they were before, in this form."""
+    """Set variables of this process, unset those that are ``None``, and return the previous values in this form."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
         if value is None:
@@ -415,13 +403,13 @@ _MAX_NODES = 1_000_000
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """Return one number for each node.
+    """Expand a list of counts to one number for each node.
 
     Args:
         text: As in ``SLURM_TASKS_PER_NODE``: ``4``, ``4(x2)``, ``4(x2),3``.
 
     Raises:
-        ConfigError: It is another text.
+        ConfigError: The text is malformed.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -433,27 +421,22 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """Return the names in a node list, in its order.
+    """Return the names in a node list, in order.
 
     Args:
         text: As in ``SLURM_JOB_NODELIST``: ``n1``, ``n[1-3,7]``, ``gpu[07-09],login1``, ``rack[1-2]n[01-16]``.
 
     Raises:
-        ConfigError: It is another text.
+        ConfigError: The text is malformed.
     """
     names: list[str] = []
-    for part in _split(text):
-        names += _expand(part, text)
+    if _BRACKETS.fullmatch(text) is None:
+        raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
+    for part in [*_PART.finditer(text.strip())][:-1]:  # the last match is the empty end
+        names += _expand(part[1].strip(), text)
         if len(names) > _MAX_NODES:
             raise ConfigError(f"{text!r} names more than {_MAX_NODES} nodes")
     return tuple(names)
-
-
-def _split(text: str) -> list[str]:
-    """Return what commas outside of brackets separate; nothing is behind a last comma."""
-    if _BRACKETS.fullmatch(text) is None:
-        raise ConfigError(f"{text!r} is not a node list: its brackets do not match")
-    return [part[1].strip() for part in _PART.finditer(text.strip())][:-1]  # the last is the end itself
 
 
 def _expand(part: str, whole: str) -> list[str]:

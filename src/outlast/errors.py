@@ -10,19 +10,18 @@ The whole tree::
     +-- CheckpointError
     |   +-- Incomplete                       a checkpoint lacks a part
     |   +-- Corrupt                          bytes differ from their digests
-    |   +-- Untrusted                        whole, but of another run, rank or topology
-    |   +-- Mismatch                         whole and trusted, but does not fit the live state
+    |   +-- Untrusted                        complete, but from another run, rank or topology
+    |   +-- Mismatch                         complete and trusted, but does not fit the live state
     |   +-- Unavailable                      a directory or object store cannot be read or written
     +-- NotFinite                            a loss or a gradient is NaN or infinite
-    +-- UnhealthyRank                        a rank must not take part any longer
+    +-- UnhealthyRank                        a rank must be excluded
     +-- RestartAbort                         the ranks cannot be restarted in process
     +-- BudgetExhausted                      the recovery policy has no action left; exit code 93
-    +-- SparesExhausted                      no node, or actor, is left to take a slot
+    +-- SparesExhausted                      no node or actor is left to take a slot
     +-- ActorFailed                          a call on a group of actors failed permanently
-    +-- RolledBack                           a group of actors went back to another iteration
+    +-- RolledBack                           a group of actors rolled back to another iteration
 
-Every error carries the rank, node and iteration where they are known, and its message ends with what to do
-next.
+Every error carries the rank, node and iteration if known, and its message ends with what to do next.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ __all__ = [
 
 
 class ExitReason(IntEnum):
-    """The reason why a worker or the launcher ended; the value is the process's exit code."""
+    """The reason why a worker or the launcher ended; the value is the process exit code."""
 
     FINISHED = 0
     """The run is complete. A finished run is never re-queued."""
@@ -83,7 +82,7 @@ class OutlastError(Exception):
     """Base of every error that outlast raises on purpose.
 
     Args:
-        message: What is wrong and what to do next, in one line.
+        message: The problem and what to do next, in one line.
         rank: Global rank concerned, when known.
         node: Node name concerned, when known.
         iteration: Number of optimizer steps done, when known.
@@ -116,7 +115,7 @@ class PeerLost(OutlastError):
 
 
 class DeadlineExceeded(OutlastError, TimeoutError):
-    """Something did not happen within the time that it was given."""
+    """An operation did not complete in time."""
 
 
 class CheckpointError(OutlastError):
@@ -132,11 +131,11 @@ class Corrupt(CheckpointError):
 
 
 class Untrusted(CheckpointError):
-    """A copy is whole, but belongs to another run, rank, iteration or topology."""
+    """A checkpoint copy is complete, but belongs to another run, rank, iteration or topology."""
 
 
 class Mismatch(CheckpointError):
-    """A checkpoint is whole and trusted, but does not fit the state that it is to be loaded into."""
+    """A checkpoint is complete and trusted, but does not fit the state to load into."""
 
 
 class Unavailable(CheckpointError):
@@ -144,21 +143,21 @@ class Unavailable(CheckpointError):
 
 
 class NotFinite(OutlastError):
-    """A loss or a gradient is NaN or infinite, and training is not to continue with it."""
+    """A loss or a gradient is NaN or infinite, and training must not continue with it."""
 
 
 class UnhealthyRank(OutlastError):
-    """A rank must not take part any longer; if a health check raises it, the rank is permanently removed."""
+    """A rank must be excluded; if a health check raises this error, the rank is permanently removed."""
 
 
 class RestartAbort(OutlastError):
-    """The ranks cannot be restarted in process; raised on every one of them.
+    """The ranks cannot be restarted in process; raised on all ranks.
 
-    A plug-in that raises it ends the restarts for all ranks.
+    A plug-in that raises this error ends the restarts for all ranks.
 
     Args:
-        message: What is wrong and what to do next, in one line.
-        counts: What was done until then, by name: ``restarts``, ``faults``, ``living``, and the like.
+        message: The problem and what to do next, in one line.
+        counts: Counts until then, by name: ``restarts``, ``faults``, ``living``, and others.
         rank: Global rank concerned, when known.
         node: Node name concerned, when known.
         iteration: Number of the restart, when known; 0 = the function's first call.
@@ -178,22 +177,22 @@ class RestartAbort(OutlastError):
 
 
 class BudgetExhausted(OutlastError):
-    """No recovery action that could help is left."""
+    """The recovery policy has no action left that could help."""
 
 
 class SparesExhausted(OutlastError):
-    """A slot is empty and no node, or no actor, is left to take it."""
+    """A slot is empty and no node or actor is left to take the slot."""
 
 
 class ActorFailed(OutlastError):
-    """A call on a group of actors failed again after it was repeated, or actors are lost without any progress.
+    """A call on a group of actors failed again after a retry, or actors are lost without any progress.
 
-    The cause is the actor's own exception, where there was one.
+    The cause is the actor's exception, if there was one.
     """
 
 
 class RolledBack(OutlastError):
-    """A group of actors could only resume from another iteration than the one that the interrupted call began from.
+    """A group of actors could only resume from another iteration than the one at which the interrupted call began.
 
-    The call was not repeated. ``iteration`` is where the group stands now: give it the data from there on.
+    The call was not repeated. ``iteration`` is the group's iteration now: pass the data from there on.
     """

@@ -1,7 +1,7 @@
-"""Incidents, decisions, and the journal's events: one schema for everything that happened.
+"""Incidents, decisions and journal events: one schema for everything that happened.
 
-An *incident* is one observed problem; a *verdict* is the recovery policy's decision; an *event* is one line
-of the journal. All are plain msgspec structs, written as JSON, and carry facts, never live objects.
+An *incident* is one observed problem; a *verdict* is the recovery policy's decision; an *event* is one line of the
+journal. All are plain msgspec structs, written as JSON, and carry facts, never live objects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class IncidentKind(StrEnum):
     WORKER_DIED = "worker_died"
     """A worker was ended by a signal."""
     WORKER_FAILED = "worker_failed"
-    """A worker ended by itself with an exit code other than 0."""
+    """A worker exited with an exit code other than 0."""
     WORKER_HUNG = "worker_hung"
     """A worker sent no heartbeat within a timeout."""
     NODE_LOST = "node_lost"
@@ -56,12 +56,13 @@ class IncidentKind(StrEnum):
     COPY_REJECTED = "copy_rejected"
     """A stored copy failed its verification and was skipped."""
     REPLICATION_FAILED = "replication_failed"
-    """A partner node did not store a correct copy; checkpoints are committed without its copy until it does again."""
+    """A partner node did not store a correct copy; checkpoints are committed without the copy until the partner
+    recovers."""
     WRITER_LOST = "writer_lost"
     """The checkpoint writer process of a node died; another one replaces it, with empty memory."""
     COPY_UNTRUSTED = "copy_untrusted"
-    """A copy led to invalid results soon after it was loaded, or the same failure followed each load of it; it is not
-    loaded again, nor are checkpoints based on it."""
+    """A copy led to invalid results soon after it was loaded, or each load of the copy was followed by the same
+    failure; the copy and the checkpoints based on it are not loaded again."""
     INVALID_RESULT = "invalid_result"
     """A result of a step was rejected; the evidence holds the diagnosis."""
     STRAGGLER = "straggler"
@@ -79,28 +80,28 @@ CYCLE_ENDING = frozenset(
         IncidentKind.NODE_UNHEALTHY,
     }
 )
-"""Incidents that end a cycle, or keep it from starting: one of them is the cause, the others follow from it."""
+"""Incidents that end a cycle or prevent its start: one of them is the cause, the others follow from it."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a worker ended, as it recorded itself: the last exception, a fatal signal, or an exit."""
+    """Why a worker ended, as the worker recorded: the last exception, a fatal signal, or an exit."""
 
     type: str
-    """The exception's type, with its module unless that is builtin; ``SystemExit`` for an exit with a code or text,
-    ``fatal signal`` for what ``faulthandler`` caught."""
+    """The exception's type, with its module unless builtin; ``SystemExit`` for an exit with a code or text, ``fatal
+    signal`` for a signal caught by ``faulthandler``."""
     bases: tuple[str, ...] = ()
     """Names of the type's base classes, nearest first."""
     text: str = ""
     """The exception's text, in one line."""
     frame: str = ""
-    """The innermost line of the user's code, such as ``train.py:29 in next_batch``; empty = none is known."""
+    """The innermost line of the user's code, such as ``train.py:29 in next_batch``; empty = not known."""
     mono_ns: int = 0
-    """When it was raised, or caught at the outermost level, on the node's monotonic clock; 0 = not known."""
+    """Time of the raise, or of the catch at the outermost level, on the node's monotonic clock; 0 = not known."""
     is_usage_error: bool = False
     """A command line parser refused the script's arguments."""
 
     def describe(self) -> str:
-        """Return it as a traceback's last line, with the frame behind it."""
+        """Return the last line of a traceback, followed by the frame."""
         line = self.type if not self.text else f"{self.type}: {self.text}"
         if self.type in ("SystemExit", "fatal signal"):
             line = self.text or self.type
@@ -115,42 +116,41 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cycle: int = 0
     node: str = ""
     rank: int | None = None
-    """Global rank; ``None`` when a whole node is concerned, or, without a node, no rank can be named."""
+    """Global rank; ``None`` = a whole node is concerned or, without a node, the rank is not known."""
     pid: int | None = None
     section: str | None = None
     """Path of the open sections, outermost first, joined by ``/``."""
     iteration: int | None = None
     exit_code: int | None = None
-    """Exit code of the process; negative: the signal that ended it."""
+    """Exit code of the process; negative = the number of the signal that ended the process."""
     detected_after_s: float | None = None
-    """Seconds from the cause to its detection, where the cause's time is known."""
+    """Seconds from the cause to its detection, if the time of the cause is known."""
     evidence: dict[str, Any] = {}
-    """Facts for the reader: the stack line, the last heartbeat, the error's text. ``cause`` (a :class:`Cause`) and
-    ``output`` (the last lines that the worker printed) are what it recorded; ``file`` is where all of it is kept."""
+    """Facts for the reader: the stack line, the last heartbeat, the error's text. The worker recorded ``cause`` (a
+    :class:`Cause`) and ``output`` (its last printed lines); ``file`` is the path of the complete record."""
 
     @property
     def cause(self) -> Cause | None:
-        """What the worker recorded of its end; ``None`` = nothing that can be read."""
+        """The worker's record of its end; ``None`` = no readable record."""
         try:
             return convert(self.evidence["cause"], Cause)
         except (KeyError, msgspec.ValidationError):
             return None
 
     def describe(self) -> str:
-        """Return one line for people; where the cause is known, it comes first."""
+        """Return one line for people; a known cause comes first."""
         if (cause := self.cause) is not None and self.rank is not None:
             return self._describe_cause(cause)
-        who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
-        if self.rank is None and not self.node:
-            known = {IncidentKind.WORKER_HUNG: "the group of ranks", IncidentKind.NODE_LOST: "a node"}
-            who = known.get(self.kind, "the job")
+        unknown = {IncidentKind.WORKER_HUNG: "the group of ranks", IncidentKind.NODE_LOST: "a node"}
+        who = f"node {self.node}" if self.node else unknown.get(self.kind, "the job")
+        if self.rank is not None:
+            who = f"rank {self.rank} on node {self.node}"
         if self.pid is not None:
             who += f" (pid {self.pid})"
+        code = self.exit_code
         what = {
-            IncidentKind.WORKER_DIED: f"was ended by {_signal_name(self.exit_code)}",
-            IncidentKind.WORKER_FAILED: "failed"
-            if self.exit_code is None
-            else f"failed with exit code {self.exit_code}",
+            IncidentKind.WORKER_DIED: f"was ended by {_signal_name(code)}",
+            IncidentKind.WORKER_FAILED: "failed" + ("" if code is None else f" with exit code {code}"),
             IncidentKind.WORKER_HUNG: "hangs",
             IncidentKind.NODE_LOST: "is lost",
             IncidentKind.CANNOT_START: "could not start its workers",
@@ -166,10 +166,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         }[self.kind]
         where = f" in section {self.section!r}" if self.section else ""
         when = f" at iteration {self.iteration}" if self.iteration is not None else ""
-        line = f"{who} {what}{where}{when}"
-        if text := self.evidence.get("summary"):
-            line += f": {text}"
-        return line
+        text = self.evidence.get("summary")
+        return f"{who} {what}{where}{when}" + (f": {text}" if text else "")
 
     def _describe_cause(self, cause: Cause) -> str:
         ended = self.kind == IncidentKind.WORKER_DIED
@@ -191,25 +189,25 @@ def _signal_name(exit_code: int | None) -> str:
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The recovery policy's decision on a cycle's end, with the reason."""
+    """The recovery policy's decision at the end of a cycle, with the reason."""
 
     rung: Rung
     reason: str
     """One line for people."""
     exit_code: int | None = None
-    """The job's exit code when ``rung`` is ``STOP`` (0: finished) or ``REQUEUE_JOB``; else ``None``."""
+    """The job's exit code if ``rung`` is ``STOP`` (0: finished) or ``REQUEUE_JOB``; else ``None``."""
     quarantine: tuple[str, ...] = ()
-    """Nodes that get no slot any more in this job."""
+    """Nodes that get no slot in the rest of this job."""
     hold_back: tuple[str, ...] = ()
-    """Nodes that get no slot in the next cycle: what went wrong there is replayed elsewhere."""
+    """Nodes that get no slot in the next cycle, because the suspect step is replayed elsewhere."""
     replay: dict[str, Any] | None = None
-    """What the next cycle replays before it continues: the fields of :class:`outlast.policy.rerun.Replay`."""
+    """The steps that the next cycle replays first: the fields of :class:`outlast.policy.rerun.Replay`."""
     delay_s: float = 0.0
     """Seconds until the next cycle starts, after repeated failures without progress."""
 
 
 class EventKind(StrEnum):
-    """Names of the journal's events; the text under each gives its writer and the content of ``data``."""
+    """Names of the journal's events; the text under each gives the writer and the content of ``data``."""
 
     JOB_STARTED = "job_started"
     """Agent: ``command``, ``num_nodes``, ``max_nodes``, ``min_nodes``, ``nproc_per_node``, ``endpoints`` (possible
@@ -222,21 +220,21 @@ class EventKind(StrEnum):
     """Coordinator: ``name``, ``spare``."""
     QUEUED = "queued"
     """Agent of a scheduler's job, right after ``job_started``: ``started_wall_ns`` (nanoseconds since the epoch when
-    the scheduler started the job), ``scheduler``; before that moment the job waited."""
+    the scheduler started the job; the job was queued until then), ``scheduler``."""
     FORMING = "forming"
-    """Coordinator: ``missing``, the number of slots without a node: when some are missing, and 0 when each has one."""
+    """Coordinator: ``missing``, the number of slots without a node, when some are missing, and 0 when all are
+    filled."""
     CYCLE_STARTED = "cycle_started"
     """Agent, once its workers run: ``node_rank``, ``ranks``, ``pids``, ``world_size``, ``master``; on nodes with GPUs
     ``gpu_memory_wait_s`` (duration of the wait until the previous workers' memory was released)."""
     WORKER_EXITED = "worker_exited"
     """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the other ranks continue without it, in process)."""
     INCIDENT = "incident"
-    """The process that detected it: ``incident`` (an ``Incident``); a worker that decided on it itself: also
-    ``verdict``."""
+    """The process that detected it: ``incident`` (an ``Incident``); a worker that decided on it: also ``verdict``."""
     VERDICT = "verdict"
-    """Coordinator: the decision, ``verdict`` (a ``Verdict``), and ``incident``."""
+    """Coordinator: ``verdict`` (a ``Verdict``) and the ``incident`` decided on."""
     WRITER_ENDED = "writer_ended"
-    """Agent: its checkpoint writer died by itself, or did not respond and was replaced: ``summary``."""
+    """Agent: the checkpoint writer died, or did not respond and was replaced: ``summary``."""
     EVENTS_LOST = "events_lost"
     """The process that lost them: ``num`` events before this one could not be written: the disk was full, not
     available, or did not respond."""
@@ -255,7 +253,7 @@ class EventKind(StrEnum):
     """Worker: all ranks run the wrapped function again: ``restart_iteration``, ``faults`` (``rank``, ``kind``,
     ``summary``), ``active_world_size``, ``replaced`` (the active ranks that spares took over), ``duration_s``."""
     STEPS_STARTED = "steps_started"
-    """Worker: the first step of a cycle begins, or of a call in the same processes; the envelope has the number of
+    """Worker: the first step of a cycle, or of a call in the same processes, begins; the envelope has the number of
     completed steps; ``total`` (number of steps of the complete run, if known)."""
     PROGRESS = "progress"
     """Worker: written for the first finished iteration of a cycle, then at most every few seconds: ``step_s`` (mean
@@ -267,13 +265,13 @@ class EventKind(StrEnum):
     DETERMINISM_REPORT = "determinism_report"
     """Worker: ``report``: for each validated value how often, and by how much, two runs of a step differed."""
     ACTORS_RECOVERED = "actors_recovered"
-    """Driver of an actor group: ``report``: the lost actors, the evidence, the actors that were kept, the times."""
+    """Driver of an actor group: ``report``: the lost actors, the evidence, the actors that were kept, the durations."""
     STRAGGLER_REPORT = "straggler_report"
     """Rank 0: ``named`` (ranks), ``metrics`` (least, median and largest scores), ``scores`` (relative scores of all
     ranks, in their order, rounded; ``null`` = none), ``why_nobody``, ``notes``, ``machines``, ``processing_s``."""
     FAULT_SIMULATED = "fault_simulated"
-    """The process that injects it: ``fault``, ``target``. For a fault plan also ``fault_id``, ``device``, and for a
-    changed number ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
+    """The process that injects the fault: ``fault``, ``target``. For a fault plan also ``fault_id``, ``device``, and
+    for a changed number ``tensor``, ``element``, ``bit``, ``before``, ``after``."""
     NOTICE = "notice"
     """Worker or agent: shutdown requested; ``signal``, if it was one; worker: ``source``, ``reason``, ``deadline_s``
     (seconds until the process is ended). Driver of a group of actors: Ray drains a node; the same, and ``ray_node``."""
@@ -288,7 +286,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     time: str = ""
     """``wall_ns`` for people: ISO 8601 in UTC; empty in journals of earlier versions."""
     wall_ns: int
-    """Nanoseconds since the epoch, to line nodes up for a reader."""
+    """Nanoseconds since the epoch, to align nodes for a reader."""
     mono_ns: int
     """The node's monotonic clock, for durations within a node."""
     run_id: str

@@ -1,7 +1,7 @@
-"""A run's journal on disk: the names of its files, and how they are read: whole, from their ends, or as they grow.
+"""Read a run's journal from disk: whole files, their ends, or files as they grow; and name the files.
 
-Each process of a run appends JSON lines to a file of its own in ``<run_dir>/journal/``. A process that is killed, or a
-disk that is full, leaves a torn line; it is skipped, and the lines around it are read.
+Each process of a run appends JSON lines to a separate file in ``<run_dir>/journal/``. A killed process or a full disk
+leaves a torn line; readers skip torn lines.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["Event", "EventKind", "read"]
 
 log = logging.getLogger(__name__)
 MAX_JOURNAL_BYTES = 1 << 32
-"""Limit of a journal file that is read as a whole."""
+"""Limit of a journal file that is read whole."""
 _CHUNK_BYTES = 4 * 2**20
-"""Of a file that is read while it grows; no line is longer."""
+"""Chunk of a growing file; no line is longer."""
 _Time = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
@@ -34,7 +34,7 @@ _Duration = Annotated[float, msgspec.Meta(ge=-1e9, le=1e12)]
 
 
 class _IncidentForm(msgspec.Struct, frozen=True):
-    """What readers rely on in an incident, whatever else it has."""
+    """The types that readers rely on in an incident; other keys are ignored."""
 
     kind: str
     node: str | None = None
@@ -44,14 +44,12 @@ class _IncidentForm(msgspec.Struct, frozen=True):
 
 
 class _VerdictForm(msgspec.Struct, frozen=True):
-    """What readers rely on in a decision."""
-
     rung: _Number | None = None
     reason: str | None = None
 
 
 class _DataForm(msgspec.Struct, frozen=True):
-    """What readers rely on in ``Event.data``, whatever the event's kind: a name has one type in all of them."""
+    """The types that readers rely on in ``Event.data``: a name has the same type in all kinds of events."""
 
     incident: _IncidentForm | None = None
     verdict: _VerdictForm | None = None
@@ -92,8 +90,6 @@ class _DataForm(msgspec.Struct, frozen=True):
 
 
 class _Form(msgspec.Struct, frozen=True):
-    """A line whose values readers can count with."""
-
     wall_ns: _Time
     mono_ns: _Time
     cycle: _Number | None = None
@@ -107,16 +103,15 @@ _form_decoder = json_decoder(_Form)
 
 
 def read(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
-    """Yield all events of a run, by wall time; those of one process in the order in which they happened.
+    """Yield all events of a run by wall time, those of one process in the order in which they happened.
 
-    ``Event.data`` holds what :class:`EventKind` documents for the event's kind. What is written to a live run's journal
-    after the call is not seen: call again.
+    ``Event.data`` is documented in :class:`EventKind`. Events that a live run writes after the call are not included.
 
     Args:
         run_dir: The run directory; one without a journal has no events.
 
     Yields:
-        One event a line. Torn lines, and kinds of a newer version, are skipped.
+        One event for each line; torn lines and kinds of a newer version are skipped.
     """
     timed: list[tuple[int, Event]] = []
     for path in sorted((Path(run_dir) / "journal").glob("*.jsonl")):
@@ -131,7 +126,7 @@ def read(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
             log.debug("%d unreadable lines in %s are skipped", num_bad, path)
         wall_ns = 0
         for event in found:
-            wall_ns = max(wall_ns, event.wall_ns)  # a clock that was set back does not turn a process's order around
+            wall_ns = max(wall_ns, event.wall_ns)  # keeps a process's order if the clock was set back
             timed.append((wall_ns, event))
     timed.sort(key=lambda pair: pair[0])
     for _, event in timed:
@@ -151,28 +146,28 @@ class JournalFile:
 
     @property
     def rank(self) -> int | None:
-        """The global rank that writes to the file; ``None`` = another process does."""
+        """The global rank that writes the file; ``None`` = another kind of process writes the file."""
         found = re.search(r"-rank-(\d+)$", self.path.stem)
         return None if found is None else int(found[1])
 
     @property
     def is_of_agent(self) -> bool:
-        """Whether an agent writes to the file, or the coordinator that an agent hosts."""
+        """Whether an agent writes the file, or the coordinator that an agent hosts."""
         return self.path.stem.endswith(("-agent", "-coordinator"))
 
     def is_of_job(self, job: str) -> bool:
-        """Return whether the name begins with that of the job; so may the name of another job."""
+        """Return whether the file name starts with the job's name; another job's name may be a prefix too."""
         return self.path.name.startswith(f"{clean_name(job)}-")
 
 
 def name_file(run_dir: str | os.PathLike[str], *, job: str, node: str, proc: str, number: int = 1) -> Path:
-    """Return the path of a process's file; the first of a name has no number."""
+    """Return the path of a process's file; file 1 has no number in its name."""
     which = "" if number == 1 else f".{number}"
     return Path(run_dir) / "journal" / f"{clean_name(job)}-{clean_name(node)}{which}-{clean_name(proc)}.jsonl"
 
 
 def list_files(run_dir: str | os.PathLike[str]) -> list[JournalFile]:
-    """Return a journal's files, by name.
+    """Return the files of a journal, sorted by name.
 
     Raises:
         OSError: The folder does not exist, or cannot be read.
@@ -190,12 +185,12 @@ def list_files(run_dir: str | os.PathLike[str]) -> list[JournalFile]:
 
 
 def read_ends(path: Path, *, head_bytes: int, end_bytes: int) -> tuple[list[Event], int]:
-    """Return the first and the last events of a file, and the number of lines between that are no event.
+    """Return the first and the last events of a file, and the number of undecodable lines read.
 
     Args:
         path: The file.
-        head_bytes: How much of its begin is read; 0 = nothing, unless it is short enough to be read whole.
-        end_bytes: How much of its end is read.
+        head_bytes: Bytes to read from the start; 0 = none, unless the file fits in ``end_bytes``.
+        end_bytes: Bytes to read from the end.
 
     Raises:
         OSError: The file cannot be read, or is not a regular file.
@@ -215,7 +210,7 @@ def _whole_lines(data: bytes) -> bytes:
 
 
 class JournalTail:
-    """Read a growing journal: each event once; files that are added meanwhile, too.
+    """Read a growing journal, each event once, including files that are added later.
 
     Args:
         run_dir: The run directory; may not exist yet.
@@ -228,15 +223,15 @@ class JournalTail:
         """Files that could not be read at the last attempt."""
 
     def read_new(self, files: Iterable[Path] | None = None, *, max_chunks: int = 256) -> list[Event]:
-        """Return the events since the last call, by wall time; a line that is not whole yet comes at a later one.
+        """Return the events since the last call, by wall time; an incomplete line is returned by a later call.
 
-        A file that cannot be read is left out, and logged once.
+        A file that cannot be read is skipped and logged once.
 
         Args:
             files: The files to read; ``None`` = all.
-            max_chunks: Chunks of 4 MiB that are read of a file; the rest follows at the next calls.
+            max_chunks: Chunks of 4 MiB to read from each file; later calls continue.
 
-        Blocks: as long as the disk does.
+        Blocks: on the disk.
         """
         found: list[Event] = []
         if files is None:
@@ -267,7 +262,7 @@ class JournalTail:
         is_full = len(data) == _CHUNK_BYTES
         num_whole = data.rfind(b"\n") + 1
         if not num_whole and is_full:
-            num_whole = len(data)  # what is there is damaged
+            num_whole = len(data)  # damaged: no line is this long
         self._offsets[path] = begin + num_whole
         return decode_events(data[:num_whole])[0], is_full
 
@@ -276,9 +271,9 @@ class JournalTail:
 
 
 def decode_events(data: bytes) -> tuple[list[Event], int]:
-    """Return the events in some lines of a journal file, and the number of lines that are no event.
+    """Decode lines of a journal file; return the events and the number of undecodable lines.
 
-    A line is no event, either, where it has a value of another type or size than every version writes.
+    A line whose values have another type or size than any version writes counts as undecodable.
     """
     events: list[Event] = []
     num_bad = 0

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that importing the package costs next to nothing."""
+"""Import a package's names on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lazy_names(
 
     Args:
         package: Its ``__name__``.
-        homes: The names that come from each module.
+        homes: Each module's names.
     """
     namespace = vars(sys.modules[package])
     home_of = {name: home for home, names in homes.items() for name in names}

@@ -2,9 +2,9 @@
 
     12:34:56.789 INFO [agent a] cycle 0: ranks 0 to 1 of 2 run here
 
-A process configures the ``outlast`` logger once, where it starts, and never the root logger: an application that has
-configured logging, whenever it did, gets these lines through its own handlers. Level and format come from the
-environment, so that all processes of a node agree. Nothing is configured at import.
+A process configures the ``outlast`` logger once at its start, never the root logger: an application that configures
+logging, before or after, receives these lines through its handlers. Level and format come from the environment, so that
+all processes of a node agree. Nothing is configured at import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.queued_writer import StreamWriter, writer_of
 from outlast.wording import printable
 
 LEVELS = ("debug", "info", "warning", "error")
-"""What ``--log-level`` and ``OUTLAST_LOG_LEVEL`` take."""
+"""Valid values of ``--log-level`` and ``OUTLAST_LOG_LEVEL``."""
 _FORMATS = ("text", "json")
 
 OUTCOME = "outlast.outcome"
@@ -33,22 +33,20 @@ _PACKAGE = "outlast"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    """What is logged, and in which form."""
-
     level: int = logging.INFO
     as_json: bool = False
     is_level_given: bool = False
-    """Somebody asked for this level; otherwise that of an application which configured logging counts."""
+    """The user set this level; otherwise the level of an application that configured logging applies."""
 
 
 def read_settings(variables: Mapping[str, str] | None = None) -> LogSettings:
-    """Return what the environment sets.
+    """Read the log settings from the environment.
 
     Args:
-        variables: What to read instead of the environment of this process.
+        variables: Variables to read instead of the environment of this process.
 
     Raises:
-        ConfigError: A value is none of the known ones.
+        ConfigError: A value is not one of the known ones.
     """
     values = env.environ() if variables is None else variables
     level = _choose(env.LOG_LEVEL, values.get(env.LOG_LEVEL, ""), LEVELS)
@@ -77,19 +75,19 @@ def configure(
     least: int = logging.DEBUG,
     is_shared: bool = False,
 ) -> None:
-    """Write the package's log lines of this process to standard error, in the one format.
+    """Write the package's log lines of this process to standard error, in the common format.
 
-    Called again, it replaces what it configured before. Where an application configured logging, its handlers stay and
-    nothing is added. A wrong value in the environment is a warning here; :func:`read_settings` refuses it.
+    A second call replaces the first configuration. If the application configured logging, its handlers stay and nothing
+    is added. An invalid value in the environment is only a warning here; :func:`read_settings` refuses it.
 
     Args:
-        where: What stands in brackets: which process of the run this is.
+        where: Text in brackets that identifies the process.
         node: Name of the node, for JSON.
         rank: Global rank, for JSON.
-        threads: Names of threads that are something else, and what.
-        path: File to append to instead.
-        least: Level below which nothing is written, unless the environment asks for ``debug``.
-        is_shared: The process belongs to an application, whose handlers get the lines as soon as it has some.
+        threads: Text in brackets for the threads with these names.
+        path: File to append to instead of standard error.
+        least: Minimum level, unless the environment sets ``debug``.
+        is_shared: The process belongs to an application, whose handlers receive the lines once they exist.
 
     Thread: any; one at a time.
     """
@@ -116,7 +114,7 @@ def configure(
     handler.setFormatter(kind(where, threads or {}, node=node, rank=rank))
     logger.addHandler(handler)
     logger.propagate = is_shared
-    # Without a level of its own the logger has that of the application, which is WARNING unless it sets another.
+    # An unset level inherits that of the application, which is WARNING by default.
     if settings.is_level_given or (logger.level == logging.NOTSET and not (is_shared and level == logging.WARNING)):
         logger.setLevel(level)
     logging.getLogger(OUTCOME).setLevel(logging.INFO)
@@ -125,14 +123,9 @@ def configure(
 
 
 def configure_worker(rank: int, node: str, *, least: int = logging.INFO) -> None:
-    """Configure the log of a training process: what is the same on all ranks is logged by rank 0.
+    """Configure the log of a training process; rank 0 logs what is the same on all ranks.
 
-    The others write warnings and errors only, unless the level is ``debug``.
-
-    Args:
-        rank: Global rank.
-        node: Name of the node.
-        least: As for :func:`configure`.
+    The other ranks log warnings and errors only, unless the level is ``debug``. Arguments as for :func:`configure`.
 
     Thread: any; one at a time.
     """
@@ -141,11 +134,11 @@ def configure_worker(rank: int, node: str, *, least: int = logging.INFO) -> None
 
 
 class _Handler(logging.Handler):
-    """Write each record with one call, so that the lines of processes that share a terminal stay whole.
+    """Write each record with one call, so that lines of processes that share a terminal stay whole.
 
-    Standard error is looked up each time: a forked worker, or a script, may have replaced it. A process of the package
-    (an agent, a checkpoint writer, a monitor) never waits for a terminal or a pipe that nothing reads; a training
-    process writes as the script's own prints do.
+    Standard error is looked up for each record: a forked worker or a script may have replaced it. A process of the
+    package (an agent, a checkpoint writer, a monitor process) never waits for a terminal or pipe that is not read; a
+    training process writes as the script's prints do.
     """
 
     def __init__(self, path: str, *, level_set: int, is_shared: bool) -> None:
@@ -158,7 +151,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._is_shared and logging.getLogger().handlers:
-            return  # the application has configured logging since, and gets the record there
+            return  # the application has configured logging since and receives the record there
         stream = self._file if self._file is not None else sys.stderr
         if stream is None:  # closed before the process was started
             return
@@ -188,8 +181,6 @@ class _Handler(logging.Handler):
 
 
 class _LineFormatter(logging.Formatter):
-    """``12:34:56.789 INFO [agent a] text``."""
-
     def __init__(self, where: str, threads: Mapping[str, str], *, node: str, rank: int | None) -> None:
         super().__init__()
         self._where, self._threads, self._node, self._rank = where, dict(threads), node, rank
@@ -207,8 +198,6 @@ class _LineFormatter(logging.Formatter):
 
 
 class _JsonFormatter(_LineFormatter):
-    """One JSON object a line."""
-
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
             "time": clock.as_iso(round(record.created * 1e6) * 1000),

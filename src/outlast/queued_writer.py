@@ -1,8 +1,8 @@
-"""Lines that a thread writes, so that a disk, a terminal or a pipe which takes nothing keeps no caller waiting.
+"""A thread that writes lines, so that a blocked disk, terminal or pipe does not block callers.
 
-A caller waits until its line is written, so that the line is there before what is done next. Once a write has kept a
-caller waiting for too long, no caller waits any more until that write returns: lines queue up in memory, and what finds
-no room is counted. :class:`StreamWriter` does this for the output of a process; the journal has its own writer.
+A caller waits until its line is written, which keeps the order with the caller's next action. Once a write has blocked
+a caller for too long, no caller waits until that write returns: lines queue in memory, and lines beyond the queue's
+limit are counted. :class:`StreamWriter` serves the output of a process; the journal has its own subclass.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from outlast.wording import count
 
 _IDLE_S = 1.0
 FLUSH_S = 2.0
-"""How long a process that ends waits for its output to be taken."""
+"""Seconds that an ending process waits for its output to be written."""
 _PATIENCE_S = 0.2
-"""How long the first log line that a terminal or a pipe does not take keeps its process waiting."""
+"""Seconds that the first log line that a terminal or pipe does not accept blocks its caller."""
 _ROOM_S = 5.0
-"""How long forwarded output waits for room; after that it is dropped until something is taken."""
+"""Seconds that forwarded output waits for room; after that lines are dropped until a write succeeds."""
 _MAX_LINES, _MAX_BYTES = 8192, 4 << 20
 
 
 class QueuedWriter:
-    """The queue, and the thread that writes while there is something to write.
+    """The queue, and the thread that writes while the queue is not empty.
 
     A subclass has :meth:`_put`, :meth:`_lose` and :meth:`_free`.
 
     Args:
         name: Name of the thread.
-        patience_s: How long the first line that is not taken keeps its caller waiting.
-        max_lines: Lines that may wait; further ones are lost.
-        max_bytes: Bytes that may wait.
+        patience_s: Seconds that the first blocked line blocks its caller.
+        max_lines: Limit of queued lines; further ones are lost.
+        max_bytes: Limit of queued bytes.
 
     Thread: any; lines of several threads do not mix. A forked child may write, too.
     """
@@ -45,7 +45,7 @@ class QueuedWriter:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with an empty queue and without a thread: a forked child inherits no thread."""
+        """Start with an empty queue and no thread: a forked child inherits no thread."""
         self._owner = os.getpid()
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
@@ -55,15 +55,15 @@ class QueuedWriter:
         self._thread: threading.Thread | None = None
 
     def append(self, line: bytes, patience_s: float | None = None, *, room_s: float = 0.0) -> bool:
-        """Write a line, or leave it to be written once it is taken.
+        """Write a line, or queue the line if writing blocks.
 
         Args:
             line: The line.
-            patience_s: How long to wait until it is written; ``None`` = as the writer was made.
-            room_s: How long to wait for room in the queue.
+            patience_s: Seconds to wait until the line is written; ``None`` = the writer's default.
+            room_s: Seconds to wait for room in the queue.
 
         Returns:
-            ``False``: this call's wait has timed out, the first one to.
+            ``False`` if this call's wait was the first to time out.
         """
         if self._owner != os.getpid():
             self._begin()
@@ -96,10 +96,10 @@ class QueuedWriter:
                 self._changed.wait_for(lambda: not self._lines, timeout_s)
 
     def close(self, timeout_s: float = FLUSH_S) -> bool:
-        """Write what is left; later lines are dropped. Idempotent.
+        """Write the queued lines; later lines are dropped. Idempotent.
 
         Returns:
-            Whether all is written.
+            Whether everything is written.
 
         Blocks: up to ``timeout_s``.
         """
@@ -124,11 +124,11 @@ class QueuedWriter:
         self._thread = threading.Thread(target=self._serve, args=(_IDLE_S,), name=self._name, daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter is ending, or no thread can be had
+        except RuntimeError:  # the interpreter is ending, or no thread can be started
             self._serve(0.0)
 
     def _serve(self, idle_s: float) -> None:
-        """Write what there is; end when nothing has come for ``idle_s``, or the writer is closed."""
+        """Write queued lines; end when no line came for ``idle_s``, or the writer is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines or self._is_closed, idle_s)
@@ -140,7 +140,7 @@ class QueuedWriter:
                 line = self._lines[0]
             try:
                 self._put(line)
-            except Exception as error:  # noqa: BLE001  whatever it is, the next line may be written
+            except Exception as error:  # noqa: BLE001  the next line may succeed
                 self._lose(line, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._lines.popleft()
@@ -150,7 +150,7 @@ class QueuedWriter:
                 self._changed.notify_all()
 
     def _put(self, line: bytes) -> None:
-        """Write one line. Blocks: as long as that takes."""
+        """Write one line. Blocks: on the output."""
         raise NotImplementedError
 
     def _lose(self, line: bytes, problem: str) -> None:
@@ -158,32 +158,32 @@ class QueuedWriter:
         raise NotImplementedError
 
     def _free(self) -> None:
-        """Free what is written to; called once, when the writer is closed."""
+        """Release the output; called once, when the writer is closed."""
 
 
 class StreamWriter(QueuedWriter):
-    """Write to a terminal, a pipe or a file of this process that may not take anything for a while.
+    """Write to a terminal, a pipe or a file of this process that may block for a while.
 
-    Lines that find no room, or cannot be written, are counted; the output has one line on that once it takes lines
-    again and the queue is empty.
+    Lines that find no room, or cannot be written, are counted; once writing succeeds and the queue is empty, one line
+    reports their number.
 
     Args:
-        fd: The descriptor; it stays the caller's.
-        encoding: Of text.
+        fd: The descriptor; the caller keeps ownership.
+        encoding: Encoding of text.
     """
 
     def __init__(self, fd: int, encoding: str = "utf-8") -> None:
         super().__init__("outlast-output", patience_s=_PATIENCE_S, max_lines=_MAX_LINES, max_bytes=_MAX_BYTES)
         self._fd, self._encoding = fd, encoding
         self.num_dropped = 0
-        """Lines that were dropped and that the output does not report yet."""
+        """Dropped lines that the output does not report yet."""
 
     def log(self, text: str) -> None:
-        """Write log lines. Blocks: 0.2 s at most, and only the first time that they are not taken."""
+        """Write log lines. Blocks: 0.2 s at most, and only the first time that writing blocks."""
         self.append(text.encode(self._encoding, errors="backslashreplace"))
 
     def write(self, text: str) -> None:
-        """Write forwarded output, which may wait in its source. Blocks: 5 s at most, once, while there is no room."""
+        """Write forwarded output, which can wait in its source. Blocks: 5 s at most, once, while there is no room."""
         self.append(text.encode(self._encoding, errors="backslashreplace"), 0.0, room_s=_ROOM_S)
 
     def _put(self, line: bytes) -> None:
@@ -200,7 +200,7 @@ class StreamWriter(QueuedWriter):
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # another process has made it non-blocking, as it shares the terminal
+            except BlockingIOError:  # another process that shares the terminal made it non-blocking
                 waiting = select.poll()
                 waiting.register(self._fd, select.POLLOUT)
                 waiting.poll()
@@ -213,7 +213,7 @@ _streams: dict[int, StreamWriter] = {}
 
 
 def writer_of(stream: TextIO) -> StreamWriter | None:
-    """Return the writer for the descriptor of a stream, one for each; ``None``: the stream has no descriptor."""
+    """Return the single writer of a stream's descriptor; ``None`` = the stream has no descriptor."""
     try:
         fd = stream.fileno()
     except (OSError, ValueError, AttributeError):  # closed, or in memory

@@ -1,4 +1,4 @@
-"""The package's version, where every module can read it without importing the public face."""
+"""The package's version, importable without the public package."""
 
 from __future__ import annotations
 

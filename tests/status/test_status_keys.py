@@ -12,7 +12,7 @@ import pytest
 from outlast import env
 from outlast.policy.run_view import RunView
 from outlast.runtime.run_key import RunKey, find_run_key
-from outlast.status.evidence import _ask_for
+from outlast.status.evidence import ask_job
 from outlast.testing import Cluster
 
 WAITS = """
@@ -49,9 +49,9 @@ def test_the_key_of_a_run_that_is_asked_can_come_from_a_file(tmp_path: Path) -> 
         assert "give --run-key-file or OUTLAST_RUN_KEY" in refused.stderr
         events = job.events()
         key = find_run_key("", None, key_file=str(key_file), is_one_machine=True)
-        live, _ = _ask_for(RunView.of(events).job(events[0].job), [RunKey.of_run_id("other"), key])
+        live, _ = ask_job(RunView.of(events).job(events[0].job), [RunKey.of_run_id("other"), key])
         assert live is not None
-        nothing, why = _ask_for(RunView.of(events).job(events[0].job), [RunKey.of_run_id("other")])
+        nothing, why = ask_job(RunView.of(events).job(events[0].job), [RunKey.of_run_id("other")])
         assert nothing is None
         assert why is not None
         assert "its run key is another one" in why

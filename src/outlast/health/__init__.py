@@ -1,6 +1,6 @@
-"""Health checks: whether a node, its devices and a group of ranks are fit to train, as data.
+"""Health checks of a node, its devices and a group of ranks, with results as data.
 
-The names below are imported on first use: an agent that checks its node needs no torch for it.
+The names below are imported on first use: an agent checks its node without torch.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Whether this node's devices are fit to train: they are there, compute right, keep memory, have no recorded fault.
+"""Device health checks: presence, exact arithmetic, memory retention, and faults recorded by the driver.
 
-What torch offers is imported in the probe process, for accelerators only; the CPU's product is numpy's, so that a node
-without GPUs is checked in a fraction of a second.
+torch is imported in the probe process, for accelerators only; the CPU's product uses numpy, so that a node without GPUs
+is checked in a fraction of a second.
 
-Every bit of the matrix product is known beforehand, whatever computes it. The factors are small whole numbers, so that
-each product and each partial sum is a number that the format holds exactly: the order of summation, blocking, fused or
-split reductions and TF32 change nothing, and one digest holds for every correct CPU and GPU. A device that gets a
-single bit wrong gives another.
+Every bit of the matrix product is known in advance. The factors are small integers, so that each product and partial
+sum is exact in the format: the order of summation, blocking, fused or split reductions and TF32 change nothing, and one
+digest is valid for every correct CPU and GPU. A single wrong bit changes the digest.
 
-Faults that the driver recorded, and how much memory is in use, come from NVIDIA's management library, NVML (a GPU, or a
-driver, that does not offer some counter gives ``None`` for it); faults also from the XIDs in the kernel's log.
+Recorded faults and memory use come from NVIDIA's management library, NVML (``None`` for a counter that the GPU or
+driver does not support); faults also from the XIDs in the kernel log.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ EXPECTED = {(512, 8): "d95868279b2af29f", (2048, 8): "e98b6ae67a7869c2", (2048, 
 _Products = list[tuple[str, int, int, Any]]
 """Format, size, largest factor, product."""
 WINDOW_S = 3600.0
-"""How far back a fault still counts; a node that was repaired since then may join."""
+"""Age up to which a fault counts; a node that was repaired since may join."""
 
 _XID_LINE = re.compile(r"\d+,\d+,(?P<time_us>\d+),[^;]*;.*NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<xid>\d+)")
 _BAD_XIDS = {
@@ -59,10 +58,10 @@ _BAD_XIDS = {
     119: "GSP RPC timeout",
     120: "GSP error",
 }
-"""XIDs of the hardware; those that an application can cause (13, 31, 43, ...) do not count."""
+"""XIDs of hardware faults; those that an application can cause (13, 31, 43, ...) do not count."""
 _MAX_LINKS = 18
 _SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
-"""Bits of NVML's clock event reasons that mean trouble; a power cap set on purpose is none."""
+"""Bits of NVML's clock event reasons that indicate a fault; a deliberate power cap does not."""
 
 
 def check_gpu(
@@ -71,15 +70,15 @@ def check_gpu(
     *,
     node: str | None = None,
 ) -> tuple[CheckResult, ...]:
-    """Check GPUs: in reach, right to the bit, memory that keeps what is written, no fault known to the driver.
+    """Check GPUs: reachable, exact to the bit, memory retains data, no fault recorded by the driver.
 
-    All of it happens in a process of its own: this one gets no context on any GPU, and a driver that hangs or crashes
-    has failed the check.
+    The checks run in a separate process: this one gets no context on any GPU, and a driver that hangs or crashes is a
+    failed check.
 
     Args:
-        device: Number of a GPU, or of several; ``None`` = all. Where there is none, the CPU's arithmetic is checked.
-        config: How long it may take, how much memory is tested.
-        node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
+        device: Number of a GPU, or of several; ``None`` = all. Without GPUs the CPU's arithmetic is checked.
+        config: Timeouts, and the amount of memory to test.
+        node: This node's name, for ``simulate_wrong_gemm``; ``None`` = the host name.
 
     Blocks: up to ``device_timeout`` for each check.
     """
@@ -90,7 +89,7 @@ def check_gpu(
 def probe_devices(
     prober: Prober, config: HealthConfig, device: int | Sequence[int] | None = None, *, node: str | None = None
 ) -> Iterator[CheckResult]:
-    """Make the checks of :func:`check_gpu` with a prober, which stays open."""
+    """Run the checks of :func:`check_gpu` with a prober, which stays open."""
     ask = partial(prober.ask, timeout_s=config.device_timeout)
     flip = config.simulate_wrong_gemm == (node or env.clean_name(env.hostname()))
     present = ask(DeviceCount(), "devices", "node")
@@ -116,7 +115,7 @@ def probe_devices(
 
 
 def has_gpus() -> bool:
-    """Return whether the driver offers GPUs on this node; costs nothing, and is independent of their state."""
+    """Return whether device files of NVIDIA GPUs exist on this node, whatever the GPUs' state."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -134,12 +133,12 @@ class DeviceCount(Check, frozen=True, kw_only=True):
 
 
 class ComputeCheck(Check, frozen=True, kw_only=True):
-    """A device multiplies right in each number format, to the bit."""
+    """A device multiplies matrices exactly in each number format."""
 
     device: int | None = None
     """Number of the accelerator; ``None`` = the CPU."""
     flip: bool = False
-    """Change one bit of the product."""
+    """Flip one bit of the product, for a test."""
     num_rounds: int = 4
     """Products of each number format."""
 
@@ -160,7 +159,7 @@ class ComputeCheck(Check, frozen=True, kw_only=True):
 
 
 class DeviceMemoryCheck(Check, frozen=True, kw_only=True):
-    """A device's memory keeps what is written to it: patterns, and in each word a number of its own."""
+    """A device's memory retains what is written: patterns, and a different number in each word."""
 
     device: int | None = None
     num_bytes: int
@@ -175,7 +174,7 @@ class DeviceMemoryCheck(Check, frozen=True, kw_only=True):
             try:
                 words = torch.empty(num_words, dtype=torch.int64, device=device)
             except torch.OutOfMemoryError:
-                # Another process uses it: what is left is tested.
+                # Another process uses the memory: test the rest.
                 num_words, shrunk = num_words // 2, True
                 if num_words < 1 << 17:
                     return failed("less than 1 MiB of its memory is free")
@@ -195,7 +194,7 @@ class DeviceMemoryCheck(Check, frozen=True, kw_only=True):
 
 
 class DriverCheck(Check, frozen=True, kw_only=True):
-    """The driver has recorded no fault of a device, by NVML and the kernel's log."""
+    """NVML and the kernel log have no recorded fault of a device."""
 
     device: int
 
@@ -215,7 +214,7 @@ class DriverCheck(Check, frozen=True, kw_only=True):
 
 
 class DeviceMemoryUse(Check, frozen=True, kw_only=True):
-    """How much memory each NVIDIA GPU has in use: ``facts["used_bytes"]``, by UUID, in NVML's order."""
+    """Memory in use on each NVIDIA GPU: ``facts["used_bytes"]``, by UUID, in NVML's order."""
 
     def run(self) -> CheckOutcome:
         used = read_memory_use()
@@ -223,11 +222,11 @@ class DeviceMemoryUse(Check, frozen=True, kw_only=True):
 
 
 def factors(size: int, largest: int) -> Factors:
-    """Return two square matrices of whole numbers from ``-largest`` to ``largest``, always the same ones."""
+    """Return two square integer matrices with values from ``-largest`` to ``largest``, always the same."""
     import numpy as np
 
     numbers = np.arange(2 * size * size, dtype=np.uint64)
-    # A multiplicative hash: no library's random numbers, whose streams may change.
+    # A multiplicative hash, because the random numbers of libraries may change.
     mixed = (numbers ^ np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
     values = ((mixed >> np.uint64(33)) % np.uint64(2 * largest + 1)).astype(np.int64) - largest
@@ -236,7 +235,6 @@ def factors(size: int, largest: int) -> Factors:
 
 
 def digest_of(product: np.ndarray[Any, Any], *, flip: bool = False) -> str:
-    """Return the digest of a product."""
     import numpy as np
 
     whole = np.ascontiguousarray(product).astype(np.int32)
@@ -271,7 +269,7 @@ def _on_device(device: torch.device, num_rounds: int) -> _Products:
 
 
 class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML reports about a GPU; ``None`` = unknown."""
+    """NVML's counters of a GPU; ``None`` = unknown."""
 
     name: str
     pci_bus_id: str = ""
@@ -280,7 +278,7 @@ class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
     retired_pages: int | None = None
     """Pages retired because of double-bit errors (before Ampere)."""
     rows_pending: bool | None = None
-    """Rows wait to be remapped: the GPU must be reset."""
+    """Rows are pending to be remapped: the GPU must be reset."""
     rows_failed: bool | None = None
     """A row could not be remapped: the GPU must be replaced."""
     links_active: int | None = None
@@ -289,17 +287,17 @@ class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
     link_errors: int | None = None
     """Recoveries of NVLinks since the driver was loaded."""
     slowdowns: int | None = None
-    """Bits of the reasons for which clocks are held down now."""
+    """Bits of the reasons that limit the clocks now."""
     temperature_c: int | None = None
     used_bytes: int | None = None
 
     def to_facts(self) -> dict[str, Any]:
-        """Return what is known."""
+        """Return the known counters."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
 def judge_reading(reading: NvmlReading) -> list[str]:
-    """Return what is wrong with a GPU, for people; empty = nothing."""
+    """Return a GPU's faults for people; empty = none."""
     wrong = []
     if reading.ecc_uncorrected:
         wrong.append(f"{reading.ecc_uncorrected} uncorrectable memory errors (ECC)")
@@ -319,7 +317,7 @@ def judge_reading(reading: NvmlReading) -> list[str]:
 
 
 def read_nvml(uuid: str) -> NvmlReading | str:
-    """Return what NVML reports about the GPU with this UUID; a text: why it reports nothing."""
+    """Return NVML's counters of the GPU with this UUID, or a text: why there are none."""
 
     def read(nvml: Any) -> NvmlReading | str:
         try:
@@ -331,10 +329,10 @@ def read_nvml(uuid: str) -> NvmlReading | str:
 
 
 def read_memory_use() -> dict[str, int | None] | str:
-    """Return the bytes that each GPU has in use, by UUID, in NVML's order; a text: why NVML reports nothing.
+    """Return the bytes in use on each GPU by UUID in NVML's order, or a text: why NVML reports nothing.
 
-    ``None``: not known of that GPU. One that does not even give its UUID, as it is lost, or another container's, stands
-    under its number.
+    ``None`` = not known. A GPU that does not report its UUID, because it is lost or belongs to another container, is
+    listed by its number.
     """
 
     def read(nvml: Any) -> dict[str, int | None] | str:
@@ -356,7 +354,7 @@ def read_memory_use() -> dict[str, int | None] | str:
 
 
 def _ask_nvml(read: Callable[[Any], T]) -> T | str:
-    """Return what a function reads from NVML's module; a text: why NVML cannot be asked."""
+    """Call a function with NVML's module, initialised; return its result, or a text: why NVML is unavailable."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -414,12 +412,12 @@ def _text(value: str | bytes) -> str:
 
 
 def find_faults(records: Iterable[str], pci_bus_id: str, *, now_s: float) -> list[str]:
-    """Return the faults of a GPU in the log's records.
+    """Return the faults of a GPU in kernel log records.
 
     Args:
-        records: As ``/dev/kmsg`` gives them.
-        pci_bus_id: As NVML gives it; the domain may have other numbers of zeros.
-        now_s: The monotonic clock, which begins with the machine as the log's does.
+        records: As read from ``/dev/kmsg``.
+        pci_bus_id: As reported by NVML; the domain may have another number of leading zeros.
+        now_s: The monotonic clock, which starts at boot like the log's.
     """
     found: dict[int, int] = {}
     for record in records:
@@ -459,4 +457,4 @@ def _log_records(fd: int) -> Iterable[str]:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            continue  # records were overwritten during the read: continue with the oldest left
+            continue  # records were overwritten during the read: continue with the oldest one

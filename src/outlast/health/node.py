@@ -1,7 +1,7 @@
-"""Whether a node is fit to train: its disks, memory, clock, descriptors, network, and the user's own checks.
+"""Node health checks: disks, memory, clock, descriptors, network, and the user's commands.
 
-Run as a program, this is the probe process of :class:`~outlast.health.probing.Prober`: it makes the checks that its
-parent sends, one after another, and sends each one's outcome.
+Run as a program, this is the probe process of :class:`~outlast.health.probing.Prober`: it runs the checks that its
+parent sends and sends back each outcome.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def check_node(
     network: bool = True,
     num_products: int = 4,
 ) -> tuple[CheckResult, ...]:
-    """Check this node: its disks, memory, clock, network, its CPU's arithmetic, the user's own checks.
+    """Check this node: disks, memory, clock, network, the CPU's arithmetic, and the user's commands.
 
-    Every check is made in a process of its own; one that takes too long has failed.
+    The checks run in a separate process; a check that takes too long has failed.
 
     Args:
-        config: What the node must have.
-        places: Folders and URLs of tiers, and the run directory; those that do not exist yet are checked where they
-            will be made.
-        node: This node's name, for ``simulate_wrong_gemm``; the host's without it.
-        network: Off: only interfaces that ``network_interfaces`` names must be up; for a job of one node.
+        config: The requirements.
+        places: Folders and URLs of tiers, and the run directory; for a folder that does not exist yet, the nearest
+            existing parent is checked.
+        node: This node's name, for ``simulate_wrong_gemm``; ``None`` = the host name.
+        network: Off: only interfaces in ``network_interfaces`` must be up; for a job of one node.
         num_products: Matrix products of each number format; 0 = the arithmetic is not checked.
 
-    Blocks: up to ``check_timeout`` for each check; all of them together take a fraction of a second on a sound node.
+    Blocks: up to ``check_timeout`` for each check; on a healthy node all checks take a fraction of a second.
     """
     with Prober() as prober:
         return probe_node(
@@ -77,7 +77,7 @@ def probe_node(
     network: bool = True,
     num_products: int = 4,
 ) -> tuple[CheckResult, ...]:
-    """Make the checks of :func:`check_node` with a prober, which stays open."""
+    """Run the checks of :func:`check_node` with a prober, which stays open."""
     checks: list[tuple[Check, str, str]] = []
     for place in dict.fromkeys(places):
         if "://" in place and not place.startswith("file://"):
@@ -102,7 +102,7 @@ def probe_node(
     hung: set[str] = set()
     for check, name, target in checks:
         if name == "clock" and target in hung:
-            continue  # the result of the disk has said so, and another check would wait as long
+            continue  # the disk check has reported it, and this check would wait as long
         results.append(prober.ask(check, name, target, timeout_s=config.check_timeout))
         if results[-1].status == Status.TIMED_OUT:
             hung.add(target)
@@ -110,13 +110,13 @@ def probe_node(
 
 
 def places_of(config: Config) -> tuple[str, ...]:
-    """Return where a run writes, for ``places``: its run directory and its tiers, as far as they are named."""
+    """Return a run's directories for ``places``: the run directory and the configured tiers."""
     tiers = () if config.checkpoint is None else (config.checkpoint.directory, config.checkpoint.local_directory)
     return tuple(place for place in (config.run_dir, *tiers) if place is not None)
 
 
 class DiskCheck(Check, frozen=True, kw_only=True):
-    """A folder, or where it will be made, accepts data, keeps it, and has room."""
+    """A folder, or its nearest existing parent, accepts data, returns the same data, and has free space."""
 
     path: str
     min_free_bytes: int
@@ -145,7 +145,7 @@ class DiskCheck(Check, frozen=True, kw_only=True):
 
 
 class StoreCheck(Check, frozen=True, kw_only=True):
-    """An object store accepts a file, keeps it, and deletes it."""
+    """An object store accepts, returns and deletes a file."""
 
     url: str
 
@@ -161,20 +161,20 @@ class StoreCheck(Check, frozen=True, kw_only=True):
                 found = files.cat_file(name)
             finally:
                 files.rm_file(name)
-        except Exception as error:  # noqa: BLE001 - every store has exceptions of its own
+        except Exception as error:  # noqa: BLE001  every object store has different exceptions
             return failed(f"cannot be written ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
         return ok("writable") if found == data else failed("returned different bytes than were written")
 
 
 class SharedMemoryCheck(Check, frozen=True, kw_only=True):
-    """``/dev/shm`` is there, can be written, and has the room that the script needs; containers often give it 64 MiB.
+    """``/dev/shm`` is writable and has the space that the script needs; containers often limit it to 64 MiB.
 
-    Nothing of outlast's lies there: its shared memory has no file (``memfd``), counts as memory, and is not bounded by
-    the size of ``/dev/shm``. So without a number of the user's it cannot be too small.
+    outlast stores nothing there: its shared memory (``memfd``) has no file, counts as memory, and is not limited by the
+    size of ``/dev/shm``. So ``/dev/shm`` is only too small for a limit that the user sets.
     """
 
     min_free_bytes: int
-    """0 = no need is known; then its room is only reported."""
+    """0 = no requirement: the free space is only reported."""
     path: str = "/dev/shm"
 
     def run(self) -> CheckOutcome:
@@ -196,7 +196,7 @@ class SharedMemoryCheck(Check, frozen=True, kw_only=True):
 
 
 class MemoryCheck(Check, frozen=True, kw_only=True):
-    """The node, or this container, has memory left."""
+    """The node or the container has enough free memory."""
 
     min_free_bytes: int
 
@@ -214,7 +214,7 @@ class MemoryCheck(Check, frozen=True, kw_only=True):
 
 
 class OpenFilesCheck(Check, frozen=True, kw_only=True):
-    """A process may have enough descriptors, once its soft limit is the hard one, as in all processes of a run."""
+    """A process may open enough files after raising its soft limit to the hard one, as all processes of a run do."""
 
     min_open_files: int
 
@@ -233,7 +233,7 @@ class OpenFilesCheck(Check, frozen=True, kw_only=True):
 
 
 class ClockCheck(Check, frozen=True, kw_only=True):
-    """This node's clock agrees with that of a folder's file server, by the times that both give a new file."""
+    """This node's clock agrees with a file server's, by the times that both give to a new file."""
 
     path: str
     max_skew_s: float
@@ -252,7 +252,7 @@ class ClockCheck(Check, frozen=True, kw_only=True):
 
 
 class NetworkCheck(Check, frozen=True, kw_only=True):
-    """Interfaces are up; without names: any but the loopback."""
+    """The given interfaces are up; by default, any other than the loopback."""
 
     interfaces: tuple[str, ...] = ()
 
@@ -275,7 +275,7 @@ class NetworkCheck(Check, frozen=True, kw_only=True):
 
 
 class CommandCheck(Check, frozen=True, kw_only=True):
-    """A command of the user's ends with exit code 0; the prober ends it when it takes too long."""
+    """A command of the user exits with 0; the prober ends a command that takes too long."""
 
     command: str
 
@@ -298,7 +298,7 @@ class CommandCheck(Check, frozen=True, kw_only=True):
 
 
 def _nearest(path: Path) -> Path:
-    """Return the folder, or the nearest above it that exists."""
+    """Return the nearest existing folder at or above a path."""
     path = Path(os.path.abspath(path))
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -307,7 +307,7 @@ def _nearest(path: Path) -> Path:
 
 @contextmanager
 def _new_file(folder: Path) -> Iterator[int]:
-    """Make a file that is removed again; give its descriptor."""
+    """Create a temporary file and yield its descriptor."""
     path = folder / f".outlast-probe-{secrets.token_hex(8)}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -341,7 +341,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _time_of_new_memory() -> float:
-    """Return the time that this node's kernel gives a file; one without a name is on no server's disk."""
+    """Return the time that this node's kernel gives to a file without a server: one in memory."""
     fd = memory_file("outlast-clock")
     try:
         os.write(fd, b"0")
@@ -358,7 +358,7 @@ def _time_of_new_file(folder: Path) -> float:
 
 
 def _infiniband_state(name: str) -> bool | None:
-    """Return whether all ports of an InfiniBand device are active; ``None``: there is no such device."""
+    """Return whether all ports of an InfiniBand device are active; ``None`` = no such device."""
     try:
         ports = sorted(Path("/sys/class/infiniband", name, "ports").iterdir())
         states = [(port / "state").read_text() for port in ports]
@@ -389,7 +389,7 @@ def main() -> None:
     while (check := channel.receive()) is not None:
         try:
             outcome = check.run()
-        except Exception as error:  # noqa: BLE001 - whatever a driver or a library raises is the outcome
+        except Exception as error:  # noqa: BLE001  any error of a driver or library is the outcome
             text = " ".join(str(error).split())[:500]
             outcome = CheckOutcome(status=Status.ERROR, reason=f"{type(error).__name__}: {text}")
         channel.send(outcome)

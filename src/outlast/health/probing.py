@@ -1,7 +1,7 @@
-"""Checks, what they find, and the process that makes them, so that one that hangs or crashes harms no caller.
+"""Checks, their outcomes, and the probe process that isolates callers from checks that hang or crash.
 
-A check of a network disk, a driver or a user's script can block forever, where no exception reaches it; some crash the
-process. The probe process runs one check after another. When one exceeds its time, or the process dies, that is the
+A check of a network disk, a driver or a user's script can block forever in a way that no exception interrupts; some
+crash the process. The probe process runs one check after another. If a check times out or its process dies, that is the
 check's outcome, and the next check gets a new process.
 """
 
@@ -20,33 +20,32 @@ from outlast.runtime.processes import ChildProcess, describe_exit
 
 
 class Status(StrEnum):
-    """How a check ended. A wrong answer, none, and a check that could not be made are three things."""
+    """Outcome of a check: a wrong result, no response, and a check that could not run are distinct."""
 
     OK = "ok"
-    """Looked at, and right."""
+    """The check passed."""
     FAILED = "failed"
-    """Looked at, and wrong."""
+    """The check found a fault."""
     LOST = "lost"
     """The peer is gone."""
     TIMED_OUT = "timed_out"
-    """No answer in time."""
+    """No response in time."""
     ERROR = "error"
-    """The check could not be made; nothing is known."""
+    """The check could not run; nothing is known."""
     SKIPPED = "skipped"
-    """There is nothing here to check."""
+    """There is nothing to check here."""
 
 
 class CheckOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check found."""
+    """The outcome of one check."""
 
     status: Status
     reason: str
     """One line for people."""
     facts: dict[str, Any] = {}
-    """What was measured."""
 
     def result(self, name: str, target: str, *, started_s: float) -> CheckResult:
-        """Return it as the result of a named check of a target, begun at a monotonic time."""
+        """Return the result of a named check of a target that started at a monotonic time."""
         took_s = round(now_s() - started_s, 4)
         return CheckResult(
             name=name, target=target, status=self.status, reason=self.reason, took_s=took_s, facts=self.facts
@@ -54,10 +53,10 @@ class CheckOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One check, which a probe process runs. Each knows what it needs, and nothing of this process."""
+    """One check, run in a probe process: its fields hold all that it needs."""
 
     def run(self) -> CheckOutcome:
-        """Make the check.
+        """Run the check.
 
         Blocks: possibly forever; :class:`Prober` bounds it.
         """
@@ -65,22 +64,21 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One check of one thing."""
+    """The result of one check of one target."""
 
     name: str
-    """What was checked: ``disk``, ``shm``, ``compute``, ..."""
+    """Kind of check: ``disk``, ``shm``, ``compute``, ..."""
     target: str
-    """Of what: a path, a device, an interface."""
+    """A path, a device, an interface."""
     status: Status
     reason: str
     """One line for people."""
     took_s: float
     facts: dict[str, Any] = {}
-    """What was measured."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether the node is to be kept out for it."""
+        """Whether the node must be excluded because of this result."""
         return self.status not in (Status.OK, Status.SKIPPED)
 
     def describe(self) -> str:
@@ -89,29 +87,27 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_failed(results: Iterable[CheckResult]) -> str | None:
-    """Return why a node is to be kept out, for people; ``None``: it may join."""
+    """Return why a node must be excluded, for people; ``None`` = it may join."""
     return "; ".join(result.describe() for result in results if result.has_failed) or None
 
 
 def ok(reason: str, **facts: Any) -> CheckOutcome:
-    """Return the outcome of a check that passed."""
     return CheckOutcome(status=Status.OK, reason=reason, facts=facts)
 
 
 def failed(reason: str, **facts: Any) -> CheckOutcome:
-    """Return the outcome of a check that failed."""
     return CheckOutcome(status=Status.FAILED, reason=reason, facts=facts)
 
 
 def skipped(reason: str, **facts: Any) -> CheckOutcome:
-    """Return the outcome of a check for which there is nothing here."""
     return CheckOutcome(status=Status.SKIPPED, reason=reason, facts=facts)
 
 
 class Prober:
-    """Run checks in a probe process. A context manager: what it started is ended at its end.
+    """Run checks in a probe process. A context manager that ends the process on exit.
 
-    Thread: one, which must outlive the probe process: the kernel ends that with it. :meth:`abandon`: any.
+    Thread: one, which must outlive the probe process, because the kernel ends the process with the thread.
+    :meth:`abandon`: any.
     """
 
     def __init__(self) -> None:
@@ -126,7 +122,7 @@ class Prober:
         self._drop()
 
     def ask(self, check: Check, name: str, target: str, *, timeout_s: float) -> CheckResult:
-        """Have a check made.
+        """Run a check in the probe process.
 
         Blocks: up to ``timeout_s`` and some seconds, whatever the check does.
         """
@@ -152,7 +148,7 @@ class Prober:
         return outcome
 
     def abandon(self) -> None:
-        """End the check that is being made, and make no others: they all fail at once. Blocks: never."""
+        """End the current check and fail all later ones at once. Blocks: never."""
         with self._lock:
             self._abandoned.set()
             if self._child is not None:
@@ -163,11 +159,11 @@ class Prober:
             try:
                 self._child.channel.send(check)
             except ConnectionError:
-                pass  # it is gone; the end of its answers shows how
+                pass  # the process is gone; receive() reports how
             return self._child
         if self._abandoned.is_set():
             raise OSError("no checks are made any more")
-        # In a session of its own: a user's command and all it starts are ended with it.
+        # A separate session, so that a user's command and its children end with the process.
         child = ChildProcess(
             "outlast.health.node", str(os.getpid()), task=check, receives=CheckOutcome, quiet=True, own_session=True
         )

@@ -1,11 +1,11 @@
-"""Whether all ranks still answer each other: alive, gone, silent and wrong are distinguished.
+"""Check that all ranks respond to each other; dead, silent and wrong ranks are distinguished.
 
-The ranks exchange numbers on a group of their own, made beside the training's groups: whatever happens to it, those
-are not touched. Gloo's own timeout is not used, because it closes connections before any rank can record why, and a
-rank that sees its connection closed would mistake a silent peer for a dead one. Instead the first rank that knows
-leaves its finding in the ranks' store, and only then cuts the connections.
+The ranks exchange numbers in a separate group, so that the training's groups are not affected. Gloo's timeout is not
+used: it closes connections before any rank can record why, and a rank that sees its connection closed would mistake a
+silent peer for a dead one. Instead the first rank that detects a problem writes its finding to the ranks' TCPStore, and
+only then closes the connections.
 
-It checks that the ranks' processes answer, not that their GPUs' links work.
+The check covers the ranks' processes, not the links between their GPUs.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 _MARGIN_S = 3.0
 _LATE_S = 0.5
-"""How much later than others a rank may come before it counts as absent where a connection ended at once."""
+"""Seconds that a rank may come later than others before it counts as absent after a closed connection."""
 _SLACK = 6.0
-"""How many times longer than ours gloo's own timeout is."""
+"""Gloo's timeout as a multiple of the check's."""
 
 
 class ProcessGroupCheck:
-    """Ask all ranks whether they answer, as often as wanted.
+    """Check repeatedly whether all ranks respond.
 
-    A context manager. Once a check has failed, the group is unusable; later ones return the same result at once.
+    A context manager. After a failed check the group is unusable, and later checks return the same result at once.
 
     Args:
-        timeout_s: How long all ranks may take to answer, the latest included.
+        timeout_s: Seconds for all ranks to respond, including the latest.
 
     Raises:
         ConfigError: ``torch.distributed`` is not initialised.
         RendezvousError: The ranks did not find each other.
 
-    Collective: all ranks of the default group make one, and call :meth:`run` equally often.
-    Blocks: making one, up to ``timeout_s``.
+    Collective: all ranks of the default group create one, and call :meth:`run` equally often.
+    Blocks: on creation, up to ``timeout_s``.
     """
 
     def __init__(self, *, timeout_s: float = 10.0) -> None:
@@ -65,11 +65,11 @@ class ProcessGroupCheck:
         self.close()
 
     def run(self) -> CheckResult:
-        """Ask once.
+        """Check all ranks once.
 
         Returns:
-            ``OK``; ``LOST``: a rank is gone; ``TIMED_OUT``: a rank gives no answer; ``FAILED``: a rank gives a wrong
-            one; ``ERROR``: the ranks' store cannot be asked. The reason names the ranks that are known.
+            ``OK``; ``LOST``: a rank is gone; ``TIMED_OUT``: a rank does not respond; ``FAILED``: a rank returned a
+            wrong number; ``ERROR``: the ranks' TCPStore cannot be queried. The reason lists the known ranks.
 
         Collective: all ranks.
         Blocks: up to ``timeout_s`` and some seconds, whatever the peers do.
@@ -87,19 +87,19 @@ class ProcessGroupCheck:
         return result
 
     def close(self) -> None:
-        """Leave the group. Blocks: never; peers that are in a check find this rank gone."""
+        """Close the group. Blocks: never; peers in a check see this rank as gone."""
         self._group.close()
 
 
 def check_process_group(timeout_s: float = 10.0) -> CheckResult:
-    """Ask all ranks once whether they answer; a :class:`ProcessGroupCheck` of one use.
+    """Check all ranks once with a temporary :class:`ProcessGroupCheck`.
 
     Raises:
         ConfigError: ``torch.distributed`` is not initialised.
 
     Collective: all ranks of the default group.
-    Blocks: up to about twice ``timeout_s`` times the slack that making a group takes; use one
-        :class:`ProcessGroupCheck` where it is asked often.
+    Blocks: up to about twice ``timeout_s`` plus the time to create a group; for repeated checks keep a
+    :class:`ProcessGroupCheck`.
     """
     try:
         with ProcessGroupCheck(timeout_s=timeout_s) as check:
@@ -110,7 +110,7 @@ def check_process_group(timeout_s: float = 10.0) -> CheckResult:
 
 
 class _Exchange:
-    """One round: numbers that each rank can compute for each other one."""
+    """One round: each rank contributes a number that all ranks can compute."""
 
     def __init__(self, group: Group, key: str, rank: int, world_size: int, number: int) -> None:
         self._group, self._key, self._rank = group, key, rank
@@ -121,7 +121,7 @@ class _Exchange:
         self._lock = threading.Lock()
 
     def run(self, timeout_s: float) -> CheckOutcome:
-        # A thread, because a store or a collective whose peer has stopped can block past every timeout of its own.
+        # A thread, because a store or collective with a stopped peer can block beyond its timeout.
         threading.Thread(target=self._ask, name="outlast-group-check", daemon=True).start()
         if not self._done.wait(timeout_s) and not (self._is_judging and self._done.wait(_MARGIN_S)):
             judge = threading.Thread(target=self._give_up, args=(timeout_s,), name="outlast-group-judge", daemon=True)
@@ -171,7 +171,7 @@ class _Exchange:
         self._settle(self._find(Status.TIMED_OUT, f"no response in {timeout_s:g} s"))
 
     def _find(self, status: Status, why: str) -> CheckOutcome:
-        """Return the finding of the first rank that knew, which is this one unless another was faster."""
+        """Return the finding of the first rank that detected a problem: this one unless another was faster."""
         try:
             store = _store()
             absent = self._absent(store)
@@ -188,7 +188,7 @@ class _Exchange:
         return CheckOutcome(status=Status(first), reason=reason, facts={"absent_ranks": known})
 
     def _absent(self, store: Any) -> list[int]:
-        """Return the ranks that did not come; those that are a little late are waited for."""
+        """Return the ranks that did not come, after waiting for those that are a little late."""
         since_s, absent = now_s(), list(range(len(self._expected)))
         while absent and now_s() - since_s < _LATE_S:
             still = [rank for rank in absent if not store.check([f"{self._key}/{rank}"])]
@@ -214,6 +214,6 @@ def _store() -> Any:
 
 
 def _name_of(group: Group) -> str:
-    """Return a name that is the same on all ranks and no other group's."""
+    """Return a name that is the same on all ranks and unique to the group."""
     assert group.process_group is not None
     return f"outlast/health/{group.process_group.group_name}"

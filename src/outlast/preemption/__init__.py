@@ -1,4 +1,4 @@
-"""Preemption: notices that the process must leave, and the deadline by which it has left."""
+"""Preemption: notices that request the process to exit, and the deadline for the exit."""
 
 from outlast.preemption.listener import (
     EndTime,

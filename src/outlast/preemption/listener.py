@@ -1,14 +1,14 @@
-"""The listener: it gathers all notices that this process must leave, and ends the process at the deadline.
+"""Collect all notices that request this process to exit, and end the process at the deadline.
 
-Besides signals, notices come from sources: a time limit, a file, an address, or a plug-in of one's own. A source is
-anything with ``poll()``. All are polled in a thread of their own, so a poll may take a second, never a minute.
+Notices are signals and the results of sources: a time limit, a file, a URL, or a plug-in. A source is an object with
+``poll()``. One separate thread polls all of them, so a poll may take a second, never a minute.
 
-At the deadline the process has ended, whatever it is doing. A thread of ours waits for the deadline, but it needs the
-interpreter's lock; a main thread that keeps that lock inside C code would keep the process alive forever. So a POSIX
-timer calls ``_exit`` in a thread of the C library, which needs no lock.
+At the deadline the process ends, whatever it is doing. A thread waits for the deadline, but needs the interpreter's
+lock, which a main thread inside C code may hold forever. So a POSIX timer calls ``_exit`` in a thread of the C library,
+which needs no lock.
 
-Rejected: a timer that sends a signal (a Python handler needs the main thread, and a signal's default action gives an
-exit code of its own), a process beside it (one more process for each rank, for a second that hardly ever comes).
+Rejected: a timer that sends a signal (a Python handler needs the main thread, and the default action has another exit
+code), a separate process (one more for each rank, for a rare case).
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ _CLOCK_ERROR_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class NoticeReceived:
-    """A notice that a source received: it is time to leave."""
+    """A preemption notice from a source."""
 
     reason: str
     """One line for people."""
     left_s: float | None = None
-    """Seconds until the process is ended by others; ``None`` = not known."""
+    """Seconds until the process is ended from outside; ``None`` = not known."""
 
 
 class NoticeSource(Protocol):
-    """Something that knows when this process must leave."""
+    """A source of preemption notices."""
 
     name: str
     """One word for the journal."""
 
     def poll(self) -> NoticeReceived | None:
-        """Return the notice to leave; ``None`` = not yet.
+        """Return a notice; ``None`` = not yet.
 
-        An exception counts as "not yet", and is logged the first time.
+        An exception counts as "not yet" and is logged the first time.
 
         Blocks: a second or two at most.
-        Thread: the listener's own.
+        Thread: the listener's.
         """
         ...
 
 
 class EndTime:
-    """Give notice a while before a time at which the process will be ended.
+    """Report a notice some time before the process will be ended.
 
     Args:
-        left_s: Seconds until then, from now.
-        lead_s: Seconds before it that the notice comes. With less than twice as many left, it comes at half time: a job
-            whose limit is that short would else never do a step.
-        what: What ends then.
-        is_hard: Whether the process really is ended then; else the time only asks it to leave.
+        left_s: Seconds until the end, from now.
+        lead_s: Seconds before the end at which the notice comes; at half time if fewer than twice as many are left,
+            since a job with such a short limit would otherwise never do a step.
+        what: Event at the end time, for people.
+        is_hard: The process is really ended then; otherwise the time only requests the exit.
     """
 
     def __init__(self, left_s: float, *, lead_s: float, what: str, name: str, is_hard: bool = True) -> None:
@@ -96,14 +96,14 @@ class EndTime:
 
 
 class NoticeFile:
-    """Give notice when a file appears, or is replaced or written again.
+    """Report a notice when a file is created, replaced or written.
 
-    A file that was there before the job started is reported once and ignored: each job of a chain would otherwise train
-    one step, save and exit.
+    A file that existed before the job started is logged once and ignored: otherwise each job of a chain would train one
+    step, save and exit.
 
     Args:
-        path: The file. Its first line is the reason, if it has one.
-        job_started_s: When the job started, in seconds since the epoch, as file systems record times.
+        path: The file. Its first line, if any, is the reason.
+        job_started_s: Start of the job in seconds since the epoch, comparable with file times.
     """
 
     name = "file"
@@ -113,7 +113,7 @@ class NoticeFile:
         self._is_reported = False
 
     def poll(self) -> NoticeReceived | None:
-        """Return the notice if the file is there."""
+        """Return the notice if the file exists."""
         try:
             with open(open_file(self._path, follows_links=True), "rb") as file:
                 changed_s = os.fstat(file.fileno()).st_ctime
@@ -135,15 +135,15 @@ class NoticeFile:
 
 
 class NoticeURL:
-    """Give notice when an address answers so.
+    """Report a notice when a URL responds with one, as the clouds' metadata servers do.
 
-    The answer means to leave with status 200 and a text other than nothing, ``none``, ``false``, ``0`` and ``null``;
-    204 and 404 mean not yet, as do the texts. That is the way of the clouds' metadata servers. No proxy is asked.
+    Status 200 with a text is a notice, unless the text is empty, ``none``, ``false``, ``0`` or ``null``; 204 and 404
+    mean not yet. Proxies are not used.
 
     Args:
-        url: The address, http or https.
-        header: Header to ask with, ``Name: value``.
-        timeout_s: Seconds that an answer may take.
+        url: http or https.
+        header: Request header, ``Name: value``.
+        timeout_s: Seconds for a response.
     """
 
     name = "url"
@@ -157,10 +157,10 @@ class NoticeURL:
         self._timeout_s = timeout_s
 
     def poll(self) -> NoticeReceived | None:
-        """Ask, and return the notice if the answer is one.
+        """Query the URL and return the notice if there is one.
 
         Raises:
-            OSError: There is no answer, or one with another status.
+            OSError: There is no response, or one with another status.
         """
         try:
             with self._opener.open(self._request, timeout=self._timeout_s) as answer:
@@ -179,10 +179,10 @@ class NoticeURL:
 
 
 def load_source(where: str) -> NoticeSource:
-    """Make the source that ``package.module:name`` makes when it is called without arguments.
+    """Create a source by calling ``package.module:name`` without arguments.
 
     Raises:
-        ConfigError: There is no such thing, or what it returns has no ``poll``.
+        ConfigError: The name cannot be imported, or the result has no ``poll``.
     """
     module, _, name = where.partition(":")
     try:
@@ -201,7 +201,7 @@ _MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
 class _SignalEvent(ctypes.Structure):
-    """``struct sigevent``; its value is the argument of the function, which reads it as a number."""
+    """``struct sigevent``; the function reads the value, its argument, as a number."""
 
     _fields_ = [
         ("value", ctypes.c_void_p),
@@ -214,7 +214,7 @@ class _SignalEvent(ctypes.Structure):
 
 
 class _Times(ctypes.Structure):
-    """``struct itimerspec``: period and first time, each in seconds and nanoseconds."""
+    """``struct itimerspec``: interval and first expiration, each in seconds and nanoseconds."""
 
     _fields_ = [(name, ctypes.c_long) for name in ("period_s", "period_ns", "first_s", "first_ns")]
 
@@ -222,8 +222,8 @@ class _Times(ctypes.Structure):
 class LastResort:
     """End this process at a given time, whatever it is doing.
 
-    A forked child has no such timer. What keeps a process from ending is a thread of it that the kernel cannot
-    interrupt (state D: a dead file server, a driver): nothing ends that.
+    A forked child has no such timer. Nothing can end a process with a thread that the kernel cannot interrupt (state D:
+    a dead file server, a driver).
 
     Thread: one at a time.
     """
@@ -234,7 +234,7 @@ class LastResort:
         self._library: Any = ctypes.CDLL(None, use_errno=True)
 
     def arm(self, after_s: float, exit_code: int) -> None:
-        """End the process after so many seconds, in place of what was armed before, if that is possible here."""
+        """End the process after some seconds, replacing an earlier timer; logs a warning if timers are unavailable."""
         self.disarm()
         try:
             create = self._library.timer_create
@@ -265,7 +265,7 @@ class LastResort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """One notice that this process must leave."""
+    """One notice that requests this process to exit."""
 
     source: str
     """``signal``, or the name of another source."""
@@ -274,17 +274,17 @@ class Notice:
     ordinal: int
     """1 for the first notice; echoes of a signal are not counted."""
     seen_ns: int
-    """When it was seen, on the monotonic clock."""
+    """Monotonic time of its detection."""
     signal: int | None = None
-    """Number of the signal; ``None`` when it was none."""
+    """Number of the signal; ``None`` = another source."""
     deadline_s: float | None = None
-    """Seconds from then until the process is ended; ``None`` = nothing ends it."""
+    """Seconds from the detection until the process is ended; ``None`` = no deadline."""
     gives_up: bool = False
-    """It is a second signal: nothing is to be waited for any more."""
+    """A second signal: the process must not wait for anything any more."""
 
 
 class ShutdownListener:
-    """Listen for signals and other notices to leave; the training loop asks :attr:`is_requested` when it likes::
+    """Listen for signals and other preemption notices; the training loop checks :attr:`is_requested`::
 
         with ShutdownListener(deadline_s=600) as listener:
             for step in range(num_steps):
@@ -293,36 +293,36 @@ class ShutdownListener:
                     save(step)
                     sys.exit(75)
 
-    A signal is seen at once, also while the main thread is in C code that releases the interpreter's lock (as torch
-    does). From the first notice the process has ``deadline_s`` seconds. Then it is ended with ``exit_code``, wherever
-    its main thread is; also one that keeps the interpreter's lock inside C code, if the notice was seen before. A
-    second signal, a second or more after the first, leaves ``impatience_s`` seconds.
+    A signal is detected at once, also while the main thread is in C code that releases the interpreter's lock (as torch
+    does). From the first notice the process has ``deadline_s`` seconds. Then the process is ended with ``exit_code``,
+    wherever its main thread is, even if that holds the interpreter's lock, provided that the notice was detected
+    before. A second signal, a second or more after the first, leaves ``impatience_s`` seconds.
 
-    Some time before the deadline (a fifth of what there was, 2 s at most) what is under way should be given up, so that
-    the main thread can leave in order. If it has not by then, a thread logs what is lost and ends the process, a little
-    before the deadline; if that thread cannot run either, the C library ends it, at the deadline.
+    Some time before the deadline (a fifth of the time, 2 s at most) work in progress should be abandoned, so that the
+    main thread can exit in order. Otherwise a thread logs what is lost and ends the process a little before the
+    deadline; if that thread cannot run either, the C library ends it at the deadline.
 
-    Earlier Python handlers of the signals are called as before, and are back after :meth:`close`.
+    Earlier Python handlers of the signals are still called, and are restored by :meth:`close`.
 
     Args:
-        signals: The signals; none at all if empty.
-        sources: What else may give notice; see :class:`NoticeSource`.
-        poll_interval_s: Seconds from one poll of them to the next.
-        deadline_s: Seconds from the first notice within which the process has ended; 0 or ``None`` = no deadline.
-        exit_code: Its exit code then, or what returns it at that time.
+        signals: The signals; empty = none.
+        sources: Other sources of notices; see :class:`NoticeSource`.
+        poll_interval_s: Seconds between polls of the sources.
+        deadline_s: Seconds from the first notice to the end of the process; 0 or ``None`` = no deadline.
+        exit_code: Exit code at the deadline, or a function that returns the code at that time.
         on_notice: Called with each notice, in a thread of the listener; must not raise and must return soon.
         before_exit: Called with the exit code just before the deadline ends the process, to log what is lost; in a
             thread of the listener.
         impatience_s: Seconds that a second signal leaves.
-        echo_s: A signal within so many seconds of another is its echo: a scheduler signals every process of a job, and
-            launchers pass the same signal on.
-        keep_forked: What is forked from this process (a DataLoader's workers) outlives the signals while this one
-            lives. For workers that are spawned see :func:`outlive_sigterm`.
+        echo_s: A signal within this time after another one is an echo: a scheduler signals every process of a job, and
+            launchers forward the same signal.
+        keep_forked: Forked children (workers of a DataLoader) outlive the signals while this process lives. For spawned
+            workers see :func:`outlive_sigterm`.
 
     Raises:
         OutlastError: Not called from the main thread, with signals to listen for.
 
-    Thread: make and close it in the main thread; everything else from any.
+    Thread: create and close it in the main thread; all else from any.
     """
 
     def __init__(
@@ -349,11 +349,11 @@ class ShutdownListener:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._end_s: float | None = None
-        """When the process is ended; ``None`` = nothing ends it."""
+        """When the process is ended; ``None`` = no deadline."""
         self._hard_s = 0.0
-        """When the thread ends it."""
+        """When the thread ends the process."""
         self._give_up_s: float | None = None
-        """When what is under way should be given up; ``None`` = it may take as long as it takes."""
+        """When work in progress should be abandoned; ``None`` = no limit."""
         self._ending: threading.Thread | None = None
         self._last_resort = LastResort()
         self._watch: SignalWatch | None = None
@@ -371,26 +371,26 @@ class ShutdownListener:
 
     @property
     def is_requested(self) -> bool:
-        """Whether this process must leave."""
+        """Whether this process must exit."""
         return self._first is not None
 
     @property
     def first(self) -> Notice | None:
-        """The first notice; ``None`` while there was none."""
+        """The first notice; ``None`` = none yet."""
         return self._first
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the process is ended; ``None`` = nothing ends it (yet)."""
+        """Seconds until the process is ended; ``None`` = no deadline (yet)."""
         return None if self._end_s is None else max(0.0, self._end_s - clock.now_s())
 
     @property
     def should_give_up(self) -> bool:
-        """Whether what is under way, such as a save, is to be given up: by a second signal, or the near deadline."""
+        """Whether work in progress, such as a save, must be abandoned: by a second signal, or near the deadline."""
         return self._give_up_s is not None and self._give_up_s <= clock.now_s()
 
     def wait(self, timeout_s: float, *, ordinal: int = 1) -> bool:
-        """Wait until notice number ``ordinal`` was seen; return whether it was.
+        """Wait until notice number ``ordinal`` was detected; return whether it was.
 
         Blocks: up to ``timeout_s`` seconds.
         """
@@ -398,7 +398,7 @@ class ShutdownListener:
             return self._changed.wait_for(lambda: self._num_seen >= ordinal, timeout_s)
 
     def wait_to_give_up(self, timeout_s: float) -> bool:
-        """Wait until :attr:`should_give_up`; return whether it is so. Blocks: up to ``timeout_s`` seconds."""
+        """Wait until :attr:`should_give_up`; return its value. Blocks: up to ``timeout_s`` seconds."""
         until_s = clock.now_s() + timeout_s
         with self._changed:
             while not self.should_give_up and (left_s := until_s - clock.now_s()) > 0:
@@ -408,12 +408,12 @@ class ShutdownListener:
         return self.should_give_up
 
     def request(self, reason: str, *, source: str = "script", left_s: float | None = None) -> None:
-        """Request that this process leaves, as a signal would.
+        """Request that this process exits, as a signal would.
 
         Args:
             reason: One line for people.
-            source: One word for where it comes from.
-            left_s: Seconds until others end the process; it brings the deadline forward.
+            source: One word for the origin.
+            left_s: Seconds until the process is ended from outside; brings the deadline forward.
         """
         self._see(clock.now_ns(), source=source, reason=reason, left_s=left_s)
 
@@ -450,11 +450,9 @@ class ShutdownListener:
         with self._changed:
             if self._closing.is_set():
                 return
-            limits = [] if self._first is not None or self.deadline_s is None else [self.deadline_s]
-            limits += [] if left_s is None else [left_s]
-            limits += [self._impatience_s] if gives_up else []
-            if limits:
-                self._bring_end_forward(min(limits), give_up_now=gives_up)
+            limits = (None if self._first else self.deadline_s, left_s, self._impatience_s if gives_up else None)
+            if known := [limit for limit in limits if limit is not None]:
+                self._bring_end_forward(min(known), give_up_now=gives_up)
             self._num_seen += 1
             notice = Notice(
                 source=source,
@@ -471,7 +469,7 @@ class ShutdownListener:
             self._on_notice(notice)
 
     def _bring_end_forward(self, after_s: float, *, give_up_now: bool) -> None:
-        """End the process after so many seconds, unless that is due earlier; ``_changed`` is held, and notified."""
+        """Bring the deadline forward, if it is later. Holds ``_changed``; the caller notifies."""
         now_s, margin_s = clock.now_s(), min(2.0, after_s / 5)
         if self._end_s is None or now_s + after_s < self._end_s:
             self._end_s = now_s + after_s
@@ -508,7 +506,7 @@ class ShutdownListener:
                     received = source.poll()
                     if received is not None and not isinstance(received, NoticeReceived):
                         raise TypeError(f"poll() returned {received!r}; it must return a NoticeReceived, or None")
-                except Exception as error:  # noqa: BLE001  a plug-in's own; it is logged, and asked again
+                except Exception as error:  # noqa: BLE001  of a plug-in: logged, and polled again
                     received = None
                     if source.name not in failed:
                         failed.add(source.name)

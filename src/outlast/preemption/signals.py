@@ -1,20 +1,18 @@
-"""Signals that tell a process to leave, seen at once and handled later.
+"""Signals that request a process to exit, detected at once and handled later.
 
-Python runs signal handlers only when the main thread is back in bytecode; a rank that waits inside a
-collective would notice a SIGTERM after it, or never. The C-level handler, however, writes the signal's
-number to the descriptor of :func:`signal.set_wakeup_fd` at once, whatever the main thread does. A watcher
-thread reads it.
+Python runs signal handlers only when the main thread is back in bytecode; a rank that waits in a collective would
+handle a SIGTERM afterwards, or never. The C-level handler, however, writes the signal's number to the descriptor of
+:func:`signal.set_wakeup_fd` at once, and a watcher thread reads the descriptor.
 
-Rejected: raising from the handler (it would cut a save in two), a plain flag set by a Python handler (late,
-as said), ``signal.sigwait`` in a thread (needs the signal blocked in every thread, those of libraries too).
+Rejected: raising from the handler (interrupts a save), a flag set by a Python handler (late), ``signal.sigwait`` in a
+thread (needs the signal blocked in every thread, including those of libraries).
 
-Data loaders' workers must outlive the same signals: a scheduler signals every process of a job, and a worker that dies
-of it takes the training's next batch with it, so that the rank fails before it could save. So a forked worker blocks
-such signals, and accepts them itself, in a thread: one from its parent ends it, as torch's own handler would; others
-wait until the parent is gone, then take effect.
+Data loader workers must outlive the same signals: a scheduler signals every process of a job, and a dead worker makes
+its rank fail before the rank can save. So a forked worker blocks such signals and accepts them in a thread: one from
+its parent ends the worker, as torch's handler would; others take effect once the parent is gone.
 
-Rejected for forked workers: ``SIG_IGN``, and a Python handler: torch puts its own handler in their place when a worker
-starts, and neither knows who sent the signal, so a loader could not end its workers any more.
+Rejected for forked workers: ``SIG_IGN`` and a Python handler: torch replaces both when a worker starts, and neither
+knows the sender, so that a loader could not end its workers.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ _open: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
 def does_nothing_else(number: int) -> bool:
-    """Return whether a signal has its default action in this process: to end it.
+    """Return whether a signal has its default action in this process.
 
-    A handler of a C extension (``faulthandler.register``) counts, which :func:`signal.getsignal` does not know of.
+    Handlers of C extensions (``faulthandler.register``) count too; :func:`signal.getsignal` does not report those.
     """
     status = Path("/proc/self/status").read_text(encoding="ascii")
     fields = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigIgn")))
@@ -53,21 +51,20 @@ def does_nothing_else(number: int) -> bool:
 class SignalWatch:
     """Watch for signals.
 
-    Earlier Python handlers of the same signals are called as before; the signals' default action (to end the
-    process) is suspended until :meth:`close`. A forked child gets the earlier handlers back and never reports
-    here.
+    Earlier Python handlers of the same signals are still called; the signals' default action (to end the process) is
+    suspended until :meth:`close`. A forked child gets the earlier handlers back and never reports here.
 
     Args:
         signals: The signals to watch.
-        on_signal: Called with the number of each, and when it was seen on the monotonic clock, in nanoseconds; in the
-            watcher's thread, while the main thread may be anywhere. Must not raise and must return soon.
-        keep_forked: What is forked from this process outlives these signals; see :func:`outlive_signals`.
+        on_signal: Called with the number of each signal and the monotonic time of its detection in nanoseconds, in the
+            watcher's thread. Must not raise and must return soon.
+        keep_forked: Forked children outlive these signals; see :func:`outlive_signals`.
 
     Raises:
-        OutlastError: Not called from the main thread; Python sets signal handlers nowhere else. Or a process cannot
+        OutlastError: Not called from the main thread, where alone Python sets signal handlers; or a process cannot
             handle one of the signals.
 
-    Thread: make and close it in the main thread.
+    Thread: create and close it in the main thread.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class SignalWatch:
         self._writer.setblocking(False)
         self._earlier_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._earlier: dict[int, Any] = {}
-        # Before the first signal can come: a thread that starts late would only see it late.
+        # Started before the handlers are set, so that no signal waits for the thread.
         self._thread = threading.Thread(target=self._watch, name="outlast-signals", daemon=True)
         self._thread.start()
         for number in dict.fromkeys(map(int, signals)):
@@ -112,10 +109,10 @@ class SignalWatch:
     def _restore(self) -> None:
         self._closed = True
         _open.discard(self)
-        for later in _open:  # one that was made after this one must not call it, nor wake it, any more
+        for later in _open:  # a watch created after this one must not call or wake this one any more
             later._take_over(self)
         for number, handler in self._earlier.items():
-            if signal.getsignal(number) == self._handle:  # a handler that was set after ours stays
+            if signal.getsignal(number) == self._handle:  # a handler set later stays
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         current = signal.set_wakeup_fd(-1)
         wanted = self._earlier_fd if current == self._writer.fileno() else current
@@ -126,7 +123,7 @@ class SignalWatch:
             log.debug("the earlier wake-up descriptor is gone: %s", error)
 
     def _take_over(self, closed: SignalWatch) -> None:
-        """Put what ``closed`` had found in its place."""
+        """Replace references to ``closed`` by what ``closed`` had replaced."""
         for number, handler in self._earlier.items():
             if handler == closed._handle:
                 self._earlier[number] = closed._earlier[number]
@@ -134,12 +131,12 @@ class SignalWatch:
             self._earlier_fd = closed._earlier_fd
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # The wake-up descriptor did our part already, when the signal arrived.
+        # The watcher thread has received the signal through the wake-up descriptor.
         earlier = self._earlier.get(number)
         if callable(earlier) and earlier is not signal.default_int_handler:
             earlier(number, frame)
         elif self._closed and earlier != signal.SIG_IGN and signal.getsignal(number) == self._handle:
-            # Other code kept this handler, and put it back after the end of the watch.
+            # Other code saved this handler and restored it after the end of the watch.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
             signal.raise_signal(number)
 
@@ -150,7 +147,10 @@ class SignalWatch:
                 seen_ns = clock.now_ns()
                 others = bytes(number for number in numbers if number != _CLOSE)
                 if others and self._earlier_fd >= 0:
-                    self._forward(others)
+                    try:
+                        os.write(self._earlier_fd, others)
+                    except BlockingIOError:
+                        log.debug("the earlier wake-up descriptor is full; it has been woken already")
                 for number in numbers:
                     if number == _CLOSE:
                         return
@@ -163,14 +163,9 @@ class SignalWatch:
             log.exception("signal handling stopped: a callback failed")
             raise
 
-    def _forward(self, numbers: bytes) -> None:
-        try:
-            os.write(self._earlier_fd, numbers)
-        except BlockingIOError:
-            log.debug("the earlier wake-up descriptor is full; it has been woken already")
-
     def _forget_in_child(self) -> None:
-        # A child shares the descriptor: a signal to it (a data loader's worker being ended) would look like ours.
+        # A child shares the descriptor: a signal to the child, such as the end of a data loader worker, would be
+        # reported here.
         self._restore()
         self._reader.close()
         self._writer.close()
@@ -181,9 +176,9 @@ class SignalWatch:
 def outlive_signals(signals: Collection[int]) -> None:
     """Make this process, just forked by one that trains, outlive signals until its parent ends.
 
-    A signal that the parent itself sends still ends this process, and so do those of others once the parent is gone.
+    A signal that the parent sends still ends this process, and so do those of others once the parent is gone.
 
-    Thread: the main thread, before others are started: they would still die of the signals.
+    Thread: the main thread, before others are started: those would still receive the signals.
     """
     global _outlived
     numbers = frozenset(int(number) for number in signals) - _outlived
@@ -194,10 +189,10 @@ def outlive_signals(signals: Collection[int]) -> None:
 
 
 def outlive_sigterm(worker_id: int) -> None:
-    """Make a loader's worker that was not forked outlive SIGTERM: ``DataLoader(worker_init_fn=outlive_sigterm)``.
+    """Make a data loader worker that was not forked outlive SIGTERM: ``DataLoader(worker_init_fn=outlive_sigterm)``.
 
-    Libraries have started threads in it by now, so it ignores the signal permanently, its parent's too. It ends
-    when its loader asks for it, or its parent is gone, which torch watches.
+    Libraries have started threads by now, so the worker ignores the signal permanently, also from its parent. It exits
+    when its loader requests it or its parent is gone, which torch monitors.
 
     Args:
         worker_id: The worker's number; not used.
@@ -221,14 +216,14 @@ def _take(numbers: frozenset[int], parent: int) -> None:
         if info.si_pid == parent:
             os._exit(0)
         waiting = info.si_signo
-    # This thread is one that may die of them now; the main thread still has them blocked.
+    # The signals can end the process through this thread now; the main thread still blocks them.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     if waiting is not None:
         os.kill(os.getpid(), waiting)
 
 
 def _after_fork() -> None:
-    if _outlived:  # by this process's parent, which a loader had forked
+    if _outlived:  # a loader had forked this process's parent
         _start(_outlived)
     for watch in list(_open):
         watch._forget_in_child()

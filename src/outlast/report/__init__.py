@@ -1,1 +1,1 @@
-"""What happened in a run and what it cost, for people: ``outlast report`` on a terminal, as a page, and as a trace."""
+"""Events of a run and their cost for people: ``outlast report`` on a terminal, as a page, and as a trace."""

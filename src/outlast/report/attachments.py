@@ -1,8 +1,8 @@
-"""What a run directory keeps about an incident: stacks, tracebacks with the last output, diagnoses; each bounded.
+"""Files of a run directory on an incident: stacks, tracebacks with the last output, diagnoses; each bounded.
 
-The journal names some of these files by the path that they had when it was written. A run directory may have been
-copied since, and a journal may name anything: a path is built here from the job, the cycle and the rank, and nothing
-outside the run directory is read.
+The journal has paths of the time when it was written, but a run directory may have been copied since, and a journal may
+contain any path. Paths are therefore built here from job, cycle and rank, and nothing outside the run directory is
+read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outlast.goodput.account import IncidentCost
 from outlast.wording import count, number_ranges
 
 INCIDENT_BYTES = 64 * 1024
-"""Most bytes that one incident's files take."""
+"""Limit of one incident's files."""
 TOTAL_BYTES = 4 * 1024 * 1024
-"""Most bytes that all of them take; the costliest incidents come first."""
+"""Limit of all files; the costliest incidents come first."""
 _FILE_BYTES = 24 * 1024
 _OTHER_BYTES = 6 * 1024
 _MAX_OTHERS = 4
@@ -34,21 +34,21 @@ _WHO = re.compile(r"^rank \d+ \([^)]*\),? ?")
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One text that belongs to an incident."""
+    """One text on an incident."""
 
     title: str
     path: str
-    """Where it lies, from the run directory."""
+    """Relative to the run directory."""
     text: str = ""
     why_not: str = ""
-    """Why the text is not here; empty = it is."""
+    """Why the text is missing; empty = it is present."""
 
 
 class RunFiles:
-    """The files of a run directory, read within limits.
+    """Read the files of a run directory within limits.
 
     Args:
-        run_dir: The run directory; ``None`` = there is none, and no file is found.
+        run_dir: The run directory; ``None`` = no files.
         jobs: Names of the run's jobs.
     """
 
@@ -56,14 +56,13 @@ class RunFiles:
         self._run_dir = run_dir
         self._jobs = jobs
         self._left_bytes = TOTAL_BYTES
-        self._num_taken: dict[str, int] = {}
 
     def find(self, incident: IncidentCost, *, cycle_jobs: Sequence[str] = ()) -> list[Attachment]:
-        """Return what is kept about an incident, the most telling first.
+        """Return the files on an incident, the most informative first.
 
         Args:
             incident: The incident.
-            cycle_jobs: Jobs that had a cycle of its number: the names of stacks do not hold the job.
+            cycle_jobs: Jobs that had a cycle of this number: the names of stack files do not include the job.
         """
         if self._run_dir is None:
             return []
@@ -82,7 +81,7 @@ class RunFiles:
         return found
 
     def _stacks(self, incident: IncidentCost, budget: list[int], *, is_only_job: bool) -> list[Attachment]:
-        """Return the stacks of a cycle if they are this incident's: a later job's cycle may have replaced them."""
+        """Return the stacks of a cycle if they belong to this incident: a later job's cycle may have replaced them."""
         folder = f"stacks/cycle-{incident.cycle}"
         rank = incident.rank
         pid = incident.incident.pid if incident.incident is not None else None
@@ -94,7 +93,7 @@ class RunFiles:
         return own + self._others(folder, rank, "Stack", budget)
 
     def _others(self, folder: str, but: int | None, what: str, budget: list[int]) -> list[Attachment]:
-        """Return the files of the other ranks in a folder, those with the same text as one."""
+        """Return the files of the other ranks in a folder, grouped by equal text."""
         assert self._run_dir is not None
         try:
             names = os.listdir(self._run_dir / folder)
@@ -129,7 +128,7 @@ class RunFiles:
         return [] if text is None else [self._admit(Attachment(title=title, path=path, text=text), budget)]
 
     def _admit(self, one: Attachment, budget: list[int]) -> Attachment:
-        """Return it, without its text where that is more than may still be shown."""
+        """Return the attachment, without its text if that exceeds the limits."""
         size = len(one.text)
         if size > min(budget[0], self._left_bytes):
             return Attachment(title=one.title, path=one.path, why_not="left out here: the report would grow too large")
@@ -138,7 +137,7 @@ class RunFiles:
         return one
 
     def _load(self, path: str, max_bytes: int) -> str | None:
-        """Return a file's begin and end; ``None`` = it cannot be read, or leads out of the run directory."""
+        """Return a file's begin and end; ``None`` = unreadable, or outside of the run directory."""
         assert self._run_dir is not None
         whole = self._run_dir / path
         try:
@@ -161,6 +160,6 @@ def _decode(data: bytes) -> str:
 
 
 def _anonymous(text: str) -> str:
-    """Return a stack without what differs between ranks that are at the same place."""
+    """Return a stack without the parts that differ between ranks at the same place."""
     text = _WHO.sub("", text, count=1)
     return re.sub(r"0x[0-9a-f]+|\bpid \d+|\b\d\d:\d\d:\d\d[.,]\d+|\[rank \d+\]", "", text)

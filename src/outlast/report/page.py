@@ -1,8 +1,8 @@
-"""The page ``report.html``: what it shows, as JSON within it, beside its own styles and script.
+"""The page ``report.html``: one file with its data as JSON, its styles and its script; it loads nothing.
 
-The page is one file that loads nothing. Texts of the journal may hold anything: they are JSON with ``<`` escaped here,
-and become text nodes there, never markup. What grows with ranks, cycles or time is columns of numbers, and is thinned
-above a limit, so that a page stays small enough to open at once; where something is left out a note says so.
+Texts of the journal may contain anything: here they are JSON with ``<`` escaped, and in the page they become text
+nodes, never markup. Data that grows with ranks, cycles or time is stored in columns of numbers and thinned above a
+limit, so that the page opens quickly; a note reports what is left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_RANK_ROWS = 4_096
 MAX_INCIDENTS = 2_000
 _MAX_TEXT, _MAX_ITEMS, _MAX_DEPTH = 6_000, 200, 6
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
-"""A score from 0 to 1 as one of 64 characters; ``-`` = none."""
+"""A score from 0 to 1 as one of 64 characters; ``-`` = no score."""
 _PLACES = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -48,20 +48,20 @@ def make_page(ledger: Ledger, *, run_dir: Path | None = None) -> bytes:
 
     Args:
         ledger: The run's account.
-        run_dir: Where stacks and tracebacks lie; ``None`` = the page has none.
+        run_dir: Directory of stacks and tracebacks; ``None`` = the page has none.
     """
     files = resources.files("outlast.report")
     parts = {name: files.joinpath(f"{name}.js").read_bytes() for name in ("elements", "timeline", "page")}
     parts["style"] = files.joinpath("page.css").read_bytes()
     parts["data"] = embed(_Contents(ledger, run_dir).build())
-    # One pass: what was put in is not searched again.
+    # One pass, so that inserted text is not searched for placeholders.
     page = files.joinpath("page.html").read_text(encoding="utf-8")
     pieces = _PLACES.split(page)
     return b"".join(parts[piece] if place % 2 else piece.encode() for place, piece in enumerate(pieces))
 
 
 def embed(value: Any) -> bytes:
-    """Return a value as JSON that may stand in a script element, whatever its texts hold."""
+    """Return a value as JSON that is safe in a script element."""
     data = msgspec.json.encode(value)
     for unsafe in ("<", ">", "&", "\u2028", "\u2029"):
         data = data.replace(unsafe.encode(), f"\\u{ord(unsafe):04x}".encode())
@@ -69,7 +69,7 @@ def embed(value: Any) -> bytes:
 
 
 def meanings(words: type[StrEnum]) -> dict[str, str]:
-    """Return each member's value with the text under it in the source, in one line without markup."""
+    """Return each member's value with its docstring, in one line without markup."""
     body = ast.parse(inspect.getsource(words)).body[0]
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}
@@ -82,7 +82,7 @@ def meanings(words: type[StrEnum]) -> dict[str, str]:
 
 
 def thin(points: Sequence[tuple[float, float, int]], limit: int = MAX_POINTS) -> list[tuple[float, float, int]]:
-    """Return at most about ``limit`` points in their order: of each stretch the first, the lowest and the highest."""
+    """Thin points to about ``limit``: of each stretch the first, the lowest and the highest stay, in order."""
     if len(points) <= limit:
         return list(points)
     width = math.ceil(3 * len(points) / limit)
@@ -99,7 +99,7 @@ def thin(points: Sequence[tuple[float, float, int]], limit: int = MAX_POINTS) ->
 
 
 class _Contents:
-    """What the page shows of one run, as it is in its JSON."""
+    """The page's data of one run."""
 
     def __init__(self, ledger: Ledger, run_dir: Path | None) -> None:
         self._ledger = ledger
@@ -109,7 +109,6 @@ class _Contents:
         self._parts = {str(part): place for place, part in enumerate(Part)}
 
     def build(self) -> dict[str, Any]:
-        """Return it."""
         ledger = self._ledger
         texts = meanings(Part)
         built = {
@@ -161,13 +160,13 @@ class _Contents:
             "statistics": ledger.statistics,
             "clocks": ledger.clocks[:_MAX_ITEMS],
         }
-        return {**built, "notes": self._notes}  # the last: what was left out is known now
+        return {**built, "notes": self._notes}  # last: the notes are complete now
 
     def _cycle(self, job: str, cycle: int | None) -> int:
         return -1 if cycle is None else self._cycles.get((job, cycle), -1)
 
     def _segments(self) -> dict[str, list[Any]]:
-        """Return the run's stretches as columns; above the limit the shortest join the one before."""
+        """Return the run's stretches as columns; above the limit the shortest are merged into the one before."""
         segments = list(self._ledger.segments)
         places = range(len(segments))
         kept = set(places)
@@ -179,35 +178,31 @@ class _Contents:
                 f"the timeline leaves out the {num} shortest stretches, up to {least_s:.3g} s; sums do not"
             )
             kept = set(longest)
-        columns: dict[str, list[Any]] = {name: [] for name in ("start", "end", "part", "cycle", "incident", "slow")}
+        rows: list[list[Any]] = []
         for place, one in enumerate(segments):
-            if place not in kept and columns["end"]:
-                columns["end"][-1] = _round(one.end_s)
+            end, slow = _round(one.end_s), _round(one.straggler_s) if one.straggler_s else 0
+            if place not in kept and rows:
+                rows[-1][1] = end
                 continue
-            columns["start"].append(_round(one.start_s))
-            columns["end"].append(_round(one.end_s))
-            columns["part"].append(self._parts[str(one.part)])
-            columns["cycle"].append(self._cycle(one.job, one.cycle))
-            columns["incident"].append(-1 if one.incident is None else one.incident)
-            columns["slow"].append(_round(one.straggler_s) if one.straggler_s else 0)
-        return columns
+            incident = -1 if one.incident is None else one.incident
+            part, cycle = self._parts[str(one.part)], self._cycle(one.job, one.cycle)
+            rows.append([_round(one.start_s), end, part, cycle, incident, slow])
+        return _columns(rows, "start", "end", "part", "cycle", "incident", "slow")
 
     def _nodes(self) -> dict[str, Any]:
-        """Return which ranks each node had when: columns, and tables of names that they point into."""
+        """Return the ranks of each node over time: columns, and the tables of names that they index."""
         names: dict[str, int] = {}
         layouts: dict[tuple[int, ...], int] = {}
         num = sum(len(one.nodes) for one in self._ledger.cycles)
         concerned = {one.node for one in self._ledger.incidents} | {one.node for one in self._ledger.warned}
-        columns: dict[str, list[Any]] = {name: [] for name in ("cycle", "node", "layout", "start", "end")}
+        rows: list[list[Any]] = []
         for place, cycle in enumerate(self._ledger.cycles):
             for one in sorted(cycle.nodes, key=lambda node: (node.node_rank is None, node.node_rank or 0)):
                 if num > MAX_NODE_SPANS and one.node not in concerned:
                     continue
-                columns["cycle"].append(place)
-                columns["node"].append(names.setdefault(one.node, len(names)))
-                columns["layout"].append(layouts.setdefault(one.ranks, len(layouts)))
-                columns["start"].append(_round(one.start_s))
-                columns["end"].append(_round(one.end_s))
+                node = names.setdefault(one.node, len(names))
+                layout = layouts.setdefault(one.ranks, len(layouts))
+                rows.append([place, node, layout, _round(one.start_s), _round(one.end_s)])
         if num > MAX_NODE_SPANS:
             self._notes.append("the timeline has only the nodes that had an incident: there are too many")
         described = [
@@ -217,6 +212,7 @@ class _Contents:
             }
             for ranks in layouts
         ]
+        columns = _columns(rows, "cycle", "node", "layout", "start", "end")
         return {**columns, "names": list(names), "layouts": described}
 
     def _incidents(self) -> list[dict[str, Any]]:
@@ -229,7 +225,7 @@ class _Contents:
         jobs_of: dict[int, list[str]] = defaultdict(list)
         for job, number in self._cycles:
             jobs_of[number].append(job)
-        files = {  # the costliest first, as long as there is room
+        files = {  # the costliest first, within the limits of size
             one.index: self._files.find(one, cycle_jobs=jobs_of[one.cycle])
             for one in sorted(shown, key=lambda one: -one.cost_s)
         }
@@ -311,7 +307,7 @@ class _Contents:
         }
 
     def _slow_ranks(self) -> dict[str, Any] | None:
-        """Return the heat map: of each window a text with a character for each rank, or for the lowest of several."""
+        """Return the heat map: for each window a text with one character per rank, or for the lowest of several."""
         windows = self._ledger.slow_ranks
         size = 1 + max((rank for one in windows for rank in (*one.scores, *one.named)), default=-1)
         if not size:
@@ -362,7 +358,7 @@ _RERUN = Rung.RERUN_STEP.name.lower()
 
 
 def bounded(value: Any, depth: int = 0) -> Any:
-    """Return a value of plain data with long texts, long lists and deep nesting cut."""
+    """Return plain data with long texts, long lists and deep nesting cut."""
     if isinstance(value, str):
         return value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]} ... ({len(value)} characters)"
     if isinstance(value, dict):
@@ -388,6 +384,10 @@ def _pick(one: msgspec.Struct, *names: str) -> dict[str, Any]:
     return {name: getattr(one, name) for name in names}
 
 
+def _columns(rows: Sequence[Sequence[Any]], *names: str) -> dict[str, list[Any]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+
+
 def _round(seconds: Any) -> Any:
     return None if seconds is None else round(seconds, 4)
 
@@ -397,6 +397,6 @@ def _level(score: float | None) -> str:
 
 
 def _follows(ranks: Iterable[int]) -> bool:
-    """Return whether ranks are consecutive, and more than none."""
+    """Return whether ranks are consecutive and not empty."""
     numbers = list(ranks)
     return bool(numbers) and numbers == list(range(numbers[0], numbers[0] + len(numbers)))

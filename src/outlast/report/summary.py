@@ -1,7 +1,7 @@
-"""The summary on a terminal: the headline, what the time went into, the newest incidents, means, notes.
+"""The summary on a terminal: the headline, the division of time, the newest incidents, means, notes.
 
-At most about 40 lines of 100 columns, whatever the run was. Texts of the journal are printed without control
-characters: a log line of a worker may hold any.
+At most about 40 lines of 100 columns for any run. Control characters are removed from the journal's texts, since a
+worker's log line may contain any.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MAX_NOTES = 3
 _MAX_MEANS = 3
 _BAR_COLUMNS = 40
 _INCIDENT = 2
-"""Column of the incidents' table that says what happened."""
+"""Column of the incidents' text."""
 _LEAST_SHARE = 0.0005
-"""Smaller parts share a line."""
+"""Parts below this share are combined in one line."""
 _COLORS = {
     Part.PRODUCTIVE: "blue",
     Part.STRAGGLER: "cyan",
@@ -44,7 +44,7 @@ _DONE = {
     "requeue_job": "left to the scheduler",
     "stop": "stopped",
 }
-"""Name of a rung to what was done."""
+"""Name of a recovery level to the action taken."""
 
 
 def summarize(ledger: Ledger, *, width: int = 100, ascii_only: bool = False) -> RenderableType:
@@ -77,12 +77,11 @@ def summarize(ledger: Ledger, *, width: int = 100, ascii_only: bool = False) -> 
 
 
 def render_to_console(console: Console, ledger: Ledger) -> None:
-    """Print the summary."""
     console.print(summarize(ledger, width=console.width, ascii_only="utf" not in console.encoding.lower()))
 
 
 def describe_time(seconds: float) -> str:
-    """Return seconds in the unit that people would use, short ones with more digits: ``136 ms``, ``4.19 s``."""
+    """Return seconds in a readable unit, short times with more digits: ``136 ms``, ``4.19 s``."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 90:
@@ -141,7 +140,7 @@ def _incidents(ledger: Ledger, width: int, mark: str) -> RenderableType:
     ]
     heads = ("#", "after", "incident", "done", "redone", "cost")
     widths = [max(len(head), *(len(row[place]) for row in rows)) for place, head in enumerate(heads)]
-    # Only what happened may be cut: the figures are what the table is for.
+    # Only the text may be cut: the numbers are the purpose of the table.
     room = max(20, width - sum(widths) + widths[_INCIDENT] - 2 * len(heads) - 1)
     for head in heads:
         table.add_column(head, justify="left" if head in ("incident", "done") else "right", no_wrap=True)
@@ -168,7 +167,7 @@ def _where(one: IncidentCost) -> str:
 
 
 def _means(ledger: Ledger) -> Iterator[Text]:
-    """Yield the means over all incidents, and behind each those of the most frequent kinds."""
+    """Yield the means over all incidents, each followed by those of the most frequent kinds."""
     statistics = ledger.statistics
     for name, of, words in (
         ("MTBF", statistics.mtbf_s, "between failures"),
@@ -188,6 +187,6 @@ def _name(word: str) -> str:
 
 
 def list_files(written: dict[str, Path]) -> Iterator[Text]:
-    """Yield a line for each file that was written, by what it is."""
+    """Yield a line for each written file, with its kind."""
     for what, path in written.items():
         yield Text(f"{what:<6} {path}", no_wrap=True, overflow="fold")

@@ -1,8 +1,8 @@
 """A run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: nodes are processes, ranks are threads.
 
-Process 0 is the run as a whole: what its time went into, its cycles, saves, loads, and numbers over time. The format is
-the Trace Event Format's JSON: times in microseconds since the run began. All events have ``ph``, ``ts``, ``pid`` and
-``tid``, those of metadata, too.
+Process 0 is the whole run: the division of its time, its cycles, saves, loads, and values over time. The format is the
+Trace Event Format's JSON: times in microseconds since the start of the run. All events, including metadata, have
+``ph``, ``ts``, ``pid`` and ``tid``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from outlast.wording import number_ranges
 
 RUN_PID = 0
 MAX_RANK_SPANS = 200_000
-"""Above it a node has one thread instead of one for each rank."""
+"""Above this number a node has one thread instead of one for each rank."""
 _TRACKS = ("parts", "cycles", "saves", "loads", "jobs", "incidents")
 _NODE_TID = 1_000_000
-"""Thread of a node for what concerns no single rank; larger than any rank."""
+"""Thread of a node for events without a rank; larger than any rank."""
 
 
 def make_trace(ledger: Ledger) -> bytes:
-    """Return the trace as JSON."""
     events = list(_TraceEvents(ledger).events())
     other = {"run_id": ledger.run_id, "began": ledger.began, "headline": ledger.headline}
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})

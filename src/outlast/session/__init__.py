@@ -1,4 +1,4 @@
-"""The session: everything that a training script needs of this package, in ten lines."""
+"""The session: the interface of a training script to the package."""
 
 from __future__ import annotations
 

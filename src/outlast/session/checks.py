@@ -1,7 +1,7 @@
-"""What a session checks between steps: that all ranks answer, that replicas are identical, and that no rank is slow.
+"""Checks between steps: all ranks respond, replicas are identical, no rank is slow, the final weights are finite.
 
-All ranks are asked before they agree on what follows a step: that would wait for a silent rank for half an hour. They
-answer on a group of their own, so that neither the question nor what follows touches the training's groups.
+The liveness check runs before the agreement at a step's end, which would wait half an hour for a silent rank, and in a
+separate process group, so that it cannot disturb the training's groups.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NO_PART_OF_A_STEP = frozenset({"setup", "checkpointing", "evaluation", "validation"})
-"""Sections that are left out of a step's time, and compared with nothing."""
+"""Sections that are excluded from a step's time and not compared between ranks."""
 STEP = "step"
 _MAX_NAMED = 3
-"""Weights that a message names one by one."""
+"""Weights that a message lists by name."""
 
 
 class RankLiveness:
-    """Ask the ranks.
+    """Check that all ranks respond.
 
     Args:
-        config: How often; the interval is not 0.
+        config: The interval is not 0.
 
     Raises:
         RendezvousError: The ranks did not find each other.
 
-    Collective: all ranks make it.
+    Collective: all ranks create it.
     Thread: that of the training loop.
     """
 
@@ -59,20 +59,20 @@ class RankLiveness:
         self._check = ProcessGroupCheck(timeout_s=config.process_group_timeout)
 
     def check(self, iteration: int) -> None:
-        """Ask, if it is time to.
+        """Check all ranks if the interval has passed.
 
         Raises:
-            PeerLost: A rank is gone, or silent; the message says which.
-            UnhealthyRank: A rank answered wrongly; the message says which.
+            PeerLost: A rank is gone or silent; the message says which.
+            UnhealthyRank: A rank returned a wrong result; the message says which.
 
-        Collective: all ranks, alike.
+        Collective: all ranks.
         Blocks: until all ranks have come, up to ``process_group_timeout`` and some seconds.
         """
         if iteration % self._interval == 0 and (result := self._check.run()).has_failed:
             self._judge(result, iteration)
 
     def close(self) -> None:
-        """Give the group back, however the peers fare."""
+        """Release the process group without waiting for peers."""
         self._check.close()
 
     def _judge(self, result: CheckResult, iteration: int) -> NoReturn:
@@ -84,7 +84,7 @@ class RankLiveness:
         reports = self._place.global_rank == next(answering, None)
         log.log(logging.ERROR if reports else logging.DEBUG, "%s", message)
         if ranks and reports and result.status != Status.LOST:
-            # The launcher records one that is gone, with how it ended.
+            # The launcher records the incident of a rank that is gone, with its exit code.
             is_neighbour = ranks[0] // max(1, self._place.local_world_size) == self._place.node_rank
             incident = Incident(
                 kind=IncidentKind.WRONG_ANSWER if is_wrong else IncidentKind.WORKER_HUNG,
@@ -106,10 +106,10 @@ class RankLiveness:
 
 
 class ReplicaWatch:
-    """Compare the replicas every so many steps, and before saves.
+    """Compare the replicas at an interval of steps, and before saves.
 
     Args:
-        config: How often; the interval is not 0.
+        config: The interval is not 0.
         among: Ranks that hold the same plain tensors; ``None`` = all.
 
     Thread: that of the training loop.
@@ -130,7 +130,7 @@ class ReplicaWatch:
         self._checked: int | None = None
 
     def verdict(self, iteration: int, *, saves: bool) -> ExitReason | None:
-        """Compare the replicas, if it is time to; return the exit code with which all ranks leave, or ``None``.
+        """Compare the replicas if due; return the exit code with which all ranks exit, or ``None``.
 
         Args:
             saves: Whether the state is about to be saved.
@@ -138,7 +138,7 @@ class ReplicaWatch:
         Raises:
             PeerLost: A peer left.
 
-        Collective: all ranks, alike.
+        Collective: all ranks.
         Blocks: while this rank's replicas are digested, and until all ranks have come.
         """
         if self._checked == iteration or not (saves or self._digest.should_check(iteration)):
@@ -148,11 +148,11 @@ class ReplicaWatch:
         return None if agreement.agrees else self._judge(agreement)
 
     def close(self) -> None:
-        """Give the group back, however the peers fare."""
+        """Release the process group without waiting for peers."""
         self._digest.close()
 
     def _judge(self, agreement: Agreement) -> ExitReason:
-        """Write a diagnosis of whose replica differs. Without a majority only running the steps again can tell."""
+        """Record a diagnosis; without a majority only a replay can identify the faulty replica."""
         is_known = bool(agreement.culprits)
         others = agreement.culprits or agreement.undecided
         blamed = others[0]
@@ -171,10 +171,10 @@ class ReplicaWatch:
 
 
 class FiniteEnd:
-    """Find out whether a run ends with NaN or infinity in what it has trained.
+    """Check whether the trained state is finite when a run ends.
 
     Args:
-        state: What is trained, before anything is loaded into it; see :class:`outlast.numerics.nonfinite.StateCheck`.
+        state: The trained state before anything is loaded; see :class:`outlast.numerics.nonfinite.StateCheck`.
 
     Blocks: until the device has computed the state.
     """
@@ -186,7 +186,8 @@ class FiniteEnd:
         self._check = StateCheck(state, asks_objects=is_saved)
 
     def agree(self, state: Mapping[str, Any], iteration: int, consensus: Consensus) -> Diagnosis | None:
-        """Return on which rank something is not finite, the same on all ranks; ``None`` = all is finite everywhere.
+        """Return the diagnosis of the first rank with NaN or infinity, the same on all ranks; ``None`` = all are
+        finite.
 
         Raises:
             PeerLost: A peer left.
@@ -199,7 +200,7 @@ class FiniteEnd:
         return _diagnose_end(iteration, self._place.world_size - first) if first else None
 
     def judge(self, state: Mapping[str, Any], iteration: int) -> Diagnosis | None:
-        """Return the same for this rank alone. Collective: no."""
+        """Return the diagnosis for this rank alone. Collective: no."""
         found = self._check.find(state)
         if not found:
             return None
@@ -214,12 +215,12 @@ def _diagnose_end(iteration: int, rank: int) -> Diagnosis:
 
 
 class SlowRanks:
-    """Time this rank's steps and sections, and compare them with those of the others when all ranks agree on it.
+    """Time this rank's steps and sections, and compare them with the other ranks when all ranks agree to.
 
     Args:
-        consensus: How the ranks agree; waiting in it is nobody's own time.
+        consensus: How the ranks agree; waits in it are excluded from this rank's time.
 
-    Thread: that of the training loop, which makes it.
+    Thread: that of the training loop, which creates it.
     """
 
     def __init__(
@@ -236,13 +237,12 @@ class SlowRanks:
             node=place.node,
             on_report=partial(record, place=place, journal=journal),
         )
-        """What times and compares."""
         for name in ("agree", "finish"):
             self.detector.wrap(consensus, name, waits=True)
         self._waited_before_s = 0.0
 
     def timed(self, name: str, section: SectionTimer) -> SectionTimer:
-        """Return a section that is timed too; one that is no part of a step is left out instead."""
+        """Return a timed section; the time of a section in :data:`NO_PART_OF_A_STEP` is excluded."""
         if name == STEP:
             return section
         mark = self.detector.leave_out() if name in NO_PART_OF_A_STEP else self.detector.section(name)
@@ -259,21 +259,20 @@ class SlowRanks:
 
     @contextmanager
     def left_out(self, section: AbstractContextManager[None]) -> Iterator[None]:
-        """Return a section of the session's own that is no part of a step."""
+        """Open one of the session's sections with its time excluded."""
         with section, self.detector.leave_out():
             yield
 
     def begin_step(self, iteration: int) -> None:
-        """Begin to time a step, ``iteration`` of which are done."""
         self._waited_before_s = self._consensus.waited_s
         self.detector.begin_step(iteration)
 
     def note_wait(self) -> None:
-        """Take in how long this rank has waited for the others, now that they have come."""
+        """Record the time that this rank waited for the others in this step."""
         self.detector.note_wait(self._consensus.waited_s - self._waited_before_s)
 
     def diagnose(self, report: Report) -> None:
-        """Name to the launcher the rank for which all of them leave; where there are several, the slowest."""
+        """Record a diagnosis of the slowest rank for the launcher."""
         place, rank = self._place, report.stop_for[0]
         one = next(one for one in report.findings.named if one.rank == rank)
         causes = [verdict.describe() for verdict in report.machines if verdict.rank == rank]

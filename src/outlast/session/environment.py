@@ -1,4 +1,4 @@
-"""Where a session runs, what it protects a run against there, and which of its settings have no effect."""
+"""A session's environment: the worker's place, the protection of the run there, and settings without effect."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ log = logging.getLogger(__name__)
 
 
 def has_near_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:
-    """Return whether something near keeps what a worker saves: a local folder, or the memory of the agent's writer."""
+    """Return whether a save can go to a node-local tier: a local folder, or the memory of the agent's writer."""
     return checkpoint.local_directory is not None or place.writer is not None
 
 
 def monitor_settings(config: Config, place: WorkerEnv) -> FaultToleranceConfig:
-    """Return the fault tolerance settings of a session's monitor: learned timeouts are kept next to the checkpoints,
-    where the next launch of the same command finds them."""
+    """Return the fault tolerance settings of a session's monitor.
+
+    Learned timeouts are stored next to the checkpoints, where the next launch of the same command finds them.
+    """
     settings, saves = config.fault_tolerance or FaultToleranceConfig(), config.checkpoint
     in_force = merge_under(place.fault_tolerance if place.board is not None else None, settings)
     if not in_force.calc_ft_timeouts or in_force.state_directory is not None:
@@ -54,16 +56,11 @@ def announce_session(
     watches_signals: bool,
     saved_by: str | None = None,
 ) -> None:
-    """Record a session's start, hand the agent what it protects against, and warn of what it does not.
+    """Record a session's start, report the protection to the agent, and log warnings for missing protection.
 
     Args:
-        config: The session's settings.
-        place: This worker's place.
-        scope: The call around the session.
-        journal: Where the start is recorded.
-        monitor: Hands text to the agent.
         watches_signals: A signal leads to an orderly end.
-        saved_by: Who saves in the session's place; ``None`` = the session, or it is not known.
+        saved_by: Who saves instead of the session; ``None`` = the session, or not known.
     """
     saves = config.checkpoint
     journal.write(
@@ -98,15 +95,12 @@ def warn_of_missing_protection(
     is_wrapped: bool = False,
     saved_by: str | None = None,
 ) -> None:
-    """Log in one line what does not protect this run, and in another which settings have no effect; with the remedy.
+    """Log one line on missing protection and one on settings without effect, each with the remedy.
 
     Args:
-        config: The session's settings.
-        place: This worker's place.
-        fault_tolerance: The timeouts and the like in force.
-        watches_signals: A signal leads to an orderly end.
-        is_wrapped: The session is in a call of a function that restarts in process.
-        saved_by: Who saves in the session's place; ``None`` = the session, or it is not known.
+        fault_tolerance: The fault tolerance settings in force.
+        is_wrapped: The session is within a function that restarts in process.
+        watches_signals: As for :func:`announce_session`, and so is ``saved_by``.
     """
     checkpoint, missing = config.checkpoint, []
     if checkpoint is None and saved_by is None:
@@ -127,20 +121,17 @@ def warn_of_missing_protection(
         missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")
     if place.launcher == "python":
         missing.append("nothing restarts the script (start it with outlast run)")
-    if missing and place.board is None:  # an agent logs it for the run
+    if missing and place.board is None:  # otherwise the agent logs it for the run
         log.warning("off: %s", "; ".join(missing))
     if idle := _settings_without_effect(config, place, is_wrapped=is_wrapped):
         log.warning("without effect here: %s", "; ".join(idle))
 
 
 def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool, saved_by: str | None) -> str:
-    """Return what a session protects against, for its agent."""
     checkpoint = config.checkpoint
     if checkpoint is None:
         return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals, saved_by=saved_by)
-    tiers = []
-    if place.writer is not None:
-        tiers.append("memory")
+    tiers = [] if place.writer is None else ["memory"]
     tiers += [str(one) for one in (checkpoint.local_directory, checkpoint.directory) if one is not None]
     near = checkpoint.non_persistent_save_interval if has_near_tier(checkpoint, place) else 0
     return describe_saves(
@@ -149,7 +140,7 @@ def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: b
 
 
 def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bool) -> list[str]:
-    """Return the settings that nothing reads in this place, each with what would read it."""
+    """Return the settings that have no effect in this place, each with the remedy."""
     idle = []
 
     def note(section: str, names: Iterable[str], remedy: str) -> None:
@@ -158,9 +149,8 @@ def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bo
 
     ft, health, restart = config.fault_tolerance, config.health, config.in_process_restart
     if ft is not None and place.board is None:
-        note(
-            "fault_tolerance", (name for name in LAUNCHERS_OWN if name in ft.given), "start the script with outlast run"
-        )
+        of_launcher = (name for name in LAUNCHERS_OWN if name in ft.given)
+        note("fault_tolerance", of_launcher, "start the script with outlast run")
         where = (place.run_dir, config.run_dir, monitor_settings(config, place).state_directory)
         if ft.calc_ft_timeouts and not any(where):
             note("fault_tolerance", ["calc_ft_timeouts"], "what is learned is kept in run_dir; name one")
@@ -176,12 +166,12 @@ def _settings_without_effect(config: Config, place: WorkerEnv, *, is_wrapped: bo
 
 
 def read_place(config: Config, scope: InProcessScope) -> WorkerEnv:
-    """Return this worker's place, as the environment, ``torch.distributed``, the call around and the config know it."""
+    """Return this worker's place from the environment, ``torch.distributed``, the wrapped call and the config."""
     place = dataclasses.replace(current_place(), call=scope.call_number)
     if scope.call_number == 0:
         try:
             log_job_info()
-        except ConfigError as error:  # it trains all the same
+        except ConfigError as error:  # training does not need it
             log.warning("the Slurm job cannot be read: %s", error)
     if place.run_dir is not None or config.run_dir is None:
         return place
@@ -190,7 +180,7 @@ def read_place(config: Config, scope: InProcessScope) -> WorkerEnv:
 
 
 def seed_random_numbers(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch."""
+    """Seed Python, NumPy and torch."""
     import numpy as np
     import torch
 
@@ -200,5 +190,5 @@ def seed_random_numbers(seed: int) -> None:
 
 
 def _without_user(url: str) -> str:
-    """Return a URL without the name and password that it may hold: others read the journal."""
+    """Remove the user name and password from a URL: the journal is readable by others."""
     return re.sub(r"://[^/@]*@", "://", url)

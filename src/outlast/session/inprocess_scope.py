@@ -1,14 +1,14 @@
 """The call of a function wrapped by ``outlast.inprocess.Wrapper`` around a session, if there is one.
 
-Such a session lives as long as one call of the function. When the call is left, its peers may be gone, and nothing may
-wait for them. What training had reached stays in the process, and the next call's session resumes from it.
+Such a session lives as long as one call. When the call is left, peers may be gone, so nothing may wait for them. The
+training state stays in the process, and the next call's session resumes from it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from outlast.config import Config
@@ -33,13 +33,13 @@ _KEPT = "outlast.session"
 
 
 class InProcessScope:
-    """What a session needs of the call around it; without a call no method does anything.
+    """The session's interface to the call around it; without a call all methods do nothing.
 
     Args:
-        config: Whether there has to be a call.
+        config: Says whether a call is required.
 
     Raises:
-        ConfigError: There has to be one and there is none, or its wrapper has other settings.
+        ConfigError: A call is required but missing, or its wrapper has other settings.
 
     Thread: the main thread.
     """
@@ -67,53 +67,47 @@ class InProcessScope:
 
     @property
     def is_active(self) -> bool:
-        """Whether the session lives in a call; else it lives as long as the process."""
+        """Whether the session lives in a call; otherwise it lives as long as the process."""
         return self._call is not None
 
     @property
     def call_number(self) -> int:
-        """Number of the call: 0 for the first, one more after each restart in process."""
+        """Number of the call: 0 for the first, one more after each in-process restart."""
         return 0 if self._call is None else self._call.iteration
 
     @property
     def is_left(self) -> bool:
-        """Whether the call has ended or has to be left: what fails now fails because of that. Thread: any."""
+        """Whether the call has ended or must be left, which then explains any failure. Thread: any."""
         return self._call is not None and self._call.is_left
 
     def on_leave(self, callback: Callable[[], None]) -> None:
-        """Have something called once the call was left; the last one given is called first. It waits for no peer."""
+        """Register a callback for when the call was left; last in, first called. It must not wait for a peer."""
         if self._call is not None:
             self._call.on_leave(callback)
 
     def note_failure(self, error: BaseException) -> None:
-        """Record what ends the session, before its peers notice and the call has to be left."""
+        """Record the error that ends the session, before its peers detect it and the call must be left."""
         if isinstance(error, Exception) and (call := self._inside()) is not None:
             call.note_failure(error)
 
     def ping(self) -> None:
-        """Report progress to the watch over the call."""
+        """Report progress to the monitor of the call."""
         if (call := self._inside()) is not None:
             call.ping()
 
-    @contextmanager
-    def undivided(self) -> Iterator[None]:
-        """Return a context of a few milliseconds that no restart interrupts, to open what must be closed."""
-        with ExitStack() as stack:
-            if (call := self._inside()) is not None:
-                stack.enter_context(call.atomic())
-            yield
+    def undivided(self) -> AbstractContextManager[object]:
+        """Return a context of a few milliseconds that no restart interrupts, to open resources that must be closed."""
+        return nullcontext() if (call := self._inside()) is None else call.atomic()
 
     @contextmanager
     def section(self, monitor: RankMonitor, name: str) -> Iterator[None]:
-        """Open a section that has timeouts of its own: those of restarts in process do not apply within it."""
-        with ExitStack() as stack:
-            if (call := self._inside()) is not None:
-                stack.enter_context(call.disable_hang_protection())
-            stack.enter_context(monitor.section(name))
+        """Open a section with separate timeouts: those of in-process restarts do not apply within it."""
+        call = self._inside()
+        with nullcontext() if call is None else call.disable_hang_protection(), monitor.section(name):
             yield
 
     def _inside(self) -> Handle | None:
-        """Return the call as long as it lasts; a session may outlive it when the function returned."""
+        """Return the call while it lasts; a session may outlive a function that returned."""
         return self._call if current_handle() is self._call else None
 
     # -- the state in memory ---------------------------------------------------------------------------------------
@@ -127,14 +121,13 @@ class InProcessScope:
         place: WorkerEnv,
         journal: Journal,
     ) -> int | None:
-        """Make ``state`` what it was before the restart in process; return its iteration, ``None``: load it.
+        """Put ``state`` back to what it was before the in-process restart; return its iteration, or ``None`` to load
+        instead.
 
         Args:
             state: The script's state.
-            own: The session's own state, by name.
+            own: The session's state, by name.
             replicas: Ranks that hold the same tensors; ``None`` = all.
-            place: This worker's place.
-            journal: Where the resumption is recorded.
 
         Raises:
             RuntimeError: A peer left.
@@ -151,26 +144,20 @@ class InProcessScope:
         num_copied = last.sources.count("peer")
         copied = f", {num_copied} of {len(last.sources)} ranks were given it" if num_copied else ""
         log.info("resuming from memory at iteration %d after %.3f s%s", iteration, last.took_s, copied)
-        journal.write(
-            EventKind.RESTORED,
-            rank=place.global_rank,
-            iteration=iteration,
-            tier=last.source,
-            load_s=last.took_s,
-            rejected=[],
-        )
+        facts: dict[str, Any] = {"tier": last.source, "load_s": last.took_s, "rejected": []}
+        journal.write(EventKind.RESTORED, rank=place.global_rank, iteration=iteration, **facts)
         return iteration
 
     @property
     def origin(self) -> Origin | None:
-        """The generation that the state in memory goes back to."""
+        """The checkpoint from which the state in memory descends."""
         return None if self._memory is None else self._memory.has_loaded
 
     def note_loaded(self, origin: Origin | None) -> None:
-        """Record that a generation was loaded; ``None``: there is none, and training begins.
+        """Record that a checkpoint was loaded; ``None`` = there is none, and training begins.
 
         Raises:
-            RestartAbort: The state was trained before, and there is nothing to put in its place.
+            RestartAbort: The state was trained before, and there is no checkpoint to replace it.
         """
         if self._memory is None:
             return
@@ -182,13 +169,13 @@ class InProcessScope:
         self._memory.has_loaded = origin
 
     def note_iteration(self, iteration: int) -> None:
-        """Record that the state is that of ``iteration`` optimizer steps, and how far a call has come."""
+        """Record that the state is that of ``iteration`` optimizer steps."""
         if (call := self._inside()) is not None:
             call.note_iteration(iteration)
         if self._memory is not None:
             self._memory.note(iteration)
 
     def release(self) -> None:
-        """Release the state, as the call has been left. Blocks: while it is digested."""
+        """Release the state once the call was left. Blocks: while the state is digested."""
         if self._memory is not None:
             self._memory.release()

@@ -1,4 +1,4 @@
-"""What a session hands to a logger of metrics, and the goodput of the run as a rank measures it.
+"""Metrics that a session passes to a logger, and the run's goodput as measured by a rank.
 
 :mod:`outlast.integrations.metrics` has loggers.
 """
@@ -24,12 +24,12 @@ _HEAD_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRun:
-    """The run whose metrics a sink gets."""
+    """The run whose metrics a sink receives."""
 
     run_id: str
-    """Names the run; the same in every job of it."""
+    """Identifies the run; the same in every job of the run."""
     iteration: int
-    """Number of optimizer steps from which training continues; metrics of later ones may come a second time."""
+    """Number of optimizer steps from which training continues; metrics of later ones may be repeated."""
     global_rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -37,30 +37,30 @@ class MetricsRun:
 
 @runtime_checkable
 class MetricsSink(Protocol):
-    """A ``log_metrics`` that learns where a run begins and when it ends.
+    """A ``log_metrics`` that is notified of a run's begin and end.
 
-    Thread: that of the training loop; nothing of it may block.
+    Thread: that of the training loop; no method may block.
     """
 
     def __call__(self, figures: dict[str, float], iteration: int) -> object:
         """Take metrics by name, and the number of optimizer steps done."""
 
     def begin_run(self, run: MetricsRun) -> object:
-        """Learn the run, once it is known from which iteration it continues; again after a restart in process."""
+        """Receive the run, once its first iteration is known; again after an in-process restart."""
 
     def end_run(self, timeout_s: float) -> object:
-        """Write what is left, and wait for that up to ``timeout_s`` seconds; 0 = do not wait."""
+        """Write pending metrics, blocking up to ``timeout_s`` seconds; 0 = do not wait."""
 
 
 class Goodput:
-    """Measure the goodput of the run (see :mod:`outlast.policy.goodput`) by the steps of this rank.
+    """Measure the run's goodput (see :mod:`outlast.policy.goodput`) by the steps of this rank.
 
-    It is saved with each checkpoint. So the time of steps that were lost, and are done again, counts once, over all
+    Goodput is saved with each checkpoint, so that the time of steps that were lost and repeated counts once, over all
     restarts and jobs of the run.
 
     Args:
-        journal: Tells when this session began.
-        began_wall_ns: When the run began, as far as the journal knows; ``None`` = with this session.
+        journal: Has the start time of this session.
+        began_wall_ns: Start of the run according to the journal; ``None`` = the start of this session.
     """
 
     def __init__(self, journal: Journal, began_wall_ns: int | None) -> None:
@@ -77,37 +77,33 @@ class Goodput:
         return goodput(self._time.total_s, (self._journal.opened_wall_ns - self._began_wall_ns + session_ns) / 1e9)
 
     def begin(self, iteration: int) -> None:
-        """Note that the session's first step begins, after an iteration."""
         self._time.begin(clock.now_ns() / 1e9, iteration)
 
     def note_step(self, iteration: int) -> None:
-        """Note that an iteration was done."""
         self._time.advance(clock.now_ns() / 1e9, iteration, self._wait_s)
         self._wait_s = 0.0
 
     def note_wait(self, seconds: float) -> None:
-        """Note that training waited for a save."""
+        """Record a wait of training for a save."""
         self._wait_s += seconds
 
     def note_slow_ranks(self, scores: Mapping[int, float], named: Sequence[int]) -> None:
-        """Note a report on slow ranks: the relative scores by rank, and the ranks that are slow."""
+        """Record a straggler report: the relative scores by rank, and the slow ranks."""
         self._time.take_slow_ranks(scores, named)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next process continues from."""
         return {"steps_s": self._time.total_s, "began_wall_ns": self._began_wall_ns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
         self._time.resume(float(state["steps_s"]))
         self._began_wall_ns = min(self._began_wall_ns, int(state["began_wall_ns"]))
 
 
 def read_earlier(run_dir: Path, rank: int) -> tuple[Counter[str], int | None]:
-    """Return how many incidents of each kind the run had, as its agents recorded them, and when it began.
+    """Return the number of incidents of each kind that the run's agents recorded, and when the run began.
 
-    Ranks record incidents of their own too, in addition to all else that they do: their files may be large. Of this
-    rank's the begin is read, which shows when a run without agents began.
+    Journal files of ranks may be large: only the start of this rank's files is read, which shows when a run without
+    agents began.
     """
     try:
         files = list_files(run_dir)

@@ -1,4 +1,4 @@
-"""Preemption: shutdown notices from signals, the scheduler's time limit and other sources, and the exit code."""
+"""Preemption: notices from signals, the scheduler's time limit and other sources, and the exit code."""
 
 from __future__ import annotations
 
@@ -36,15 +36,9 @@ _PEER = "peer"
 
 
 class Preemption:
-    """What this rank knows about a requested shutdown, and the exit code that it leaves with.
+    """This rank's requested shutdown and exit code.
 
-    Off the main thread no signal can be watched: SIGTERM then ends the process as if there were no session.
-
-    Args:
-        config: What to listen to; ``None`` for the defaults.
-        place: This worker's place.
-        journal: Where notices are written.
-        monitor: Its page holds the number of optimizer steps done.
+    Off the main thread signals cannot be handled: SIGTERM then ends the process as without a session.
 
     Raises:
         ConfigError: The notice plug-in is unavailable.
@@ -56,9 +50,9 @@ class Preemption:
         self._config = config = config or PreemptionConfig()
         self._journal, self._rank, self._monitor = journal, place.global_rank, monitor
         self.manager: CheckpointEngine | None = None
-        """What saves; ``None`` = the session does not, or could not yet."""
+        """Saves the state; ``None`` = nothing does, or not yet."""
         self._outlives_session = False
-        # An agent sends its signal to all its workers: one of the node logs it.
+        # An agent signals all its workers; one of the node logs the signal.
         self._notice_level = logging.WARNING if place.board is None or place.local_rank == 0 else logging.INFO
         signals = _signals(config)
         self.watches_signals = bool(signals)
@@ -79,7 +73,7 @@ class Preemption:
         """Return the number of the signal that requests the shutdown (SIGTERM for other notices), or 0.
 
         Args:
-            iteration: Number of optimizer steps done before the one that runs.
+            iteration: Number of optimizer steps done before the current one.
         """
         interval = self._config.exit_interval
         is_due = interval is not None and (iteration + 1) % interval == 0
@@ -87,24 +81,23 @@ class Preemption:
 
     @property
     def is_requested(self) -> bool:
-        """Whether this rank knows of a requested shutdown."""
         return self._listener.is_requested
 
     def start_leaving(self) -> None:
-        """Start the deadline also where only peers got the notice: all ranks agreed to leave now."""
+        """Start the deadline on ranks without a notice too, once all ranks agreed to exit."""
         if not self._listener.is_requested:
             self._listener.request("all ranks agreed to leave", source=_PEER)
 
     def wait_to_give_up(self, timeout_s: float) -> bool:
-        """Wait until a save is to be given up; return whether it is. Blocks: up to ``timeout_s`` seconds."""
+        """Wait until a save must be abandoned; return whether it must. Blocks: up to ``timeout_s`` seconds."""
         return self._listener.wait_to_give_up(timeout_s)
 
     def exit_code(self) -> int:
-        """Return the exit code to leave with: 75 if a checkpoint survives the end of the job, else 128 + the signal."""
+        """Return 75 if a checkpoint survives the end of the job, else 128 + the signal."""
         return int(ExitReason.PREEMPTED) if self._saved_iteration is not None else 128 + self._number()
 
     def log_exit(self) -> int:
-        """Log which iterations are lost, and return the exit code to leave with."""
+        """Log which iterations are lost, and return the exit code."""
         code = self.exit_code()
         loses = (self._saved_iteration or 0) < self._monitor.board_state.iteration
         level = logging.INFO if code == ExitReason.PREEMPTED and not loses else logging.WARNING
@@ -112,24 +105,24 @@ class Preemption:
         return code
 
     def describe_loss(self) -> str:
-        """Return which iterations are lost when the job ends now; one line for people."""
+        """Return in one line which iterations are lost if the job ends now."""
         return describe_end(self._durability, self._monitor.board_state.iteration)
 
     def outlive_session(self) -> None:
-        """Keep the signals and the deadline beyond :meth:`close`: the process is about to end by itself.
+        """Keep the signal handlers and the deadline after :meth:`close`, because the process is about to exit.
 
-        torchrun ends the other ranks when the first one has left; their exit codes must still be the session's.
+        torchrun ends the other ranks when the first one exits; their exit codes must still be the session's.
         """
         self._outlives_session = True
 
     def close(self) -> None:
-        """Let signals end this process again, and stop the deadline. Idempotent. Thread: the main thread."""
+        """Restore the signals' default action and stop the deadline. Idempotent. Thread: the main thread."""
         if not self._outlives_session:
             self._listener.close()
 
     @property
     def _durability(self) -> Durability:
-        """What is saved: by the session, or, as its monitor records, by the script or its trainer."""
+        """The durable saves of the session or, as its monitor records, of the script or its trainer."""
         if self.manager is not None:
             return self.manager.durability
         saved = self._monitor.board_state.durable_iteration
@@ -144,27 +137,23 @@ class Preemption:
         return int(signal.SIGTERM) if first is None or first.signal is None else first.signal
 
     def _on_notice(self, notice: Notice) -> None:
-        # In a thread of the listener: the main thread may be inside a collective.
+        # Runs in a thread of the listener: the main thread may be in a collective.
         if notice.source == _PEER:
-            return  # logged where the notice came in
+            return  # logged by the rank that received the notice
         facts: dict[str, Any] = {"source": notice.source, "reason": notice.reason}
         facts |= {} if notice.signal is None else {"signal": notice.signal}
         facts |= {} if notice.deadline_s is None else {"deadline_s": round(notice.deadline_s, 3)}
         self._journal.write(EventKind.NOTICE, rank=self._rank, **facts)
+        when = "" if notice.deadline_s is None else f" (within {notice.deadline_s:.0f} s)"
         if notice.gives_up:
             log.log(self._notice_level, "Received signal %d again, leaving at once", notice.signal)
         elif notice.ordinal > 1:
             log.warning("shutdown requested again by %s: %s", notice.source, notice.reason)
         elif notice.signal is not None:
-            when = _by_when(notice)
             log.log(self._notice_level, "Received signal %d, initiating graceful stop%s", notice.signal, when)
         else:
-            log.warning(
-                "Shutdown requested by %s (%s), initiating graceful stop%s",
-                notice.source,
-                notice.reason,
-                _by_when(notice),
-            )
+            text = "Shutdown requested by %s (%s), initiating graceful stop%s"
+            log.warning(text, notice.source, notice.reason, when)
 
     def _before_exit(self, code: int) -> None:
         iteration = self._monitor.board_state.iteration
@@ -172,23 +161,18 @@ class Preemption:
         log.warning("%s", self.describe_loss())
 
 
-def _by_when(notice: Notice) -> str:
-    return "" if notice.deadline_s is None else f" (within {notice.deadline_s:.0f} s)"
-
-
 def _signals(config: PreemptionConfig) -> tuple[int, ...]:
     if not config.exit_signal_handler or threading.current_thread() is not threading.main_thread():
         return ()
     if config.signal_names is not None:
         return tuple(int(signal.Signals[name]) for name in config.signal_names)
-    usual = [signal.SIGTERM]
-    if does_nothing_else(signal.SIGUSR1):  # it would end the process, and nothing were saved
-        usual.append(signal.SIGUSR1)
-    return tuple(int(number) for number in usual)
+    if does_nothing_else(signal.SIGUSR1):  # by default it ends the process without a save
+        return int(signal.SIGTERM), int(signal.SIGUSR1)
+    return (int(signal.SIGTERM),)
 
 
 def _sources(config: PreemptionConfig, *, is_nodes_first: bool) -> list[NoticeSource]:
-    """Return what else gives notice to this rank; a file or an address is looked at by one rank of each node."""
+    """Return the other notice sources of this rank; one rank of each node polls a file, address or plug-in."""
     sources: list[NoticeSource] = []
     if config.preempt_time and (left_s := _job_left_s()) is not None:
         what = "the job's time limit ends"

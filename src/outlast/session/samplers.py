@@ -1,4 +1,4 @@
-"""Warn of a data order that a resumption cannot repeat: a shuffled loader that draws from the global generator."""
+"""Warn of a data order that a restart cannot repeat: a shuffled loader that uses the global generator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_global_order() -> Callable[[], None]:
-    """Log once when a ``RandomSampler`` without a generator of its own begins; return what ends the watching.
+    """Log once when a ``RandomSampler`` without a generator starts; return a function that ends the check.
 
-    Its order follows from the global generator as it is then. Who resumes within the epoch gets another order, so that
-    samples are trained twice or not at all. Subclasses, such as Accelerate's, have rules of their own.
+    Such a sampler's order depends on the global generator at that moment: a restart within the epoch gets another
+    order, so that samples are trained twice or not at all. Subclasses, such as Accelerate's, have other rules.
     """
     from torch.utils.data import RandomSampler
 

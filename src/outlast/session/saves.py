@@ -1,11 +1,11 @@
-"""What a session restores, what it saves, to which tiers, and when.
+"""What a session restores and saves, to which tiers, and when.
 
-It restores from memory after a restart in process, else from the newest generation. The script's state is saved and
-loaded together with the session's own (:data:`OWN_STATE`), as one mapping.
+A session restores from memory after an in-process restart, else from the newest checkpoint. The script's state and the
+session's state (:data:`OWN_STATE`) are saved and loaded as one mapping.
 
-An interval in iterations needs no communication: every rank counts alike. For ``"auto"`` one rank measures and decides,
-since no two ranks measure the same: rank 0 requests at a step's begin what is to follow the step, and all ranks read it
-from the step's reduction.
+An interval in iterations needs no communication: all ranks count the same. For ``"auto"`` rank 0 measures and decides,
+since no two ranks measure the same: it requests the save when a step begins, and all ranks read the request from the
+step's reduction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from outlast import clock
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
-from outlast.errors import CheckpointError, DeadlineExceeded, Untrusted
+from outlast.errors import DeadlineExceeded, Untrusted
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.policy.recovery_point import Origin
 from outlast.runtime.files import in_time
@@ -43,21 +43,21 @@ log = logging.getLogger(__name__)
 _OTHER_CHECKPOINT = re.compile(
     r"(?!step-)(global_?)?(step|iter|epoch|checkpoint)[a-z]*[-_=]?\d+.*|latest.*\.txt|.+\.(ckpt|pt|pth|distcp|safetensors)"
 )
-"""Names that other systems give to checkpoints: KempnerForge, Megatron, Hugging Face, Lightning, DeepSpeed, torch."""
+"""Checkpoint names of other systems: KempnerForge, Megatron, Hugging Face, Lightning, DeepSpeed, torch."""
 NEAR_TIERS = ("memory", "local", "replica")
-"""The tiers of a save that nothing outside the nodes takes part in."""
+"""The node-local tiers of a save."""
 MIN_TIMED_STEPS = 3
-"""Steps to time before the first automatic save, which measures what one costs."""
+"""Steps to time before the first automatic save, which measures the cost of a save."""
 WAIT_SLICE_S = 1.0
 """A long wait for a commit is divided into waits of this length, each in a separate section."""
 REPORT_S = 60.0
 """A wait for a commit is reported at most this often."""
 STEP_WEIGHT = 0.1
-"""Of the newest step in the mean of what steps take."""
+"""Weight of the newest step in the mean step time."""
 
 
 class DueSave(IntEnum):
-    """What follows a step; the larger one includes the smaller."""
+    """The save after a step; the larger one includes the smaller."""
 
     NOTHING = 0
     NEAR = 1
@@ -70,8 +70,8 @@ class SaveSchedule:
     """Decide after which steps the state is saved.
 
     Args:
-        decides: Whether this rank decides about automatic intervals; one does.
-        has_near: Whether there is a near tier that a save can go to.
+        decides: Whether this rank decides about automatic intervals; one rank does.
+        has_near: Whether a node-local tier exists.
 
     Thread: that of the training loop.
     """
@@ -89,19 +89,17 @@ class SaveSchedule:
         self._step_s = 0.0
         self._num_timed = -1  # the first step of a cycle warms up
         self.wanted = DueSave.NOTHING
-        """What this rank has all ranks save after the next step, whatever the intervals say."""
+        """Save that this rank requests for all ranks after the next step, in addition to the intervals."""
 
     @property
     def is_automatic(self) -> bool:
-        """Whether some save comes without a call of ``save()``."""
         return any(interval != 0 for interval in self._intervals.values())
 
     def start_from(self, iteration: int) -> None:
-        """Count from the iteration at which this cycle begins."""
         self._saved_at = dict.fromkeys(self._intervals, iteration)
 
     def note_step(self, took_s: float) -> None:
-        """Record how long a step took, without its saves."""
+        """Record the duration of a step, without its saves."""
         self._num_timed += 1
         if self._num_timed == 1:
             self._step_s = took_s
@@ -109,10 +107,10 @@ class SaveSchedule:
             self._step_s += STEP_WEIGHT * (took_s - self._step_s)
 
     def request(self, iteration: int, cost_s: float | None) -> DueSave:
-        """Return what this rank requests to follow the step that begins.
+        """Return the save that this rank requests to follow the step that begins.
 
         Args:
-            cost_s: What a save cost training lately, in seconds; ``None`` = there was none yet.
+            cost_s: Seconds that a recent save cost training; ``None`` = there was none yet.
         """
         due, self.wanted = self.wanted, DueSave.NOTHING
         for kind, interval in self._intervals.items():
@@ -121,7 +119,6 @@ class SaveSchedule:
         return due
 
     def due(self, iteration: int, agreed: int) -> DueSave:
-        """Return what follows the step that has ended."""
         due = DueSave(agreed)
         for kind, interval in self._intervals.items():
             if interval != "auto" and interval > 0 and iteration % interval == 0:
@@ -129,7 +126,6 @@ class SaveSchedule:
         return due
 
     def note_save(self, iteration: int, kind: DueSave) -> None:
-        """Record that the state was saved."""
         for one in self._saved_at:
             if one <= kind:
                 self._saved_at[one] = iteration
@@ -158,9 +154,10 @@ class Saves:
     """Load a session's state once, and save it on schedule.
 
     Args:
-        scope: The call around the session: a save that fails because the call was left is abandoned, not failed.
+        scope: The wrapped call around the session: a save that fails because the call was left is abandoned, not
+            failed.
 
-    Collective: all ranks make it.
+    Collective: all ranks create it.
     Thread: that of the training loop.
     """
 
@@ -171,33 +168,30 @@ class Saves:
         is_left = (lambda: scope.is_left) if scope.is_active else None
         self.manager = open_manager(config, env=place, journal=journal, is_left=is_left)
         self.schedule = SaveSchedule(
-            config,
-            decides=place.global_rank == 0,
-            world_size=place.world_size,
-            has_near=has_near_tier(config, place),
+            config, decides=place.global_rank == 0, world_size=place.world_size, has_near=has_near_tier(config, place)
         )
         self.has_loaded = False
-        """Whether training continues from a generation."""
+        """Whether training continues from a checkpoint."""
         self.newest: SaveHandle | None = None
         """The newest save to all tiers."""
         self.last_stall_s: float | None = None
-        """Seconds that the newest save kept training waiting; ``None`` = there was none."""
+        """Seconds that the newest save blocked training; ``None`` = no save yet."""
         self._saved_iteration: int | None = None
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a commit that survives the end of the job has been due for ``max_durable_lag``. Thread: any."""
+        """Whether no commit that survives the end of the job succeeded for ``max_durable_lag``. Thread: any."""
         return 0 < self.manager.config.max_durable_lag <= self.manager.durable_lag_s
 
     def wait(self, timeout_s: float, begin_wait: Callable[[], AbstractContextManager[None]]) -> None:
-        """Wait until what was saved is committed to all of its tiers, with a line each minute.
+        """Wait until all saves are committed to all of their tiers; log a line each minute.
 
         Args:
             timeout_s: Seconds after which the wait ends.
 
         Raises:
             CheckpointError: The newest save failed.
-            DeadlineExceeded: Something is still not committed.
+            DeadlineExceeded: A save is still not committed.
 
         Blocks: up to ``timeout_s``.
         """
@@ -221,7 +215,7 @@ class Saves:
 
     @property
     def final_wait_s(self) -> float:
-        """Seconds for which the end of training waits for what was saved."""
+        """Seconds that the end of training waits for commits."""
         config = self.manager.config
         left_s = max(0.0, config.max_durable_lag - self.manager.durable_lag_s)
         return max(2 * config.save_timeout, left_s)
@@ -229,15 +223,15 @@ class Saves:
     def load(
         self, state: dict[str, Any], *, suspect_iteration: int | None, missing: str | None = None
     ) -> Restored | None:
-        """Load the newest generation into what is saved; return ``None`` if there is nothing to load.
+        """Load the newest checkpoint into ``state``; return ``None`` if there is none.
 
         Args:
-            suspect_iteration: Of the state saved for diagnosis that is loaded instead if all ranks have it; ``None`` =
-                none is.
+            suspect_iteration: Iteration of a state saved for diagnosis to load instead if all ranks have it; ``None`` =
+                none.
 
         Raises:
-            CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
-                or has saved what is there.
+            CheckpointError: There are checkpoints, but none that all ranks can load; or another run uses a directory,
+                or saved its content.
             PeerLost: A peer left.
 
         Collective: all ranks.
@@ -257,15 +251,14 @@ class Saves:
         return restored
 
     def _warn_of_others(self) -> None:
-        """Warn of checkpoints of another system in the directory: they are not loaded."""
+        """Log a warning if the directory holds checkpoints of another system, which are not loaded."""
         directory = self.manager.config.directory
         if directory is None or "://" in str(directory):
             return
         try:
-            names = in_time(directory, partial(os.listdir, directory))
+            found = sorted(filter(_OTHER_CHECKPOINT.fullmatch, in_time(directory, partial(os.listdir, directory))))
         except OSError:
-            return  # where it matters, the load has reported it
-        found = sorted(name for name in names if _OTHER_CHECKPOINT.fullmatch(name))
+            return  # if it matters, the load has reported it
         if found:
             log.warning(
                 "nothing was loaded: %s holds %s%s, but no checkpoint of outlast; a checkpoint of another system is "
@@ -274,10 +267,10 @@ class Saves:
             )
 
     def resume(self, state: Mapping[str, Any], iteration: int, origin: Origin | None) -> None:
-        """Resume from a state that all ranks have in memory already.
+        """Resume from a state that all ranks have in memory.
 
         Args:
-            origin: The generation that it goes back to; ``None`` = none.
+            origin: The checkpoint from which the state descends; ``None`` = none.
 
         Raises:
             CheckpointError: Another run has taken a directory.
@@ -305,7 +298,7 @@ class Saves:
         self.schedule.start_from(iteration)
 
     def is_saved(self, iteration: int) -> bool:
-        """Return whether a save of that iteration to all tiers was begun, or is what was loaded."""
+        """Return whether a save of that iteration to all tiers was begun, or was loaded."""
         return self._saved_iteration == iteration
 
     def save(
@@ -314,7 +307,7 @@ class Saves:
         """Save ``state`` and return once it is copied.
 
         Raises:
-            CheckpointError: Saving failed too often in a row. A save that is refused is a handle that has failed.
+            CheckpointError: Saving failed too often in a row. A refused save returns a handle that has failed.
 
         Collective: all ranks, at the same iteration.
         Blocks: while the state is copied; with ``async_save`` off, until it is committed.
@@ -326,7 +319,10 @@ class Saves:
         except Untrusted as error:
             if self.manager.refusal is None:
                 raise
-            handle = _failed(iteration, error)  # all ranks leave together, once they have agreed to
+            from outlast.checkpoint import SaveHandle
+
+            handle = SaveHandle(iteration, limit_s=0.0)
+            handle.fail(error)  # all ranks exit together, once they have agreed to
         self.last_stall_s = (clock.now_ns() - begin_ns) / 1e9
         if not suspect:
             self.schedule.note_save(iteration, scope)
@@ -335,22 +331,14 @@ class Saves:
         return handle
 
 
-def _failed(iteration: int, error: CheckpointError) -> SaveHandle:
-    from outlast.checkpoint import SaveHandle
-
-    handle = SaveHandle(iteration, limit_s=0.0)
-    handle.fail(error)
-    return handle
-
-
 OWN_STATE = "outlast"
-"""Name under which the session saves what it resumes from itself."""
+"""Name under which the session saves its state."""
 
 
 def unwrap_ddp(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with each DDP-wrapped module replaced by the module within.
+    """Return ``state`` with each DDP-wrapped module replaced by the inner module.
 
-    So a checkpoint does not depend on whether DDP was used, and loads with and without it.
+    So a checkpoint loads with and without DDP.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -360,7 +348,6 @@ def unwrap_ddp(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_state(state: Mapping[str, Any], own: object) -> dict[str, Any]:
-    """Return the mapping that is saved: the script's state and the session's own."""
     return {**unwrap_ddp(state), OWN_STATE: own}
 
 
@@ -376,22 +363,18 @@ def restore(
     journal: Journal,
     missing: str | None = None,
 ) -> int:
-    """Make ``state`` what training continues from; return the number of optimizer steps that it has done.
+    """Restore ``state`` from memory or a checkpoint; return the number of optimizer steps that it has done.
 
     Args:
-        own: The session's own state, with ``state_dict()`` and ``load_state_dict()``.
-        saves: What is saved; ``None`` = nothing.
-        scope: The call around the session; it may hold the state in memory.
+        own: The session's state, with ``state_dict()`` and ``load_state_dict()``.
         replicas: Ranks that hold the same tensors; ``None`` = all.
-        suspect_iteration: Of the state saved for diagnosis that is loaded instead if all ranks have it; ``None`` =
-            none is.
+        suspect_iteration: As for :meth:`Saves.load`.
 
     Raises:
-        CheckpointError: There are generations, but none that all ranks can load; or another run uses a directory,
-            or has saved what is there.
-        RestartAbort: What was kept in memory is torn, and nothing was saved.
+        CheckpointError: As for :meth:`Saves.load`.
+        RestartAbort: The state in memory is torn, and nothing was saved.
         PeerLost: A peer left.
-        TypeError: There are plain values to give back, and the mapping cannot take any.
+        TypeError: The checkpoint has plain values, and the mapping is not mutable.
 
     Collective: all ranks.
     """

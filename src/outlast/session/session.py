@@ -1,9 +1,9 @@
-"""One worker's session: it restores, sends heartbeats, saves, and stops in time.
+"""One worker's session: restores, sends heartbeats, saves, and stops in time.
 
 One module because it is one state machine: each public method is a transition, with its contract.
 
-A script's own loop is driven by :meth:`Session.steps`, a loop that somebody else owns (a trainer's) by the methods on
-which ``steps()`` itself is written::
+:meth:`Session.steps` drives a script's loop; a loop owned by other code (a trainer) calls the methods on which
+``steps()`` is written::
 
     iteration = run.restore(state)
     while iteration < total:
@@ -16,11 +16,11 @@ which ``steps()`` itself is written::
         iteration = run.iteration
     run.finish(state)
 
-A session ends in one of two ways. An orderly end (:meth:`Session.finish`, :meth:`Session.leave`, :meth:`Session.close`)
-waits until what was saved is committed. Anything else (an exception, ``sys.exit`` in the body) waits for nobody: the
-groups' connections are cut, so that a crashed rank is gone at once and its peers notice, even while one of them hangs.
+An orderly end (:meth:`Session.finish`, :meth:`Session.leave`, :meth:`Session.close`) waits until all saves are
+committed. Any other end (an exception, ``sys.exit`` in the body) does not wait: the groups' connections are closed at
+once, so that the peers detect a crashed rank even while one of them hangs.
 
-What a session opens lies in one stack and is closed in the reverse order, however the session ends.
+All resources of a session are in one exit stack and are closed in reverse order, however the session ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from outlast.errors import (
     ExitReason,
     OutlastError,
     PeerLost,
-    Unavailable,
     Untrusted,
 )
 from outlast.incidents import EventKind
@@ -95,25 +94,23 @@ def init(
     """Start the session of this worker.
 
     Works the same under ``outlast run``, ``torchrun``, ``srun`` and plain ``python``. With more than one rank
-    it initialises ``torch.distributed`` (NCCL where there are GPUs, gloo otherwise) unless that was done
-    before; a rank whose script initialised it leaves it no faster than torch does when a peer hangs. The
-    fault tolerance settings that ``outlast run`` is given, by option or file, come before those of ``config``, field by
-    field, and so does its run directory.
-    Unless logging was configured, the package's own lines go to stderr: all warnings, the rest of rank 0.
+    ``torch.distributed`` is initialised (NCCL with GPUs, gloo otherwise) unless that was done before; a group that the
+    script initialised ends no faster than in torch when a peer hangs. The fault tolerance settings and the run
+    directory given to ``outlast run``, by option or file, override those of ``config``, field by field. Unless logging
+    was configured, the package logs to stderr: all warnings, and the rest on rank 0.
 
     Args:
-        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file of them; ``None`` for the defaults,
-            which save nothing.
-        log_metrics: Called with figures by name and the number of optimizer steps done, for a logger such as W&B or
-            TensorBoard: on each rank that gives one, in the thread of the training loop, at the end of every step and
-            after every save. The documentation lists the names. If it raises, that is logged once; training continues.
-            ``outlast.integrations.metrics`` has ready ones, which never hold the loop.
-        saved_by: Who saves and restores in the place of this session, such as ``"the trainer"``, for the lines on what
-            a run is protected against; only without ``checkpoint`` settings.
+        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file of them; ``None`` = the defaults, which save
+            nothing.
+        log_metrics: Called with metrics by name and the number of optimizer steps done, for a logger such as W&B or
+            TensorBoard: on each rank that passes one, in the thread of the training loop, at the end of every step and
+            after every save. The documentation lists the names. An exception is logged once and training continues.
+            ``outlast.integrations.metrics`` has non-blocking loggers.
+        saved_by: Who saves and restores instead of this session, such as ``"the trainer"``, for the log lines on
+            missing protection; only without ``checkpoint`` settings.
 
     Returns:
-        The session; use it as a context manager, or call :meth:`Session.close`, to end it before the process
-        does.
+        The session; use it as a context manager, or call :meth:`Session.close`, to end it before the process does.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -121,7 +118,7 @@ def init(
 
     Collective: all ranks of the world.
     Blocks: until all ranks have come.
-    Thread: the main thread, or notices (SIGTERM) are not handled.
+    Thread: the main thread; in another one, signals (SIGTERM) are not handled.
     """
     postmortem.begin_with_hook()
     place = env.read_worker()
@@ -135,7 +132,7 @@ def init(
 
 
 class _Phase(Enum):
-    """Where the loop is; the value says what is to be called next."""
+    """Phase of the loop; the value says which call is expected."""
 
     OPENED = "call restore(state) first"
     BETWEEN = "call begin_step() first"
@@ -145,18 +142,18 @@ class _Phase(Enum):
 
 
 class Session:
-    """What a training script needs of this package; made by :func:`outlast.init`.
+    """The interface of a training script; created by :func:`outlast.init`.
 
     Args:
         config: The settings.
-        log_metrics: Takes figures; see :func:`outlast.init`.
-        saved_by: Who saves in its place; see there.
+        log_metrics: Takes metrics; see :func:`outlast.init`.
+        saved_by: Who saves instead; see there.
 
     Raises:
         ConfigError: A setting is wrong.
         RendezvousError: The ranks did not find each other.
 
-    Collective: all ranks of the world make it.
+    Collective: all ranks of the world create it.
     Thread: that of the training loop; :meth:`section` from any thread that trains.
     """
 
@@ -182,7 +179,7 @@ class Session:
         self._scope = InProcessScope(config)
         self._place = place = read_place(config, self._scope)
         self.run_dir = place.run_dir
-        """Where this run keeps its journal and stacks; ``None`` = nowhere."""
+        """Directory of the run's journal and stacks; ``None`` = none."""
         self._saves: Saves | None = None
         self._slow_ranks: SlowRanks | None = None
         self._liveness: RankLiveness | None = None
@@ -221,12 +218,9 @@ class Session:
                 watches_signals=watches_signals,
                 saved_by=saved_by,
             )
-        except Unavailable as error:
-            if isinstance(error, Outage):  # a restart could only wait again, on all ranks
-                self._end_in_outage(error)
-            self._abort(error)
-            raise
         except BaseException as error:
+            if isinstance(error, Outage):  # a restart could only wait again, on all ranks
+                self._leave_unsaved(error)
             self._abort(error)
             raise
 
@@ -252,15 +246,15 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The device that this worker trains on: its GPU, else the CPU."""
+        """The device on which this worker trains: its GPU, else the CPU."""
         return training_device(self._place.local_rank)
 
     def section(self, name: str) -> SectionTimer:
-        """Return a context manager, also usable as a decorator, that names what the code within does.
+        """Return a context manager, also usable as a decorator, that names the work within.
 
-        A section has a timeout of its own (``rank_section_timeouts``); sections nest. With ``straggler_detection`` its
-        time within a step is compared with that of the other ranks, other than that of ``checkpointing``, ``setup``,
-        ``evaluation`` and ``validation``, which are left out.
+        A section has a separate timeout (``rank_section_timeouts``); sections nest. With ``straggler_detection`` the
+        time of a section within a step is compared with the other ranks, except ``checkpointing``, ``setup``,
+        ``evaluation`` and ``validation``, which are excluded.
         """
         section = self._monitor.section(name)
         return section if self._slow_ranks is None else self._slow_ranks.timed(name, section)
@@ -277,49 +271,48 @@ class Session:
     ) -> Iterator[int]:
         """Yield the numbers of the iterations that are still to do; the loop's body does one.
 
-        Before the first, the newest generation that can be trusted is loaded into ``state`` (section ``setup``).
-        Around each body the section ``step`` is open. After it the iteration counts as done, and every
-        ``save_interval`` iterations the state is saved to all tiers, every ``non_persistent_save_interval`` to the
-        near ones (section ``checkpointing``). After the last one the state is saved to all tiers, unless that was
-        just done, and the call waits until everything is committed.
+        Before the first, the newest trusted checkpoint is loaded into ``state`` (section ``setup``). The section
+        ``step`` is open around each body; afterwards the iteration counts as done. Every ``save_interval`` iterations
+        the state is saved to all tiers, every ``non_persistent_save_interval`` to the node-local ones (section
+        ``checkpointing``). After the last iteration the state is saved to all tiers, unless that was just done, and the
+        call waits until all saves are committed.
 
-        When a shutdown of any rank was requested (SIGTERM, or what else ``preemption`` names), all ranks stop after the
-        same iteration, commit one generation, and ``SystemExit(75)`` (``ExitReason.PREEMPTED``) is raised here. A
-        second signal, a second or more after the first, and the deadline (``shutdown_timeout``) give up that save; the
-        exit code is 75 then, too, and a line says which iterations are lost. Without any saved generation to resume
-        from the exit code is 128 plus the signal's number.
-        ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``) says that every generation led to invalid results, or that
-        weights are NaN or infinite after the last iteration.
-        ``SystemExit(93)`` (``ExitReason.NO_PROGRESS``) says that a checkpoint directory is another run's, and
-        nothing can be saved there, or that no checkpoint that survives the end of the job was committed for
-        ``checkpoint.max_durable_lag``.
-        ``SystemExit(18)`` (``ExitReason.STRAGGLER``) says that a rank is so slow that its node is to be replaced, with
+        When the shutdown of any rank is requested (SIGTERM, or another source of ``preemption``), all ranks stop after
+        the same iteration, commit one checkpoint, and raise ``SystemExit(75)`` (``ExitReason.PREEMPTED``) here. A
+        second signal at least a second after the first, and the deadline (``shutdown_timeout``), abandon that save; the
+        exit code is 75 all the same, and a line says which iterations are lost. Without any checkpoint to resume from
+        the exit code is 128 plus the signal's number. Before the first iteration a notice waits for the end of that
+        one; after the last, a signal ends the process.
+
+        Other exit codes: ``SystemExit(17)`` (``ExitReason.FAILED_VALIDATION``): every checkpoint led to invalid
+        results, or weights are NaN or infinite after the last iteration. ``SystemExit(93)``
+        (``ExitReason.NO_PROGRESS``): a checkpoint directory belongs to another run, so that nothing can be saved there,
+        or no checkpoint that survives the end of the job was committed for ``checkpoint.max_durable_lag``.
+        ``SystemExit(18)`` (``ExitReason.STRAGGLER``): a rank is so slow that its node must be replaced, with
         ``straggler_detection.stop_if_detected``; the state is saved as for a notice.
-        Before the first iteration a notice waits for that one's end; after the last, a signal ends the process.
 
-        ``break`` leaves the loop without a save; an exception in the body passes through untouched.
+        ``break`` leaves the loop without a save; an exception in the body passes through.
 
-        It is :meth:`restore`, then :meth:`begin_step`, :meth:`end_step` and :meth:`save_due` around each body, then
-        :meth:`finish`.
+        Equivalent to :meth:`restore`, then :meth:`begin_step`, :meth:`end_step` and :meth:`save_due` around each body,
+        then :meth:`finish`.
 
         Args:
-            state: Name to what is saved: anything with ``state_dict()`` and ``load_state_dict()`` (a module
-                wrapped in DDP counts as the module within), tensors, and plain values. A load fills tensors, arrays,
-                dicts and lists in place, and replaces other plain values in the mapping.
+            state: Name to object to save: anything with ``state_dict()`` and ``load_state_dict()`` (a module wrapped in
+                DDP counts as the inner module), tensors, and plain values. A load fills tensors, arrays, dicts and
+                lists in place, and replaces other plain values in the mapping.
             total: Number of iterations at which the run is complete.
             replicas: Ranks that hold the same tensors, for ``replica_digest``: a process group, or a mesh such as
-                ``mesh["dp"]``; ``None`` = all ranks. DTensors say that themselves.
+                ``mesh["dp"]``; ``None`` = all ranks. DTensors have that information.
             missing: As for :meth:`restore`.
 
         Yields:
-            The iteration's number from 0: how many optimizer steps were done before it.
+            The iteration's number from 0: the number of optimizer steps done before it.
 
         Raises:
             CheckpointError: Saving failed too often in a row.
-            PeerLost: A peer left or did not reach the step's end in time, or does not answer.
-            UnhealthyRank: A peer answered that wrongly.
-            SystemExit: A shutdown was requested, there is no generation left to trust, replicas differ, or a rank is
-                slow.
+            PeerLost: A peer left, did not reach the step's end in time, or does not respond.
+            UnhealthyRank: A peer returned a wrong result.
+            SystemExit: A shutdown was requested, no trusted checkpoint is left, replicas differ, or a rank is slow.
 
         Collective: all ranks, with the same ``total``.
         Blocks: at the end of each step until all ranks have begun it.
@@ -351,28 +344,28 @@ class Session:
         missing: Literal["error", "keep"] | None = None,
         restored_iteration: int = 0,
     ) -> int:
-        """Load the newest generation that can be trusted into ``state``; return the iteration to continue from.
+        """Load the newest trusted checkpoint into ``state``; return the iteration to continue from.
 
-        After a restart in process the state may still be in memory; nothing is loaded then. The section is ``setup``.
+        After an in-process restart the state may still be in memory; then nothing is loaded. The section is ``setup``.
 
         Args:
-            state: As for :meth:`steps`; the same mapping is given to the other methods.
+            state: As for :meth:`steps`; pass the same mapping to the other methods.
             replicas: As for :meth:`steps`.
-            missing: ``"keep"``: what ``state`` holds and the checkpoint lacks (a name, a key of a module, a parameter
-                of an optimizer) keeps its present value, and one line of the log lists it; ``"error"``: the load fails.
-                ``None`` = as ``checkpoint.missing`` says.
-            restored_iteration: Number of optimizer steps that ``state`` has done because the script, or its trainer,
-                loaded a checkpoint of its own; only without ``checkpoint`` settings.
+            missing: ``"keep"``: entries of ``state`` that the checkpoint lacks (a name, a key of a module, a parameter
+                of an optimizer) keep their values, and one log line lists them; ``"error"``: the load fails. ``None`` =
+                as in ``checkpoint.missing``.
+            restored_iteration: Number of optimizer steps that ``state`` has done because the script or its trainer
+                loaded a checkpoint; only without ``checkpoint`` settings.
 
         Returns:
-            Number of optimizer steps that ``state`` has done; 0 = there is no generation, and training begins.
+            Number of optimizer steps that ``state`` has done; 0 = there is no checkpoint, and training begins.
 
         Raises:
-            ConfigError: ``state`` uses a name that is the session's own, or ``restored_iteration`` has no effect.
-            CheckpointError: There are generations, but none that all ranks can load.
-            OutlastError: It was called before.
+            ConfigError: ``state`` uses a name reserved for the session, or ``restored_iteration`` has no effect.
+            CheckpointError: There are checkpoints, but none that all ranks can load.
+            OutlastError: The method was called before.
             PeerLost: A peer left.
-            SystemExit: There is no generation left to trust (17), or a directory is another run's (93).
+            SystemExit: No trusted checkpoint is left (17), or a directory belongs to another run (93).
 
         Collective: all ranks, once, before the first step.
         Blocks: until all ranks have read and verified their parts.
@@ -390,7 +383,7 @@ class Session:
         saves = self.config.checkpoint
         replay = self._attempts.replay
         with self._section("setup"):
-            if saves is None or saves.prefer_finite:  # otherwise NaN and infinity may belong there
+            if saves is None or saves.prefer_finite:  # otherwise NaN and infinity may be valid
                 self._finite_end = FiniteEnd(state, self._place, is_saved=saves is not None)
             try:
                 self._iteration = restore(
@@ -404,10 +397,8 @@ class Session:
                     journal=self._journal,
                     missing=missing,
                 )
-            except Unavailable as error:
-                if isinstance(error, Outage):  # a restart could only wait again, on all ranks
-                    self._end_in_outage(error)
-                raise
+            except Outage as error:  # a restart could only wait again, on all ranks
+                self._leave_unsaved(error)
             except Untrusted as error:
                 if self._refusal is not None:
                     self._leave_unsaved()
@@ -439,7 +430,7 @@ class Session:
         With gradient accumulation a step is all micro-batches up to the optimizer's step.
 
         Raises:
-            OutlastError: It is not the time for it; the message names what to call instead.
+            OutlastError: The call is out of order; the message says what to call instead.
 
         Collective: all ranks.
         Blocks: never.
@@ -452,14 +443,14 @@ class Session:
         self._step_consensus.begin(self._iteration, with_attempts=self._attempts.have_reduction)
 
     def end_step(self, *, is_last: bool = False) -> StepDecision:
-        """End the step: it counts as done, and all ranks agree on what follows it.
+        """End the step: the step counts as done, and all ranks agree on what follows.
 
-        Call it once the optimizer has stepped. What is due is compared here, too: the replicas
-        (``replica_digest``), whether all ranks answer (``health.process_group_interval``), and who is slow
-        (``straggler_detection``). Nothing is saved yet.
+        Call it after the optimizer's step. Checks that are due also run here: replicas (``replica_digest``), whether
+        all ranks respond (``health.process_group_interval``), and stragglers (``straggler_detection``). Nothing is
+        saved yet.
 
         Args:
-            is_last: Training is complete with this step, on all ranks: nobody stops for a notice or a slow rank any
+            is_last: Training is complete with this step, on all ranks: no rank stops for a notice or a straggler any
                 more, and :meth:`finish` saves.
 
         Returns:
@@ -467,10 +458,10 @@ class Session:
             the process.
 
         Raises:
-            OutlastError: It is not the time for it; the message names what to call instead.
-            PeerLost: A peer left or did not reach the step's end in time, or does not answer.
-            UnhealthyRank: A peer answered that wrongly.
-            SystemExit: A peer left because a shutdown was requested, before all could agree on it.
+            OutlastError: The call is out of order; the message says what to call instead.
+            PeerLost: A peer left, did not reach the step's end in time, or does not respond.
+            UnhealthyRank: A peer returned a wrong result.
+            SystemExit: A peer exited because a shutdown was requested, before all ranks could agree on it.
 
         Collective: all ranks, with the same ``is_last``.
         Blocks: until all ranks have begun the step.
@@ -501,7 +492,7 @@ class Session:
         elif agreed["stop"] and not is_last:
             self._preemption.start_leaving()
             reason = ExitReason.PREEMPTED
-        elif agreed["overdue"] and not is_last:  # after the last step finish() waits for what is due
+        elif agreed["overdue"] and not is_last:  # after the last step finish() waits for the commits
             reason = ExitReason.NO_PROGRESS
         elif agreed["report"]:
             if self._slow_ranks is None:
@@ -516,7 +507,7 @@ class Session:
         if reason != ExitReason.NO_PROGRESS:
             if self._saves is not None and (reason is not None or due == DueSave.ALL):
                 save = "all"
-            elif due == DueSave.NEAR and not is_last:  # the end saves to all tiers
+            elif due == DueSave.NEAR and not is_last:  # finish() saves to all tiers
                 save = "near"
             if (differ := self._check_replicas(saves=save is not None)) is not None:
                 reason, save = differ, None
@@ -528,7 +519,7 @@ class Session:
         return self._decision
 
     def heartbeat(self) -> None:
-        """Send a heartbeat between two steps or within one, where they are far apart, as in a long validation.
+        """Send a heartbeat where steps are far apart, as in a long validation.
 
         Collective: no.
         Blocks: never.
@@ -537,16 +528,15 @@ class Session:
         self._monitor.heartbeat()
 
     def request_save(self, *, near: bool = False) -> None:
-        """Request that all ranks save after the step that begins next, by a clock for instance.
+        """Request that all ranks save after the step that begins next, for example by a clock.
 
-        Of several requests before that step the larger counts.
+        Of several requests before that step the larger one counts.
 
         Args:
-            near: To memory, local tier and replicas alone, instead of to all tiers; where there are none of these, it
-                is a save to all tiers.
+            near: Save to memory, local tier and replicas only; without any of these, to all tiers.
 
         Raises:
-            OutlastError: There is nowhere to save to.
+            OutlastError: No checkpoint directory is set.
 
         Collective: no; one rank's request suffices.
         Blocks: never.
@@ -558,7 +548,7 @@ class Session:
         schedule.wanted = max(schedule.wanted, DueSave.NEAR if is_near else DueSave.ALL)
 
     def save_due(self, state: Mapping[str, Any]) -> SaveHandle | None:
-        """Save what the newest decision says is due now; nothing if nothing is. It does not end the process.
+        """Save if the newest decision says that a save is due. Does not end the process.
 
         Args:
             state: As for :meth:`steps`.
@@ -567,7 +557,7 @@ class Session:
             A handle to wait for the commit with; ``None`` = nothing was due.
 
         Raises:
-            OutlastError: It is not the time for it; the message names what to call instead.
+            OutlastError: The call is out of order; the message says what to call instead.
             CheckpointError: Saving failed too often in a row.
 
         Collective: all ranks, after :meth:`end_step` and before the next :meth:`begin_step`.
@@ -580,23 +570,23 @@ class Session:
         return self._save(state, DueSave.ALL if decision.save == "all" else DueSave.NEAR)
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """End the loop: save to all tiers unless that was just done, and wait until everything is committed.
+        """End the loop: save to all tiers unless that was just done, and wait until all saves are committed.
 
-        After a decision to stop it is :meth:`leave`.
+        After a decision to stop, calls :meth:`leave`.
 
         Args:
             state: As for :meth:`steps`.
 
         Raises:
-            OutlastError: It is not the time for it; the message names what to call instead.
+            OutlastError: The call is out of order; the message says what to call instead.
             CheckpointError: The state could not be saved.
             PeerLost: A peer left.
-            SystemExit: All ranks agreed to stop, replicas differ, a directory is another run's, nothing was committed
-                for ``max_durable_lag`` (93), or weights are NaN or infinite (17).
+            SystemExit: All ranks agreed to stop, replicas differ, a directory belongs to another run, nothing was
+                committed for ``max_durable_lag`` (93), or weights are NaN or infinite (17).
 
         Collective: all ranks, after the same iteration.
-        Blocks: until what was saved is committed, up to what is left of ``checkpoint.max_durable_lag``, or twice
-            ``checkpoint.save_timeout`` if that is longer.
+        Blocks: until all saves are committed, up to the rest of ``checkpoint.max_durable_lag``, or twice
+        ``checkpoint.save_timeout`` if that is longer.
         """
         if self._phase == _Phase.STOPPING:
             self.leave(state)
@@ -631,14 +621,14 @@ class Session:
         self._end(ExitReason.FINISHED)
 
     def leave(self, state: Mapping[str, Any]) -> NoReturn:
-        """Do what all ranks agreed on when they agreed to stop: save, wait as long as there is time, and exit.
+        """Save, wait for the commit as long as there is time, and exit, after all ranks agreed to stop.
 
         Args:
             state: As for :meth:`steps`.
 
         Raises:
-            OutlastError: Nobody agreed to stop.
-            SystemExit: Always else, with the exit code that :meth:`steps` lists.
+            OutlastError: The ranks did not agree to stop.
+            SystemExit: Always otherwise, with an exit code of :meth:`steps`.
 
         Collective: all ranks, after the same decision.
         Blocks: until the save is committed, a second signal comes, or the deadline is near.
@@ -654,12 +644,12 @@ class Session:
         self._exit(self._preemption.log_exit() if decision.reason == ExitReason.PREEMPTED else decision.reason)
 
     def break_off(self) -> None:
-        """End the loop here, without a save: what ``break`` does in :meth:`steps`.
+        """End the loop without a save, as ``break`` does in :meth:`steps`.
 
         Idempotent. Collective: no; what all ranks do next must not need a step's end. Blocks: while state is copied.
         """
         if self._saves is not None:
-            self._saves.manager.finish_staging()  # the script may now change what is being copied
+            self._saves.manager.finish_staging()  # the script may now change the state
         self._monitor.end_all_sections()
         self._monitor.promise_heartbeats(False)
         self._end_notices()
@@ -668,29 +658,29 @@ class Session:
     # -- within a step ---------------------------------------------------------------------------------------------
 
     def attempts(self, batches: Any = None) -> Iterator[Attempt]:
-        """Yield the attempts of a step: one, and another one if a result was invalid; within a step.
+        """Yield the attempts of a step: one, and a second one after an invalid result; within a step.
 
-        The body of the loop computes the gradients and validates what it likes; the optimizer's step comes after it.
-        If any rank's result is rejected, all ranks put back random numbers, batches, gradients and the buffers that a
-        module changes as it computes, and run the body again. If the second result differs and is valid, training
-        continues with it. If it is the same, the state is saved for diagnosis and all ranks leave with
-        ``SystemExit(16)``: the launcher has the step replayed elsewhere. ``rerun_state_machine`` says what is invalid.
+        The body computes the gradients and validates results; the optimizer's step comes after the loop. If any rank's
+        result is rejected, all ranks restore random numbers, batches, gradients and the buffers that a module changes,
+        and run the body again. If the second result differs and is valid, training continues with it. If it is the
+        same, the state is saved for diagnosis and all ranks exit with ``SystemExit(16)``: the launcher has the step
+        replayed elsewhere. ``rerun_state_machine`` defines what is invalid.
 
-        Gradients are put back to what they were only as far as they were ``None`` or zero: accumulate within the body.
+        Gradients are restored only if they were ``None`` or zero: accumulate within the body.
 
         Args:
-            batches: What :meth:`Attempt.next_batch` draws from: an iterator, or a list of several. It is drawn from in
-                the same order by all steps; ``None`` = the body gets its batches itself, the same for the same step.
+            batches: Source of :meth:`Attempt.next_batch`: an iterator, or a list of several, from which all steps draw
+                in the same order; ``None`` = the body gets its batches, the same for the same step.
 
         Yields:
             The attempt.
 
         Raises:
-            OutlastError: It is called outside of a step.
+            OutlastError: The call is outside of a step.
             PeerLost: A peer left, or did not end its attempt in time.
-            SystemExit: An invalid result came again (16), or was judged (17).
+            SystemExit: An invalid result was repeated (16), or was judged (17).
 
-        Collective: all ranks, in the same steps; none leaves the loop early.
+        Collective: all ranks, in the same steps; no rank leaves the loop early.
         Blocks: after each attempt until all ranks have ended theirs.
         """
         if self._phase != _Phase.STEPPING:
@@ -704,10 +694,10 @@ class Session:
             self._leave_invalid(decision.exit_code, must_save=decision.must_save)
 
     def roll_back(self) -> NoReturn:
-        """Leave, with all ranks, so that the launcher starts them again from the newest generation that is trusted.
+        """Exit, with all ranks, so that the launcher restarts them from the newest trusted checkpoint.
 
-        For results that a script finds bad itself, such as ``NonFiniteDetector(on_rollback=...)``. Bounded: without
-        progress in between it is granted ``max_same_device_reruns`` times, then the run stops.
+        For invalid results that the script detects, such as ``NonFiniteDetector(on_rollback=...)``. Without progress in
+        between, the run stops after ``max_same_device_reruns`` times.
 
         Raises:
             SystemExit: Always, with code 16.
@@ -720,11 +710,12 @@ class Session:
     def save(self, state: Mapping[str, Any], *, suspect: bool = False) -> SaveHandle:
         """Save ``state`` now to all tiers as that of :attr:`iteration`, and return once it is copied.
 
-        Call it before the step's optimizer step, or between steps: what is saved must be what that many steps made.
+        Call it before the optimizer's step, or between steps: the state must be that of exactly :attr:`iteration`
+        steps.
 
         Args:
             state: As for :meth:`steps`.
-            suspect: The state is of interest for a diagnosis only: it goes to ``suspect/``, and is never loaded.
+            suspect: The state is for diagnosis only: it is saved to ``suspect/`` and never loaded.
 
         Returns:
             A handle to wait for the commit with.
@@ -739,13 +730,13 @@ class Session:
         return self._save(state, suspect=suspect)
 
     def close(self) -> None:
-        """End the session in order: wait for what was saved, then close everything. Idempotent.
+        """End the session in order: wait for the commits, then close everything. Idempotent.
 
         Raises:
             SystemExit: The loop ended without :meth:`finish`, and this rank's weights are NaN or infinite (17).
 
-        Collective: all ranks, if something was saved that is not committed.
-        Blocks: until what was saved is committed, as in :meth:`finish`.
+        Collective: all ranks, if a save is not committed.
+        Blocks: until all saves are committed, as in :meth:`finish`.
         Thread: the main thread.
         """
         if self._is_closed:
@@ -782,7 +773,7 @@ class Session:
     # -- opening and closing ---------------------------------------------------------------------------------------
 
     def _open_alone(self) -> None:
-        """Open what no peer takes part in. What is opened here is closed also if the call around is left."""
+        """Open the resources that need no peer; they are closed also when the wrapped call is left."""
         config, place = self.config, self._place
         self._scope.on_leave(self._scope.release)
         self._scope.on_leave(self._let_go)
@@ -792,14 +783,14 @@ class Session:
         self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=proc)
         self._stack.callback(self._journal.close)
         self._journal.cycle = place.cycle
-        # What a save costs training varies too much with saves in the background: from nothing to a whole save.
+        # With background saves the time in this section varies too much to learn a timeout.
         varies = config.checkpoint is not None and config.checkpoint.async_save
         self._monitor = PlacedRankMonitor(
             place, monitor_settings(config, place), place.run_dir, not_learned=(CHECKPOINTING,) if varies else ()
         )
         self._stack.callback(self._end_monitor)
         self.fault_tolerance = self._monitor.config
-        """What is in force."""
+        """The fault tolerance settings in force."""
         self._monitor.promise_heartbeats(True)
         self._preemption = Preemption(config.preemption, place=place, journal=self._journal, monitor=self._monitor)
         self._stack.callback(self._preemption.close)
@@ -807,11 +798,10 @@ class Session:
         self._stack.callback(forget_at_exit, self._at_exit)
 
     def _open_together(self) -> None:
-        """Open what all ranks open together."""
         config, place = self.config, self._place
         if self._owns_world:
             world = connect_world(place)
-            if not self._scope.is_active:  # the wrapper waits for more than the world
+            if not self._scope.is_active:  # the wrapper settles more than the world
                 self._stack.callback(settle)
             self._stack.callback(world.cut)
         self._consensus = Consensus(QUESTIONS, world_size=place.world_size)
@@ -832,7 +822,7 @@ class Session:
 
     @classmethod
     def _close_failed(cls) -> None:
-        """Close the managers of sessions of this process that an exception ended: their directory may be this one's.
+        """Close the checkpoint managers of earlier sessions that failed: they may use the same directory.
 
         Until then, or until the process exits, such a manager commits the saves that had begun.
         """
@@ -840,7 +830,7 @@ class Session:
             cls._failed.pop().close()
 
     def _end_notices(self) -> None:
-        """Let signals end this process again; as a whole, since what is half closed is never closed."""
+        """Stop handling signals, atomically: a half-closed listener is never closed."""
         with self._scope.undivided():
             self._preemption.close()
 
@@ -851,21 +841,20 @@ class Session:
             self._stack.close()
 
     def _end_metrics(self) -> None:
-        """Have figures written that are not yet; after the peers have noticed that this rank leaves."""
-        is_being_left = self._scope.is_left and not self._is_exiting  # a call that was left long ago holds nobody
+        """Write pending metrics, after the peers have detected that this rank exits."""
+        is_being_left = self._scope.is_left and not self._is_exiting  # at exit, no peer waits for a call that was left
         self._progress.end_run(is_orderly=not (self._has_failed or is_being_left))
 
     def _end_monitor(self) -> None:
-        if self._has_failed and not self._scope.is_active:  # a restart in process is not the end of a cycle
+        if self._has_failed and not self._scope.is_active:  # an in-process restart does not end a cycle
             self._monitor.note_failure()
         self._monitor.close()
 
     def _abort(self, error: BaseException) -> None:
-        """Close everything, since an exception ends the session."""
         self._has_failed = not isinstance(error, SystemExit)
         self._scope.note_failure(error)
         if self._has_failed and (kept := postmortem.recorder()) is not None:
-            kept.exception(error)  # before peers notice that this rank is gone
+            kept.exception(error)  # before peers detect that this rank is gone
         if self._saves is not None and not self._scope.is_active:
             self._failed.append(self._saves.manager)
         self._let_go()
@@ -879,7 +868,6 @@ class Session:
     # -- details of a step -----------------------------------------------------------------------------------------
 
     def _expect(self, what: str, *expected: _Phase) -> None:
-        """Raise :class:`OutlastError` if it is not the time for a call."""
         if self._phase in expected:
             return
         if self._phase == _Phase.BETWEEN and expected == (_Phase.OPENED,):
@@ -887,12 +875,12 @@ class Session:
         raise OutlastError(f"{what} is out of order: {self._phase.value}")
 
     def _section(self, name: str) -> AbstractContextManager[None]:
-        """Return a section of the session's own, in which restarts in process have no deadlines."""
+        """Open one of the session's sections, in which in-process restarts have no deadlines."""
         section = self._scope.section(self._monitor, name)
         return section if self._slow_ranks is None else self._slow_ranks.left_out(section)
 
     def _inject_faults(self, section: str | None = None, *, is_last: bool = False) -> None:
-        """Cause the faults that are due in a section; without one, those between the last step and the next one."""
+        """Inject the faults that are due in a section or, without one, between two steps."""
         if self._faults is None:
             return
         if section is not None:
@@ -904,7 +892,7 @@ class Session:
             self._faults.before_step(self._iteration, self._state, has_durable=has_durable)
 
     def _check_replicas(self, *, saves: bool) -> ExitReason | None:
-        """Compare the replicas if it is time to; return the exit code with which all ranks leave if they differ."""
+        """Compare the replicas if due; return the exit code if they differ."""
         if self._replicas is None:
             return None
         with self._section("checkpointing"):
@@ -923,11 +911,11 @@ class Session:
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def _save_to_leave(self, state: Mapping[str, Any]) -> None:
-        """Save if there is where to, as far as there is time; all ranks agreed to leave."""
+        """Save within the time that is left before all ranks exit."""
         self._attempts.finish()
         iteration, saves = self._iteration, self._saves
         if saves is None:
-            if self._monitor.board_state.durable_iteration == iteration:  # saved by the script, or by its trainer
+            if self._monitor.board_state.durable_iteration == iteration:  # saved by the script or its trainer
                 return self._log(logging.INFO, "stopping after iteration %d, on all ranks", iteration)
             what = "stopping after iteration %d, on all ranks; there is no checkpoint.directory to save to"
             return self._log(logging.WARNING, what, iteration)
@@ -941,21 +929,21 @@ class Session:
                         return self._log(logging.WARNING, "the save of iteration %d is abandoned", iteration)
             if handle.done:
                 handle.wait()
-        except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have given it up
+        except (CheckpointError, DeadlineExceeded, PeerLost) as error:  # a peer may have abandoned the save
             self._log(logging.ERROR, "the save of iteration %d failed: %s", iteration, error)
 
     @property
     def _refusal(self) -> CheckpointError | None:
-        """Why no save can succeed any more: a directory is another run's; ``None``: they can."""
+        """The error for which no save can succeed any more (a directory belongs to another run), or ``None``."""
         return None if self._saves is None else self._saves.manager.refusal
 
-    def _leave_unsaved(self) -> NoReturn:
-        """Exit, with all ranks, since nothing can be saved that survives the end of the job.
+    def _leave_unsaved(self, why: CheckpointError | None = None) -> NoReturn:
+        """Exit, with all ranks, because nothing that survives the end of the job can be saved or loaded.
 
-        A directory is another run's, and a restart would only resume from that run's state; or no commit succeeded for
-        ``max_durable_lag``.
+        A directory belongs to another run, whose state a restart would load; no commit succeeded for
+        ``max_durable_lag``; or ``why``: checkpoints cannot be listed.
         """
-        why = self._refusal
+        why = why or self._refusal
         if why is None and self._saves is not None and self._saves.manager.durable_lag_s > 0:
             why = CheckpointError(self._saves.manager.describe_overdue(self._iteration))
         what = why or "nothing can be saved; another rank's log has the reason"
@@ -963,7 +951,7 @@ class Session:
         self._exit(ExitReason.NO_PROGRESS, why)
 
     def _wait_for_commits(self, saves: Saves) -> None:
-        """Wait until what was saved is committed; exit if no commit succeeded for ``max_durable_lag``.
+        """Wait until all saves are committed; exit if no commit succeeded for ``max_durable_lag``.
 
         Raises: CheckpointError, DeadlineExceeded. Blocks: up to :attr:`Saves.final_wait_s`.
         """
@@ -979,13 +967,8 @@ class Session:
                 raise
             self._leave_unsaved()
 
-    def _end_in_outage(self, error: Unavailable) -> NoReturn:
-        """Exit on all ranks, since no checkpoint can be looked up; a restart would only wait again."""
-        log.log(logging.ERROR if self._place.local_rank == 0 else logging.DEBUG, "%s", error)
-        self._exit(ExitReason.NO_PROGRESS, error)
-
     def _leave_invalid(self, code: int, *, must_save: bool) -> NoReturn:
-        """Save the state of before the step for diagnosis, if there is where to, and leave."""
+        """Save the state before the step for diagnosis, if possible, and exit."""
         self._monitor.end_section("step")
         if must_save and self._saves is not None:
             try:
@@ -998,7 +981,7 @@ class Session:
         self._exit(code)
 
     def _log(self, level: int, text: str, *values: object) -> None:
-        """Log what holds for all ranks alike: rank 0 does."""
+        """Log on rank 0 what is the same on all ranks."""
         log.log(level if self._place.global_rank == 0 else logging.DEBUG, text, *values)
 
     def _end(self, code: int) -> None:

@@ -1,8 +1,8 @@
-"""One step of a session: what the outside sees of it, its attempts, and what all ranks agree on at its end.
+"""One step of a session: its reports, its attempts, and the agreement of all ranks at its end.
 
-The outside sees heartbeats, the section ``step``, PROGRESS events, and figures for a logger. A step has one attempt
-and, if a result was invalid, one more, with all ranks. One small reduction a step decides what follows it; where the
-step has attempts, theirs carries it.
+Reports are heartbeats, the section ``step``, PROGRESS events, and metrics for a logger. A step has one attempt and,
+after an invalid result, a second one on all ranks. One small reduction per step decides what follows; if the step has
+attempts, their reduction carries the decision.
 """
 
 from __future__ import annotations
@@ -41,21 +41,11 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_NS = 5_000_000_000
 """A rank writes a PROGRESS event at most this often."""
 SINK_CLOSE_S = 5.0
-"""How long the end of a session waits for a sink to write what it still has."""
+"""Seconds that the end of a session waits for a sink to write pending metrics."""
 
 
 class ProgressReporter:
-    """Report the beginning and the end of each step.
-
-    Args:
-        scope: The call around the session.
-        monitor: Writes what the watchdog sees.
-        journal: Records what happened.
-        place: This worker's place.
-        log_metrics: Takes figures; ``None`` = nobody does.
-
-    Thread: that of the training loop.
-    """
+    """Report the begin and the end of each step to monitor, journal and logger. Thread: that of the training loop."""
 
     def __init__(
         self,
@@ -85,10 +75,9 @@ class ProgressReporter:
             "outlast/in_process_restart_count": float(place.call),
         }
         self.goodput = Goodput(journal, began_wall_ns)
-        """The goodput of the run, as this rank measures it."""
 
     def begin_run(self, iteration: int) -> None:
-        """Tell a sink that training continues from ``iteration``."""
+        """Notify a sink that training continues from ``iteration``."""
         if isinstance(self._log_metrics, MetricsSink):
             place = self._place
             run = MetricsRun(
@@ -101,12 +90,11 @@ class ProgressReporter:
             self._call(self._log_metrics.begin_run, run)
 
     def end_run(self, *, is_orderly: bool) -> None:
-        """Have a sink write what it still has. Blocks: up to :data:`SINK_CLOSE_S`, if the session ends in order."""
+        """Have a sink write pending metrics. Blocks: up to :data:`SINK_CLOSE_S` at an orderly end."""
         if isinstance(self._log_metrics, MetricsSink):
             self._call(self._log_metrics.end_run, SINK_CLOSE_S if is_orderly else 0.0)
 
     def begin_step(self, iteration: int) -> None:
-        """Report that a step begins, ``iteration`` of which are done."""
         self._scope.ping()
         self._monitor.heartbeat()
         if not self._wrote_steps_started:
@@ -118,14 +106,11 @@ class ProgressReporter:
         self._began_ns = clock.now_ns()
 
     def end_step(self, iteration: int, loss: float | None) -> float:
-        """Report that a step has ended.
+        """Report the end of a step and return its duration in seconds.
 
         Args:
-            iteration: Number of optimizer steps done.
-            loss: The loss that was validated in it, if one was.
-
-        Returns:
-            How long it took, in seconds.
+            iteration: Number of optimizer steps done, including this one.
+            loss: The loss that was validated in the step, if one was.
         """
         self._monitor.end_section("step")
         self._monitor.set_iteration(iteration)
@@ -143,12 +128,12 @@ class ProgressReporter:
         return took_s
 
     def log_step(self, iteration: int, took_s: float, report: dict[str, float]) -> None:
-        """Hand a step's figures to the logger.
+        """Pass a step's metrics to the logger.
 
         Args:
             iteration: Number of optimizer steps done.
-            took_s: How long the step took.
-            report: Figures of the report on slow ranks, if there was one after this step.
+            took_s: Duration of the step.
+            report: Metrics of the straggler report, if there was one after this step.
         """
         if self._log_metrics is None:
             return
@@ -166,7 +151,7 @@ class ProgressReporter:
         self._call(self._log_metrics, figures, iteration)
 
     def log_save(self, iteration: int, stall_s: float) -> None:
-        """Hand to the logger how long training waited for a save."""
+        """Pass the time that training waited for a save to the logger."""
         self.goodput.note_wait(stall_s)
         if self._log_metrics is not None:
             self._call(self._log_metrics, {"outlast/save_stall_s": stall_s}, iteration)
@@ -174,7 +159,7 @@ class ProgressReporter:
     def _call(self, what: Callable[..., object], *arguments: object) -> None:
         try:
             what(*arguments)
-        except Exception as error:  # a logger's trouble must not end training
+        except Exception as error:  # a failing logger must not end training
             if not self._has_raised:
                 log.warning("log_metrics failed (%s: %s); training continues", type(error).__name__, error)
                 log.debug("log_metrics failed", exc_info=True)
@@ -182,20 +167,16 @@ class ProgressReporter:
 
 
 QUESTIONS = ("stop", "save", "report", "refused", "overdue")
-"""What all ranks are asked once a step: to leave on a notice, to save after the step, to compare the ranks, to leave
-because nothing can be saved any more, and because nothing that survives the end of the job was for too long (rank 0's
-clock decides)."""
+"""Values that all ranks agree on once a step: exit on a notice, save after the step, compare the ranks, exit because
+nothing can be saved any more, and exit because nothing that survives the end of the job was committed for too long
+(rank 0's clock decides)."""
 
 
 class StepConsensus:
-    """Agree once a step on what follows it: in a reduction of its own, or in that of the step's attempts.
+    """Agree once a step on what follows: in a separate reduction, or in that of the step's attempts.
 
     Args:
-        consensus: How the ranks agree, on :data:`QUESTIONS`.
-        preemption: Whether this rank has to leave.
-        saves: What this rank wants saved; ``None`` = nothing is.
-        slow_ranks: Times the step, and whether a report is due; ``None`` = there is none.
-        decides: Whether this rank's clock decides for all; that of one rank does.
+        decides: Whether this rank's clock decides for all; one rank's does.
 
     Thread: that of the training loop.
     """
@@ -215,14 +196,13 @@ class StepConsensus:
         self._agreed: dict[str, int] | None = None
 
     def begin(self, iteration: int, *, with_attempts: bool) -> None:
-        """Begin a step, ``iteration`` of which are done.
+        """Begin a step.
 
         Args:
             iteration: Number of optimizer steps done.
-            with_attempts: The reduction of the step's attempts carries what this rank asks for.
+            with_attempts: The reduction of the step's attempts carries this rank's requests.
 
-        Collective: all ranks.
-        Blocks: never.
+        Collective: all ranks. Blocks: never.
         """
         self._iteration, self._agreed = iteration, None
         if not with_attempts:
@@ -231,7 +211,7 @@ class StepConsensus:
             self._slow_ranks.begin_step(iteration)
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """Agree with all ranks on the largest of each value; once a step, on what follows the step too.
+        """Agree with all ranks on the largest of each value; once a step, also on what follows the step.
 
         Raises:
             PeerLost: A peer left, or did not come in time.
@@ -239,7 +219,7 @@ class StepConsensus:
         Collective: all ranks.
         Blocks: until all ranks have come.
         """
-        if self._consensus.pending:  # nobody knew at the step's begin that it has attempts
+        if self._consensus.pending:  # attempts were not expected when the step began
             self._agreed = self._consensus.finish()
         if self._agreed is not None:
             return self._consensus.agree(values)
@@ -261,14 +241,14 @@ class StepConsensus:
         agreed, self._agreed = self._agreed, None
         if agreed is None or self._consensus.pending:
             if not self._consensus.pending:
-                self._consensus.begin(self._requests())  # the step had no attempts after all
+                self._consensus.begin(self._requests())  # attempts were expected, but the step had none
             agreed = self._consensus.finish()
         if self._slow_ranks is not None:
             self._slow_ranks.note_wait()
         return agreed
 
     def _requests(self) -> dict[str, int]:
-        """Return this rank's answers to :data:`QUESTIONS`, in their order."""
+        """Return this rank's values for :data:`QUESTIONS`, in that order."""
         saves, slow_ranks = self._saves, self._slow_ranks
         wanted = 0 if saves is None else saves.schedule.request(self._iteration + 1, saves.manager.save_cost_s)
         return {
@@ -282,17 +262,17 @@ class StepConsensus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDecision:
-    """What all ranks agreed on at a step's end; the same on every rank."""
+    """The agreement of all ranks at a step's end; the same on every rank."""
 
     iteration: int
-    """Number of optimizer steps done, this one included."""
+    """Number of optimizer steps done, including this one."""
     save: Literal["near", "all"] | None
-    """What is saved now: to the near tiers, to all tiers, or nothing. :meth:`Session.save_due` does it."""
+    """The save that is due now: to the node-local tiers, to all tiers, or none; call :meth:`Session.save_due`."""
     reason: ExitReason | None = None
     """Why all ranks stop now; ``None`` = they continue. ``PREEMPTED``: a shutdown was requested. ``STRAGGLER``: a rank
-    is so slow that its node is to be replaced. ``NO_PROGRESS``: nothing can be saved any more, as a directory is
-    another run's, or nothing that survives the end of the job was committed for ``checkpoint.max_durable_lag``.
-    ``FAILED_VALIDATION`` and ``RESUME_TO_DISAMBIGUATE``: replicas differ."""
+    is so slow that its node must be replaced. ``NO_PROGRESS``: nothing can be saved any more because a directory
+    belongs to another run, or nothing that survives the end of the job was committed for
+    ``checkpoint.max_durable_lag``. ``FAILED_VALIDATION`` and ``RESUME_TO_DISAMBIGUATE``: replicas differ."""
     signal: int | None = None
     """Number of the signal that requested the shutdown, SIGTERM for other notices; ``None`` = none did."""
 
@@ -303,7 +283,7 @@ class StepDecision:
 
 
 class Attempt:
-    """One attempt of a step; the body of ``for attempt in run.attempts(...)`` makes it.
+    """One attempt of a step: the body of ``for attempt in run.attempts(...)``.
 
     Thread: that of the training loop.
     """
@@ -322,13 +302,13 @@ class Attempt:
         """0 for the first attempt of the step, 1 for the one after an invalid result."""
 
     def next_batch(self, source: int = 0) -> Any:
-        """Return the step's next batch; each attempt of a step gets the same ones.
+        """Return the step's next batch; each attempt of a step gets the same batches.
 
         Args:
-            source: Which of the sources given to ``run.attempts()``, from 0.
+            source: Index of the source given to ``run.attempts()``, from 0.
 
         Raises:
-            OutlastError: The source has no more, or there is none.
+            OutlastError: The source is exhausted or does not exist.
         """
         num_given = len(self._iterators)
         if not 0 <= source < num_given:
@@ -350,17 +330,17 @@ class Attempt:
         message: str = "rejected by the script",
         tolerance: float = 0.0,
     ) -> None:
-        """Judge a number before the optimizer moves a weight: NaN, infinity, spikes, and what you say yourself.
+        """Reject NaN, infinity, spikes and results that the script rejects, before the optimizer changes a weight.
 
         Args:
-            value: A number, or a tensor with one element; one on a device is read when the run ends.
-            what: Its name, for people; spikes are told from earlier values of the same name.
-            rejects: Says of the number whether it is invalid, beside what ``rerun_state_machine`` says.
-            message: Why, in that case.
-            tolerance: Relative difference up to which two runs' values are the same.
+            value: A number, or a tensor with one element; a device tensor is read when the attempt ends.
+            what: Name of the value for people; spikes are detected against earlier values of the same name.
+            rejects: Returns whether the number is invalid, in addition to ``rerun_state_machine``.
+            message: The reason for a rejection by ``rejects``.
+            tolerance: Relative difference up to which the values of two runs are the same.
 
         Raises:
-            ValueError: It is not one number.
+            ValueError: The value is not one number.
         """
         if self._faults is not None:
             value = self._faults.on_loss(self._machine.iteration, value)
@@ -368,21 +348,10 @@ class Attempt:
 
 
 class Attempts:
-    """Drive the re-run state machine for a session.
-
-    Args:
-        config: Its settings; ``None`` = the defaults.
-        place: This worker's place.
-        journal: Where findings are written.
-        consensus: How the ranks agree.
-        faults: Faults that a test injects into results; ``None`` = none.
-        goodput: What steps took, which is saved together with the attempts' own state.
-
-    Thread: that of the training loop.
-    """
+    """Drive the re-run state machine for a session. Thread: that of the training loop."""
 
     may_be_absent = True
-    """A generation saved without its state is loaded all the same."""
+    """A checkpoint without this state can be loaded."""
 
     def __init__(
         self,
@@ -401,20 +370,18 @@ class Attempts:
         self._is_used = False
         self._state: Mapping[str, Any] = {}
         self.replay: Replay | None = from_json(place.replay, Replay) if place.replay and place.call == 0 else None
-        """What is to be run again before anything else; ``None`` = nothing, or it has begun."""
+        """Steps to replay first; ``None`` = none, or the replay has begun."""
 
     @property
     def have_reduction(self) -> bool:
-        """Whether the steps are expected to have attempts, whose reduction can carry more."""
+        """Whether steps are expected to have attempts, whose reduction can carry more values."""
         return self._is_used and self._machine.config.rerun_mode == "validate_results"
 
     @property
     def decision(self) -> RerunDecision:
-        """What follows the last step; the same on all ranks."""
         return self._machine.decision
 
     def watch(self, state: Mapping[str, Any]) -> None:
-        """Take the state that the steps change."""
         self._state = state
         import torch
 
@@ -423,7 +390,7 @@ class Attempts:
         self._machine.watch(*(module for _, module in find_kind(state, torch.nn.Module)))
 
     def begin_step(self, iteration: int) -> None:
-        """Begin a step of the session; where that is the one to replay, begin the replay.
+        """Begin a step, or its replay if it is the one to replay.
 
         Collective: all ranks.
         """
@@ -435,7 +402,7 @@ class Attempts:
                 log.warning("iteration %d is not replayed: training resumes from %d", replay.iteration, iteration)
 
     def run(self, iteration: int, batches: Any) -> Iterator[Attempt]:
-        """Yield the attempts of a step; :attr:`decision` says what follows.
+        """Yield the attempts of a step; :attr:`decision` then says what follows.
 
         Collective: all ranks.
         Blocks: after each attempt until all ranks have ended theirs.
@@ -453,24 +420,21 @@ class Attempts:
 
     @property
     def loss(self) -> float | None:
-        """The loss that was validated in the last step, once it was judged; ``None`` = none was."""
+        """The loss validated in the last step, once it was judged; ``None`` = none was."""
         return self._machine.numbers.get("loss")
 
     def finish(self) -> None:
-        """Report how much two runs of a step differed, where they were run twice for that."""
+        """Report the differences between two runs of a step, in the mode that measures them."""
         if self._is_used and self._machine.config.rerun_mode == "report_determinism_stats":
             self._machine.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next process resumes from."""
         return {"rerun": self._machine.state_dict(), "goodput": self._goodput.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned."""
         self._machine.load_state_dict(state["rerun"])
-        if (goodput := state.get("goodput")) is not None:  # saved by an earlier version
+        if (goodput := state.get("goodput")) is not None:  # absent in checkpoints of an earlier version
             self._goodput.load_state_dict(goodput)
 
     def close(self) -> None:
-        """Release what the machine holds."""
         self._machine.close()

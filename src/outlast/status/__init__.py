@@ -1,1 +1,1 @@
-"""How a run is: what ``outlast status`` tells, from the run directory, and from the coordinator where one answers."""
+"""The status of a run for ``outlast status``, from the run directory and from the coordinator if it responds."""

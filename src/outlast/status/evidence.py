@@ -1,8 +1,8 @@
-"""What there is to judge a run by: the end of its journal, ``ladder.json``, its processes, and its coordinator.
+"""Gather the evidence on a run: the end of its journal, ``ladder.json``, its processes, and its coordinator.
 
-Nothing is ever written. A journal of months on hundreds of nodes is not read whole: of each file of the newest job the
-end, as much as a fixed budget allows. What decides about a job is in the agents' and the coordinator's files, which are
-short; of the ranks' files the end shows how far they are.
+Read-only. A journal of months on hundreds of nodes is not read whole: of each file of the newest job the end is read,
+within a fixed budget. A job's state follows from the files of agents and coordinator, which are short; the end of the
+ranks' files shows their progress.
 """
 
 from __future__ import annotations
@@ -33,70 +33,70 @@ from outlast.runtime.processes import is_alive, machine_id
 from outlast.runtime.run_key import RunKey, find_known_keys
 
 MAX_FILES = 20_000
-"""Newest files of the journal that are looked at."""
+"""Newest files of the journal that are considered."""
 HEAD_BYTES = 64 * 2**10
 MAIN_BYTES = 4 * 2**20
-"""Of an agent's or coordinator's file: its end."""
+"""Bytes read from the end of an agent's or coordinator's file."""
 RANKS_BYTES = 64 * 2**20
-"""Of all ranks' files together."""
+"""Bytes read of all ranks' files together."""
 RANK_MIN_BYTES, RANK_MAX_BYTES = 32 * 2**10, 4 * 2**20
 NUM_EARLIER = 8
-"""Files of rank 0 in earlier jobs, for what these saved."""
+"""Files of rank 0 in earlier jobs that are read for their saves."""
 NUM_READERS = 16
 ASK_TIMEOUT_S = 2.0
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^/:\s]+):[0-9]+")
 
 
 def endpoint_of(target: str) -> Endpoint | None:
-    """Return the coordinator's address if a target is one; ``None``: it names a run directory."""
+    """Return the coordinator's address if a target is an address; ``None`` = it is a run directory."""
     return parse_endpoint(target) if _ENDPOINT.fullmatch(target) and not os.path.lexists(target) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProcess:
-    """A process of the job that the journal names."""
+    """A process of the job that the journal lists."""
 
     node: str
     rank: int | None
-    """``None``: the node's agent."""
+    """``None`` = the node's agent."""
     process: Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What :func:`outlast.status.facts.judge` judges by."""
+    """The input of :func:`outlast.status.facts.judge`."""
 
     run_dir: str | None = None
     job: str = ""
     view: RunView = field(default_factory=RunView)
-    """What the journal shows of the newest job, and of what earlier ones saved."""
+    """The journal of the newest job, and the saves of earlier ones."""
     ladder: LadderState | None = None
     living: Mapping[JobProcess, bool | None] = field(default_factory=dict)
-    """Whether a process runs; ``None``: unknown from here."""
+    """Whether a process is running; ``None`` = not visible from here."""
     live: LiveStatus | None = None
     renewed_ns: int = 0
-    """When the owner of the run directory renewed its record last, by the file system's clock; 0 = not known."""
+    """When the owner of the run directory last renewed its record, by the file system's clock; 0 = not known."""
     unreachable: str | None = None
-    """Why the coordinator did not tell; ``None``: it did, or was not asked."""
+    """Why the coordinator did not respond; ``None`` = it did, or was not queried."""
     problems: tuple[str, ...] = ()
-    """What could not be read."""
+    """Sources that could not be read."""
 
 
 def gather(
     run_dir: Path, *, live: LiveStatus | None = None, asks: bool = True, key_file: str | None = None
 ) -> Evidence:
-    """Read what there is about the newest job in a run directory.
+    """Gather the evidence on the newest job in a run directory.
 
     Args:
         run_dir: The run directory.
-        live: The coordinator's status, if it was asked already.
-        asks: The coordinator is asked, where it may know more.
-        key_file: Where the run's key comes from, if not from the environment or the directory.
+        live: The coordinator's status, if it was queried already.
+        asks: Query the coordinator if it may know more than the journal.
+        key_file: File of the run key, if the key is not in the environment or the directory.
 
     Raises:
-        ConfigError: It is no run directory, or cannot be read.
+        ConfigError: The path is not a run directory, or cannot be read.
 
-    Blocks: while files are read, and up to 4 s for each address of the coordinator where it is asked.
+    Blocks: while files are read, and up to 4 s for each address of a queried coordinator.
     """
     files = _list_journal(run_dir)
     problems: list[str] = []
@@ -113,7 +113,7 @@ def gather(
     if live is not None and live.job != job:
         live = None
     elif live is None and asks and _is_worth_asking(newest, living):
-        live, unreachable = _ask_for(newest, find_known_keys(run_dir, key_file=key_file))
+        live, unreachable = ask_job(newest, find_known_keys(run_dir, key_file=key_file))
     return Evidence(
         run_dir=str(run_dir),
         job=job,
@@ -127,25 +127,16 @@ def gather(
     )
 
 
-def ask_job(evidence: Evidence, *, key_file: str | None = None) -> tuple[LiveStatus | None, str | None]:
-    """Ask the coordinator of the job that the evidence is about; return its status, or why there is none.
-
-    Blocks: up to 4 s for each of its addresses, and while the run key is read.
-    """
-    run_dir = None if evidence.run_dir is None else Path(evidence.run_dir)
-    return _ask_for(evidence.view.job(evidence.job), find_known_keys(run_dir, key_file=key_file))
-
-
 def ask_coordinator(endpoint: Endpoint, key: RunKey | None = None) -> LiveStatus:
-    """Return how the job is that is coordinated at an endpoint.
+    """Query the status of the job whose coordinator listens at an endpoint.
 
     Args:
-        endpoint: Where it is.
-        key: The run key; ``None``: where the coordinator says it lies.
+        endpoint: Address of the coordinator.
+        key: The run key; ``None`` = read it from where the coordinator says.
 
     Raises:
-        RendezvousError: The host is not known, nobody answers there, or who does is no coordinator of ours, or of a run
-            whose key this process does not have.
+        RendezvousError: The host is not known, nothing responds there, or the responder is not an outlast coordinator
+            or belongs to a run whose key this process does not have.
 
     Blocks: up to 4 s.
     """
@@ -156,7 +147,7 @@ def ask_coordinator(endpoint: Endpoint, key: RunKey | None = None) -> LiveStatus
 
 
 def processes_in(job: JobView) -> list[JobProcess]:
-    """Return the processes that a job's life hangs on: its agents or, where there are none, its ranks."""
+    """Return the processes on which a job depends: its agents or, without agents, its ranks."""
     begun: Mapping[str, Event] | Mapping[int, Event] = job.agents or job.sessions
     found = []
     for event in begun.values():
@@ -211,7 +202,7 @@ def _no_run_directory(run_dir: Path) -> str:
 
 
 def _find_owner(run_dir: Path) -> LeaseOwner | None:
-    """Return the owner of a run directory that has not ended in order, if there is one."""
+    """Return the owner of a run directory unless it has released the directory."""
     records = FolderRecords(run_dir)
     try:
         owner = decode_owner(records.read(max(records.numbers(), default=0)))
@@ -221,7 +212,7 @@ def _find_owner(run_dir: Path) -> LeaseOwner | None:
 
 
 def _read(files: list[JournalFile], pool: ThreadPoolExecutor, problems: list[str]) -> tuple[str, RunView]:
-    """Return the newest job's name, and what there is of it and of what earlier jobs saved."""
+    """Return the newest job's name, and a view of its events and of the saves of earlier jobs."""
     num_torn = 0
 
     def read(files: Sequence[JournalFile], end_bytes: int, head_bytes: int = 0) -> Iterator[list[Event]]:
@@ -255,7 +246,7 @@ def _read(files: list[JournalFile], pool: ThreadPoolExecutor, problems: list[str
     others = [file for file in files if file.rank == 0 and not file.is_of_job(job)][:NUM_EARLIER]
     num_problems = len(problems)
     saved = [event for events in read(others, RANK_MIN_BYTES * 8) for event in events if event.job != job]
-    del problems[num_problems:]  # what cannot be read of earlier jobs does not matter
+    del problems[num_problems:]  # unreadable files of earlier jobs do not matter
     view = RunView()
     for event in sorted(saved, key=lambda event: event.wall_ns):
         if event.kind == EventKind.SAVE_COMMITTED:
@@ -267,7 +258,7 @@ def _read(files: list[JournalFile], pool: ThreadPoolExecutor, problems: list[str
 
 
 def _read_renewal(run_dir: Path) -> int:
-    """Return when the owner's record was written last; an owner that lives does so every few seconds."""
+    """Return when the owner's record was last written; a living owner writes it every few seconds."""
     try:
         with os.scandir(run_dir / FOLDER) as entries:
             return max((entry.stat(follow_symlinks=False).st_mtime_ns for entry in entries), default=0)
@@ -291,21 +282,24 @@ def _read_ladder(run_dir: Path, problems: list[str]) -> LadderState | None:
 
 
 def may_have_coordinator(job: JobView, living: Mapping[JobProcess, bool | None]) -> bool:
-    """Return whether an agent may live that hosts the coordinator."""
+    """Return whether an agent that hosts the coordinator may be alive."""
     return any(
         one.rank is None and alive is not False and one.node not in job.ended_agents for one, alive in living.items()
     )
 
 
 def _is_worth_asking(job: JobView, living: Mapping[JobProcess, bool | None]) -> bool:
-    """Return whether the coordinator may know what the journal and this machine's processes do not."""
+    """Return whether the coordinator may know more than the journal and the processes of this machine show."""
     runs = job.newest_cycle is not None and not job.newest_cycle.ends
     is_unseen = any(alive is None and one.node not in job.ended_agents for one, alive in living.items())
     return may_have_coordinator(job, living) and (is_unseen or not runs)
 
 
-def _ask_for(job: JobView, keys: Sequence[RunKey]) -> tuple[LiveStatus | None, str | None]:
-    """Ask the coordinator of a job; return its status, or why there is none."""
+def ask_job(job: JobView, keys: Sequence[RunKey]) -> tuple[LiveStatus | None, str | None]:
+    """Query the coordinator of a job; return its status, or the reason why there is none.
+
+    Blocks: up to 4 s for each of its addresses.
+    """
     reason = None
     for endpoint, key in itertools.product(_endpoints(job), keys or (None,)):
         try:
@@ -320,7 +314,7 @@ def _ask_for(job: JobView, keys: Sequence[RunKey]) -> tuple[LiveStatus | None, s
 
 
 def _endpoints(job: JobView) -> list[Endpoint]:
-    """Return where the coordinator may be asked from this machine."""
+    """Return the addresses at which the coordinator may be reachable from this machine."""
     found: dict[Endpoint, None] = {}
     for event in reversed(job.agents.values()):
         for text in event.data.get("endpoints") or ():
@@ -328,10 +322,7 @@ def _endpoints(job: JobView) -> list[Endpoint]:
                 (endpoint,) = parse_endpoints(text)
             except ValueError:
                 continue
-            if not is_loopback(endpoint.host) or _is_here(event):
+            machine = event.data.get("machine")
+            if not is_loopback(endpoint.host) or (machine and machine == machine_id()):
                 found[endpoint] = None
     return list(found)[:4]
-
-
-def _is_here(event: Event) -> bool:
-    return bool(event.data.get("machine")) and event.data["machine"] == machine_id()

@@ -1,7 +1,7 @@
-"""From evidence to facts: how a run is. Pure: the same evidence and time give the same report.
+"""Turn evidence into the status report. Pure: the same evidence and time give the same report.
 
-:class:`outlast.policy.run_view.RunView` has put the journal's events together; :func:`judge` makes the report of what
-the view holds, of the living processes, and of what the coordinator knows.
+:class:`outlast.policy.run_view.RunView` has combined the journal's events; :func:`judge` combines the view with the
+living processes and the coordinator's status.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from outlast.wording import duration
 
 MAX_TROUBLES = 50
 RECENT_S = 30.0
-"""Processes on machines that cannot be seen from here are taken for alive while the newest line of the journal, or
-renewal of the run directory's owner, is younger than this."""
+"""Processes on machines that are not visible from here count as alive while the newest line of the journal, or renewal
+of the run directory's owner, is younger than this."""
 _TIERS = ("memory", "local", "replica", "global")
 
 
 def judge(evidence: Evidence, now_ns: int) -> StatusReport:
-    """Return how a run is.
+    """Return the status report of a run.
 
     Args:
-        evidence: What there is to judge by: events, or the coordinator's status, or both.
+        evidence: Events, or the coordinator's status, or both.
         now_ns: Nanoseconds since the epoch, for ages.
     """
     live = evidence.live
     job = evidence.view.job(evidence.job)
     newest = job.newest
-    seen: list[tuple[str, int]] = []  # signs of life: when, for people and in nanoseconds since the epoch
+    seen: list[tuple[str, int]] = []  # activity: time for people, and in nanoseconds since the epoch
     if newest is not None:
         seen.append((_time(newest), newest.wall_ns))
         if evidence.renewed_ns:
@@ -145,17 +145,17 @@ def _state(evidence: Evidence, job: JobView, ladder: LadderState | None, now_ns:
 
 
 def _present(job: JobView, ladder: LadderState | None) -> set[str]:
-    """Return the nodes that may be given a slot, as far as the journal tells."""
+    """Return the nodes that may get a slot, according to the journal."""
     names = set(job.joined) or set(job.agents) - set(job.ended_agents) - job.lost
     return names - job.unhealthy - set(ladder.barred if ladder is not None else ())
 
 
 def _missing(job: JobView, ladder: LadderState | None) -> int:
-    """Return how many nodes are missing, as far as the journal tells."""
+    """Return the number of missing nodes, according to the journal."""
     present = len(_present(job, ladder))
     least = job.setting("min_nodes")
     if job.num_cycles and least and present >= int(least):
-        return 0  # the world shrinks
+        return 0  # continues with fewer nodes
     return max(0, int(job.setting("num_nodes") or 0) - present)
 
 
@@ -179,7 +179,7 @@ def _waiting(job: JobView, live: LiveStatus | None, ladder: LadderState | None, 
 
 
 def _end(job: JobView, live: LiveStatus | None) -> tuple[int | None, str | None]:
-    """Return a job's exit code and the reason: those of the coordinator's node, else of the last one to end."""
+    """Return a job's exit code and reason: those of the coordinator's node, else of the last node to end."""
     if live is not None and live.exit_code is not None:
         return live.exit_code, live.reason
     if ended := job.ended_agents:
@@ -194,7 +194,7 @@ def _trouble(one: IncidentView, now_ns: int) -> Trouble:
     event, incident, verdict = one.event, one.incident, one.verdict or {}
     try:
         text = convert(incident, Incident).describe()
-    except msgspec.ValidationError:  # a kind of another version
+    except msgspec.ValidationError:  # a kind of incident of another version
         text = " ".join(str(incident[name]) for name in ("kind", "node", "rank") if incident.get(name) is not None)
     reason = verdict.get("reason")
     decision = str(reason).removeprefix(text).lstrip("; ") if reason else None
@@ -264,7 +264,7 @@ def _nodes(evidence: Evidence, job: JobView, ladder: LadderState | None, state: 
 
 
 def _nodes_of_sessions(evidence: Evidence, job: JobView, state: RunState) -> Iterable[NodeReport]:
-    """Yield the nodes of workers that were started by another launcher."""
+    """Yield the nodes of workers that another launcher started."""
     alive = {one.rank: runs for one, runs in evidence.living.items() if one.rank is not None}
     for name in dict.fromkeys(event.node for event in job.sessions.values()):
         sessions = {rank: event for rank, event in job.sessions.items() if event.node == name}
@@ -286,7 +286,7 @@ def _nodes_of_sessions(evidence: Evidence, job: JobView, state: RunState) -> Ite
 
 
 def _node_of_coordinator(name: str, live: LiveNode) -> NodeReport:
-    """Return a node of which only the coordinator knows."""
+    """Return a node that is known from the coordinator only."""
     what = NodeState.READY if live.ready else NodeState.TRAINING
     first = live.first_rank if what == NodeState.TRAINING and live.first_rank is not None else None
     return NodeReport(
@@ -298,21 +298,21 @@ def _node_of_coordinator(name: str, live: LiveNode) -> NodeReport:
 
 
 def _ladder_of(evidence: Evidence, job: JobView) -> LadderState | None:
-    """Return what the ladder remembers as the job goes by it; the file may still be an earlier job's."""
+    """Return the recovery policy's state as valid for this job; the file may still be an earlier job's."""
     ladder = evidence.ladder
     if ladder is None or ladder.job == evidence.job or (not ladder.job and ladder == LadderState()):
         return ladder
     if not ladder.job and job.verdict is not None:
-        return ladder  # written by an earlier version, which did not name the job
+        return ladder  # written by an earlier version, without the job
     return begin_job(ladder)
 
 
 def _budgets(
     job: JobView, live: LiveStatus | None, ladder: LadderState | None, generations: Sequence[GenerationReport]
 ) -> Budgets | None:
-    """Return what may still be tried.
+    """Return the remaining budgets.
 
-    A generation of this job beyond those that the newest decision knew of is progress: the next decision begins with
+    A checkpoint of this job newer than those known to the latest decision is progress: the next decision starts with
     fresh budgets.
     """
     if live is not None:
@@ -352,9 +352,9 @@ def _budget(used: int, limit: int | None) -> BudgetReport:
 def _generations(
     evidence: Evidence, job: JobView, state: RunState, ladder: LadderState | None, now_ns: int
 ) -> list[GenerationReport]:
-    """Return the newest generation in each tier that still holds one, as far as the journal tells.
+    """Return the newest checkpoint in each tier that still holds one, according to the journal.
 
-    What processes hold in memory ends with them: with the job, a node, or its checkpoint writer.
+    Checkpoints in memory end with their process: with the job, a node, or its checkpoint writer.
     """
     newest: dict[str, Event] = {}
     kinds = (EventKind.SAVE_COMMITTED, EventKind.RESTORED, EventKind.WRITER_ENDED, EventKind.INCIDENT)
@@ -363,7 +363,7 @@ def _generations(
             newest.pop("memory", None)
         elif event.kind != EventKind.INCIDENT and event.iteration is not None:
             tiers = [str(tier) for tier in event.data.get("tiers") or ()]
-            if event.kind == EventKind.RESTORED:  # ranks may load from different tiers, but for this one
+            if event.kind == EventKind.RESTORED:  # only the global tier is the same for all ranks
                 tiers = ["global"] if event.data.get("tier") == "global" else []
             is_over = event.job != evidence.job or state in (RunState.OVER, RunState.NO_PROCESS)
             for tier in tiers:
@@ -388,7 +388,7 @@ def _generations(
 def _durability(
     job: JobView, generations: Sequence[GenerationReport], iteration: int | None
 ) -> DurabilityReport | None:
-    """Return the newest checkpoints that survive each failure, as far as the journal has them."""
+    """Return the newest checkpoints that survive each failure, according to the journal."""
     if not generations and not (job.directory or job.local_directory):
         return None
     places = ((Tier.GLOBAL, job.directory), (Tier.LOCAL, job.local_directory))
@@ -408,7 +408,7 @@ def _durability(
 
 
 def _is_distrusted(event: Event, tier: str, ladder: LadderState | None) -> bool:
-    """Return whether a generation is one that is not loaded again: it led to invalid results, or descends from that."""
+    """Return whether a checkpoint is excluded: it led to invalid results, or descends from one that did."""
     cycle = f"{clean_name(event.job)}-{event.cycle or 0}"
     for one in ladder.distrusted if ladder is not None else ():
         if cycle in one.tainted:
@@ -422,7 +422,6 @@ def _is_distrusted(event: Event, tier: str, ladder: LadderState | None) -> bool:
 
 
 def _summary(report: StatusReport, unreachable: str | None) -> str:
-    """Return the state in one line."""
     match report.state:
         case RunState.OVER:
             if report.exit_code is None:
@@ -462,7 +461,7 @@ def _time(event: Event) -> str:
 
 
 def _from_iso(text: str) -> int:
-    """Return a time that :func:`as_iso` wrote, in nanoseconds since the epoch; 0: it is none."""
+    """Parse a time of :func:`as_iso` to nanoseconds since the epoch; 0 = malformed."""
     try:
         return round(datetime.datetime.fromisoformat(text).timestamp() * 1e9)
     except ValueError:

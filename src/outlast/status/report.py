@@ -1,6 +1,6 @@
 """The report of ``outlast status``: its fields, as ``--json`` prints them, and its lines for people.
 
-The lines begin with what is most important.
+The most important lines come first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 from outlast.wording import count, duration, number_ranges, one_line
 
 SCHEMA = 1
-"""Of what ``--json`` prints; raised when a field changes its meaning or goes."""
+"""Version of the ``--json`` output; raised when the meaning of a field changes or a field is removed."""
 
 
 class RunState(StrEnum):
-    """How a job is."""
+    """State of a job."""
 
     FORMING = "forming"
     """Its nodes are joining, and its workers have not started yet, or are being restarted."""
@@ -36,7 +36,7 @@ class RunState(StrEnum):
 
 
 class NodeState(StrEnum):
-    """What a node does."""
+    """State of a node."""
 
     TRAINING = "training"
     """It runs workers."""
@@ -78,7 +78,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One budget of the ladder."""
+    """One budget of the recovery policy."""
 
     used: int
     """Number used up."""
@@ -89,7 +89,7 @@ class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
-    """What may still be tried."""
+    """The budgets of the recovery policy."""
 
     restarts_in_a_row: BudgetReport
     """Restarts since the last progress, `--max-restarts`."""
@@ -102,7 +102,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest generation in one tier."""
+    """The newest checkpoint in one tier."""
 
     tier: str
     """`memory`, `local`, `replica` or `global`."""
@@ -253,8 +253,8 @@ def render(report: StatusReport, *, width: int | None = None) -> Iterator[str]:
     """Yield the lines of a report.
 
     Args:
-        report: What is told.
-        width: Columns at which lines are wrapped between words; ``None``: they are not.
+        report: The report.
+        width: Columns at which lines are wrapped between words; ``None`` = not wrapped.
     """
     for label, text in ((label, one_line(text)) for label, text in _entries(report)):
         if width is None:
@@ -271,7 +271,6 @@ def render(report: StatusReport, *, width: int | None = None) -> Iterator[str]:
 
 
 def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts."""
     started_by = f", started by {report.launcher}" if report.launcher else ""
     yield "run", f"{report.run}, job {report.job}{started_by}"
     if report.run_dir is not None:
@@ -297,7 +296,7 @@ def _entries(report: StatusReport) -> Iterator[tuple[str, str]]:
 
 
 def describe_safety(report: StatusReport) -> Iterator[tuple[str, str]]:
-    """Yield what may still be tried, and what is saved: labels and texts."""
+    """Yield labels and texts on the remaining budgets and on saves."""
     if (budgets := report.budgets) is not None:
         progress = _budget(budgets.cycles_without_progress) if budgets.progress_known else "not known"
         yield (
@@ -313,14 +312,13 @@ def describe_safety(report: StatusReport) -> Iterator[tuple[str, str]]:
 
 
 def describe_waiting(waiting: WaitingReport) -> str:
-    """Return which nodes are waited for, and for how long."""
     have = ", ".join(waiting.have[:8]) + (", ..." if len(waiting.have) > 8 else "")
     ends = "" if waiting.gives_up_in_s is None else f"; gives up in {waiting.gives_up_in_s:.0f} s"
     return f"{waiting.num_missing} of {count(waiting.num_needed, 'node')} (have: {have or 'none'}){ends}"
 
 
 def count_nodes(nodes: Sequence[NodeReport]) -> str:
-    """Return how many nodes are in which state."""
+    """Return the number of nodes in each state as text."""
     return ", ".join(f"{number} {state}" for state, number in Counter(str(node.state) for node in nodes).items())
 
 
@@ -376,7 +374,7 @@ def _node(node: NodeReport, width: int) -> str:
 
 
 def describe_incidents(report: StatusReport, num: int) -> Iterator[tuple[str, str]]:
-    """Yield the newest incidents: labels and texts."""
+    """Yield labels and texts of the newest incidents."""
     if not report.num_incidents:
         yield "incidents", "none"
         return

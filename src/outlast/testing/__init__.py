@@ -1,4 +1,4 @@
-"""Test doubles, faults on purpose and a real cluster on one machine, for outlast's tests and for those of its users."""
+"""Test doubles, fault injection and a real cluster on one machine, for tests of outlast and of its users."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Agent", "Cluster", "FakeClock", "FaultPlan", "RankProcesses"]
 
 
 class FakeClock:
-    """Tell the time that the test has set; a :class:`outlast.clock.Clock`.
+    """A :class:`outlast.clock.Clock` whose time the test sets.
 
     Args:
-        start_s: The first reading, in seconds; above 0, as 0 means "never" on a heartbeat board.
+        start_s: The first reading, in seconds; above 0, as 0 means "never" in the heartbeat memory.
     """
 
     def __init__(self, start_s: float = 1000.0) -> None:
@@ -28,7 +28,7 @@ class FakeClock:
         return self._now_ns / 1e9
 
     def advance(self, seconds: float) -> None:
-        """Move the time on; it never goes back.
+        """Advance the time.
 
         Raises:
             ValueError: ``seconds`` is negative.

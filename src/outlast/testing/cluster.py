@@ -1,9 +1,8 @@
-"""A real cluster on one machine: several ``outlast run`` agents, each one a node with processes of its own.
+"""A real cluster on one machine: several ``outlast run`` agents, each one a node with its worker processes.
 
-Nothing here is simulated. Agents and workers are real processes that can be killed and stopped with real
-signals; the run's journal and the agents' output show what they did. No process of the cluster outlives its
-``with`` block: each has a token in its environment by which it is found, even when its agent is gone. The agents also
-end when this process ends, in whatever way.
+Nothing is simulated. Agents and workers are processes that can be killed and stopped with signals; the run's journal
+and the agents' output show what they did. No process of the cluster outlives its ``with`` block: a token in the
+environment identifies each, even after its agent is gone. The agents also end when this process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import psutil
@@ -53,30 +51,30 @@ _COMMAND = (sys.executable, "-c", _PROGRAM)
 _POLL_S = 0.02
 _SUPERVISE_POLL_S = 0.05
 _LEFT_S = 30.0
-"""How long agents may run after one has ended the job: those that were stopped, or cut off, do not know that."""
+"""Seconds that agents may run after one has ended the job: stopped or disconnected agents cannot detect the end."""
 _MAX_JOBS = 50
 _MAX_REJECTED = 5
 """Agents of a job that are replaced after the job has rejected them."""
 
 
 class Agent(LoggedProcess):
-    """One ``outlast run`` process, a node; made by a :class:`Cluster`."""
+    """One ``outlast run`` process, a node; created by a :class:`Cluster`."""
 
     host: int | None = None
-    """Its host in the cluster's network."""
+    """Number of its host in the cluster's network."""
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative: the signal that ended it; ``None`` while it runs, or is stopped."""
+        """Exit code, negative = signal; ``None`` while it runs or is stopped."""
         return None if self.running else self.wait(0)
 
     def wait(self, timeout_s: float) -> int:
-        """Return the agent's exit code; negative: the signal that ended it.
+        """Return the agent's exit code; negative = the signal that ended it.
 
         Blocks: up to ``timeout_s``.
 
         Raises:
-            DeadlineExceeded: It still runs; the message holds the end of its output.
+            DeadlineExceeded: The agent still runs; the message holds the end of its output.
         """
         try:
             return super().wait(timeout_s)
@@ -94,7 +92,7 @@ class Cluster:
             os.kill(cluster.worker_pid(3), signal.SIGKILL)
             assert cluster.wait(timeout_s=60) == [0, 0, 0]
 
-    With a fault plan, :meth:`supervise` injects its faults, and does what a scheduler does::
+    With a fault plan, :meth:`supervise` injects its faults and acts as the scheduler::
 
         plan = FaultPlan(faults=[Fault(kind="kill", rank=1, iteration=20), Fault(kind="lose_node", iteration=50)])
         with Cluster("train.py", run_dir=tmp_path, num_spares=1, fault_plan=plan) as cluster:
@@ -105,22 +103,21 @@ class Cluster:
 
     Args:
         script: The training script.
-        args: The script's own arguments.
+        args: Arguments of the script.
         run_dir: The run directory; the agents' output goes to ``agents/`` below it.
-        num_nodes: Nodes that carry ranks; ``None`` = one agent without a name, and where the other nodes of the job are
-            is in ``options``.
-        num_spares: Nodes more, which wait for a slot.
+        num_nodes: Nodes with ranks; ``None`` = one unnamed agent, and ``options`` describes the job's other nodes.
+        num_spares: Additional nodes that wait for a slot.
         num_started: Agents that entering starts, and that :meth:`supervise` keeps running; ``None`` = the sum of the
-            two. The others are for :meth:`add_node`; with more than the sum, some are spares that are not announced.
+            two. The others are for :meth:`add_node`; with more than the sum, some are unannounced spares.
         nproc_per_node: Workers on each node; ``None`` = as in ``options``.
         options: More options of ``outlast run``, such as ``--max-restarts=3``.
-        environment: Variables to add to this process's own; ``None`` as a value removes one.
-        devices: Node name (``node-0``, ``node-1``, ... in the order of their start, spares last) to the name of the
-            hardware that it computes on, where that is not the node's own name: two nodes of one device are the same
-            hardware where another one is required.
+        environment: Variables to add to the environment of this process; ``None`` as a value removes one.
+        devices: Node name (``node-0``, ``node-1``, ... in the order of their start, spares last) to the name of its
+            hardware, by default the node's name: two nodes of one device are the same hardware where different hardware
+            is required.
         run_id: Name of the run; ``None`` = a new one.
-        fault_plan: The faults of the run. Two endpoints are given then, so that another agent can take over from a
-            coordinator that is stopped.
+        fault_plan: The faults of the run. The agents then get two endpoints, so that another agent can take over from a
+            stopped coordinator.
         network: The network in which each agent gets a host; it has at least one for each agent that runs at a time.
         prints_output: Print the agents' output instead of writing it into files.
 
@@ -150,7 +147,7 @@ class Cluster:
         self.num_jobs = 0
         """Jobs that were started."""
         self.injector: Injector | None = None
-        """What injects the faults of the plan; ``None`` without one, and before the ``with`` block."""
+        """Injects the faults of the plan; ``None`` without one, and before the ``with`` block."""
         self._is_named = num_nodes is not None
         self._num_started = (num_nodes or 1) + num_spares if num_started is None else num_started
         self._token = uuid.uuid4().hex
@@ -192,9 +189,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def add_node(
@@ -205,12 +200,12 @@ class Cluster:
         device: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Agent:
-        """Start one more agent, as another node or as one that returns.
+        """Start another agent, as a new node or as one that returns.
 
         Args:
-            name: The node's name; a new one when not given.
+            name: The node's name; ``None`` = a new one.
             options: More options of ``outlast run`` for this agent alone.
-            device: Name of the hardware that it computes on; by default as in ``devices``, else the node's name.
+            device: Name of its hardware; ``None`` = as in ``devices``, else the node's name.
             environment: Variables to add for this agent alone.
         """
         name = name or (f"node-{len(self.agents)}" if self._is_named else "this node")
@@ -231,17 +226,17 @@ class Cluster:
         return agent
 
     def agent(self, which: int | str) -> Agent:
-        """Return an agent by the order of its start, or the newest one of a node by its name."""
+        """Return an agent by its start order, or the newest agent of a node by name."""
         if isinstance(which, int):
             return self.agents[which]
         return next(agent for agent in reversed(self.agents) if agent.name == which)
 
     def events(self) -> list[Event]:
-        """Return what the journal holds so far, by wall time."""
+        """Return the journal's events so far, by wall time."""
         return list(read(self.run_dir))
 
     def worker_pid(self, global_rank: int) -> int:
-        """Return the process id of a rank in the newest cycle that started it.
+        """Return the process id of a rank in the newest cycle that started the rank.
 
         Raises:
             LookupError: No cycle started that rank.
@@ -253,22 +248,22 @@ class Cluster:
         raise LookupError(f"no cycle has started rank {global_rank}\n{self.tails()}")
 
     def wait_for(self, what: str | Callable[[Event], bool], timeout_s: float) -> Event | None:
-        """Wait until a text is printed by any node, or an event fulfils a condition; earlier ones count too.
+        """Wait until any node prints a text, or an event fulfils a condition; earlier ones count too.
 
         Args:
-            what: The text, or a function that returns whether an event is the one.
+            what: The text, or a predicate of an event.
             timeout_s: Seconds to wait at most.
 
         Returns:
-            The first such event; ``None`` when a text was waited for.
+            The first such event; ``None`` for a text.
 
         Raises:
-            DeadlineExceeded: It did not happen in time, or every agent has ended without it; the message
-                holds the end of every agent's output.
+            DeadlineExceeded: The time is over, or every agent has ended without it; the message holds the end of every
+                agent's output.
         """
         deadline = clock.now_s() + timeout_s
         while True:
-            over = not any(agent.running for agent in self.agents)  # asked before the look: none is missed
+            over = not any(agent.running for agent in self.agents)  # read first, so that no event is missed
             if isinstance(what, str):
                 if any(what in agent.output() for agent in self.agents):
                     return None
@@ -286,7 +281,7 @@ class Cluster:
         Blocks: up to ``timeout_s`` for all together.
 
         Raises:
-            DeadlineExceeded: Some agent still runs; the message holds the end of every agent's output.
+            DeadlineExceeded: An agent still runs; the message holds the end of every agent's output.
         """
         deadline = clock.now_s() + timeout_s
         try:
@@ -298,9 +293,9 @@ class Cluster:
         """Inject a fault of the plan that has ``on_request``.
 
         Returns:
-            Whether it was injected, or released to the rank that injects it at its next step; off: that is not possible
-            now, as the ranks restart, or have not committed a checkpoint since. Call it again, as in the loop of
-            :meth:`supervise`.
+            Whether the fault was injected, or released to the rank that injects it at its next step. ``False``: not
+            possible now, because the ranks restart or have not committed a checkpoint since; call again, as in the loop
+            of :meth:`supervise`.
 
         Raises:
             ConfigError: The plan does not have the fault, or it was injected before.
@@ -311,16 +306,16 @@ class Cluster:
         return self.injector.inject(fault)
 
     def supervise(self, timeout_s: float | None = None) -> Iterator[Fault | None]:
-        """Run to the end, as under a scheduler, and inject the plan's faults when they are due.
+        """Run to the end as under a scheduler, and inject the plan's faults when due.
 
-        An agent that was killed by SIGKILL, or that the job has rejected, is replaced by a new node. After a preemption
-        (exit code 75), or once all agents are killed, the job is started again, on the nodes that were preempted.
+        An agent that was killed by SIGKILL, or rejected by the job, is replaced by a new node. After a preemption (exit
+        code 75), or once all agents are killed, the job is started again, on the nodes that were preempted.
 
         Args:
             timeout_s: Seconds for all; ``None`` = no limit.
 
         Yields:
-            Some twenty times a second ``None``, or the fault that was injected just now.
+            About twenty times a second ``None``, or the fault that was just injected.
 
         Raises:
             DeadlineExceeded: The run did not end in time.
@@ -345,7 +340,7 @@ class Cluster:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the newest job; negative: the signal that ended all agents; ``None`` while one runs."""
+        """Exit code of the newest job, negative = the signal that ended all agents; ``None`` while an agent runs."""
         of_job = self.agents[self._first_of_job :]
         codes = [agent.exit_code for agent in of_job if agent.exit_code is not None]
         if len(codes) < len(of_job):
@@ -360,21 +355,21 @@ class Cluster:
         return "\n".join(agent.tail() for agent in self.agents)
 
     def processes(self) -> list[psutil.Process]:
-        """Return every living process of the cluster, orphans too."""
+        """Return every living process of the cluster, including orphans."""
         return processes_with(self._token)
 
     def orphans(self) -> list[psutil.Process]:
-        """Return the processes of the cluster that no living agent is responsible for."""
+        """Return the processes of the cluster that do not descend from a living agent."""
         owners = {agent.pid for agent in self.agents if agent.running}
         return [process for process in self.processes() if owners.isdisjoint(_lineage(process))]
 
     def assert_no_orphans(self, within_s: float) -> None:
-        """Check that what belonged to ended agents ends too.
+        """Check that the processes of ended agents end too.
 
         Blocks: up to ``within_s``.
 
         Raises:
-            AssertionError: Some process is left; the message names each.
+            AssertionError: A process is left; the message lists each.
         """
         deadline = clock.now_s() + within_s
         while orphans := self.orphans():
@@ -384,7 +379,7 @@ class Cluster:
             psutil.wait_procs(orphans, timeout=max(0.0, min(0.1, deadline - clock.now_s())))
 
     def close(self) -> None:
-        """End every process of the cluster and reap the agents; may be called twice.
+        """End every process of the cluster and reap the agents. Idempotent.
 
         Blocks: 60 s at most.
 
@@ -404,7 +399,7 @@ class Cluster:
         return self.run_dir / "fault-plan.toml"
 
     def _fault_variables(self) -> dict[str, str]:
-        """Return the variables by which agents and ranks get the fault plan, and their network interface."""
+        """Return the variables that pass the fault plan and the network interface to agents and ranks."""
         variables: dict[str, str] = {}
         if self._fault_plan is not None:
             present = environ().get(INJECTIONS)
@@ -416,7 +411,6 @@ class Cluster:
         return variables
 
     def _host_of(self, node: str) -> int | None:
-        """Return a node's host in the network."""
         return next((agent.host for agent in self.agents if agent.name == node and agent.running), None)
 
     def _start_job(self) -> None:
@@ -428,7 +422,7 @@ class Cluster:
             self.add_node(names[index] if index < len(names) else None)
 
     def _replace(self, running: Sequence[Agent]) -> None:
-        """Start an agent for each killed or rejected one; end those that do not know that the job has ended."""
+        """Replace killed and rejected agents; end those that do not detect that the job has ended."""
         codes = [agent.exit_code for agent in self.agents[self._first_of_job :]]
         has_ended = any(code not in (None, -signal.SIGKILL, ExitReason.BAD_INPUT) for code in codes)
         if has_ended or codes.count(ExitReason.BAD_INPUT) > _MAX_REJECTED:
@@ -443,11 +437,11 @@ class Cluster:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay signals that end this process, until the block is left: all that it ends and removes is gone then.
+    """Delay signals that end this process until the block is left, so that its clean-up is complete.
 
-    They are delayed by handlers, as another thread would receive a signal that this one masks.
+    Handlers delay them, because another thread would receive a signal that this one masks.
 
-    Thread: the main thread; in any other it does nothing.
+    Thread: the main thread; in others the function does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
-"""Ranks of a script as plain processes of this machine, without any launcher.
+"""Ranks of a script as plain processes of this machine, without a launcher.
 
-Each gets the environment that ``torch.distributed`` reads. They can be killed, stopped and continued with real
-signals; nothing but the test does anything about it. Whatever happens in the test, no process that a rank started
-outlives the ``with`` block: every one carries a token in its environment, by which it is found wherever it got to.
+Each rank gets the environment that ``torch.distributed`` reads. The test can kill, stop and continue ranks with
+signals; nothing else reacts to them. No process that a rank started outlives the ``with`` block: a token in the
+environment identifies each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TypeVar
 
 import psutil
@@ -33,15 +32,15 @@ TOKEN = "OUTLAST_TEST_CLUSTER"
 """Environment variable that marks the processes of one test."""
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 20000  # below, many programs have ports of their own, Ray's workers among them
+_FIRST_PORT = 20000  # many programs use lower ports, such as Ray's workers
 _NUM_TRIES = 100
 _MAX_CLAIMS = 64
 _claims: deque[int] = deque()
-"""Descriptors of sockets whose names keep this process's last ports from being given to another; they end with it."""
+"""Sockets whose names reserve this process's newest ports on this machine; the reservations end with the process."""
 
 
 def processes_with(token: str) -> list[psutil.Process]:
-    """Return every living process that was started with the token, orphans too."""
+    """Return every living process that was started with the token, including orphans."""
     return [process for process in psutil.process_iter() if _carries(process.pid, token)]
 
 
@@ -51,7 +50,7 @@ def end_processes(token: str, *, within_s: float = 10.0) -> None:
     Blocks: up to ``within_s``.
 
     Raises:
-        DeadlineExceeded: One could not be ended; the message names it.
+        DeadlineExceeded: A process could not be ended; the message describes it.
     """
     deadline = clock.now_s() + within_s
     while left := processes_with(token):
@@ -65,7 +64,6 @@ def end_processes(token: str, *, within_s: float = 10.0) -> None:
 
 
 def describe_process(process: psutil.Process) -> str:
-    """Return a line with the process's id, state and command."""
     try:
         return f"{process.pid} ({process.status()}) {' '.join(process.cmdline())[:120]}"
     except psutil.NoSuchProcess:
@@ -73,20 +71,20 @@ def describe_process(process: psutil.Process) -> str:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listened on a moment ago.
+    """Return a free TCP port of this machine.
 
-    It is drawn at random from those that the kernel gives to no outgoing connection, and while this process lives
-    and has not asked for 64 more, no process on this machine is given it: what is to listen there may take its time,
-    and may end and begin again.
+    The port is drawn at random from those that the kernel does not use for outgoing connections. No process on this
+    machine is given the same port while this process lives and has not asked for 64 more: a server may start late, and
+    restart.
     """
     low, high = _ephemeral_ports()
     candidates = [port for port in range(_FIRST_PORT, 1 << 16) if not low <= port <= high]
-    draw = random.SystemRandom()  # a test's seed, or a fork, repeats no draw
+    draw = random.SystemRandom()  # independent of a test's seed and of forks
     for port in [*draw.sample(candidates, min(_NUM_TRIES, len(candidates))), 0]:
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
-            except OSError:  # somebody has it
+            except OSError:  # in use
                 continue
             found: int = probe.getsockname()[1]
         if _claim(found) or not port:
@@ -95,7 +93,7 @@ def free_port() -> int:
 
 
 def _claim(port: int) -> bool:
-    """Take a port for this process, if no other on this machine has; both see the same ports and the same names."""
+    """Reserve a port for this process; fail if another process of this machine has."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0outlast-test-port-{port}")
@@ -119,7 +117,7 @@ def _ephemeral_ports() -> tuple[int, int]:
 def _carries(pid: int, token: str) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # gone, or of another user
+    except OSError:  # gone, or owned by another user
         return False
     return f"{TOKEN}={token}".encode() in environment.split(b"\0")  # a zombie's is empty
 
@@ -128,7 +126,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.01
 _TAIL_LINES = 40
-_END_S = 60.0  # for a SIGKILL to be done, on a machine that has much else to do
+_END_S = 60.0  # time for a SIGKILL to take effect on a busy machine
 _OF_LAUNCHERS = (
     *("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_"),
     *("OUTLAST_", "TORCHELASTIC_", "SLURM_"),
@@ -136,14 +134,14 @@ _OF_LAUNCHERS = (
 
 
 class LoggedProcess:
-    """A process in a session of its own whose output goes to a file.
+    """A process in a separate session whose output goes to a file.
 
     Args:
-        name: What failures call it.
-        command: What to start.
-        environment: The process's whole environment.
-        log_path: File that its output, and that of its children, is appended to; ``None`` = it is printed.
-        stdin: Give it a pipe as its standard input; otherwise that is empty.
+        name: Name in failures.
+        command: The command line.
+        environment: The complete environment of the process.
+        log_path: File to which the process and its children append output; ``None`` = the output is printed.
+        stdin: Connect standard input to a pipe; otherwise it is empty.
     """
 
     def __init__(
@@ -169,24 +167,23 @@ class LoggedProcess:
                 start_new_session=True,  # Ctrl-C reaches this process alone
             )
         self.stdin = self._process.stdin
-        """Its standard input, where that is a pipe."""
+        """Standard input, if it is a pipe."""
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it still runs (or is stopped)."""
+        """Whether the process runs (or is stopped)."""
         return self._process.poll() is None
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone, not to what it started."""
+        """Send a signal to this process only, not to its children."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL it alone, as when a node is lost, and reap it.
+        """SIGKILL this process only, as when a node is lost, and reap it.
 
         Blocks: until the process is gone, 60 s at most.
         """
@@ -194,12 +191,12 @@ class LoggedProcess:
         self._process.wait(timeout=_END_S)
 
     def wait(self, timeout_s: float) -> int:
-        """Return its exit code; negative: the signal that ended it.
+        """Return the exit code; negative = the signal that ended the process.
 
         Blocks: up to ``timeout_s``.
 
         Raises:
-            DeadlineExceeded: It still runs; the message holds the end of its output.
+            DeadlineExceeded: The process still runs; the message holds the end of its output.
         """
         try:
             return self._process.wait(timeout=timeout_s)
@@ -207,7 +204,7 @@ class LoggedProcess:
             raise DeadlineExceeded(f"{self.name} still runs after {timeout_s} s\n{self.tail()}") from None
 
     def output(self) -> str:
-        """Return all that it and its children have printed so far; empty without a file."""
+        """Return the output so far of the process and its children; empty without a file."""
         return "" if self.log_path is None else self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
@@ -220,7 +217,7 @@ class LoggedProcess:
 class RankProcesses:
     """Run a script as several ranks.
 
-    Use as a context manager; entering starts the ranks, leaving ends every process that came of them::
+    Use as a context manager; entering starts the ranks, leaving ends all their processes::
 
         with RankProcesses("train.py", world_size=5, directory=tmp_path) as ranks:
             ranks.wait_for("step 3", timeout_s=30, ranks=range(5))
@@ -228,20 +225,20 @@ class RankProcesses:
             assert ranks.wait(timeout_s=60) == [0, -signal.SIGKILL, 0, 0, 0]
 
     Args:
-        script: The script; with ``module``, a module's name; with ``code``, the program itself.
-        args: The script's own arguments.
+        script: The script; with ``module``, a module's name; with ``code``, the program text.
+        args: Arguments of the script.
         world_size: Number of ranks.
-        directory: Folder for the ranks' output, a file each; a temporary one when not given.
-        nodes: For each rank the name of its node; by default all are on one, which is not named.
-        module: Run it as ``python -m``.
-        code: Run it as ``python -c``.
-        stdin: Give each rank a pipe as its standard input, for :meth:`send`; otherwise that is empty.
-        environment: Variables to add to this process's own, of which those of launchers are left out; ``None`` as a
-            value removes one.
-        environments: For each rank variables of its own, which also replace or remove those named above.
+        directory: Folder for the ranks' output, a file each; ``None`` = a temporary one.
+        nodes: The name of each rank's node; ``None`` = all are on one unnamed node.
+        module: Run as ``python -m``.
+        code: Run as ``python -c``.
+        stdin: Connect each rank's standard input to a pipe, for :meth:`send`; otherwise it is empty.
+        environment: Variables to add to the environment of this process, from which those of launchers are removed;
+            ``None`` as a value removes one.
+        environments: For each rank additional variables, which override those above.
 
     Raises:
-        ValueError: ``nodes`` or ``environments`` are not as many as there are ranks; both ``module`` and ``code``.
+        ValueError: ``nodes`` or ``environments`` do not have one entry per rank; both ``module`` and ``code``.
 
     Thread: one.
     """
@@ -298,9 +295,7 @@ class RankProcesses:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, rank: int) -> LoggedProcess:
@@ -324,37 +319,37 @@ class RankProcesses:
         return self._ranks[rank].pid
 
     def running(self, rank: int) -> bool:
-        """Return whether a rank still runs (or is stopped)."""
+        """Return whether a rank runs (or is stopped)."""
         return self._ranks[rank].running
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank alone, not to what it started."""
+        """Send a signal to a rank only, not to its children."""
         self._ranks[rank].signal(number)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL a rank alone, and reap it.
+        """SIGKILL a rank only, and reap it.
 
         Blocks: until the process is gone, 60 s at most.
         """
         self._ranks[rank].kill()
 
     def stop(self, rank: int) -> None:
-        """SIGSTOP a rank: it neither runs nor ends until it is continued or killed."""
+        """SIGSTOP a rank."""
         self.signal(rank, signal.SIGSTOP)
 
     def resume(self, rank: int) -> None:
-        """SIGCONT a rank that was stopped."""
+        """SIGCONT a stopped rank."""
         self.signal(rank, signal.SIGCONT)
 
     def wait(self, timeout_s: float, ranks: Collection[int] | None = None) -> list[int]:
-        """Return the ranks' exit codes, in order; negative: the signal that ended one.
+        """Return the ranks' exit codes, in order; negative = the signal that ended a rank.
 
         Args:
             timeout_s: Seconds for all together.
-            ranks: Those to wait for; all by default.
+            ranks: Ranks to wait for; ``None`` = all.
 
         Raises:
-            DeadlineExceeded: One still runs; the message holds the end of every rank's output.
+            DeadlineExceeded: A rank still runs; the message holds the end of every rank's output.
 
         Blocks: up to ``timeout_s``.
         """
@@ -369,10 +364,10 @@ class RankProcesses:
         return codes
 
     def wait_until_gone(self, timeout_s: float) -> list[int]:
-        """Return the ranks' exit codes once no process that came of them is left: no writer, no data loader's worker.
+        """Return the ranks' exit codes once all their processes are gone, such as writers and data loader workers.
 
         Raises:
-            DeadlineExceeded: One still runs; the message names it and holds the end of every rank's output.
+            DeadlineExceeded: A process still runs; the message describes it and holds the end of every rank's output.
 
         Blocks: up to ``timeout_s``.
         """
@@ -386,7 +381,7 @@ class RankProcesses:
         return codes
 
     def send(self, rank: int, line: str) -> None:
-        """Write a line to a rank's standard input; the ranks were started with ``stdin=True``.
+        """Write a line to a rank's standard input; needs ``stdin=True``.
 
         Raises:
             BrokenPipeError: The rank has ended.
@@ -396,26 +391,26 @@ class RankProcesses:
         pipe.flush()
 
     def end_input(self, rank: int) -> None:
-        """Close a rank's standard input: its reads come to the end."""
+        """Close a rank's standard input, so that its reads return end of file."""
         self._pipe(rank).close()
 
     def next_line(self, rank: int, timeout_s: float, *, containing: str = "") -> str:
-        """Return the next line that a rank prints, without its end; each line is returned or skipped once.
+        """Return the next line that a rank prints, without its line end; each line is returned or skipped once.
 
         Args:
             rank: The rank.
-            timeout_s: Seconds to wait for it.
+            timeout_s: Seconds to wait.
             containing: Skip lines without this text.
 
         Raises:
-            DeadlineExceeded: It was not printed in time, or the rank has ended without; the message holds the end of
-                every rank's output.
+            DeadlineExceeded: The time is over, or the rank has ended without it; the message holds the end of every
+                rank's output.
 
         Blocks: up to ``timeout_s``.
         """
         deadline = clock.now_s() + timeout_s
         while True:
-            over = not self.running(rank)  # asked before the look: no line is missed
+            over = not self.running(rank)  # read first, so that no line is missed
             with self._log_path(rank).open("rb") as log:
                 log.seek(self._read_bytes[rank])
                 for line in log:
@@ -436,21 +431,21 @@ class RankProcesses:
         """Wait until ranks have printed a text.
 
         Args:
-            text: What is looked for.
+            text: The text.
             timeout_s: Seconds for all together.
-            ranks: All of them must have printed it; by default any one suffices.
-            times: How often each must have printed it.
+            ranks: All of these must have printed the text; ``None`` = any one suffices.
+            times: Number of times that each must have printed the text.
 
         Raises:
-            DeadlineExceeded: It was not printed in time, or a rank that was to print it has ended without; the message
-                holds the end of every rank's output.
+            DeadlineExceeded: The time is over, or a required rank has ended without it; the message holds the end of
+                every rank's output.
 
         Blocks: up to ``timeout_s``.
         """
         deadline = clock.now_s() + timeout_s
         asked = range(self.world_size) if ranks is None else ranks
         while True:
-            ended = [rank for rank in asked if not self.running(rank)]  # asked before the look: none is missed
+            ended = [rank for rank in asked if not self.running(rank)]  # read first, so that no output is missed
             silent = [rank for rank in asked if self.output(rank).count(text) < times]
             if not silent or (ranks is None and len(silent) < len(asked)):
                 return
@@ -461,11 +456,11 @@ class RankProcesses:
             time.sleep(_POLL_S)
 
     def wait_until(self, look: Callable[[], T | None], timeout_s: float) -> T:
-        """Return what ``look`` returns as soon as that is not ``None``.
+        """Return the result of ``look`` as soon as it is not ``None``.
 
         Raises:
-            DeadlineExceeded: It did not come in time, or all ranks have ended without; the message holds the end of
-                every rank's output.
+            DeadlineExceeded: The time is over, or all ranks have ended without it; the message holds the end of every
+                rank's output.
 
         Blocks: up to ``timeout_s``.
         """
@@ -480,7 +475,7 @@ class RankProcesses:
             time.sleep(_POLL_S)
 
     def output(self, rank: int) -> str:
-        """Return all that a rank, and what it started, has printed so far."""
+        """Return the output so far of a rank and its children."""
         return self._ranks[rank].output()
 
     def tails(self, num_lines: int = _TAIL_LINES) -> str:
@@ -488,11 +483,11 @@ class RankProcesses:
         return "\n".join(process.tail(num_lines) for process in self._ranks)
 
     def processes(self) -> list[psutil.Process]:
-        """Return every living process that came of the ranks, themselves and orphans too."""
+        """Return every living process that the ranks started, including themselves and orphans."""
         return processes_with(self._token)
 
     def close(self) -> None:
-        """End every process that came of the ranks, and reap them; may be called twice.
+        """End all processes of the ranks and reap the ranks. Idempotent.
 
         Blocks: until they are gone, a minute at most.
 

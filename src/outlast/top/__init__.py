@@ -1,1 +1,1 @@
-"""The live view of ``outlast top``: what is looked at, and how it is shown."""
+"""The live view of ``outlast top``."""

@@ -1,12 +1,12 @@
-"""What ``outlast top`` shows: a run's status and, for each rank, what it does, looked at again and again.
+"""The data of ``outlast top``: a run's status and each rank's activity, refreshed periodically.
 
-:class:`Looker` has a thread for each thing that can keep it waiting: the run directory, whose disk may hang, the
-coordinator, which may be stopped, and the account of goodput, which takes long for a long run. One more puts together
-what they know. So whoever shows it waits for none of them, and what does not answer is named, with how long it has not.
+:class:`Looker` has one thread for each source that can block: the run directory, whose disk may hang, the coordinator,
+which may be stopped, and the goodput account, which takes long for a long run. Another thread combines their results.
+So the screen never blocks, and sources that do not respond are listed with their duration.
 
-The status is that of ``outlast status``. What a rank does at this moment is on the board of its node, in shared memory
-that the agent holds: on the nodes of this machine it is read there, by whoever runs as the user of the job. Of ranks
-elsewhere the journal says how far they are.
+The status is that of ``outlast status``. A rank's current activity is in its node's heartbeat memory, which the agent
+holds: on this machine it is read by any process of the job's user. The progress of ranks elsewhere comes from the
+journal.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from outlast.status.report import NodeReport, NodeState, RunState, StatusReport
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
-"""Of what ``--json`` prints; raised when a field changes its meaning or goes."""
+"""Version of the ``--json`` output; raised when the meaning of a field changes or a field is removed."""
 FIRST_S, SCREEN_S = 60.0, 3.0
-"""How long the first look may take, and how long a screen waits for it; of thousands of ranks it takes seconds."""
+"""Limit of the first read, and how long the screen waits for it; with thousands of ranks it takes seconds."""
 ASKED_S, READ_S, COUNTED_S = 5.0, 5.0, 2.0
 """How long ``--once`` waits for the coordinator, then for the run directory, and then for the goodput."""
 UNANSWERED_S = 3.0
@@ -74,7 +74,7 @@ class RankLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
-    """What gives no answer."""
+    """A source that does not respond."""
 
     what: str
     """`the coordinator` or `the run directory`."""
@@ -109,20 +109,20 @@ class TopReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _AskedPlace:
-    """What is known of one place that is looked at."""
+    """State of one source."""
 
     name: str
     begun_ns: int = 0
-    """When the look began that is under way; 0 = none is."""
+    """Start of the current query; 0 = none."""
     answered_ns: int = 0
-    """When it answered last; 0 = never."""
+    """Last response; 0 = never."""
     wanted_ns: int = 0
-    """Since when an answer is wanted; 0 = none is."""
+    """Since when a response is wanted; 0 = not wanted."""
     reason: str | None = None
-    """Why the last look brought nothing."""
+    """Why the last query failed."""
 
     def unanswered(self, now_ns: int, patience_s: float) -> Unanswered | None:
-        """Return that it gives no answer, if an answer is wanted and has been missing for longer than that."""
+        """Return the entry for the report if a wanted response has been missing for longer than the patience."""
         since_ns = max(self.answered_ns, self.wanted_ns) if self.reason is not None else self.begun_ns
         for_s = (now_ns - since_ns) / 1e9
         if not self.wanted_ns or not since_ns or for_s < patience_s:
@@ -131,17 +131,17 @@ class _AskedPlace:
 
 
 class Looker:
-    """Look at a run again and again, in threads of its own.
+    """Observe a run in background threads.
 
     Args:
         target: A run directory, or ``HOST:PORT`` of its coordinator.
-        interval_s: How often.
-        key_file: Where the run's key comes from, if not from the environment or the directory.
+        interval_s: Seconds between refreshes.
+        key_file: File of the run key, if the key is not in the environment or the directory.
 
     Raises:
         ConfigError: The target is neither.
 
-    Thread: any; no method waits longer than it says.
+    Thread: any; no method blocks longer than documented.
     """
 
     def __init__(self, target: str, *, interval_s: float, key_file: str | None = None) -> None:
@@ -153,34 +153,33 @@ class Looker:
         self._live: LiveStatus | None = None
         self._goodput: float | None = None
         self._lock = threading.Lock()
-        """Held while a report is put together, which waits for nothing."""
+        """Held while a report is compiled, without blocking calls."""
         self._board_rate = IterationRate()
         self._job = ""
         self.newest: TopReport | None = None
-        """What was put together last."""
+        """The newest report."""
         self.error: BaseException | None = None
-        """Why there is nothing to look at, or a thread ended before its time."""
+        """The target cannot be observed, or a thread failed."""
         self._ends, self._has_first, self._has_asked = threading.Event(), threading.Event(), threading.Event()
         self._has_read, self._has_counted = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to look."""
         if self._run_dir is not None:
             self._begin(self._read_on, self._count_goodput)
         self._begin(self._ask_on, self._put_together)
 
     def wait_for_first(self, *, for_all: bool = False) -> None:
-        """Wait until there is something to show.
+        """Wait for the first report.
 
         Args:
-            for_all: The coordinator was asked, too, the run directory read, and the goodput counted.
+            for_all: Wait for the coordinator, the run directory and the goodput too.
 
         Raises:
-            ConfigError: There is nothing to look at, or, for all, it does not answer.
+            ConfigError: The target cannot be observed or, with ``for_all``, does not respond.
 
-        Blocks: up to :data:`SCREEN_S`, for all :data:`FIRST_S` and then :data:`ASKED_S`, :data:`READ_S`
-            and :data:`COUNTED_S`.
+        Blocks: up to :data:`SCREEN_S`; with ``for_all`` :data:`FIRST_S` and then :data:`ASKED_S`, :data:`READ_S` and
+        :data:`COUNTED_S`.
         """
         if not self._has_first.wait(FIRST_S if for_all else SCREEN_S) and for_all:
             raise ConfigError(
@@ -190,22 +189,23 @@ class Looker:
         self.check()
         if for_all:
             self._has_asked.wait(ASKED_S)
-            if self._run_dir is not None:  # a coordinator may have named it
+            if self._run_dir is not None:  # the coordinator may have reported it
                 self._has_read.wait(READ_S)
                 self._has_counted.wait(COUNTED_S)
-            self.newest = self._compile(patience_s=0.5)
+            with self._lock:
+                self.newest = self._compile(patience_s=0.5)
 
     def check(self) -> None:
-        """Raise what ended a thread before its time; else the view would stay as it was in silence.
+        """Raise the error of a failed thread; otherwise the view would silently freeze.
 
         Raises:
-            ConfigError: There is nothing to look at.
+            ConfigError: The target cannot be observed.
         """
         if self.error is not None:
             raise self.error
 
     def close(self, timeout_s: float = 0.5) -> bool:
-        """Stop looking; return whether all threads have ended. Blocks: up to ``timeout_s``."""
+        """Stop; return whether all threads have ended. Blocks: up to ``timeout_s``."""
         self._ends.set()
         until_s = clock.now_s() + timeout_s
         for thread in self._threads:
@@ -223,7 +223,7 @@ class Looker:
     def _do(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  whoever shows the view raises it
+        except BaseException as error:  # noqa: BLE001  raised by check() in the thread that shows the view
             self._refuse(error)
 
     def _refuse(self, error: BaseException) -> None:
@@ -231,7 +231,7 @@ class Looker:
         self._has_first.set()
 
     def _read_on(self) -> None:
-        """Read the run directory; where that takes long, less often."""
+        """Read the run directory repeatedly; less often if that takes long."""
         source = self._disk
         source.wanted_ns = clock.now_ns()
         while not self._ends.is_set():
@@ -243,7 +243,7 @@ class Looker:
             except ConfigError as error:
                 source.reason = str(error)
                 if self._endpoint is not None:
-                    source.wanted_ns = 0  # not shared with this machine: the coordinator's word is all there is
+                    source.wanted_ns = 0  # not shared with this machine: only the coordinator's status is available
                 elif self.newest is None:
                     self._refuse(error)
                     return
@@ -253,7 +253,7 @@ class Looker:
             self._ends.wait(max(self._interval_s, 4 * took_s))
 
     def _ask_on(self) -> None:
-        """Ask the coordinator, while the job has one."""
+        """Query the coordinator repeatedly while the job has one."""
         source = self._coordinator
         while not self._ends.is_set():
             evidence = self._evidence
@@ -279,10 +279,10 @@ class Looker:
 
     def _ask(self, evidence: Evidence | None) -> tuple[LiveStatus | None, str | None]:
         try:
+            keys = find_known_keys(self._run_dir, key_file=self._key_file)
             if self._endpoint is None:
                 assert evidence is not None
-                return ask_job(evidence, key_file=self._key_file)
-            keys = find_known_keys(self._run_dir, key_file=self._key_file)
+                return ask_job(evidence.view.job(evidence.job), keys)
             live = ask_coordinator(self._endpoint, keys[0] if keys else None)
         except (RendezvousError, ConfigError) as error:
             return None, str(error)
@@ -292,7 +292,7 @@ class Looker:
         return live, None
 
     def _count_goodput(self) -> None:
-        """Count the goodput; first of all there is a view without it."""
+        """Compute the goodput repeatedly, once a first report without it exists."""
         while not self._has_first.wait(0.1) and not self._ends.is_set():
             pass
         while not self._ends.is_set():
@@ -309,7 +309,9 @@ class Looker:
     def _put_together(self) -> None:
         while not self._ends.is_set():
             began_s = clock.now_s()
-            if (report := self._compile()) is not None:
+            with self._lock:
+                report = self._compile()
+            if report is not None:
                 self.newest = report
                 self._has_first.set()
             took_s = clock.now_s() - began_s
@@ -318,11 +320,7 @@ class Looker:
     # -- putting together ----------------------------------------------------------------------------------------
 
     def _compile(self, patience_s: float = UNANSWERED_S) -> TopReport | None:
-        """Return the run as it is now, from what is known; ``None``: nothing is, yet."""
-        with self._lock:
-            return self._compile_locked(patience_s)
-
-    def _compile_locked(self, patience_s: float) -> TopReport | None:
+        """Return the current report; ``None`` = nothing is known yet."""
         evidence, live, now_ns = self._evidence, self._live, clock.now_ns()
         if evidence is None:
             if live is None or self._endpoint is None:
@@ -355,7 +353,7 @@ class Looker:
         )
 
     def _rate(self, status: StatusReport, ranks: Iterable[RankLine]) -> float | None:
-        """Return the rate of what is read from boards; without those the journal's."""
+        """Return the rate from the heartbeat memory, or the journal's without one."""
         seen = max(
             (one.iteration for one in ranks if one.source == "board" and one.iteration is not None), default=None
         )
@@ -371,15 +369,16 @@ def list_ranks(status: StatusReport, job: JobView, seen: Sequence[RankState]) ->
     """Return all ranks of the newest cycle, in order.
 
     Args:
-        status: The run's.
+        status: The run's status.
         job: The job's events.
-        seen: Pages of the boards that can be read here.
+        seen: Pages of the heartbeat memory of this machine.
     """
     is_open = status.state not in (RunState.OVER, RunState.NO_PROCESS)
     pages = {state.global_rank: state for state in seen if status.cycle is None or state.cycle >= status.cycle}
     now_ns, now_wall_ns = clock.now_ns(), clock.wall_ns()
     lines = []
     for node in status.nodes:
+        elsewhere = "running" if node.state == NodeState.TRAINING else str(node.state)
         for place, rank in enumerate(node.ranks):
             if is_open and (page := pages.get(rank)) is not None:
                 lines.append(_line_of_page(page, node, now_ns))
@@ -390,7 +389,7 @@ def list_ranks(status: StatusReport, job: JobView, seen: Sequence[RankState]) ->
                     rank=rank,
                     node=node.name,
                     pid=node.pids[place] if len(node.pids) == len(node.ranks) else None,
-                    state=_state_elsewhere(rank, node),
+                    state="ended" if rank in node.lost_ranks else elsewhere,
                     iteration=None if track is None else track.iteration,
                     section=None,
                     section_s=None,
@@ -401,12 +400,6 @@ def list_ranks(status: StatusReport, job: JobView, seen: Sequence[RankState]) ->
                 )
             )
     return sorted(lines, key=lambda line: line.rank)
-
-
-def _state_elsewhere(rank: int, node: NodeReport) -> str:
-    if rank in node.lost_ranks:
-        return "ended"
-    return "running" if node.state == NodeState.TRAINING else str(node.state)
 
 
 def _line_of_page(page: RankState, node: NodeReport, now_ns: int) -> RankLine:

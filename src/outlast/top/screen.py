@@ -1,7 +1,7 @@
-"""The full screen of ``outlast top``: painted anew at each tick, key and change of size, and left as it was found.
+"""The full screen of ``outlast top``: repainted at each interval, key and resize.
 
-The terminal is put back however it ends: with q, Ctrl-C, a signal that ends the process, or an exception; and for as
-long as Ctrl-Z stops the process.
+The terminal is restored at every end (q, Ctrl-C, a signal that ends the process, an exception) and while Ctrl-Z stops
+the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast import clock
 
 HINT = "q: end"
 _QUIT = b"qQ\x03\x04\x1b"
-"""Keys that end it: q, and what Ctrl-C, Ctrl-D and Escape send where the terminal makes no signal of them."""
+"""Keys that end the view: q, and what Ctrl-C, Ctrl-D and Escape send where the terminal does not make them signals."""
 
 
 class TopScreen:
@@ -32,8 +32,8 @@ class TopScreen:
 
     Args:
         console: The terminal.
-        paint: Returns the lines for so many columns and rows; it does not block.
-        interval_s: How often it is called at least.
+        paint: Returns the lines for a number of columns and rows; must not block.
+        interval_s: Seconds between repaints.
 
     Thread: the main thread, for signals.
     """
@@ -44,10 +44,10 @@ class TopScreen:
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
-        """Show until q is pressed.
+        """Show the view until q is pressed.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was.
+            KeyboardInterrupt: Ctrl-C was pressed.
         """
         console = self._console
         with self._handling_signals():
@@ -57,10 +57,10 @@ class TopScreen:
                 if ended:
                     return
                 self._has_to_stop = False
-                os.kill(os.getpid(), signal.SIGSTOP)  # the terminal is as it was; SIGCONT continues here
+                os.kill(os.getpid(), signal.SIGSTOP)  # the terminal is restored; SIGCONT continues here
 
     def _show(self, console: Console, live: Live) -> bool:
-        """Paint until a key ends it: ``True``; or the process is to be stopped: ``False``."""
+        """Paint until a key ends the view (``True``) or the process must be stopped (``False``)."""
         keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
         while True:
             width, height = console.size
@@ -80,14 +80,14 @@ class TopScreen:
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
-        """Paint at once when the size changes, and leave the screen before the process is stopped."""
+        """Repaint on a resize, and leave the screen before the process is stopped."""
 
         def wake(number: int, _frame: FrameType | None) -> None:
             self._has_to_stop = self._has_to_stop or number == signal.SIGTSTP
             try:
                 os.write(self._woken, b"!")
             except BlockingIOError:
-                pass  # it wakes all the same
+                pass  # the pipe is full and wakes the loop all the same
 
         before = {number: signal.signal(number, wake) for number in (signal.SIGWINCH, signal.SIGTSTP)}
         try:
@@ -101,7 +101,7 @@ class TopScreen:
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Get each key as it is typed, and do not show it; Ctrl-C is a signal as before."""
+    """Read each key as it is typed, without echo; Ctrl-C stays a signal."""
     if not sys.stdin.isatty():
         yield
         return

@@ -1,7 +1,7 @@
-"""How ``outlast top`` shows a run: lines for a terminal of any size, or for a file.
+"""The view of ``outlast top``: lines for a terminal of any size, or for a file.
 
-The lines begin with what is most important. Where there are more ranks than lines the worst come first, and one line
-stands for the others.
+The most important lines come first. If there are more ranks than lines, the worst come first, and one line summarises
+the others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from outlast.top.look import RankLine, TopReport
 from outlast.wording import count, duration, number_ranges, one_line
 
 MAX_RANKS, MAX_INCIDENTS = 32, 5
-"""Shown where lines have no limit: the output is no terminal."""
+"""Limits if the output is not a terminal."""
 MIN_RANK_LINES = 3
 OLD_S = 10.0
-"""A heartbeat that is older makes a rank worse than others."""
+"""A rank with an older heartbeat is sorted before the others."""
 _LABEL = 11
 _HEAD = ("RANK", "NODE", "PID", "STATE", "ITERATION", "HEARTBEAT", "SECTION")
 _SEVERITY = ("lost", "ended", "stopped", "unknown", "restarting", "excluded", "starting", "joining", "ready")
-"""States of ranks, worst first; all others are as they should be."""
+"""States of ranks, worst first; all other states are normal."""
 _COLOURS = {"lost": "red", "ended": "red", "stopped": "red", "unknown": "yellow", "restarting": "yellow"}
 _STATE_COLOURS = {
     RunState.RUNNING: "green",
@@ -46,10 +46,10 @@ def show(report: TopReport, *, width: int | None = None, height: int | None = No
     """Return the lines of a view.
 
     Args:
-        report: What is shown.
-        width: Columns; longer lines are cut off. ``None``: they are not.
-        height: Lines at most; ``None``: no limit.
-        hint: The last line of a view that has a height.
+        report: The report to show.
+        width: Columns at which lines are cut; ``None`` = not cut.
+        height: Maximum number of lines; ``None`` = no limit.
+        hint: The last line of a view with a height.
     """
     head = list(_describe_run(report))
     incidents = [_entry(label, text) for label, text in describe_incidents(report.status, MAX_INCIDENTS)]
@@ -138,10 +138,9 @@ def _name_some(names: Sequence[str]) -> str:
 
 
 def rank_badness(line: RankLine, farthest: int) -> tuple[int, int, int, int]:
-    """Return by what ranks are ordered where not all have a line: the smallest is the worst.
+    """Return the sort key of ranks that do not all have a line: the smallest is the worst.
 
-    One that is an iteration behind, or whose heartbeat is some seconds old, is no worse than others: otherwise the
-    order would change all the time.
+    A lag of one iteration and a heartbeat some seconds old do not count, because the order would change constantly.
 
     Args:
         line: The rank.
@@ -155,7 +154,7 @@ def rank_badness(line: RankLine, farthest: int) -> tuple[int, int, int, int]:
 
 
 def _list_ranks(ranks: Sequence[RankLine], num: int) -> Iterator[Text]:
-    """Yield a table of ranks, by node; of more than ``num`` the worst, and a line for the others."""
+    """Yield a table of ranks by node; of more than ``num`` the worst, and a line for the others."""
     if not ranks:
         return
     shown = list(ranks)
@@ -165,7 +164,7 @@ def _list_ranks(ranks: Sequence[RankLine], num: int) -> Iterator[Text]:
         by_badness = sorted(ranks, key=lambda line: rank_badness(line, farthest))
         shown, others = by_badness[: num - 1], by_badness[num - 1 :]
     rows = [_cells(line) for line in shown]
-    if not others:  # a node's name stands at its first rank
+    if not others:  # a node's name is shown at its first rank
         for number in range(len(rows) - 1, 0, -1):
             if shown[number].node == shown[number - 1].node:
                 rows[number] = (rows[number][0], "", *rows[number][2:])
@@ -181,7 +180,7 @@ def _list_ranks(ranks: Sequence[RankLine], num: int) -> Iterator[Text]:
 
 
 def describe_others(others: Sequence[RankLine]) -> str:
-    """Return one line for ranks that have none of their own."""
+    """Return one line that summarises the ranks without a line."""
     counts = Counter(line.state for line in others)
     what = f"and {len(others)} more"
     if len(counts) == 1:
