@@ -1,7 +1,7 @@
-"""The lives of each job, and the incidents that something was done about, from a view of the run.
+"""Training periods of each job, and the incidents that caused a decision, from a view of the run.
 
-A *life* is a stretch in which ranks train without a restart: a cycle has one, and one more for each restart within its
-processes. Pure: :class:`outlast.policy.run_view.RunView` has put the events together.
+A *life* is a period in which ranks train without a restart: a cycle has one, and one more for each in-process restart.
+Pure: :class:`outlast.policy.run_view.RunView` has combined the events.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from outlast.policy.run_view import CycleView, JobView, RunView
 
 @dataclass(slots=True)
 class Episode:
-    """An incident that something was done about."""
+    """An incident that caused a decision."""
 
     kind: str
     at_s: float
-    """When it was noticed."""
+    """When it was detected."""
     decided_s: float
     since_s: float | None = None
     """When the fault happened; ``None`` = not known."""
@@ -38,41 +38,41 @@ class Episode:
     fault: Event | None = None
     """The injected fault that caused it."""
     decision: Event | None = None
-    """The event with the verdict."""
+    """The event with the decision."""
 
     @property
     def rung(self) -> str:
-        """Name of the rung in small letters; empty = nothing was decided."""
+        """Name of the recovery level in lower case; empty = no decision."""
         return "" if self.verdict is None else self.verdict.rung.name.lower()
 
     @property
     def began_s(self) -> float:
-        """When training stopped for it, as far as is known."""
+        """When training stopped for it, as far as known."""
         return self.at_s if self.since_s is None else min(self.since_s, self.at_s)
 
 
 @dataclass(slots=True)
 class Life:
-    """A stretch of training without a restart."""
+    """A period of training without a restart."""
 
     job: str
     cycle: int
     began_s: float
-    """When the processes were there, or back in the script."""
+    """When the processes had started, or were back in the script."""
     steps_start_s: float | None = None
-    """When the last rank began its first step; ``None`` = not all of them did."""
+    """When the last rank began its first step; ``None`` = not all did."""
     end_s: float = 0.0
     """When training stopped: by the fault, or by its own end."""
     from_iteration: int = 0
     to_iteration: int = 0
     is_tracked: bool = False
-    """Whether it is known from where it resumed, and how far it came."""
+    """Whether its first and last iterations are known."""
     points: list[tuple[float, int]] = field(default_factory=list)
-    """(time, iterations done), both growing."""
+    """Time and iterations done; both ascending."""
     trouble: Episode | None = None
-    """What ended it; ``None`` = it ended by itself, or goes on."""
+    """The incident that ended it; ``None`` = it ended by itself, or continues."""
     back_s: float | None = None
-    """When the processes were back in the script after a trouble that was mended within them."""
+    """When the processes were back in the script after an in-process recovery."""
 
     def when_done(self, iteration: int) -> float:
         """Return when an iteration was done, by interpolation."""
@@ -87,20 +87,19 @@ class Life:
 
 @dataclass(slots=True)
 class JobHistory:
-    """What happened in a job."""
+    """Training periods and incidents of a job."""
 
     view: JobView
-    """What its events show."""
     num_reporting: int = 0
-    """Ranks that report steps."""
+    """Number of ranks that report steps."""
     lives: dict[int, list[Life]] = field(default_factory=dict)
-    """Cycle to its lives."""
+    """By cycle."""
     troubles: list[Episode] = field(default_factory=list)
-    """All incidents that something was done about, by time."""
+    """Incidents that caused a decision, by time."""
 
 
 def settle(view: RunView) -> list[JobHistory]:
-    """Return what happened in the jobs of a run, by time."""
+    """Return the history of each job of a run, by time."""
     found = []
     for job in view.jobs:
         history = JobHistory(job, job.num_reporting)
@@ -111,11 +110,12 @@ def settle(view: RunView) -> list[JobHistory]:
     return found
 
 
-# -- a cycle's troubles and lives --------------------------------------------------------------------------------------
+# -- a cycle's incidents and training periods
+# ----------------------------------------------------------------------------
 
 
 def _settle(job: JobHistory, cycle: CycleView) -> None:
-    """Find a cycle's troubles and lives, now that all its events are known."""
+    """Find a cycle's incidents and training periods, once all its events are known."""
     troubles = sorted(_find_troubles(job.view, cycle), key=lambda trouble: trouble.at_s)
     job.troubles += troubles
     lives = job.lives[cycle.number] = list[Life]()
@@ -147,7 +147,7 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
 
 
 def _find_returns(cycle: CycleView) -> list[float]:
-    """Return when ranks began again within their processes: as the wrapper reports it, else by their sessions."""
+    """Return when ranks began again in process: as the wrapper reports it, else by their sessions."""
     back = [time_s for time_s, _ in cycle.of(EventKind.RESTARTED_IN_PROCESS)]
     again: dict[int, float] = {}
     num_begun = Counter[int | None]()
@@ -165,7 +165,7 @@ def _ends_cycle(trouble: Episode) -> bool:
 
 
 def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: float) -> None:
-    """Fill in when a life trained, and how far it came; ``least``: ranks that have to begin a step for that."""
+    """Fill in when a period trained, and its iterations; ``least`` ranks must have begun a step for that."""
     steps = [one for one in cycle.of(EventKind.STEPS_STARTED) if begin_s <= one[0] < until_s]
     done = [one for one in cycle.done if begin_s <= one[0] < until_s]
     restored = [e.iteration or 0 for time_s, e in cycle.of(EventKind.RESTORED) if begin_s <= time_s < until_s]
@@ -220,9 +220,9 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
 
 
 def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
-    """Yield what something was done about, with when it was noticed and, where known, when it happened.
+    """Yield a cycle's incidents with decisions, with the times of detection and, where known, of the fault.
 
-    It is noticed by the first event about it since the last decision on the like of it.
+    An incident is detected by the first event about it since the last decision on a similar one.
     """
     free = cycle.of(EventKind.FAULT_SIMULATED)
     decided_before: dict[tuple[Any, ...], float] = {}
@@ -255,7 +255,8 @@ def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
 
 
 def _undecided(job: JobView, cycle: CycleView, free: list[tuple[float, Event]]) -> Iterator[Episode]:
-    """Yield what ended a cycle, or a call in process, without a verdict: without an agent nobody asks the ladder."""
+    """Yield what ended a cycle, or a call in process, without a decision: without an agent the recovery policy is not
+    run."""
     verdicts = [event.data.get("verdict") for _, event in cycle.decisions]
     decided = [verdict.get("rung") if isinstance(verdict, dict) else int(Rung.RESTART_WORKERS) for verdict in verdicts]
     num_mended = sum(rung == Rung.RESTART_IN_PROCESS for rung in decided)
@@ -295,7 +296,7 @@ def _undecided(job: JobView, cycle: CycleView, free: list[tuple[float, Event]]) 
 
 
 def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
-    """Find the injected fault that caused it: the newest before it of the same rank, or of the same node."""
+    """Find the injected fault that caused it: the newest before it of the same rank or node."""
     incident = trouble.incident
     for pair in reversed(free):
         time_s, event = pair
@@ -314,12 +315,13 @@ def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
 
 
 def _kind_of(incident: dict[str, Any]) -> str:
-    """Return what an incident is about: a worker that failed with a diagnosis did so for an invalid result."""
+    """Return the kind of an incident: a worker that failed with a diagnosis failed for an invalid result."""
     return str(IncidentKind.INVALID_RESULT if "diagnosis" in incident.get("evidence", {}) else incident.get("kind", ""))
 
 
 def _about(incident: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what two reports of one incident have in common: of a hang not the rank, as others report it, too."""
+    """Return the key that all reports of one incident share; without the rank for a hang, which other ranks report,
+    too."""
     kind = _kind_of(incident)
     return (kind,) if kind == IncidentKind.WORKER_HUNG else (kind, incident.get("node"), incident.get("rank"))
 
@@ -333,26 +335,26 @@ def decode(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 
 def all_lives(jobs: Iterable[JobHistory]) -> list[Life]:
-    """Return the lives of a run in their order."""
+    """Return the training periods of a run in order."""
     return [life for job in jobs for _, lives in sorted(job.lives.items()) for life in lives]
 
 
 STARTS_WITHIN_S = 60.0
-"""Seconds in which a script that has a session opens it, where its other starts do not show that it takes longer."""
+"""Time in which a script with a session opens it, unless its other starts took longer."""
 
 
 def has_session(job: JobHistory) -> bool:
-    """Return whether the job's script has reported anything: then it is known which iterations were done."""
+    """Return whether the job's script has reported anything: then the finished iterations are known."""
     return job.num_reporting > 0 or job.view.counts[EventKind.SESSION_STARTED] > 0
 
 
 def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bool:
-    """Return whether a life failed so early that its script cannot have trained, although it opened no session.
+    """Return whether a period failed so early that its script cannot have trained, although it opened no session.
 
     Args:
-        life: A life of a job that has reported nothing.
+        life: A period of a job that has reported nothing.
         job: The job.
-        jobs: All jobs of the run: only where others have sessions it is known that the script opens one.
+        jobs: All jobs of the run: that the script opens a session is known only if others have one.
     """
     starts_s = [
         time_s - cycle.started_s
