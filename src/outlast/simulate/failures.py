@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from outlast import journal
 from outlast.config.base import nearest
-from outlast.decoding import convert, parse_json, read_file
+from outlast.decoding import parse_json, read_file
 from outlast.errors import ConfigError
+from outlast.goodput.history import decode
 from outlast.incidents import CYCLE_ENDING, Incident, IncidentKind
 from outlast.policy.run_view import RunView
 from outlast.simulate.scenario import SHARES, DrawnFault, Scenario, SimulatedFault, trace_span_s
@@ -58,7 +58,7 @@ def draw_faults(scenario: Scenario, seed: int) -> FaultSchedule:
         seed: Seed of the run; the same one gives the same faults.
     """
     if scenario.trace is None:
-        times = _failure_times(scenario, seed)
+        times = _renewals(_stream(seed, _TIMES), scenario.failures_per_s, scenario.duration_s, scenario.weibull_shape)
         shares = np.array([getattr(scenario, name) for name in SHARES.values()])
         edges = np.cumsum(shares)[:-1]
         kinds = np.searchsorted(edges, _stream(seed, _KINDS).random(len(times)), side="right")
@@ -81,17 +81,12 @@ def _stream(seed: int, purpose: int) -> np.random.Generator:
     return np.random.default_rng([seed, purpose])
 
 
-def _failure_times(scenario: Scenario, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    random, rate = _stream(seed, _TIMES), scenario.failures_per_s
-    if rate <= 0:
-        return np.empty(0)
-    return _renewals(random, rate, scenario.duration_s, scenario.weibull_shape)
-
-
 def _renewals(
     random: np.random.Generator, rate: float, duration_s: float, shape: float | None
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the times of events at a mean rate; a longer run only adds events."""
+    if rate <= 0:
+        return np.empty(0)
     scale = 1.0 if shape is None else math.gamma(1.0 + 1.0 / shape)
     blocks, last, size = list[Any](), 0.0, max(16, int(rate * duration_s * 1.1))
     while last < duration_s:
@@ -224,7 +219,7 @@ def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
         (one.time_s, one.verdict, incident)
         for job in view.jobs
         for one in job.incidents
-        if one.incident.get("kind") in CYCLE_ENDING and (incident := _decode(one.incident)) is not None
+        if one.incident.get("kind") in CYCLE_ENDING and (incident := decode(one.incident, Incident)) is not None
     ]
     first: dict[tuple[str, int], tuple[float, Incident]] = {}  # of a cycle; the others are consequences
     for time_s, _, incident in ending:
@@ -240,13 +235,6 @@ def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
         for time_s, incident in causes
     ]
     return _sorted(faults, run_dir)
-
-
-def _decode(incident: dict[str, Any]) -> Incident | None:
-    try:
-        return convert(incident, Incident)
-    except msgspec.ValidationError:  # of a newer version
-        return None
 
 
 def _sorted(faults: list[DrawnFault], path: Path) -> tuple[DrawnFault, ...]:

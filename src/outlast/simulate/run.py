@@ -26,6 +26,7 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -115,38 +116,19 @@ class TrainingPace:
 
     def stalls(self, start: int, num: int) -> float:
         """Return the seconds of the saves alone."""
-        end, stall_s = start + num, 0.0
-        if every := self.near_every:
-            stall_s += (end // every - start // every) * self.near_stall_s
-        if every := self.global_every:
-            stall_s += (end // every - start // every) * self.global_stall_s
-            if self.near_every:
-                both = math.lcm(every, self.near_every)
-                stall_s -= (end // both - start // both) * self.near_stall_s
-        return stall_s
+
+        def num_saves(every: int) -> int:
+            return (start + num) // every - start // every if every else 0
+
+        num_near = num_saves(self.near_every) - num_saves(math.lcm(self.near_every, self.global_every))
+        return num_near * self.near_stall_s + num_saves(self.global_every) * self.global_stall_s
 
     def count(self, start: int, seconds: float) -> int:
         """Return how many iterations are done in some time, with the saves after them."""
         if seconds <= 0:
             return 0
         most = int(seconds / self.step_s) + 1
-        mean_s = self.step_s
-        mean_s += self.near_stall_s / self.near_every if self.near_every else 0.0
-        mean_s += self.global_stall_s / self.global_every if self.global_every else 0.0
-        slack = 2 + int(2 * (self.near_stall_s + self.global_stall_s) / self.step_s)
-        low = max(0, min(most, int(seconds / mean_s)) - slack)
-        if self.time_of(start, low) > seconds:
-            low = 0
-        high = min(most, low + 2 * slack)
-        if self.time_of(start, high) <= seconds:
-            high = most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.time_of(start, middle) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(range(most + 1), seconds, key=lambda num: self.time_of(start, num)) - 1
 
     def split(self, start: int, seconds: float) -> tuple[int, float, float]:
         """Return the iterations finished in some time, the seconds in steps (an unfinished one too) and in saves."""
@@ -417,17 +399,8 @@ class _World:
         if not is_process:
             self._lose(self._slots_of(kind, slot), at_s + repair_s)
         self._take_back(noticed_s)
-        verdict = self._ask(
-            CycleEnd(
-                cycle=self._cycle,
-                incident=incident,
-                durable_iteration=durable,
-                progress_known=self._saves,
-                had_session=True,
-                num_spares=self._spares,
-                ran_s=max(0.0, at_s - self._formed_s),
-            )
-        )
+        ran_s = max(0.0, at_s - self._formed_s)
+        verdict = self._ask(incident=incident, durable_iteration=durable, num_spares=self._spares, ran_s=ran_s)
         if verdict.rung == Rung.STOP:
             self._spend(Part.DETECTION, at_s, noticed_s)
             self._stop(noticed_s, verdict)
@@ -436,7 +409,8 @@ class _World:
             self._lose([slot], noticed_s + repair_s)
         self._begin_recovery(at_s, noticed_s - at_s, self._costs.restart_s + verdict.delay_s)
 
-    def _ask(self, end: CycleEnd) -> Verdict:
+    def _ask(self, **facts: Any) -> Verdict:
+        end = CycleEnd(cycle=self._cycle, progress_known=self._saves, had_session=True, **facts)
         self._state, verdict = decide(self._state, end, self._limits)
         self._verdicts[verdict.rung.name.lower()] += 1
         self._cycle += 1
@@ -450,17 +424,7 @@ class _World:
             self._spend(Part.SAVE_STALL, at_s, left_s)
             self._global = durable = self._iteration
         saved = self._global is not None
-        verdict = self._ask(
-            CycleEnd(
-                cycle=self._cycle,
-                incident=None,
-                preempted=True,
-                preempted_saved=saved,
-                durable_iteration=durable,
-                progress_known=self._saves,
-                had_session=True,
-            )
-        )
+        verdict = self._ask(incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
         assert verdict.rung == Rung.REQUEUE_JOB, verdict
         self._wait(left_s, self._scenario.queue_s, keeps_nodes=False)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
-from outlast.config.base import require
+from outlast.config.base import require, require_above_zero, require_at_least
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
 from outlast.policy.ladder import Limits
 
@@ -97,9 +97,7 @@ class RecoveryCosts:
     """From workers that run to the first finished step, without the load: imports, groups, compilation. Assumption."""
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            require(value is None or (math.isfinite(value) and value >= 0), f"{name}={value} must be 0 or more seconds")
+        _require_not_negative(self, *self.__dataclass_fields__, unit=" seconds")
 
     def rendezvous_of(self, num_nodes: int) -> float:
         """Return how long the rendezvous of this many nodes takes."""
@@ -185,35 +183,24 @@ class Scenario:
         self._check_saves()
 
     def _check_world(self) -> None:
-        for name in ("num_ranks", "nodes_per_rack", "replication"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name}={value} must be at least 1")
+        require_at_least(self, 1, "num_ranks", "nodes_per_rack", "replication", "ranks_per_node")
         require(self.num_ranks <= MAX_RANKS, f"num_ranks={self.num_ranks} must be at most {MAX_RANKS:,}")
-        size = self.ranks_per_node
-        require(size is None or size >= 1, f"ranks_per_node={size} must be at least 1")
         require(
             self.num_ranks % self.node_size == 0,
             f"num_ranks={self.num_ranks} must be a multiple of ranks_per_node={self.node_size}",
         )
-        require(self.num_spares is None or self.num_spares >= 0, f"num_spares={self.num_spares} must be 0 or more")
-        for name in ("duration_s", "step_s", "repair_s"):
-            _require_above_zero(name, getattr(self, name))
-        for name in ("slow_share", "queue_s"):
-            _require_not_negative(name, getattr(self, name))
-        if self.restart_stopped_s is not None:
-            _require_not_negative("restart_stopped_s", self.restart_stopped_s)
-        for name in ("max_restarts", "max_restarts_total", "max_no_progress_cycles", "max_node_faults"):
-            _require_not_negative(name, getattr(self.limits_in_force, name) or 0)
+        _require_above_zero(self, "duration_s", "step_s", "repair_s")
+        _require_not_negative(self, "num_spares", "slow_share", "queue_s", "restart_stopped_s")
+        limits = ("max_restarts", "max_restarts_total", "max_no_progress_cycles", "max_node_faults")
+        _require_not_negative(self.limits_in_force, *limits)
 
     def _check_failures(self) -> None:
         # An infinite time to failure is a run without failures.
-        require(self.rank_mttf_hours > 0, f"rank_mttf_hours={self.rank_mttf_hours} must be above 0 hours")
-        for name in ("failure_every_s", "preempt_every_s"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name}={value} must be above 0 seconds")
-        if self.weibull_shape is not None:
-            _require_above_zero("weibull_shape", self.weibull_shape, unit="")
-            require(self.weibull_shape >= 0.2, f"weibull_shape={self.weibull_shape} must be at least 0.2")
+        require_above_zero(self, "rank_mttf_hours", what=" hours")
+        require_above_zero(self, "failure_every_s", "preempt_every_s")
+        _require_above_zero(self, "weibull_shape", unit="")
+        shape = self.weibull_shape
+        require(shape is None or shape >= 0.2, f"weibull_shape={shape} must be at least 0.2")
         shares = {name: getattr(self, name) for name in SHARES.values()}
         for name, share in shares.items():
             require(0 <= share <= 1, f"{name}={share} must be between 0 and 1")
@@ -237,9 +224,7 @@ class Scenario:
             require(
                 None in both, f"{seconds}={both[0]} and {iterations}={both[1]} set the same value; remove one of them"
             )
-            for name, value in zip((seconds, iterations), both, strict=True):
-                if value is not None:
-                    _require_not_negative(name, value, unit="")
+            _require_not_negative(self, seconds, iterations)
         jump = self.replication_jump
         require(
             jump is None or (jump >= 1 and jump % self.node_size == 0),
@@ -292,30 +277,26 @@ class Scenario:
     @property
     def near_every(self) -> int:
         """Iterations between two saves to the node-local tiers; 0 = none."""
-        every = self._every(self.interval_s, self.interval_iterations, self.costs.save_stall_s, self.failures_per_s)
-        is_automatic = self.interval_s is None and self.interval_iterations is None
-        # A save before the last one is committed would wait for it.
-        return max(every, math.ceil(self.costs.save_s / self.slow_step_s)) if is_automatic else every
+        costs, rate = self.costs, self.failures_per_s
+        return self._every(self.interval_s, self.interval_iterations, costs.save_stall_s, costs.save_s, rate)
 
     @property
     def global_every(self) -> int:
         """Iterations between two saves to all tiers; 0 = none."""
         # The same choice as the session's for automatic intervals.
-        rate = self.failures_per_s * (GLOBAL_SHARE if self.near_every else 1.0)
-        every = self._every(
-            self.global_interval_s, self.global_interval_iterations, self.costs.global_save_stall_s, rate
-        )
-        is_automatic = self.global_interval_s is None and self.global_interval_iterations is None
-        return max(every, math.ceil(self.costs.global_save_s / self.slow_step_s)) if every and is_automatic else every
+        costs, rate = self.costs, self.failures_per_s * (GLOBAL_SHARE if self.near_every else 1.0)
+        seconds, iterations = self.global_interval_s, self.global_interval_iterations
+        return self._every(seconds, iterations, costs.global_save_stall_s, costs.global_save_s, rate)
 
-    def _every(self, seconds: float | None, iterations: int | None, cost_s: float, rate: float) -> int:
+    def _every(self, seconds: float | None, iterations: int | None, stall_s: float, save_s: float, rate: float) -> int:
         if iterations is not None:
             return iterations
         if seconds is not None:
             return max(1, round(seconds / self.slow_step_s)) if seconds > 0 else 0
+        least = math.ceil(save_s / self.slow_step_s)  # a save before the last one is committed would wait for it
         if rate <= 0:
-            return max(1, round(3600.0 / self.slow_step_s))
-        return iterations_between(cost_s, self.slow_step_s, rate)
+            return max(1, least, round(3600.0 / self.slow_step_s))
+        return max(least, iterations_between(stall_s, self.slow_step_s, rate))
 
     def change(self, **values: Any) -> Scenario:
         """Return the scenario with other values; fields of ``costs`` and ``limits`` are given by their own names."""
@@ -332,21 +313,21 @@ class Scenario:
 
     def to_fields(self) -> dict[str, Any]:
         """Return the settings used, including those chosen automatically, for JSON."""
-        fields: dict[str, Any] = {}
-        for name in self.__dataclass_fields__:
-            if name not in ("costs", "limits", "trace", "ranks_per_node"):
-                fields[name] = getattr(self, name)
-        fields |= {"ranks_per_node": self.node_size, "num_nodes": self.num_nodes, "num_spares": self.spares}
-        fields["replication"] = self.copies
-        fields |= {"interval_iterations": self.near_every, "global_interval_iterations": self.global_every}
-        fields |= {"interval_s": self.near_every * self.slow_step_s}
-        fields |= {"global_interval_s": self.global_every * self.slow_step_s}
-        fields["trace"] = None if self.trace is None else len(self.trace)
         rate = self.failures_per_s
-        fields["mtbf_s"] = 1.0 / rate if rate > 0 else None
-        costs = {name: getattr(self.costs, name) for name in self.costs.__dataclass_fields__}
-        fields["costs"] = costs | {"rendezvous_s": self.costs.rendezvous_of(self.num_nodes)}
-        fields["limits"] = asdict(self.limits_in_force)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+            "ranks_per_node": self.node_size,
+            "num_nodes": self.num_nodes,
+            "num_spares": self.spares,
+            "replication": self.copies,
+            "interval_iterations": self.near_every,
+            "global_interval_iterations": self.global_every,
+            "interval_s": self.near_every * self.slow_step_s,
+            "global_interval_s": self.global_every * self.slow_step_s,
+            "trace": None if self.trace is None else len(self.trace),
+            "mtbf_s": 1.0 / rate if rate > 0 else None,
+            "costs": asdict(self.costs) | {"rendezvous_s": self.costs.rendezvous_of(self.num_nodes)},
+            "limits": asdict(self.limits_in_force),
+        }
         return {
             name: None if isinstance(value, float) and math.isinf(value) else value for name, value in fields.items()
         }
@@ -358,9 +339,13 @@ def trace_span_s(trace: tuple[DrawnFault, ...]) -> float:
     return last * (len(trace) + 1) / len(trace) if last > 0 else math.inf
 
 
-def _require_above_zero(name: str, value: float, *, unit: str = " seconds") -> None:
-    require(math.isfinite(value) and value > 0, f"{name}={value} must be above 0{unit}")
+def _require_above_zero(config: Any, *names: str, unit: str = " seconds") -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or (math.isfinite(value) and value > 0), f"{name}={value} must be above 0{unit}")
 
 
-def _require_not_negative(name: str, value: float, *, unit: str = "") -> None:
-    require(math.isfinite(value) and value >= 0, f"{name}={value} must be 0 or more{unit}")
+def _require_not_negative(config: Any, *names: str, unit: str = "") -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or (math.isfinite(value) and value >= 0), f"{name}={value} must be 0 or more{unit}")
