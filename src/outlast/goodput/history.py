@@ -220,16 +220,21 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
 
 
 def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
-    """Yield a cycle's incidents with decisions, with the times of detection and, where known, of the fault.
+    """Yield a cycle's incidents with decisions, with the times of detection and, where known, of the fault."""
+    faults = cycle.of(EventKind.FAULT_SIMULATED)
+    for trouble in (*_decided(cycle), *_undecided(job, cycle)):
+        if trouble.incident is not None and trouble.incident.detected_after_s is not None:
+            trouble.since_s = trouble.at_s - trouble.incident.detected_after_s
+        _match_fault(trouble, faults)
+        yield trouble
 
-    An incident is detected by the first event about it since the last decision on a similar one.
-    """
-    free = cycle.of(EventKind.FAULT_SIMULATED)
+
+def _decided(cycle: CycleView) -> Iterator[Episode]:
+    """Yield the incidents with decisions; detected by the first event since the last decision on a similar one."""
     decided_before: dict[tuple[Any, ...], float] = {}
     for decided_s, event in cycle.decisions:
-        incident, verdict = decode(event.data["incident"], Incident), decode(event.data.get("verdict"), Verdict)
         raw = event.data["incident"]
-        kind, about = _kind_of(raw), _about(raw)
+        about = _about(raw)
         after_s = decided_before.get(about, float("-inf"))
         decided_before[about] = decided_s
         noticed = [
@@ -237,62 +242,45 @@ def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
             for time_s, other in cycle.incidents
             if after_s < time_s <= decided_s and _about(other.data.get("incident") or {}) == about
         ]
-        trouble = Episode(
-            kind=kind,
-            at_s=min(noticed, default=decided_s),
-            decided_s=decided_s,
-            cycle=cycle.number,
-            incident=incident,
-            verdict=verdict,
-            text=incident.describe() if incident is not None else kind.replace("_", " "),
-            decision=event,
-        )
-        if incident is not None and incident.detected_after_s is not None:
-            trouble.since_s = trouble.at_s - incident.detected_after_s
-        _match_fault(trouble, free)
+        trouble = _episode(_kind_of(raw), raw, cycle, min(noticed, default=decided_s), decided_s)
+        trouble.verdict, trouble.decision = decode(event.data.get("verdict"), Verdict), event
         yield trouble
-    yield from _undecided(job, cycle, free)
 
 
-def _undecided(job: JobView, cycle: CycleView, free: list[tuple[float, Event]]) -> Iterator[Episode]:
+def _episode(kind: str, raw: dict[str, Any], cycle: CycleView, at_s: float, decided_s: float) -> Episode:
+    incident = decode(raw, Incident)
+    text = incident.describe() if incident is not None else kind.replace("_", " ")
+    return Episode(kind, at_s, decided_s, cycle=cycle.number, incident=incident, text=text)
+
+
+def _undecided(job: JobView, cycle: CycleView) -> Iterator[Episode]:
     """Yield what ended a cycle, or a call in process, without a decision: without an agent the recovery policy is not
     run."""
     verdicts = [event.data.get("verdict") for _, event in cycle.decisions]
     decided = [verdict.get("rung") if isinstance(verdict, dict) else int(Rung.RESTART_WORKERS) for verdict in verdicts]
     num_mended = sum(rung == Rung.RESTART_IN_PROCESS for rung in decided)
     for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)[num_mended:]:
-        faults = event.data.get("faults") or [{}]
-        duration_s = float(event.data.get("duration_s") or 0.0)
-        trouble = Episode(
-            kind=str(faults[0].get("kind") or IncidentKind.WORKER_FAILED),
-            at_s=time_s - duration_s,
-            decided_s=time_s - duration_s,
+        fault = (event.data.get("faults") or [{}])[0]
+        began_s = time_s - float(event.data.get("duration_s") or 0.0)
+        yield Episode(
+            str(fault.get("kind") or IncidentKind.WORKER_FAILED),
+            began_s,
+            began_s,
             cycle=cycle.number,
-            text=f"rank {faults[0].get('rank', '?')}: {faults[0].get('summary', 'a fault within the process')}",
+            text=f"rank {fault.get('rank', '?')}: {fault.get('summary', 'a fault within the process')}",
             verdict=Verdict(rung=Rung.RESTART_IN_PROCESS, reason="restarted within the processes"),
         )
-        _match_fault(trouble, free)
-        yield trouble
     if any(rung not in (None, int(Rung.RERUN_STEP), int(Rung.RESTART_IN_PROCESS)) for rung in decided):
         return
     for time_s, event in cycle.incidents:
         raw = event.data.get("incident") or {}
-        if raw.get("kind") not in CYCLE_ENDING:
-            continue
-        incident = decode(raw, Incident)
-        text = incident.describe() if incident is not None else str(raw.get("kind"))
-        trouble = Episode(str(raw["kind"]), time_s, time_s, cycle=cycle.number, incident=incident, text=text)
-        if incident is not None and incident.detected_after_s is not None:
-            trouble.since_s = time_s - incident.detected_after_s
-        _match_fault(trouble, free)
-        yield trouble
-        return
+        if raw.get("kind") in CYCLE_ENDING:
+            yield _episode(str(raw["kind"]), raw, cycle, time_s, time_s)
+            return
     is_followed = any(number > cycle.number for number in job.cycles)
     if is_followed and not job.agents and not cycle.starts and cycle.of(EventKind.SESSION_STARTED):
         text = f"the workers of cycle {cycle.number} ended; their launcher started them again"
-        trouble = Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
-        _match_fault(trouble, free)
-        yield trouble
+        yield Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
 
 
 def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:

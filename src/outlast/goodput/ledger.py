@@ -165,13 +165,15 @@ class _Walk:
             view.take(one.event, one.time_ns)
         self._run_id = view.run_id
         self._jobs = settle(view)
-        self._troubles: list[Episode] = []
+        self._troubles: list[tuple[JobHistory, Episode]] = []
         self._causes: dict[int, int] = {}
         """Incident's identity to its index in the list."""
-        for job in self._jobs:
-            for trouble in (*job.troubles, *_leaving(job)):
+        self._shutdowns = [_shutdown_of(job) for job in self._jobs]
+        """Of each job."""
+        for job, shutdown in zip(self._jobs, self._shutdowns, strict=True):
+            for trouble in (*job.troubles, *shutdown):
                 self._causes[id(trouble)] = len(self._troubles)
-                self._troubles.append(trouble)
+                self._troubles.append((job, trouble))
         self._segments: list[Segment] = []
         self._now_s = 0.0
         self._active: int | None = None
@@ -185,19 +187,21 @@ class _Walk:
         self._unobserved: set[int] = set()
         """Periods whose scripts may have trained without a session, by identity."""
         self._lost: Counter[int] = Counter()
-        self._is_given_up = False
+        """Iterations that each incident lost, by its index; -1 = no incident."""
+        self._redone: list[tuple[float, float, int | None]] = []
+        """Periods of lost iterations, with the index of the incident."""
 
     # -- the walk ------------------------------------------------------------------------------------------------
 
     def close(self, clocks: tuple[NodeClock, ...], notes: list[str]) -> Ledger:
         for place, job in enumerate(self._jobs):
-            self._walk_job(job, is_first=place == 0)
+            self._walk_job(job, self._shutdowns[place], is_first=place == 0)
         wall_s = self._now_s
         lives = all_lives(self._jobs)
-        lost, redone = self._find_redone(lives)
+        self._find_redone(lives)
         windows = find_slow_windows(self._jobs)
         saves = find_saves(self._jobs)
-        segments = _cut(self._segments, redone, Part.REDONE)
+        segments = _cut(self._segments, sorted(self._redone, key=lambda one: one[:2]), Part.REDONE)
         segments = _cut(segments, [(one.at_s - one.stall_s, one.at_s, None) for one in saves], Part.SAVE_STALL)
         segments = [_with_excess(one, windows) for one in segments]
         partition = dict.fromkeys((str(part) for part in Part), 0.0)
@@ -209,7 +213,7 @@ class _Walk:
         state, why = self._state()
         ettr = goodput(partition[Part.PRODUCTIVE], wall_s) if trained and wall_s > 0 else None
         notes += find_notes(self._jobs, clocks)
-        num_lost = sum(lost.values()) if self._is_observed else None
+        num_lost = sum(self._lost.values()) if self._is_observed else None
         is_minimum = self._is_observed and bool(self._unobserved)
         newest = next((life for life in reversed(lives) if life.is_tracked or id(life) in self._unobserved), None)
         ends_unobserved = newest is not None and id(newest) in self._unobserved
@@ -250,7 +254,7 @@ class _Walk:
             self._segments.append(segment)
             self._now_s = until_s
 
-    def _walk_job(self, job: JobHistory, *, is_first: bool) -> None:
+    def _walk_job(self, job: JobHistory, shutdown: list[Episode], *, is_first: bool) -> None:
         view = job.view
         begins_s = min(view.start_s, max(view.began_s, self._now_s))
         for _, event in view.of(EventKind.QUEUED)[-1:]:
@@ -269,8 +273,9 @@ class _Walk:
             for life in lives:
                 self._walk_life(job, cycle, life)
         part = Part.START_UP if any(job.lives.values()) else Part.RENDEZVOUS
-        stopped_by = next((self._causes[id(one)] for one in reversed(job.troubles) if _is_stop(one)), None)
-        leaving = next((self._causes[id(one)] for one in _known(self._causes, job, self._troubles)), None)
+        stops = ("stop", "requeue_job")
+        stopped_by = next((self._causes[id(one)] for one in reversed(job.troubles) if one.rung in stops), None)
+        leaving = next((self._causes[id(one)] for one in shutdown), None)
         if stopped_by is not None:
             part = Part.RESTART
         self._spend(view.end_s, part, view, on=leaving if leaving is not None else stopped_by)
@@ -341,37 +346,25 @@ class _Walk:
 
     # -- lost iterations ---------------------------------------------------------------------------------------------
 
-    def _find_redone(self, lives: Sequence[Life]) -> tuple[Counter[int], list[tuple[float, float, int | None]]]:
-        """Return the iterations that each incident lost (by index; -1 = no incident), and their periods."""
-        lost = Counter[int]()
-        found: list[tuple[float, float, int | None]] = []
+    def _find_redone(self, lives: Sequence[Life]) -> None:
         stack: list[list[Any]] = []  # of each period: itself, its last iteration that counts, until when it counts
         cause: int | None = None
         for life in lives:
             if life.is_tracked:
-                self._cut_back(stack, life.from_iteration, cause, lost, found)
+                self._cut_back(stack, life.from_iteration, cause)
                 stack.append([life, life.to_iteration, life.end_s])
                 cause = None
             if life.trouble is not None:
                 cause = self._causes[id(life.trouble)] if cause is None else cause
         if self._jobs[-1].view.exit_code not in (None, ExitReason.FINISHED) and stack:
-            self._cut_back(stack, _durable(self._jobs), cause, lost, found)
+            self._cut_back(stack, _durable(self._jobs), cause)
         for job in self._jobs:
             for trouble in job.troubles:
                 if trouble.verdict is not None and trouble.verdict.rung == Rung.RERUN_STEP:
                     step_s = _step_s(job, trouble.cycle, trouble.at_s)
-                    found.append((trouble.at_s - step_s, trouble.at_s, self._causes[id(trouble)]))
-        self._lost = lost
-        return lost, sorted(found, key=lambda one: one[:2])
+                    self._redone.append((trouble.at_s - step_s, trouble.at_s, self._causes[id(trouble)]))
 
-    def _cut_back(
-        self,
-        stack: list[list[Any]],
-        iteration: int,
-        cause: int | None,
-        lost: Counter[int],
-        found: list[tuple[float, float, int | None]],
-    ) -> None:
+    def _cut_back(self, stack: list[list[Any]], iteration: int, cause: int | None) -> None:
         """Discard what was done beyond an iteration."""
         for entry in reversed(stack):
             life, reached, until_s = entry
@@ -381,10 +374,10 @@ class _Walk:
             kept = max(min(iteration, reached), life.from_iteration)
             from_s = min(life.when_done(kept), until_s)
             if kept < reached:
-                lost[-1 if cause is None else cause] += reached - kept
+                self._lost[-1 if cause is None else cause] += reached - kept
             own = self._causes[id(life.trouble)] if life.trouble is not None else None
             if from_s < until_s and (kept < reached or failed):
-                found.append((from_s, until_s, cause if kept < reached and cause is not None else own))
+                self._redone.append((from_s, until_s, cause if kept < reached and cause is not None else own))
             entry[1], entry[2] = kept, from_s
 
     # -- incident costs ----------------------------------------------------------------------------------------------
@@ -400,13 +393,10 @@ class _Walk:
             for number, cycle in job.view.cycles.items()
             for _, event in cycle.of(EventKind.WORKER_EXITED)
         }
-        costs = []
-        for job in self._jobs:
-            for trouble in (*job.troubles, *_known(self._causes, job, self._troubles)):
-                index = self._causes[id(trouble)]
-                costs.append(self._cost(job, trouble, index, dict(parts[index]), exits))
-        costs.sort(key=lambda cost: cost.index)
-        return tuple(costs)
+        return tuple(
+            self._cost(job, trouble, index, dict(parts[index]), exits)
+            for index, (job, trouble) in enumerate(self._troubles)
+        )
 
     def _cost(
         self, job: JobHistory, trouble: Episode, index: int, parts: dict[str, float], exits: dict[Any, dict[str, Any]]
@@ -465,7 +455,7 @@ class _Walk:
 # -------------------------------------------------------------------------------------------------------------
 
 
-def _leaving(history: JobHistory) -> list[Episode]:
+def _shutdown_of(history: JobHistory) -> list[Episode]:
     """Return the requested shutdown on which a job ended, if any."""
     job = history.view
     if job.exit_code != ExitReason.PREEMPTED:
@@ -479,28 +469,12 @@ def _leaving(history: JobHistory) -> list[Episode]:
         who = f"rank {event.rank} on node {event.node}" if event.rank is not None else f"node {event.node}"
         text = f"shutdown requested, first detected by {who}"
         number = event.cycle if event.cycle is not None else number
-        faults = (
-            [one for one in job.cycles[number].of(EventKind.FAULT_SIMULATED) if one[0] <= at_s]
-            if number in job.cycles
-            else []
-        )
-        fault = next((one for one in reversed(faults) if one[1].rank in (None, event.rank)), None)
+        faults = job.cycles[number].of(EventKind.FAULT_SIMULATED) if number in job.cycles else []
+        fault = next((one for one in reversed(faults) if one[0] <= at_s and one[1].rank in (None, event.rank)), None)
     trouble = Episode(PREEMPTED, at_s, at_s, cycle=number, text=text)
     if fault is not None and not any(one.fault is fault[1] for one in history.troubles):
         trouble.since_s, trouble.fault, trouble.simulated = fault[0], fault[1], str(fault[1].data.get("fault", ""))
     return [trouble]
-
-
-def _known(causes: dict[int, int], job: JobHistory, troubles: Sequence[Episode]) -> list[Episode]:
-    """Return the requested shutdown of a job that is already in the account."""
-    own = {id(trouble) for trouble in job.troubles}
-    found = [one for one in troubles if one.kind == PREEMPTED and id(one) not in own]
-    view = job.view
-    return [one for one in found if view.start_s <= one.at_s <= view.end_s and view.exit_code == ExitReason.PREEMPTED]
-
-
-def _is_stop(trouble: Episode) -> bool:
-    return trouble.verdict is not None and trouble.verdict.rung in (Rung.STOP, Rung.REQUEUE_JOB)
 
 
 def _until_restart(job: JobView, cycle: CycleView, trouble: Episode) -> float:
@@ -581,20 +555,18 @@ def _with_excess(segment: Segment, windows: Sequence[SlowRanksWindow]) -> Segmen
 
 
 def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:
-    failures = [one for one in incidents if one.kind != PREEMPTED]
     num = Counter(one.kind for one in incidents)
-    num["all"] = len(failures)
+    num["all"] = sum(one.kind != PREEMPTED for one in incidents)
     detected: dict[str, list[float]] = defaultdict(list)
     recovered: dict[str, list[float]] = defaultdict(list)
     for one in incidents:
-        if (after_s := one.detected_after_s) is not None:
-            detected[one.kind].append(after_s)
-            if one.kind != PREEMPTED:
-                detected["all"].append(after_s)
-        if (after_s := one.recovered_after_s) is not None:
-            recovered[one.rung or one.kind].append(after_s)
-            if one.kind != PREEMPTED:
-                recovered["all"].append(after_s)
+        for found, name, after_s in (
+            (detected, one.kind, one.detected_after_s),
+            (recovered, one.rung or one.kind, one.recovered_after_s),
+        ):
+            if after_s is not None:
+                for each in (name,) if one.kind == PREEMPTED else (name, "all"):
+                    found[each].append(after_s)
     return Statistics(
         num_incidents=dict(num),
         mtbf_s={kind: running_s / number for kind, number in num.items() if number},
