@@ -8,7 +8,7 @@ incidents of all nodes. Which rank a hang waits for: :mod:`outlast.policy.culpri
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outlast.errors import ExitReason
@@ -222,18 +222,18 @@ def root_cause(incidents: Sequence[Incident]) -> Incident | None:
 
 def _gravity(incident: Incident) -> int:
     if incident.kind == IncidentKind.WORKER_FAILED and incident.exit_code in OWN_VERDICTS:
-        return _FOUND_OUT if _finding(incident) in (Finding.PERSISTENT, Finding.CORRECT) else _OWN_VERDICT
+        return (
+            _FOUND_OUT if _diagnosis(incident).get("finding") in (Finding.PERSISTENT, Finding.CORRECT) else _OWN_VERDICT
+        )
     return _GRAVITY[incident.kind]
 
 
-def _finding(incident: Incident) -> object:
+def _diagnosis(incident: Incident) -> Mapping[str, object]:
     diagnosis = incident.evidence.get("diagnosis")
-    return diagnosis.get("finding") if isinstance(diagnosis, dict) else None
+    return diagnosis if isinstance(diagnosis, dict) else {}
 
 
 def _distance(incident: Incident) -> int:
     """Return 0 for the rank that the diagnosis is about, 1 for others, 2 without a diagnosis."""
-    diagnosis = incident.evidence.get("diagnosis")
-    if not isinstance(diagnosis, dict):
-        return 2
-    return int(diagnosis.get("rank") != incident.rank)
+    diagnosis = _diagnosis(incident)
+    return int(diagnosis.get("rank") != incident.rank) if diagnosis else 2

@@ -148,10 +148,7 @@ class Timeouts:
 
     def of(self, subject: Subject, section: str | None = None) -> float | None:
         """Return a timeout; ``None`` = not enforced."""
-        if subject == Subject.SECTION:
-            return self.sections.get(section or "")
-        field = FIELD_OF_SUBJECT.get(subject)
-        return None if field is None else getattr(self, field)
+        return _timeout_of(self, subject, section)
 
     def by_setting(self) -> dict[str, float | None]:
         """Return the timeouts by setting name, those of sections as ``rank_section_timeouts:NAME``."""
@@ -381,10 +378,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def of(self, subject: Subject, section: str | None = None) -> float | None:
         """Return a learned timeout; ``None`` = not learned."""
-        if subject == Subject.SECTION:
-            return self.sections.get(section or "")
-        field = FIELD_OF_SUBJECT.get(subject)
-        return None if field is None else getattr(self, field)
+        return _timeout_of(self, subject, section)
 
     def with_timeout(self, subject: Subject, section: str | None, seconds: float | None) -> Learned:
         """Return a copy with one timeout changed; ``None`` = removed."""
@@ -413,6 +407,12 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             for name, value in values.items()
             if value is not None
         )
+
+
+def _timeout_of(timeouts: Timeouts | Learned, subject: Subject, section: str | None) -> float | None:
+    if subject == Subject.SECTION:
+        return timeouts.sections.get(section or "")
+    return getattr(timeouts, FIELD_OF_SUBJECT[subject]) if subject in FIELD_OF_SUBJECT else None
 
 
 def combine(observations: Iterable[Observation]) -> Observation:

@@ -69,15 +69,9 @@ class Durability:
 def with_commit(known: Durability, iteration: int, tiers: Collection[Tier], configured: Collection[Tier]) -> Durability:
     """Return the durability once a checkpoint of an iteration is in ``tiers``, of the configured ones."""
     levels = levels_of(tiers, configured)
-
-    def newest(level: SurvivalLevel, before: int | None) -> int | None:
-        return before if level not in levels else iteration if before is None else max(before, iteration)
-
-    return Durability(
-        worker=newest(SurvivalLevel.WORKER, known.worker),
-        node=newest(SurvivalLevel.NODE, known.node),
-        job=newest(SurvivalLevel.JOB, known.job),
-    )
+    before = {level: getattr(known, str(level)) for level in SurvivalLevel}
+    newest = {str(level): max(iteration, before[level] or 0) if level in levels else before[level] for level in before}
+    return Durability(**newest)
 
 
 def describe_end(known: Durability, done: int) -> str:

@@ -10,14 +10,18 @@ end need not end the cycle; if they cannot, they end themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from itertools import groupby
+from typing import TypeVar
 
 import msgspec
 
 from outlast.errors import ExitReason
 from outlast.policy.rank_assignment import Member
+
+T = TypeVar("T")
 
 
 class InProcessState(IntEnum):
@@ -219,19 +223,22 @@ RankRuns = tuple[tuple[int, int, int | None], ...]
 """Active ranks as runs: first initial rank, length, first active rank; ``None`` = all are spares."""
 
 
+def _runs(ranks: Iterable[tuple[int, int | None, T]]) -> Iterator[tuple[int, int, int | None, T]]:
+    """Yield first initial rank, length, first rank and rest of each run of ascending initial ranks and ranks."""
+
+    def run_of(one: tuple[int, tuple[int, int | None, T]]) -> tuple[int, int | None, T]:
+        index, (initial, rank, rest) = one
+        return initial - index, None if rank is None else rank - index, rest
+
+    for _, group in groupby(enumerate(sorted(ranks, key=lambda one: one[0])), run_of):
+        run = [one for _, one in group]
+        first, rank, rest = run[0]
+        yield first, len(run), rank, rest
+
+
 def rank_runs(ranks: Mapping[int, int | None]) -> RankRuns:
     """Return active ranks by initial rank as runs, which keeps the message to every member short."""
-    runs: list[tuple[int, int, int | None]] = []
-    for initial in sorted(ranks):
-        active = ranks[initial]
-        if runs:
-            first, num, at = runs[-1]
-            expected = None if at is None else at + num
-            if initial == first + num and active == expected:
-                runs[-1] = (first, num + 1, at)
-                continue
-        runs.append((initial, 1, active))
-    return tuple(runs)
+    return tuple(run[:3] for run in _runs((initial, rank, None) for initial, rank in ranks.items()))
 
 
 def _ranks_of(runs: RankRuns) -> dict[int, int | None]:
@@ -251,17 +258,8 @@ class MemberRun(msgspec.Struct, frozen=True, array_like=True):
 
 def member_runs(members: Iterable[Member]) -> tuple[MemberRun, ...]:
     """Return members as runs, by initial rank."""
-    runs: list[MemberRun] = []
-    for one in sorted(members, key=lambda member: member.initial_rank):
-        if runs:
-            last = runs[-1]
-            rank = None if last.rank is None else last.rank + last.num
-            same = (last.first + last.num, last.node, rank, last.alive, last.labels)
-            if same == (one.initial_rank, one.node, one.rank, one.alive, one.labels):
-                runs[-1] = msgspec.structs.replace(last, num=last.num + 1)
-                continue
-        runs.append(MemberRun(one.initial_rank, 1, one.node, one.rank, one.alive, dict(one.labels)))
-    return tuple(runs)
+    runs = _runs((one.initial_rank, one.rank, (one.node, one.alive, dict(one.labels))) for one in members)
+    return tuple(MemberRun(first, num, node, rank, alive, labels) for first, num, rank, (node, alive, labels) in runs)
 
 
 class Assigned(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):

@@ -62,12 +62,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeGuard
+from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.backoff import DELAYS_S, restart_delay_s
 from outlast.policy.causes import is_deterministic, is_of_code
 from outlast.policy.recovery_point import (
@@ -192,7 +193,7 @@ class CycleEnd:
     @property
     def newest_iteration(self) -> int | None:
         """Highest iteration from which a restart within the job can resume; ``None`` = none yet."""
-        return max(filter(_is_known, (self.durable_iteration, self.committed_iteration)), default=None)
+        return _highest(self.durable_iteration, self.committed_iteration)
 
     @property
     def exit_code(self) -> int | None:
@@ -200,6 +201,11 @@ class CycleEnd:
         if self.incident is None or self.incident.kind != IncidentKind.WORKER_FAILED:
             return None
         return self.incident.exit_code
+
+    @property
+    def cause(self) -> Cause | None:
+        """Exception of the root cause; ``None`` = none was recorded."""
+        return None if self.incident is None else self.incident.cause
 
     @property
     def is_invalid_result(self) -> bool:
@@ -294,7 +300,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def newest_iteration(self) -> int | None:
         """Highest iteration from which a restart within the job can resume; ``None`` = none."""
-        return max(filter(_is_known, (self.best_durable, self.best_committed)), default=None)
+        return _highest(self.best_durable, self.best_committed)
 
     @property
     def barred(self) -> tuple[str, ...]:
@@ -316,7 +322,7 @@ def begin_job(state: LadderState) -> LadderState:
     left to train.
     """
     if state.finished:
-        return msgspec.structs.replace(
+        return replace(
             begin_run(state),
             best_durable=state.best_durable,
             best_committed=state.best_durable,
@@ -325,9 +331,9 @@ def begin_job(state: LadderState) -> LadderState:
         )
     was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
     if not was_told_to_leave:
-        state = msgspec.structs.replace(state, replay=None)
+        state = replace(state, replay=None)
     cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
-    state = msgspec.structs.replace(
+    state = replace(
         state,
         best_committed=state.best_durable,
         restarts_without_progress=0,
@@ -340,13 +346,9 @@ def begin_job(state: LadderState) -> LadderState:
         cases=cases,
     )
     if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
-        distrusted = tuple(
-            msgspec.structs.replace(one, settled=True) for one in state.distrusted if not one.is_last_resort
-        )
-        state = msgspec.structs.replace(
-            state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=()
-        )
-    return msgspec.structs.replace(state, stopped_with=None)
+        distrusted = tuple(replace(one, settled=True) for one in state.distrusted if not one.is_last_resort)
+        state = replace(state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=())
+    return replace(state, stopped_with=None)
 
 
 def known_durable(state: LadderState) -> int | None:
@@ -372,7 +374,7 @@ def merge(state: LadderState, kept: LadderState) -> LadderState:
     older, newer = (state, kept) if kept.number >= state.number else (kept, state)
     known = {(one.attempt, one.tier) for one in newer.distrusted}
     more = tuple(one for one in older.distrusted if (one.attempt, one.tier) not in known)
-    return msgspec.structs.replace(newer, job=state.job, distrusted=(*newer.distrusted, *more))
+    return replace(newer, job=state.job, distrusted=(*newer.distrusted, *more))
 
 
 def find_outcome(state: LadderState) -> tuple[int, str] | None:
@@ -478,7 +480,7 @@ def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits:
             rung=Rung.REPLACE_NODE,
             hold_back=diagnosis.node,
             replay=diagnosis.replay(tries=max(diagnosis.tries, case.same_device)),
-            case=msgspec.structs.replace(case, elsewhere=case.elsewhere + 1),
+            case=replace(case, elsewhere=case.elsewhere + 1),
         )
     tries = max(case.same_device, diagnosis.tries)
     came_from_elsewhere = is_replay and diagnosis.replayed_on not in ("", diagnosis.device)
@@ -567,32 +569,13 @@ def _find_case(
         )
     known = next((case for case in cases if _key(case) == _key(new)), None)
     if known is None:
-        return msgspec.structs.replace(new, load=None) if is_replay else new
-    return known if is_replay else msgspec.structs.replace(known, load=load)
+        return replace(new, load=None) if is_replay else new
+    return known if is_replay else replace(known, load=load)
 
 
 def _granted_here(case: InvalidResultCase) -> InvalidResultCase:
     """Return a case with one more replay on the same device granted."""
-    return msgspec.structs.replace(case, same_device=case.same_device + 1)
-
-
-def file_case(cases: Sequence[InvalidResultCase], case: InvalidResultCase) -> tuple[InvalidResultCase, ...]:
-    """Return the cases with one added or replaced."""
-    return (*(other for other in cases if _key(other) != _key(case)), case)
-
-
-def open_cases(cases: Sequence[InvalidResultCase], durable_iteration: int | None) -> tuple[InvalidResultCase, ...]:
-    """Return the cases that stay open after a cycle.
-
-    Args:
-        durable_iteration: The newest checkpoint that the cycle committed; ``None`` = none. Any commit closes a case
-            whose iteration is not known.
-    """
-    return tuple(
-        case
-        for case in cases
-        if durable_iteration is None or (case.iteration is not None and durable_iteration <= case.iteration)
-    )
+    return replace(case, same_device=case.same_device + 1)
 
 
 def _key(case: InvalidResultCase) -> tuple[int | None, str, int | None]:
@@ -612,7 +595,7 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     found = find_remedy(state, end, limits) if end.is_invalid_result else None
     state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
-        state = msgspec.structs.replace(state, finished=True)
+        state = replace(state, finished=True)
         verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
     elif end.preempted or end.exit_code == ExitReason.PREEMPTED:
         verdict = _leave(end, state)
@@ -635,25 +618,23 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
                 excluded = _exclude_copy(state, end, limits)
                 verdict = _judge(state, before, end, end.incident, limits, progressed=progressed, excluded=excluded)
                 if excluded is not None and verdict.rung != Rung.STOP:
-                    state = msgspec.structs.replace(state, distrusted=(*state.distrusted, excluded)[-MAX_HISTORY:])
+                    state = replace(state, distrusted=(*state.distrusted, excluded)[-MAX_HISTORY:])
             if ends_cycle:
                 state = drop_replay(state)
         if ends_cycle:
-            state = msgspec.structs.replace(state, failure=_failure_of(end) if found is None else None)
+            state = replace(state, failure=_failure_of(end) if found is None else None)
         if verdict.rung != Rung.STOP:
-            rung = verdict.rung.name
-            by_rung = state.restarts_by_rung | {rung: state.restarts_by_rung.get(rung, 0) + 1}
-            state = msgspec.structs.replace(
+            state = replace(
                 state,
                 restarts_without_progress=state.restarts_without_progress + (not is_free),
                 restarts_total=state.restarts_total + 1,
-                restarts_by_rung=by_rung,
+                restarts_by_rung=_one_more(state.restarts_by_rung, verdict.rung.name),
             )
     quarantined = tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine)))
     recent = {node: num for node, num in state.recent_faults.items() if node not in verdict.quarantine}
-    state = msgspec.structs.replace(state, quarantined=quarantined, recent_faults=recent)
+    state = replace(state, quarantined=quarantined, recent_faults=recent)
     if verdict.rung == Rung.STOP:
-        state = msgspec.structs.replace(drop_replay(state), stopped_with=verdict.exit_code)
+        state = replace(drop_replay(state), stopped_with=verdict.exit_code)
     return _remember(state, end, verdict), verdict
 
 
@@ -662,24 +643,25 @@ def drop_replay(state: LadderState) -> LadderState:
 
     The grant still counts, so that an impossible replay is not requested forever.
     """
-    return msgspec.structs.replace(state, replay=None, held_back=())
+    return replace(state, replay=None, held_back=())
 
 
 def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
-    """Record what the cycle had loaded, and what it settled by its commits."""
-    loads = state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:]
-    distrusted = state.distrusted
-    if distrusted and not end.is_invalid_result:
-        distrusted = settle(distrusted, end.newest_iteration)
+    """Record what the cycle had loaded, and what it settled by its commits.
+
+    A commit closes the cases up to its iteration, and those whose iteration is not known.
+    """
     committed = end.newest_iteration
-    blamed = () if _is_beyond(committed, state.newest_iteration) else state.blamed
-    cases = open_cases(state.cases, committed) if state.cases else ()
-    state = msgspec.structs.replace(
+    state = replace(
         state,
-        loads=loads,
-        distrusted=distrusted,
-        cases=cases,
-        blamed=blamed,
+        loads=state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:],
+        distrusted=state.distrusted if end.is_invalid_result else settle(state.distrusted, committed),
+        cases=tuple(
+            case
+            for case in state.cases
+            if committed is None or (case.iteration is not None and committed <= case.iteration)
+        ),
+        blamed=() if _is_beyond(committed, state.newest_iteration) else state.blamed,
         had_session=state.had_session or end.had_session,
     )
     if state.replay is not None and committed is not None and committed > state.replay.iteration:
@@ -693,9 +675,9 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
     # A checkpoint saved on top of a bad copy is not progress.
     progressed = trusted and _is_beyond(newest, state.newest_iteration)
     if trusted and _is_beyond(end.durable_iteration, state.best_durable):
-        state = msgspec.structs.replace(state, best_durable=end.durable_iteration)
+        state = replace(state, best_durable=end.durable_iteration)
     if progressed:
-        state = msgspec.structs.replace(
+        state = replace(
             state,
             best_committed=newest,
             restarts_without_progress=0,
@@ -703,29 +685,28 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
             recent_faults={},
             free_losses=0,
         )
-    return msgspec.structs.replace(state, progress_known=known), progressed
+    return replace(state, progress_known=known), progressed
+
+
+def _highest(*iterations: int | None) -> int | None:
+    return max((one for one in iterations if one is not None), default=None)
 
 
 def _is_beyond(newest: int | None, best: int | None) -> bool:
     return newest is not None and (best is None or newest > best)
 
 
-def _is_known(iteration: int | None) -> TypeGuard[int]:
-    return iteration is not None
-
-
 def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> LadderState:
-    faults, recent = {**state.node_faults}, {**state.recent_faults}
-    recent[faulty_node] = recent.get(faulty_node, 0) + 1
-    if faulty_node:
-        faults[faulty_node] = faults.get(faulty_node, 0) + 1
-    counts = state.progress_known and in_vain
-    return msgspec.structs.replace(
+    return replace(
         state,
-        node_faults=faults,
-        recent_faults=recent,
-        cycles_without_progress=state.cycles_without_progress + counts,
+        node_faults=_one_more(state.node_faults, faulty_node) if faulty_node else state.node_faults,
+        recent_faults=_one_more(state.recent_faults, faulty_node),
+        cycles_without_progress=state.cycles_without_progress + (state.progress_known and in_vain),
     )
+
+
+def _one_more(counts: dict[str, int], name: str) -> dict[str, int]:
+    return counts | {name: counts.get(name, 0) + 1}
 
 
 def describe_saved(saved: bool, *, has_session: bool = True) -> str:
@@ -802,9 +783,9 @@ def _failure_of(end: CycleEnd) -> FailedCycle | None:
     kinds = (IncidentKind.WORKER_FAILED, IncidentKind.WORKER_DIED, IncidentKind.WORKER_HUNG)
     if incident is None or incident.kind not in kinds or incident.iteration is None:
         return None
-    what, cause = [incident.kind, str(incident.exit_code)], incident.cause
-    if cause is not None:
-        what += [cause.type, cause.frame]
+    what = [incident.kind, str(incident.exit_code)]
+    if end.cause is not None:
+        what += [end.cause.type, end.cause.frame]
     return FailedCycle(
         what=" ".join(what), iteration=incident.iteration, load=end.load, committed_iteration=end.newest_iteration
     )
@@ -843,7 +824,7 @@ def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
     last = state.history[-1]
     if (last.cycle, last.failure) != (end.cycle - 1, failure):
         return False
-    if _is_deterministic(end) and not state.had_session and not state.progress_known:
+    if end.cause is not None and is_deterministic(end.cause) and not state.had_session and not state.progress_known:
         return True
     is_before_first_step = not end.has_trained and not any(step.has_trained for step in state.history)
     another_node_may_help = end.num_spares > 0 and end.num_nodes > 1
@@ -852,15 +833,10 @@ def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
 
 def _repeatable_failure(end: CycleEnd) -> str:
     """Return the exception that ended a cycle, and its line of code; empty = another start may not repeat it."""
-    if end.incident is None or end.recovered_in_process or (cause := end.incident.cause) is None or not cause.frame:
+    if end.recovered_in_process or (cause := end.cause) is None or not cause.frame:
         return ""
     is_again = is_deterministic(cause) or (not end.has_trained and is_of_code(cause))
     return cause.describe() if is_again else ""
-
-
-def _is_deterministic(end: CycleEnd) -> bool:
-    cause = None if end.incident is None else end.incident.cause
-    return cause is not None and is_deterministic(cause)
 
 
 def _is_free(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> bool:
@@ -878,7 +854,7 @@ def _judge_free_loss(
     reason += "node, which counts against no restart budget"
     if is_out:
         reason += "; the node gets no slot any more"
-    state = msgspec.structs.replace(drop_replay(state), free_losses=state.free_losses + 1)
+    state = replace(drop_replay(state), free_losses=state.free_losses + 1)
     return state, Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=(node,) if is_out else ())
 
 
@@ -887,7 +863,7 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> 
     state = drop_replay(state)
     if found.distrusted is not None:
         distrusted = (*state.distrusted, found.distrusted)[-MAX_HISTORY:]
-        state = msgspec.structs.replace(state, distrusted=distrusted)
+        state = replace(state, distrusted=distrusted)
     if found.stops:
         reason = f"{found.what}; {found.action}"
         return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
@@ -895,9 +871,11 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> 
         reason = f"{found.what}; {spent}"
         return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
     held_back = (found.hold_back,) if found.hold_back else ()
-    cases = state.cases if found.case is None else file_case(state.cases, found.case)[-MAX_HISTORY:]
+    cases = state.cases
+    if (case := found.case) is not None:
+        cases = (*(other for other in cases if _key(other) != _key(case)), case)[-MAX_HISTORY:]
     blamed = dict.fromkeys((*state.blamed, *([found.faulty_node] if found.is_device_fault else ())))
-    state = msgspec.structs.replace(state, cases=cases, replay=found.replay, held_back=held_back, blamed=tuple(blamed))
+    state = replace(state, cases=cases, replay=found.replay, held_back=held_back, blamed=tuple(blamed))
     return state, Verdict(
         rung=found.rung,
         reason=f"{found.what}; {found.action} ({count_of_restart(state, limits)})",
@@ -1031,4 +1009,4 @@ def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderStat
         failure=_repeatable_failure(end),
         has_trained=end.has_trained,
     )
-    return msgspec.structs.replace(state, history=(*state.history, step)[-MAX_HISTORY:])
+    return replace(state, history=(*state.history, step)[-MAX_HISTORY:])

@@ -163,8 +163,5 @@ class Leadership:
 
 def should_yield(own: Leadership, other: Leadership) -> bool:
     """Return whether a coordinator hands its agents over to another one of the same job; exactly one of two does."""
-    return (own.leads, own.term if own.leads else 0, -own.order) < (
-        other.leads,
-        other.term if other.leads else 0,
-        -other.order,
-    )
+    mine, theirs = ((one.leads, one.term if one.leads else 0, -one.order) for one in (own, other))
+    return mine < theirs

@@ -179,7 +179,12 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
     }
     looks_slow = [one for one in measured if one.is_slow(limits[one.basis])]
     slow, waiting = _excuse(measured, looks_slow, ranks)
-    relative, individual = _score(measured, {_key(one) for one in looks_slow} - {_key(one) for one in slow}, ranks)
+    waits = {_key(one) for one in looks_slow} - {_key(one) for one in slow}
+    scored = [replace(one, score=1.0) if _key(one) in waits else one for one in measured]
+    relative, individual = (
+        score_ranks(ranks, [one for one in scored if one.basis == basis])
+        for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
+    )
     if config.calc_individual_gpu_perf:
         individual = {owner.rank: 1.0 for owner in ranks if owner.has_times} | individual
     after = _lengthen(streaks, slow, measured)
@@ -244,18 +249,6 @@ def _find_cause(
         return None
     _, rank, section = max(causes, key=lambda cause: (cause[0], -cause[1]))
     return rank, section
-
-
-def _score(
-    measured: Sequence[Slowness], waits: Set[tuple[int, Basis, str]], ranks: Sequence[RankTimings]
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Return all ranks' relative and individual scores; a rank that only waits for another one is not slow."""
-    scored = [replace(one, score=1.0) if _key(one) in waits else one for one in measured]
-    relative, individual = (
-        score_ranks(ranks, [one for one in scored if one.basis == basis])
-        for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
-    )
-    return relative, individual
 
 
 def _key(one: Slowness) -> tuple[int, Basis, str]:
