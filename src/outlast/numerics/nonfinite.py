@@ -212,7 +212,7 @@ class NonFiniteDetector:
         iteration = self._num_checks if iteration is None else iteration
         self._num_checks += 1
         bad_loss = loss is not None and not _is_finite(loss)
-        bad_gradient = with_gradients and not _are_finite(_gradients(optimizers))
+        bad_gradient = with_gradients and any(_not_finite(_gradients(optimizers)))
         loss_ranks, gradient_ranks = self._agree_ranks(bad_loss, bad_gradient, iteration)
         if not loss_ranks and not gradient_ranks:
             self.num_consecutive = 0
@@ -377,10 +377,6 @@ def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor
                 if gradient is not None and gradient.numel():
                     found.append(gradient.detach())
     return found
-
-
-def _are_finite(tensors: list[torch.Tensor]) -> bool:
-    return not any(_not_finite(tensors))
 
 
 def _not_finite(tensors: list[torch.Tensor]) -> list[bool]:

@@ -112,10 +112,6 @@ class StepValidation:
         self.injector.struck = set(struck)
         self._begin_run(state)
 
-    @property
-    def _runs_again(self) -> bool:
-        return self._state is StepRun.FIRST_RUN and self._config.rerun_mode == "validate_results"
-
     def begin_second_run(self) -> None:
         """Begin the second run of the step, which is compared with the first."""
         self._expected, self._results_before = self._rejected, self._results
@@ -291,7 +287,8 @@ class StepValidation:
                 outcome = RunOutcome.CLEARED
             self._judged[call] = Judged(outcome=outcome, rejected=first, second=second)
         elif rejected is not None:
-            outcome = RunOutcome.NEW if fatal or self._state is StepRun.FIRST_RUN else RunOutcome.TOLERATED
+            is_first = self._state is StepRun.FIRST_RUN
+            outcome = RunOutcome.NEW if fatal or is_first else RunOutcome.TOLERATED
             self._judged[call] = Judged(outcome=outcome, rejected=rejected)
             log.warning(
                 "rank %d on node %s (device %s), iteration %d, validation %d: %s is %s (%s)%s",
@@ -303,7 +300,7 @@ class StepValidation:
                 what,
                 rejected.value,
                 why,
-                "; all ranks run the step again" if self._runs_again else "",
+                "; all ranks run the step again" if is_first and self._config.rerun_mode == "validate_results" else "",
             )
 
 

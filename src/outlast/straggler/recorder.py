@@ -259,7 +259,7 @@ class SectionRecorder:
 
     def section(self, name: str, *, on_device: bool = True) -> StepSection:
         """Return the section of a name; arguments as for :meth:`index`."""
-        return _section(self, self.index(name, on_device=on_device))
+        return StepSection(self, self.index(name, on_device=on_device))
 
     def enter(self, index: int) -> None:
         """Begin a section; one within itself is part of the one around it."""
@@ -275,10 +275,6 @@ class SectionRecorder:
             return False
         self._enter(_WAITING)
         return True
-
-    def end_waiting(self) -> None:
-        """End :meth:`begin_waiting`."""
-        self.leave(_WAITING)
 
     def count(self, index: int) -> None:
         """Count an entry of a section that was not timed: it counts with the average time of the others."""
@@ -296,7 +292,8 @@ class SectionRecorder:
                 outer = entry[3]
         if times:
             span = None
-            if self._device is not None and self.uses_device and (outer is not None or self._has_span(index)):
+            has_span = outer is not None or index < 0 or self._on_device[index]
+            if self._device is not None and self.uses_device and has_span:
                 span = self._device.begin(index, outer)
             self._stack.append([index, perf_counter_ns(), 0, span])
         else:
@@ -338,16 +335,13 @@ class SectionRecorder:
                 self._has_ended[index] = True
                 self._ended.append(index)
 
-    def _has_span(self, index: int) -> bool:
-        return index < 0 or self._on_device[index]
-
     def waiting(self) -> StepSection:
         """Return a section for waiting for other ranks: the time within counts for no section."""
-        return _section(self, _WAITING)
+        return StepSection(self, _WAITING)
 
     def left_out(self) -> StepSection:
         """Return a section for work outside steps, such as a save or an evaluation: nothing in it is timed."""
-        return _section(self, _LEFT_OUT)
+        return StepSection(self, _LEFT_OUT)
 
     def drop_open(self) -> None:
         """Discard open sections, as after an exception."""
@@ -392,9 +386,8 @@ class StepSection:
 
     __slots__ = ("_recorder", "index")
 
-    _recorder: SectionRecorder
-    index: int
-    """Its number in the recorder."""
+    def __init__(self, recorder: SectionRecorder, index: int) -> None:
+        self._recorder, self.index = recorder, index
 
     def __enter__(self) -> None:
         self._recorder.enter(self.index)
@@ -419,12 +412,6 @@ class StepSection:
         return marked
 
 
-def _section(recorder: SectionRecorder, index: int) -> StepSection:
-    section = StepSection()
-    section._recorder, section.index = recorder, index
-    return section
-
-
 class Wrappings:
     """Wrappers around the script's callables, modules and optimizers, and their removal.
 
@@ -446,16 +433,14 @@ class Wrappings:
         function = getattr(owner, attribute, None)
         if not callable(function):
             raise OutlastError(f"{owner!r} has no callable {attribute!r} to time")
-        is_own = attribute in vars(owner) if hasattr(owner, "__dict__") else False
-        previous = vars(owner)[attribute] if is_own else None
-        if isinstance(previous, staticmethod | classmethod):
+        if isinstance(getattr(owner, "__dict__", {}).get(attribute), staticmethod | classmethod):
             raise OutlastError(f"{attribute!r} of {owner!r} is a static or class method; time its body instead")
         self._replace(owner, attribute, section(function))
 
     def _replace(self, owner: Any, attribute: str, replacement: Callable[..., Any]) -> None:
         """Replace an attribute until :meth:`undo`, which keeps wrappers that others have added since."""
-        is_own = attribute in vars(owner) if hasattr(owner, "__dict__") else False
-        previous = vars(owner)[attribute] if is_own else None
+        own = getattr(owner, "__dict__", {})
+        is_own, previous = attribute in own, own.get(attribute)
         setattr(owner, attribute, replacement)
 
         def undo() -> None:
@@ -529,7 +514,7 @@ class Wrappings:
             finally:
                 is_open = False
                 if waits:
-                    recorder.end_waiting()
+                    recorder.leave(_WAITING)
                 recorder.leave(index, failed)
                 for handle in handles:
                     handle.remove()
@@ -555,14 +540,7 @@ class Wrappings:
 
     def _hook(self, register_before: Callable[..., Any], register_after: Callable[..., Any], index: int) -> None:
         enter, leave = self._recorder.enter, self._recorder.leave
-
-        def before(*_: Any) -> None:
-            enter(index)
-
-        def after(*_: Any) -> None:
-            leave(index)
-
-        self._undo += [register_before(before).remove, register_after(after).remove]
+        self._undo += [register_before(lambda *_: enter(index)).remove, register_after(lambda *_: leave(index)).remove]
 
 
 def _traces_backward() -> bool:
