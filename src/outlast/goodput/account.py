@@ -100,7 +100,6 @@ class CycleSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_in_process: int = 0
     """Number of in-process restarts."""
     reason: str = ""
-    """Why it ended."""
 
 
 class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -115,7 +114,6 @@ class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     rung: str
     """Name of the recovery level in lower case; empty = no decision."""
     reason: str = ""
-    """Reason for the decision."""
     job: str
     cycle: int
     node: str = ""

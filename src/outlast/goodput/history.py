@@ -87,13 +87,10 @@ class Life:
 
 @dataclass(slots=True)
 class JobHistory:
-    """Training periods and incidents of a job."""
-
     view: JobView
     num_reporting: int = 0
     """Number of ranks that report steps."""
     lives: dict[int, list[Life]] = field(default_factory=dict)
-    """By cycle."""
     troubles: list[Episode] = field(default_factory=list)
     """Incidents that caused a decision, by time."""
 
@@ -323,7 +320,6 @@ def decode(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 
 def all_lives(jobs: Iterable[JobHistory]) -> list[Life]:
-    """Return the training periods of a run in order."""
     return [life for job in jobs for _, lives in sorted(job.lives.items()) for life in lives]
 
 

@@ -86,7 +86,6 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     lost_is_minimum: bool = False
     """``lost_iterations`` is a lower bound: a part of the run had no session."""
     num_in_process: int = 0
-    """Number of in-process restarts."""
     num_spared: int = 0
     """Ranks that were lost, and without which the others continued."""
     jobs: tuple[JobSpan, ...]
@@ -335,7 +334,6 @@ class _Walk:
         self._spend(end_s, Part.LOAD, job, cycle.number, on=self._active)
 
     def _begin(self, incident: int) -> None:
-        """Assign what follows to an incident."""
         self._active = incident
         self._open.add(incident)
 
@@ -439,7 +437,6 @@ class _Walk:
         )
 
     def _state(self) -> tuple[str, str]:
-        """Return the state of the run, and why it ended."""
         job = self._jobs[-1].view
         code = job.exit_code
         ended = job.of(EventKind.JOB_ENDED)

@@ -60,7 +60,6 @@ def find_slow_windows(jobs: Sequence[JobHistory]) -> list[SlowRanksWindow]:
 
 
 def find_saves(jobs: Sequence[JobHistory]) -> list[SaveSpan]:
-    """Return the saves, by time."""
     order = {str(tier): place for place, tier in enumerate(sorted(Tier))}
     found = []
     for job in jobs:
@@ -91,7 +90,6 @@ def find_saves(jobs: Sequence[JobHistory]) -> list[SaveSpan]:
 
 
 def find_loads(jobs: Sequence[JobHistory]) -> tuple[LoadSpan, ...]:
-    """Return the loads, by time."""
     found = []
     for job in jobs:
         for number, cycle in sorted(job.view.cycles.items()):
@@ -173,7 +171,6 @@ def find_warned(jobs: Sequence[JobHistory]) -> tuple[Warned, ...]:
 
 
 def find_notes(jobs: Sequence[JobHistory], clocks: Sequence[NodeClock]) -> list[str]:
-    """Return the limitations of the account."""
     notes = []
     lost = (int(event.data.get("num") or 0) for job in jobs for _, event in job.view.of(EventKind.EVENTS_LOST))
     if num_lost := sum(lost):

@@ -12,8 +12,6 @@ import msgspec
 
 
 class ActorFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a living actor."""
-
     actor: int
     """Number of the actor, never reused."""
     node: str

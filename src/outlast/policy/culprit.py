@@ -15,8 +15,6 @@ import msgspec
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The collective that a rank waits in."""
-
     op: str
     """``ALLREDUCE``, ``BROADCAST``, ..."""
     seq: int = -1
@@ -65,11 +63,9 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waits_in_collective: bool | None = None
     """The main thread is in a collective or a backward pass; ``None`` = not known."""
     expired: bool = False
-    """The rank itself exceeded a timeout."""
     attached: bool = True
     """``False`` = a plain process of which only the pid is known."""
     finished: bool = False
-    """The rank reported that it has finished."""
 
 
 class Culprit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

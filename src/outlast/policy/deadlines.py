@@ -147,7 +147,6 @@ class Timeouts:
         )
 
     def of(self, subject: Subject, section: str | None = None) -> float | None:
-        """Return a timeout; ``None`` = not enforced."""
         return _timeout_of(self, subject, section)
 
     def by_setting(self) -> dict[str, float | None]:
@@ -156,7 +155,6 @@ class Timeouts:
         return found | {f"rank_section_timeouts:{name}": seconds for name, seconds in self.sections.items()}
 
     def smallest_s(self) -> float | None:
-        """Return the smallest timeout; ``None`` = nothing is enforced."""
         every = (self.initial_heartbeat_s, self.heartbeat_s, self.out_of_section_s, *self.sections.values())
         return min((seconds for seconds in every if seconds is not None), default=None)
 
@@ -207,7 +205,6 @@ class Expired(msgspec.Struct, frozen=True, kw_only=True):
     is_explained: bool = False
     """The ranks' positions show a cause of the hang other than a timeout that is too short."""
     is_calculated: bool = False
-    """The worker calculated the timeout."""
 
     @property
     def key(self) -> str:
@@ -355,7 +352,6 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     counts: Mapping[str, int] = {}
     """How often each section was closed, by the rank that closed it most often."""
     restored: bool = False
-    """A checkpoint was loaded in the cycle."""
     initial_heartbeat_s: float = 0.0
     """Longest time from a rank's start to its first heartbeat; 0 = there was none."""
     heartbeat_gap_s: float = 0.0
@@ -377,7 +373,6 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Unexplained hangs at timeouts that the worker calculated."""
 
     def of(self, subject: Subject, section: str | None = None) -> float | None:
-        """Return a learned timeout; ``None`` = not learned."""
         return _timeout_of(self, subject, section)
 
     def with_timeout(self, subject: Subject, section: str | None, seconds: float | None) -> Learned:

@@ -25,12 +25,9 @@ T = TypeVar("T")
 
 
 class InProcessState(IntEnum):
-    """State of a worker with respect to in-process restarts."""
-
     OFF = 0
     """Outside wrapped functions: its end is a failure of the cycle."""
     ACTIVE = 1
-    """Runs the function."""
     RESTARTING = 2
     """Exited the function because of a fault on any rank, or is about to, and has not re-entered it."""
     RETURNED = 3
@@ -115,8 +112,6 @@ def has_resumed(worker: WorkerStanding, reached: tuple[int, int]) -> bool:
 
 
 class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of in-process restarts."""
-
     max_iterations: int | None = None
     """In-process restarts; ``None`` = no limit."""
     max_no_progress_restarts: int | None = None
@@ -146,12 +141,9 @@ WAITS = "waits_in_collective"
 
 
 class RankFaultKind(StrEnum):
-    """What failed on a rank."""
-
     EXCEPTION = "exception"
     """The wrapped function or a plug-in raised."""
     DIED = "died"
-    """Its process is gone."""
     SOFT_TIMEOUT = "soft_timeout"
     """Its main thread made no progress, though the interpreter was free."""
     HARD_TIMEOUT = "hard_timeout"
@@ -171,8 +163,6 @@ _TEXTS = {
 
 
 class RankFault(msgspec.Struct, frozen=True, kw_only=True, tag="f", array_like=True, omit_defaults=True):
-    """A fault of one rank."""
-
     initial_rank: int
     restart_count: int
     """The call in which it occurred."""
@@ -257,7 +247,6 @@ class MemberRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 def member_runs(members: Iterable[Member]) -> tuple[MemberRun, ...]:
-    """Return members as runs, by initial rank."""
     runs = _runs((one.initial_rank, one.rank, (one.node, one.alive, dict(one.labels))) for one in members)
     return tuple(MemberRun(first, num, node, rank, alive, labels) for first, num, rank, (node, alive, labels) in runs)
 
@@ -362,7 +351,6 @@ class MemberStanding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     restart: int = -1
     """Restart count of the last :class:`Restart`; -1 = none yet."""
     ready: RankReady | None = None
-    """Its last report."""
     completed: int = -1
     """The last call that it completed."""
     exit_code: int = 0

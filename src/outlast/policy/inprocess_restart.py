@@ -89,7 +89,6 @@ class HubMember(msgspec.Struct, frozen=True, kw_only=True):
     """Where it would host the store of the call that forms; ``None`` = it is not ready."""
     completed: bool = False
     labels: Mapping[str, str] = {}
-    """Reported location beyond its node."""
     faults: tuple[tuple[int, p.RankFaultKind], ...] = ()
     """Its recorded faults, by call and kind."""
 
@@ -123,11 +122,8 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[int, HubMember]
     """Living members, ordered by initial rank."""
     num_unready: int
-    """Number of members that are not ready."""
     num_running: int
-    """Number of members that run."""
     began_s: float
-    """When the phase began."""
     gone: dict[int, Member] = {}
     """Members lost since the last order to go that had an active rank, by initial rank; they leave gaps."""
     go: p.Go | None = None
@@ -157,7 +153,6 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
     """Exit code of an active member of the running call; 0 = none exited."""
     end: p.Finish | p.Abort | None = None
-    """The last order."""
 
     @property
     def faults(self) -> tuple[p.RankFault, ...]:
@@ -172,7 +167,6 @@ class MemberJoined(msgspec.Struct, frozen=True, kw_only=True):
     standing: p.MemberStanding
     at_s: float
     labels: Mapping[str, str] = {}
-    """Reported location beyond its node."""
 
 
 class MemberReported(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +182,6 @@ class MemberLost(msgspec.Struct, frozen=True, kw_only=True):
     kind: p.RankFaultKind
     at_s: float
     summary: str = ""
-    """Details beyond the kind."""
 
 
 class TimePassed(msgspec.Struct, frozen=True, kw_only=True):
@@ -683,6 +676,5 @@ class _RestartTransition:
         self.actions.append(Send(to=(rank,), order=order))
 
     def send_all(self, order: p.Order) -> None:
-        """Give every connected member an order."""
         to = tuple(rank for rank, member in self.state.members.items() if member.is_here)
         self.actions.append(Send(to=to, order=order))

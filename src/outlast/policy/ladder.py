@@ -145,10 +145,8 @@ class CycleEnd:
     """It did not end: its workers restarted in process."""
 
     preempted: bool = False
-    """The job was requested to shut down."""
 
     preempted_saved: bool = False
-    """The workers saved before they exited."""
 
     durable_iteration: int | None = None
     """Highest iteration known to survive the end of the job; ``None`` = none yet."""
@@ -220,8 +218,6 @@ class CycleEnd:
 
 
 class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One past decision."""
-
     cycle: int
     job: str = ""
     incident: str = ""
@@ -232,7 +228,6 @@ class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str = ""
     """Exception and line of code, if a restart repeats it; see :func:`repeats_failure`."""
     has_trained: bool = True
-    """A rank may have completed a step in the cycle."""
     time: str = ""
     """Time of the decision, ISO 8601 in UTC; set when the file is written, and not read by any decision."""
 
@@ -266,7 +261,6 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     progress_known: bool = False
     """A cycle of this run reported its saves; one that reports nothing has then made no progress."""
     had_session: bool = False
-    """A worker of this run had a session, or a monitor."""
     node_faults: dict[str, Number] = {}
     """Faults that began on each node in this job; consequences on peers are not counted."""
     recent_faults: dict[str, Number] = {}
@@ -299,7 +293,6 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest_iteration(self) -> int | None:
-        """Highest iteration from which a restart within the job can resume; ``None`` = none."""
         return _highest(self.best_durable, self.best_committed)
 
     @property
@@ -429,7 +422,6 @@ class Remedy:
     hold_back: str = ""
     """Node that gets no slot in the next cycle; empty = none."""
     replay: Replay | None = None
-    """Replay of the next cycle."""
     case: InvalidResultCase | None = None
     """Case to store once the restart is granted."""
     faulty_node: str = ""
@@ -439,7 +431,6 @@ class Remedy:
 
 
 def find_remedy(state: LadderState, end: CycleEnd, limits: Limits) -> Remedy:
-    """Return what to do after a cycle that ended because of an invalid result."""
     assert end.is_invalid_result
     assert end.incident is not None
     what, diagnosis = _describe(end.incident, end.diagnosis), end.diagnosis
@@ -574,7 +565,6 @@ def _find_case(
 
 
 def _granted_here(case: InvalidResultCase) -> InvalidResultCase:
-    """Return a case with one more replay on the same device granted."""
     return replace(case, same_device=case.same_device + 1)
 
 

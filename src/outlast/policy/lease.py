@@ -43,7 +43,6 @@ class Process(msgspec.Struct, frozen=True):
     """A process, as other processes of its machine can find it."""
 
     host: str
-    """Name of the machine, for messages."""
     machine: str
     """Boot id and pid namespace of the machine."""
     pid: int
@@ -52,13 +51,10 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of an owner."""
-
     token: str
     """Random; identifies this ownership of this directory."""
     process: Process
     run: str
-    """The run's id."""
     run_dir: str | None = None
     series: str | None = None
     """The run that manifests name, for a directory of checkpoints."""
@@ -116,14 +112,11 @@ class LeaseStep(Enum):
 
 
 class OwnerStanding(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about whether an owner lives."""
-
     is_alive: bool | None = None
     """See :func:`find_life`."""
     has_changed: bool = False
     """Its record was renewed since it was first read."""
     silent_s: float = 0.0
-    """Seconds without a renewal."""
 
 
 class Silence:
@@ -205,8 +198,6 @@ def is_same_training(before: LeaseOwner, own: LeaseOwner) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRun:
-    """The run that a directory belongs to."""
-
     run: str
     is_proven: bool
     """A manifest names it; otherwise only the hint does."""

@@ -63,7 +63,6 @@ class SavedPoint(msgspec.Struct, frozen=True, array_like=True):
     iteration: int
     attempt: str
     era: Era
-    """Of its branch."""
     is_global: bool
     """It is in the global tier."""
 

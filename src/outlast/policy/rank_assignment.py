@@ -52,7 +52,6 @@ class Assignment:
 
     @property
     def active_world_size(self) -> int:
-        """Number of members with a rank."""
         return len(self.ranks)
 
     @property
@@ -240,7 +239,6 @@ class _Filling:
                     broken.remove((unit, ranks))
 
     def close(self, *, by_moving_last: bool) -> None:
-        """Give up the remaining gaps."""
         ordered = sorted(self.ranks, key=lambda initial: self.ranks[initial])
         if not by_moving_last:
             self.ranks = {initial: rank for rank, initial in enumerate(ordered)}

@@ -380,7 +380,6 @@ class InPlaceHolding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     iteration: int | None = None
     """Number of optimizer steps that made its part of the state; ``None`` = it has no complete one."""
     reason: str = ""
-    """Why it has none."""
     rank: int | None = None
     """Its rank when it came to hold the state; ``None`` = none yet."""
     world_size: int = 0
@@ -411,7 +410,6 @@ class InPlacePlan:
     digests: Mapping[int, str] = field(default_factory=dict)
     """Rank without its part to the digest that the received part must have."""
     has_loaded: Origin | None = None
-    """Checkpoint that the state descends from."""
 
 
 def plan_in_place(holdings: Sequence[InPlaceHolding]) -> InPlacePlan:

@@ -129,8 +129,6 @@ class _Events:
 
 @dataclass(slots=True)
 class CycleView(_Events):
-    """One cycle of a job."""
-
     number: int = -1
     starts: dict[str, At] = field(default_factory=dict)
     """Node to the start of its workers."""
@@ -197,7 +195,6 @@ class JobView(_Events):
     end_s: float = 0.0
     keeps_samples: bool = True
     newest: Event | None = None
-    """The newest event."""
     cycles: dict[int, CycleView] = field(default_factory=dict)
     ranks: dict[int, RankView] = field(default_factory=dict)
     launcher: str = ""
@@ -211,7 +208,6 @@ class JobView(_Events):
     lost: set[str] = field(default_factory=set)
     unhealthy: set[str] = field(default_factory=set)
     verdict: Event | None = None
-    """The newest decision."""
     decided: Event | None = None
     """The newest decision on an incident."""
     waits_since_ns: int = 0
@@ -225,7 +221,6 @@ class JobView(_Events):
     incident_counts: Counter[str] = field(default_factory=Counter)
     """Incident reports by kind."""
     failed_saves: Counter[str] = field(default_factory=Counter)
-    """Failed saves by tier."""
     num_reruns: int = 0
     stall_s: float = 0.0
     """How long ranks waited for saves, summed over ranks."""
@@ -265,17 +260,14 @@ class JobView(_Events):
 
     @property
     def num_cycles(self) -> int:
-        """Number of cycles whose workers were started."""
         return sum(bool(cycle.starts) for cycle in self.cycles.values())
 
     @property
     def newest_cycle(self) -> CycleView | None:
-        """The newest cycle whose workers were started."""
         return max((cycle for cycle in self.cycles.values() if cycle.starts), key=lambda one: one.number, default=None)
 
     @property
     def command(self) -> list[str]:
-        """The script with its arguments."""
         newest = next(reversed(self.agents.values()), None)
         return [str(word) for word in (newest.data.get("command") or () if newest is not None else ())]
 
@@ -386,7 +378,6 @@ class JobView(_Events):
         one.rate.clear()
 
     def _note(self, rank: int, event: Event, iteration: int) -> None:
-        """Record how far a rank is."""
         cycle = event.cycle or 0
         one = self.ranks.setdefault(rank, RankView())
         if one.iteration is not None and cycle < one.cycle:
@@ -487,13 +478,10 @@ class RunView:
         """When the run began, in nanoseconds since the epoch: its first event, or the start of the agent that joined
         first; ``None`` = no event yet."""
         self.newest: Event | None = None
-        """The newest event."""
         self.jobs: list[JobView] = []
         """Jobs in the order of their start; one that was requeued under its name is listed twice."""
         self.starts: list[WorkersStart] = []
-        """Starts of workers, in order."""
         self.committed: dict[str, set[int]] = {}
-        """Tier to the iterations committed to it."""
         self._has_agent = False
         self._by_name: dict[str, JobView] = {}
         self._open_agents: dict[str, set[str]] = {}

@@ -174,7 +174,6 @@ REFERENCES = {
     Basis.RELATIVE: "the median of the ranks",
     Basis.INDIVIDUAL: "its own best so far, beyond what the other ranks slowed down by",
 }
-"""The references, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +337,6 @@ def score_ranks(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> d
 def _measure_kernels(
     basis: Basis, members: Sequence[RankTimings], references_s: Mapping[int, Mapping[str, float]]
 ) -> list[Slowness]:
-    """Return how slow each rank's kernels are together."""
     scored: list[tuple[RankTimings, float]] = []
     for owner in members:
         above = below = 0.0
@@ -390,7 +388,6 @@ def _weight_s(timing: Timing) -> float:
 
 
 def _error_s(timing: Timing) -> float:
-    """Return the standard error of a median."""
     return _ERROR_OF_MEDIAN * _SIGMA_OF_MAD * timing.spread_s / math.sqrt(timing.count)
 
 

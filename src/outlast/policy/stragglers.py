@@ -351,7 +351,6 @@ def _why_nobody(
     config: StragglerDetectionConfig,
     limits: Mapping[Basis, float],
 ) -> str:
-    """Return why no rank is reported."""
     if findings.suspects:
         first = findings.suspects[0]
         others = len({one.rank for one in findings.suspects}) - 1

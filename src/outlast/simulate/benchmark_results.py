@@ -86,7 +86,6 @@ class BenchResult(msgspec.Struct):
 
     @property
     def num_measured(self) -> int:
-        """Number of bars with a value."""
         return sum(bar.value is not None for bar in self.bars)
 
     def to_json(self) -> str:

@@ -159,8 +159,6 @@ _SIGKILL = -9
 
 
 class _World:
-    """State of a simulated run."""
-
     def __init__(self, scenario: Scenario, partners: Sequence[Sequence[int]]) -> None:
         costs = scenario.costs
         self._scenario, self._costs, self._partners = scenario, costs, partners
@@ -207,7 +205,6 @@ class _World:
     # -- nodes and copies ---------------------------------------------------------------------------------------------
 
     def _allocate(self, at_s: float) -> None:
-        """Begin a job on fresh nodes."""
         self._spares = self._scenario.spares
         self._repairs: list[float] = []
         self._empty: set[int] = set()
@@ -236,7 +233,6 @@ class _World:
         self._holes.update(slots)
 
     def _take_back(self, until_s: float) -> None:
-        """Count repaired nodes as spares."""
         num = bisect_right(self._repairs, until_s)
         if num:
             del self._repairs[:num]
@@ -289,7 +285,6 @@ class _World:
         return max(copy.tier for copy in point.copies), point.generation
 
     def _form(self) -> None:
-        """Assign nodes to the empty slots."""
         self._take_back(self._formed_s)
         self._spares -= len(self._empty)
         for slot in self._empty:
@@ -298,7 +293,6 @@ class _World:
         self._empty.clear()
 
     def _load(self) -> None:
-        """Record the load of all ranks."""
         if self._tier is not None:
             self._loads[str(self._tier)] += 1
         if self._tier == Tier.GLOBAL:
@@ -344,7 +338,6 @@ class _World:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def run(self, faults: FaultSchedule) -> SimulatedRun:
-        """Simulate the run to its end."""
         for at_s, kind, slot, repair_s in zip(faults.times, faults.kinds, faults.slots, faults.repairs, strict=True):
             if self._is_over or at_s >= self._end_s:
                 break
@@ -417,7 +410,6 @@ class _World:
         return verdict
 
     def _leave(self, at_s: float, durable: int | None, *, trained: bool) -> None:
-        """Exit as requested, and wait in the queue."""
         left_s = at_s
         if trained and self._scenario.global_every:
             left_s += self._costs.global_save_stall_s + self._costs.global_save_s
@@ -454,7 +446,6 @@ class _World:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Continue without faults until the time is over."""
         if self._end_s < self._ready_s:
             self._spend_recovery(self._end_s)
             self._kept = self._iteration

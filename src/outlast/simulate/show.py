@@ -11,7 +11,6 @@ _WIDTH = 40
 
 
 def render_study(study: Study) -> Iterator[str]:
-    """Yield the lines of a study."""
     scenario = study.scenario
     nodes = f"{scenario.num_nodes:,} {'node' if scenario.num_nodes == 1 else 'nodes'}"
     ranks = f"{scenario.num_ranks:,} {'rank' if scenario.num_ranks == 1 else 'ranks'}"

@@ -76,7 +76,6 @@ class Study:
         return next((run.stops[0].reason for run in self.runs if run.stops), "")
 
     def to_fields(self) -> dict[str, Any]:
-        """Return the study for JSON."""
         return {
             "wall_s": round(self.wall_s, 3),
             "ettr": self.ettr,

@@ -348,7 +348,6 @@ class StragglerDetector:
         return self._group.process_group
 
     def _check_machines(self, ranks: tuple[RankTimings, ...], findings: Findings) -> tuple[MachineVerdict, ...]:
-        """Check the machines of the newly reported ranks."""
         group = self._open_group()
         if group is None:
             return ()

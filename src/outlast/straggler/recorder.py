@@ -152,7 +152,6 @@ class KernelTimes:
 
     @property
     def is_running(self) -> bool:
-        """Whether the profiler traces the current step."""
         return self._profile is not None
 
     @property
