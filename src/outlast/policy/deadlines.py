@@ -15,10 +15,10 @@ is too short (:func:`learn`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import ceil
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -389,7 +389,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Heartbeat timeouts are suggested only where no section was learned: a rare pause between two steps may exceed
         them.
         """
-        sections = ",".join(f"{name}:{ceil(seconds)}" for name, seconds in sorted(self.sections.items()))
+        sections = ",".join(f"{name}:{math.ceil(seconds)}" for name, seconds in sorted(self.sections.items()))
         values: dict[str, str | float | None] = {
             "rank-section-timeouts": sections or None,
             "rank-out-of-section-timeout": self.out_of_section_s,
@@ -398,7 +398,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             values["initial-rank-heartbeat-timeout"] = max(self.initial_heartbeat_s or 0.0, self.heartbeat_s)
             values["rank-heartbeat-timeout"] = self.heartbeat_s
         return " ".join(
-            f"--ft-{name}={value if isinstance(value, str) else ceil(value)}"
+            f"--ft-{name}={value if isinstance(value, str) else math.ceil(value)}"
             for name, value in values.items()
             if value is not None
         )
@@ -758,7 +758,5 @@ class ExitLimit:
 
     def overdue(self, ranks: Iterable[LateRank], *, first_exit_ns: int, now_ns: int) -> list[LateRank]:
         """Return the ranks to end, of those that still run."""
-        if (limit_s := self.seconds) is None:
-            return []
-        idle_s = {rank: rank.idle_s(first_exit_ns, now_ns, counts_processor=not self.is_given) for rank in ranks}
-        return [rank for rank, seconds in idle_s.items() if seconds >= limit_s]
+        limit_s, default = math.inf if self.seconds is None else self.seconds, not self.is_given
+        return [rank for rank in ranks if rank.idle_s(first_exit_ns, now_ns, counts_processor=default) >= limit_s]

@@ -89,10 +89,6 @@ class Report:
 
     def warnings(self) -> tuple[str, ...]:
         """Return a line for each basis on which ranks are slow."""
-        affected = {
-            basis: [one.rank for one in self.findings.named if one.basis == basis]
-            for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
-        }
         texts = {
             Basis.RELATIVE: f"Some {self.device}s have worse relative performance.",
             Basis.INDIVIDUAL: f"Some {self.device}s performance dropped.",
@@ -100,8 +96,8 @@ class Report:
         return tuple(
             f"STRAGGLER DETECTION WARNING: {texts[basis]} Affected ranks: {', '.join(map(str, ranks))} "
             f"(reference: {REFERENCES[basis]})"
-            for basis, ranks in affected.items()
-            if ranks
+            for basis in texts
+            if (ranks := [one.rank for one in self.findings.named if one.basis == basis])
         )
 
     def incidents(self, *, job: str = "", cycle: int = 0) -> tuple[Incident, ...]:
