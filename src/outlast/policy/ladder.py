@@ -700,7 +700,7 @@ def _one_more(counts: dict[str, int], name: str) -> dict[str, int]:
 
 
 def describe_saved(saved: bool, *, has_session: bool = True) -> str:
-    """Return whether a job that was shut down has a checkpoint that survives it, as far as known."""
+    """Return, as text, whether a job that was shut down has a checkpoint that survives it."""
     if saved:
         return "a saved checkpoint exists"
     return (
