@@ -116,13 +116,11 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
     troubles = sorted(_find_troubles(job.view, cycle), key=lambda trouble: trouble.at_s)
     job.troubles += troubles
     lives = job.lives[cycle.number] = list[Life]()
-    if cycle.started_s is None and not cycle.of(EventKind.STEPS_STARTED) and not cycle.done:
+    began_s = cycle.started_s
+    if began_s is None:
+        began_s = min((time_s for time_s, _ in (*cycle.of(EventKind.STEPS_STARTED), *cycle.done)), default=None)
+    if began_s is None:
         return
-    began_s = (
-        cycle.started_s
-        if cycle.started_s is not None
-        else min(time_s for time_s, _ in (*cycle.of(EventKind.STEPS_STARTED), *cycle.done))
-    )
     bounds = [began_s, *_find_returns(cycle)]
     mended = [one for one in troubles if one.verdict is not None and one.verdict.rung == Rung.RESTART_IN_PROCESS]
     ending = next((one for one in reversed(troubles) if _ends_cycle(one)), None)
@@ -188,25 +186,20 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
         life.end_s = life.trouble.began_s
         reached += [one.iteration or 0 for one in (life.trouble.incident, life.trouble.fault) if one is not None]
     elif until_s != float("inf"):
-        durations = [
-            float(event.data.get("duration_s") or 0.0)
-            for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)
-            if time_s == until_s
-        ]
-        duration_s = durations[0] if durations else 0.0
-        life.end_s = max(begin_s, until_s - duration_s)
+        data = next((e.data for time_s, e in cycle.of(EventKind.RESTARTED_IN_PROCESS) if time_s == until_s), {})
+        life.end_s = until_s - float(data.get("duration_s") or 0.0)
     else:
         session_ends = [time_s for time_s, _ in cycle.of(EventKind.SESSION_ENDED)]
         life.end_s = max(session_ends, default=max(ended, default=max(cycle.last_s, begin_s)))
     life.end_s = max(life.end_s, begin_s)
     if life.steps_start_s is None:
         life.from_iteration = min(restored, default=life.from_iteration)
-        life.to_iteration = max([*reached, life.from_iteration])
+    life.to_iteration = max([*reached, life.from_iteration])
+    if life.steps_start_s is None:
         life.is_tracked = bool(restored) or life.to_iteration > 0
         return
     life.is_tracked = True
-    life.steps_start_s = min(life.steps_start_s, max(life.end_s, begin_s))
-    life.to_iteration = max([*reached, life.from_iteration])
+    life.steps_start_s = min(life.steps_start_s, life.end_s)
     points = [(life.steps_start_s, life.from_iteration)]
     for time_s, event in done:
         if time_s <= life.end_s and (event.iteration or 0) > points[-1][1]:

@@ -544,11 +544,9 @@ def _with_excess(segment: Segment, windows: Sequence[SlowRanksWindow]) -> Segmen
         for window in windows
         if window.excess and window.job == segment.job and window.cycle == segment.cycle
     )
-    return (
-        msgspec.structs.replace(segment, straggler_s=min(slow_s, segment.end_s - segment.start_s))
-        if slow_s
-        else segment
-    )
+    if not slow_s:
+        return segment
+    return msgspec.structs.replace(segment, straggler_s=min(slow_s, segment.end_s - segment.start_s))
 
 
 def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:

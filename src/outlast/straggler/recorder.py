@@ -363,11 +363,10 @@ class SectionRecorder:
         timings = []
         for index in self._ended:
             if self._on_device[index] and index in device_s:
-                best, more = best_s.get(names[index], 0.0), self._left_to_host[index]
-                timings.append(summarise(names[index], device_s[index], best_s=best, num_more=more))
-                continue
-            values_s = [value / 1e9 for value in self._times_ns[index]]
-            more = self._counts[index] - len(values_s)
+                values_s, more = device_s[index], self._left_to_host[index]
+            else:
+                values_s = [value / 1e9 for value in self._times_ns[index]]
+                more = self._counts[index] - len(values_s)
             timings.append(summarise(names[index], values_s, best_s=best_s.get(names[index], 0.0), num_more=more))
         for times_ns in self._times_ns:
             times_ns.clear()
