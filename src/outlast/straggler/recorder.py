@@ -258,7 +258,7 @@ class SectionRecorder:
 
     def section(self, name: str, *, on_device: bool = True) -> StepSection:
         """Return the section of a name; arguments as for :meth:`index`."""
-        return StepSection(self, self.index(name, on_device=on_device))
+        return _section(self, self.index(name, on_device=on_device))
 
     def enter(self, index: int) -> None:
         """Begin a section; one within itself is part of the one around it."""
@@ -336,11 +336,11 @@ class SectionRecorder:
 
     def waiting(self) -> StepSection:
         """Return a section for waiting for other ranks: the time within counts for no section."""
-        return StepSection(self, _WAITING)
+        return _section(self, _WAITING)
 
     def left_out(self) -> StepSection:
         """Return a section for work outside steps, such as a save or an evaluation: nothing in it is timed."""
-        return StepSection(self, _LEFT_OUT)
+        return _section(self, _LEFT_OUT)
 
     def drop_open(self) -> None:
         """Discard open sections, as after an exception."""
@@ -384,8 +384,9 @@ class StepSection:
 
     __slots__ = ("_recorder", "index")
 
-    def __init__(self, recorder: SectionRecorder, index: int) -> None:
-        self._recorder, self.index = recorder, index
+    _recorder: SectionRecorder
+    index: int
+    """Its number in the recorder."""
 
     def __enter__(self) -> None:
         self._recorder.enter(self.index)
@@ -408,6 +409,12 @@ class StepSection:
                 return function(*args, **kwargs)
 
         return marked
+
+
+def _section(recorder: SectionRecorder, index: int) -> StepSection:
+    section = StepSection()
+    section._recorder, section.index = recorder, index
+    return section
 
 
 class Wrappings:
