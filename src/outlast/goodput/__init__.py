@@ -1,4 +1,4 @@
-"""Goodput: what a run's wall time went into, from its journal alone."""
+"""Goodput: how a run's wall time was spent, from its journal alone."""
 
 from __future__ import annotations
 

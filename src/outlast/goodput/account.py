@@ -1,7 +1,7 @@
-"""What a run's account holds: the parts of its wall time, its jobs, cycles, incidents, saves, loads and slow ranks.
+"""Types of a run's account: the parts of its wall time, its jobs, cycles, incidents, saves, loads and slow ranks.
 
-All are plain structs in seconds since the run began, and become JSON as they are. :mod:`outlast.goodput.ledger` makes
-them from a journal.
+Plain structs in seconds since the run began, which become JSON unchanged. :mod:`outlast.goodput.ledger` builds them
+from a journal.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from outlast.incidents import Event, Incident, Verdict
 
 
 class Part(StrEnum):
-    """What a stretch of a run's wall time went into; the parts of a run add up to its wall time."""
+    """Use of a run's wall time; the parts of a run add up to its wall time."""
 
     PRODUCTIVE = "productive"
-    """Steps whose result still counts, without what slow ranks added to them."""
+    """Steps whose result still counts, without the delay that slow ranks added."""
     STRAGGLER = "straggler"
-    """What slow ranks added to such steps, while the straggler detector named one."""
+    """Delay that slow ranks added to such steps, while the straggler detector reported one."""
     REDONE = "redone"
-    """Steps whose result was lost: they were done again, or have to be; and second runs of a step in place."""
+    """Steps whose result was lost and that were, or have to be, done again; and second runs of a step in place."""
     SAVE_STALL = "save_stall"
     """Training waited for a save."""
     DETECTION = "detection"
-    """From a fault until it was noticed, where the fault's time is known."""
+    """From a fault until its detection, where the fault's time is known."""
     RESTART = "restart"
-    """From the notice of a fault until new workers could be started, or until the processes were back in the script."""
+    """From the detection of a fault until new workers could be started, or until the processes were back in the script.
+    """
     RENDEZVOUS = "rendezvous"
     """Nodes meet and start workers."""
     LOAD = "load"
-    """A generation is loaded and verified."""
+    """A checkpoint is loaded and verified."""
     START_UP = "start_up"
-    """Workers run, and train not yet or no longer: imports, model, first compilation; a last save, the exit. Before
-    them, the start of the agent that joined first."""
+    """Workers run but do not train: imports, model, first compilation; a last save, the exit. Before that, the start of
+    the agent that joined first."""
     IDLE = "idle"
-    """The job waits for nodes that are missing."""
+    """The job waits for missing nodes."""
     QUEUED = "queued"
     """No job of the run was running: it waited for a scheduler, or for a person."""
     UNOBSERVED = "unobserved"
-    """Workers ran a script that reports no steps, so that nothing is known about the time."""
+    """Workers ran a script that reports no steps, so that the use of the time is not known."""
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One stretch of the run's wall time; segments follow one another without gap or overlap."""
+    """A period of the run's wall time; segments follow one another without gap or overlap."""
 
     start_s: float
     end_s: float
@@ -53,14 +54,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     job: str = ""
     cycle: int | None = None
     incident: int | None = None
-    """Place in :attr:`Ledger.incidents` of what caused it."""
+    """Index in :attr:`Ledger.incidents` of its cause."""
     straggler_s: float = 0.0
-    """Of a productive one: how much of it slow ranks added; it counts as :attr:`Part.STRAGGLER`."""
+    """The part of a productive segment that slow ranks added; counts as :attr:`Part.STRAGGLER`."""
 
 
 class JobSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One job of the run."""
-
     job: str
     start_s: float
     end_s: float
@@ -69,7 +68,7 @@ class JobSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     command: tuple[str, ...] = ()
     launcher: str = ""
-    """What started its workers, as their sessions knew it; empty = not known."""
+    """Launcher of its workers, as reported by their sessions; empty = not known."""
     version: str = ""
 
 
@@ -91,32 +90,30 @@ class CycleSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     start_s: float
     end_s: float
     steps_start_s: float | None = None
-    """When all ranks had begun their first step; ``None`` = they never did, or report none."""
+    """When all ranks had begun their first step; ``None`` = they never did, or do not report it."""
     world_size: int = 0
     from_iteration: int | None = None
-    """Optimizer steps that were done when it began to train."""
+    """Optimizer steps done when it began to train."""
     to_iteration: int | None = None
     """The last iteration that any of its ranks finished."""
     nodes: tuple[NodeSpan, ...] = ()
     num_in_process: int = 0
-    """Restarts within its processes."""
+    """Number of in-process restarts."""
     reason: str = ""
-    """Why it ended."""
 
 
 class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One incident that something was done about, and what it cost."""
+    """One incident that caused a decision, and its cost."""
 
     index: int
-    """Its place in :attr:`Ledger.incidents`."""
+    """Index in :attr:`Ledger.incidents`."""
     kind: str
-    """As in :class:`outlast.incidents.IncidentKind`; ``preempted`` for a shutdown that was requested."""
+    """As in :class:`outlast.incidents.IncidentKind`; ``preempted`` for a requested shutdown."""
     text: str
-    """One line for people: who, what, where."""
+    """One line: who, what, where."""
     rung: str
-    """Name of the ladder's rung in small letters; empty = nothing was decided."""
+    """Name of the recovery level in lower case; empty = no decision."""
     reason: str = ""
-    """Why that one."""
     job: str
     cycle: int
     node: str = ""
@@ -124,41 +121,41 @@ class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     iteration: int | None = None
     """The last iteration that any rank had finished when it happened."""
     at_s: float
-    """When it was noticed."""
+    """When it was detected."""
     since_s: float | None = None
-    """When the fault happened, where that is known."""
+    """When the fault happened, where known."""
     recovered_s: float | None = None
-    """When every rank had begun its first step again; ``None`` = that has not happened."""
+    """When every rank had begun a step again; ``None`` = that has not happened."""
     resumed_iteration: int | None = None
     """Where training continued."""
     lost_iterations: int | None = 0
     """Finished iterations that had to be done again; ``None`` = not known, as the script has no session."""
     parts: dict[str, float] = {}
-    """Name of a part to the seconds of it that this incident caused."""
+    """Name of a part to its seconds that this incident caused."""
     cost_s: float = 0.0
-    """The sum of them."""
+    """The sum of ``parts``."""
     simulated: str = ""
-    """Label of the injected fault that caused it; empty = none did, as far as is known."""
+    """Label of the injected fault that caused it; empty = none, as far as known."""
     fault: Event | None = None
     """The event of that fault."""
     incident: Incident | None = None
     verdict: Verdict | None = None
     evidence: dict[str, Any] = {}
-    """The incident's evidence, and what the journal has besides: ``exited`` (what became of its worker)."""
+    """The incident's evidence, and from the journal: ``exited`` (the end of its worker)."""
 
     @property
     def detected_after_s(self) -> float | None:
-        """Seconds from the fault to its notice, where the fault's time is known."""
+        """Seconds from the fault to its detection, where the fault's time is known."""
         return None if self.since_s is None else max(0.0, self.at_s - self.since_s)
 
     @property
     def recovered_after_s(self) -> float | None:
-        """Seconds from the notice until every rank had begun a step again; ``None`` = that has not happened."""
+        """Seconds from the detection until every rank had begun a step again; ``None`` = that has not happened."""
         return None if self.recovered_s is None else max(0.0, self.recovered_s - self.at_s)
 
 
 class Warned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An incident that ended nothing: a rejected copy, a failed save, a slow rank."""
+    """An incident that ended no cycle: a rejected copy, a failed save, a slow rank."""
 
     kind: str
     text: str
@@ -169,7 +166,7 @@ class Warned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int | None = None
     iteration: int | None = None
     num_reports: int = 1
-    """Ranks that reported the same."""
+    """Number of ranks that reported it."""
     evidence: dict[str, Any] = {}
 
 
@@ -180,11 +177,11 @@ class SaveSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cycle: int | None
     iteration: int
     at_s: float
-    """When training went on."""
+    """When training continued."""
     stall_s: float = 0.0
-    """The longest that any rank waited for it."""
+    """The longest wait of any rank."""
     tiers: tuple[str, ...] = ()
-    """Tiers that it was committed to, the nearest first; empty = to none, as far as is known."""
+    """Tiers that it was committed to, the nearest first; empty = none, as far as known."""
     duration_s: float | None = None
     """Until it was committed to the last of them, on the slowest rank."""
     num_bytes: int = 0
@@ -198,7 +195,7 @@ class LoadSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cycle: int | None
     iteration: int
     at_s: float
-    """When the last rank had it."""
+    """When the last rank had loaded."""
     load_s: float
     """On the slowest rank."""
     tiers: dict[str, int] = {}
@@ -206,7 +203,7 @@ class LoadSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes_read: dict[str, int] = {}
     """Tier to the bytes that all ranks read there."""
     rejected: tuple[str, ...] = ()
-    """Copies that were skipped, each in a line."""
+    """Copies that were skipped, one line each."""
 
 
 class SlowRanksWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -221,12 +218,12 @@ class SlowRanksWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     scores: dict[int, float] = {}
     """Global rank to its relative score, from 0 to 1; journals of earlier versions have the five worst."""
     excess: float = 0.0
-    """Share of a step by which it took longer than with the median rank's work, from 0 to below 1."""
+    """Share of a step that slow ranks added compared with the median rank, from 0 to below 1."""
     why_nobody: str = ""
 
 
 class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How training went at one moment, as a rank reported it."""
+    """Training progress at one moment, as a rank reported it."""
 
     at_s: float
     iteration: int
@@ -237,24 +234,25 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NodeClock(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a node's wall clock was read."""
+    """Alignment of a node's wall clock."""
 
     job: str
     node: str
     offset_s: float
-    """Seconds by which its clock is ahead of the reference node's; this much was taken off."""
+    """Seconds by which its clock was ahead of the reference node's; subtracted."""
     num_anchors: int = 0
-    """Events by which it was aligned, each seen by another node, too; 0 = there was none: its clock was trusted."""
+    """Events by which it was aligned, each seen by another node, too; 0 = none: its clock was trusted."""
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the incidents of a run; names of kinds, or of rungs, to seconds."""
+    """Means over the incidents of a run; names of kinds, or of recovery levels, to seconds."""
 
     num_incidents: dict[str, int]
-    """Kind to how many there were, requested shutdowns left out of ``all``."""
+    """Kind to count; ``all`` excludes requested shutdowns."""
     mtbf_s: dict[str, float]
-    """Kind, or ``all``, to the mean time between failures: the time in which jobs ran, by the number of incidents."""
+    """Kind, or ``all``, to the mean time between failures: the time in which jobs ran, divided by the number of
+    incidents."""
     mttd_s: dict[str, float]
     """Kind, or ``all``, to the mean time to detect, over those whose fault's time is known."""
     mttr_s: dict[str, float]
-    """Rung, or ``all``, to the mean time from the notice until every rank trained again."""
+    """Recovery level, or ``all``, to the mean time from the detection until every rank trained again."""

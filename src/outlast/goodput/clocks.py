@@ -1,10 +1,9 @@
-"""One time for all nodes: their journals' clocks are aligned by events that several nodes see at the same moment.
+"""One time for all nodes: clocks are aligned by events that several nodes see at the same moment.
 
-Within a node the monotonic clock orders events and measures between them, so that a wall clock which is set meanwhile
-does no harm. Between nodes wall clocks may differ. All ranks end a load together, and an iteration; workers of a cycle
-start together: from those events follows how far each node's clock is ahead of the reference node's, as the median
-over all of them. Only a difference of more than :data:`TRUSTED_S` is taken off: clocks that a time server keeps are
-closer to each other than such events.
+Within a node the monotonic clock orders events, so that a wall clock that is set meanwhile has no effect. Between nodes
+wall clocks may differ. All ranks end a load, and an iteration, together, and the workers of a cycle start together: the
+median difference over these events is a node's offset from the reference node. Only offsets above :data:`TRUSTED_S` are
+subtracted: clocks kept by a time server are closer to each other than such events.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Anchor = tuple[str, str, int | None, int | None, int]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event, and when it happened by the aligned clock."""
+    """An event with its aligned time."""
 
     time_ns: int
     """Nanoseconds since the epoch, by the reference node's clock."""
@@ -33,7 +32,7 @@ class Moment:
 
 
 def align(files: Sequence[Sequence[Event]]) -> tuple[list[Moment], tuple[NodeClock, ...]]:
-    """Return all events by aligned time, those of one process in their order, and how the nodes' clocks were read.
+    """Return all events by aligned time, those of one process in their order, and the alignment of each node's clock.
 
     Args:
         files: The events of each file of a journal, in its order.
@@ -60,20 +59,20 @@ def align(files: Sequence[Sequence[Event]]) -> tuple[list[Moment], tuple[NodeClo
 
 
 def _find_owners(files: Sequence[Sequence[Event]]) -> dict[tuple[str, str], _Key]:
-    """Return the monotonic clock of each node in each job: nodes that are one machine have the same one."""
+    """Return the monotonic clock of each node in each job: nodes on one machine share it."""
     machines: dict[tuple[str, str], set[str]] = defaultdict(set)
     for events in files:
         for event in events:
             if event.kind in (EventKind.JOB_STARTED, EventKind.SESSION_STARTED):
                 machines[event.job, event.node].add(str(event.data.get("machine", "")))
-    # A node that was restarted within a job, or tells no machine, is read by itself.
+    # A node that was restarted within a job, or reports no machine, has its own clock.
     return {place: ("", next(iter(names))) for place, names in machines.items() if len(names) == 1 and all(names)}
 
 
 def _find_anchors(
     files: Sequence[Sequence[Event]], keys: Sequence[Sequence[_Key]], base_ns: dict[_Key, int]
 ) -> dict[_Anchor, dict[_Key, int]]:
-    """Return for what several clocks saw when each of them saw it first."""
+    """Return, for events that several clocks saw, when each of them saw it first."""
     seen: dict[_Anchor, dict[_Key, int]] = defaultdict(dict)
     for events, of_file in zip(files, keys, strict=True):
         counts = Counter[tuple[str, str, int | None, int | None]]()
@@ -81,7 +80,7 @@ def _find_anchors(
             if event.kind not in _ANCHORS:
                 continue
             name = (str(event.kind), event.job, event.cycle, event.iteration)
-            counts[name] += 1  # after a restart in process the same comes again
+            counts[name] += 1  # repeated after an in-process restart
             anchor = (*name, counts[name])
             time_ns = event.mono_ns + base_ns[key]
             seen[anchor][key] = min(time_ns, seen[anchor].get(key, time_ns))
@@ -89,9 +88,9 @@ def _find_anchors(
 
 
 def _solve(seen: dict[_Anchor, dict[_Key, int]], sizes: Counter[_Key]) -> tuple[dict[_Key, int], dict[_Key, int]]:
-    """Return by how many nanoseconds each clock is ahead, and by how many anchors that is known.
+    """Return the nanoseconds by which each clock is ahead, and the number of anchors used.
 
-    From the clock with the most events outwards: those that share an anchor with an aligned one come next.
+    Starts from the clock with the most events; clocks that share an anchor with an aligned one come next.
     """
     offsets: dict[_Key, int] = {}
     num_anchors: dict[_Key, int] = {}

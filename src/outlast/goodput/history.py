@@ -1,7 +1,7 @@
-"""The lives of each job, and the incidents that something was done about, from a view of the run.
+"""Training periods of each job, and the incidents that caused a decision, from a view of the run.
 
-A *life* is a stretch in which ranks train without a restart: a cycle has one, and one more for each restart within its
-processes. Pure: :class:`outlast.policy.run_view.RunView` has put the events together.
+A *life* is a period in which ranks train without a restart: a cycle has one, and one more for each in-process restart.
+Pure: :class:`outlast.policy.run_view.RunView` has combined the events.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from outlast.policy.run_view import CycleView, JobView, RunView
 
 @dataclass(slots=True)
 class Episode:
-    """An incident that something was done about."""
+    """An incident that caused a decision."""
 
     kind: str
     at_s: float
-    """When it was noticed."""
+    """When it was detected."""
     decided_s: float
     since_s: float | None = None
     """When the fault happened; ``None`` = not known."""
@@ -38,41 +38,41 @@ class Episode:
     fault: Event | None = None
     """The injected fault that caused it."""
     decision: Event | None = None
-    """The event with the verdict."""
+    """The event with the decision."""
 
     @property
     def rung(self) -> str:
-        """Name of the rung in small letters; empty = nothing was decided."""
+        """Name of the recovery level in lower case; empty = no decision."""
         return "" if self.verdict is None else self.verdict.rung.name.lower()
 
     @property
     def began_s(self) -> float:
-        """When training stopped for it, as far as is known."""
+        """When training stopped for it, as far as known."""
         return self.at_s if self.since_s is None else min(self.since_s, self.at_s)
 
 
 @dataclass(slots=True)
 class Life:
-    """A stretch of training without a restart."""
+    """A period of training without a restart."""
 
     job: str
     cycle: int
     began_s: float
-    """When the processes were there, or back in the script."""
+    """When the processes had started, or were back in the script."""
     steps_start_s: float | None = None
-    """When the last rank began its first step; ``None`` = not all of them did."""
+    """When the last rank began its first step; ``None`` = not all did."""
     end_s: float = 0.0
     """When training stopped: by the fault, or by its own end."""
     from_iteration: int = 0
     to_iteration: int = 0
     is_tracked: bool = False
-    """Whether it is known from where it resumed, and how far it came."""
+    """Whether its first and last iterations are known."""
     points: list[tuple[float, int]] = field(default_factory=list)
-    """(time, iterations done), both growing."""
+    """Time and iterations done; both ascending."""
     trouble: Episode | None = None
-    """What ended it; ``None`` = it ended by itself, or goes on."""
+    """The incident that ended it; ``None`` = it ended by itself, or continues."""
     back_s: float | None = None
-    """When the processes were back in the script after a trouble that was mended within them."""
+    """When the processes were back in the script after an in-process recovery."""
 
     def when_done(self, iteration: int) -> float:
         """Return when an iteration was done, by interpolation."""
@@ -87,20 +87,16 @@ class Life:
 
 @dataclass(slots=True)
 class JobHistory:
-    """What happened in a job."""
-
     view: JobView
-    """What its events show."""
     num_reporting: int = 0
-    """Ranks that report steps."""
+    """Number of ranks that report steps."""
     lives: dict[int, list[Life]] = field(default_factory=dict)
-    """Cycle to its lives."""
     troubles: list[Episode] = field(default_factory=list)
-    """All incidents that something was done about, by time."""
+    """Incidents that caused a decision, by time."""
 
 
 def settle(view: RunView) -> list[JobHistory]:
-    """Return what happened in the jobs of a run, by time."""
+    """Return the history of each job of a run, by time."""
     found = []
     for job in view.jobs:
         history = JobHistory(job, job.num_reporting)
@@ -111,21 +107,20 @@ def settle(view: RunView) -> list[JobHistory]:
     return found
 
 
-# -- a cycle's troubles and lives --------------------------------------------------------------------------------------
+# -- a cycle's incidents and training periods
+# ----------------------------------------------------------------------------
 
 
 def _settle(job: JobHistory, cycle: CycleView) -> None:
-    """Find a cycle's troubles and lives, now that all its events are known."""
+    """Find a cycle's incidents and training periods, once all its events are known."""
     troubles = sorted(_find_troubles(job.view, cycle), key=lambda trouble: trouble.at_s)
     job.troubles += troubles
     lives = job.lives[cycle.number] = list[Life]()
-    if cycle.started_s is None and not cycle.of(EventKind.STEPS_STARTED) and not cycle.done:
+    began_s = cycle.started_s
+    if began_s is None:
+        began_s = min((time_s for time_s, _ in (*cycle.of(EventKind.STEPS_STARTED), *cycle.done)), default=None)
+    if began_s is None:
         return
-    began_s = (
-        cycle.started_s
-        if cycle.started_s is not None
-        else min(time_s for time_s, _ in (*cycle.of(EventKind.STEPS_STARTED), *cycle.done))
-    )
     bounds = [began_s, *_find_returns(cycle)]
     mended = [one for one in troubles if one.verdict is not None and one.verdict.rung == Rung.RESTART_IN_PROCESS]
     ending = next((one for one in reversed(troubles) if _ends_cycle(one)), None)
@@ -147,7 +142,7 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
 
 
 def _find_returns(cycle: CycleView) -> list[float]:
-    """Return when ranks began again within their processes: as the wrapper reports it, else by their sessions."""
+    """Return when ranks began again in process: as the wrapper reports it, else by their sessions."""
     back = [time_s for time_s, _ in cycle.of(EventKind.RESTARTED_IN_PROCESS)]
     again: dict[int, float] = {}
     num_begun = Counter[int | None]()
@@ -165,7 +160,7 @@ def _ends_cycle(trouble: Episode) -> bool:
 
 
 def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: float) -> None:
-    """Fill in when a life trained, and how far it came; ``least``: ranks that have to begin a step for that."""
+    """Fill in when a period trained, and its iterations; ``least`` ranks must have begun a step for that."""
     steps = [one for one in cycle.of(EventKind.STEPS_STARTED) if begin_s <= one[0] < until_s]
     done = [one for one in cycle.done if begin_s <= one[0] < until_s]
     restored = [e.iteration or 0 for time_s, e in cycle.of(EventKind.RESTORED) if begin_s <= time_s < until_s]
@@ -191,25 +186,20 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
         life.end_s = life.trouble.began_s
         reached += [one.iteration or 0 for one in (life.trouble.incident, life.trouble.fault) if one is not None]
     elif until_s != float("inf"):
-        durations = [
-            float(event.data.get("duration_s") or 0.0)
-            for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)
-            if time_s == until_s
-        ]
-        duration_s = durations[0] if durations else 0.0
-        life.end_s = max(begin_s, until_s - duration_s)
+        data = next((e.data for time_s, e in cycle.of(EventKind.RESTARTED_IN_PROCESS) if time_s == until_s), {})
+        life.end_s = until_s - float(data.get("duration_s") or 0.0)
     else:
         session_ends = [time_s for time_s, _ in cycle.of(EventKind.SESSION_ENDED)]
         life.end_s = max(session_ends, default=max(ended, default=max(cycle.last_s, begin_s)))
     life.end_s = max(life.end_s, begin_s)
     if life.steps_start_s is None:
         life.from_iteration = min(restored, default=life.from_iteration)
-        life.to_iteration = max([*reached, life.from_iteration])
+    life.to_iteration = max([*reached, life.from_iteration])
+    if life.steps_start_s is None:
         life.is_tracked = bool(restored) or life.to_iteration > 0
         return
     life.is_tracked = True
-    life.steps_start_s = min(life.steps_start_s, max(life.end_s, begin_s))
-    life.to_iteration = max([*reached, life.from_iteration])
+    life.steps_start_s = min(life.steps_start_s, life.end_s)
     points = [(life.steps_start_s, life.from_iteration)]
     for time_s, event in done:
         if time_s <= life.end_s and (event.iteration or 0) > points[-1][1]:
@@ -220,16 +210,21 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
 
 
 def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
-    """Yield what something was done about, with when it was noticed and, where known, when it happened.
+    """Yield a cycle's incidents with decisions, with the times of detection and, where known, of the fault."""
+    faults = cycle.of(EventKind.FAULT_SIMULATED)
+    for trouble in (*_decided(cycle), *_undecided(job, cycle)):
+        if trouble.incident is not None and trouble.incident.detected_after_s is not None:
+            trouble.since_s = trouble.at_s - trouble.incident.detected_after_s
+        _match_fault(trouble, faults)
+        yield trouble
 
-    It is noticed by the first event about it since the last decision on the like of it.
-    """
-    free = cycle.of(EventKind.FAULT_SIMULATED)
+
+def _decided(cycle: CycleView) -> Iterator[Episode]:
+    """Yield the incidents with decisions; detected by the first event since the last decision on a similar one."""
     decided_before: dict[tuple[Any, ...], float] = {}
     for decided_s, event in cycle.decisions:
-        incident, verdict = decode(event.data["incident"], Incident), decode(event.data.get("verdict"), Verdict)
         raw = event.data["incident"]
-        kind, about = _kind_of(raw), _about(raw)
+        about = _about(raw)
         after_s = decided_before.get(about, float("-inf"))
         decided_before[about] = decided_s
         noticed = [
@@ -237,65 +232,49 @@ def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
             for time_s, other in cycle.incidents
             if after_s < time_s <= decided_s and _about(other.data.get("incident") or {}) == about
         ]
-        trouble = Episode(
-            kind=kind,
-            at_s=min(noticed, default=decided_s),
-            decided_s=decided_s,
-            cycle=cycle.number,
-            incident=incident,
-            verdict=verdict,
-            text=incident.describe() if incident is not None else kind.replace("_", " "),
-            decision=event,
-        )
-        if incident is not None and incident.detected_after_s is not None:
-            trouble.since_s = trouble.at_s - incident.detected_after_s
-        _match_fault(trouble, free)
+        trouble = _episode(_kind_of(raw), raw, cycle, min(noticed, default=decided_s), decided_s)
+        trouble.verdict, trouble.decision = decode(event.data.get("verdict"), Verdict), event
         yield trouble
-    yield from _undecided(job, cycle, free)
 
 
-def _undecided(job: JobView, cycle: CycleView, free: list[tuple[float, Event]]) -> Iterator[Episode]:
-    """Yield what ended a cycle, or a call in process, without a verdict: without an agent nobody asks the ladder."""
+def _episode(kind: str, raw: dict[str, Any], cycle: CycleView, at_s: float, decided_s: float) -> Episode:
+    incident = decode(raw, Incident)
+    text = incident.describe() if incident is not None else kind.replace("_", " ")
+    return Episode(kind, at_s, decided_s, cycle=cycle.number, incident=incident, text=text)
+
+
+def _undecided(job: JobView, cycle: CycleView) -> Iterator[Episode]:
+    """Yield what ended a cycle, or a call in process, without a decision: without an agent the recovery policy is not
+    run."""
     verdicts = [event.data.get("verdict") for _, event in cycle.decisions]
     decided = [verdict.get("rung") if isinstance(verdict, dict) else int(Rung.RESTART_WORKERS) for verdict in verdicts]
     num_mended = sum(rung == Rung.RESTART_IN_PROCESS for rung in decided)
     for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)[num_mended:]:
-        faults = event.data.get("faults") or [{}]
-        duration_s = float(event.data.get("duration_s") or 0.0)
-        trouble = Episode(
-            kind=str(faults[0].get("kind") or IncidentKind.WORKER_FAILED),
-            at_s=time_s - duration_s,
-            decided_s=time_s - duration_s,
+        fault = (event.data.get("faults") or [{}])[0]
+        began_s = time_s - float(event.data.get("duration_s") or 0.0)
+        yield Episode(
+            str(fault.get("kind") or IncidentKind.WORKER_FAILED),
+            began_s,
+            began_s,
             cycle=cycle.number,
-            text=f"rank {faults[0].get('rank', '?')}: {faults[0].get('summary', 'a fault within the process')}",
+            text=f"rank {fault.get('rank', '?')}: {fault.get('summary', 'a fault within the process')}",
             verdict=Verdict(rung=Rung.RESTART_IN_PROCESS, reason="restarted within the processes"),
         )
-        _match_fault(trouble, free)
-        yield trouble
     if any(rung not in (None, int(Rung.RERUN_STEP), int(Rung.RESTART_IN_PROCESS)) for rung in decided):
         return
     for time_s, event in cycle.incidents:
         raw = event.data.get("incident") or {}
-        if raw.get("kind") not in CYCLE_ENDING:
-            continue
-        incident = decode(raw, Incident)
-        text = incident.describe() if incident is not None else str(raw.get("kind"))
-        trouble = Episode(str(raw["kind"]), time_s, time_s, cycle=cycle.number, incident=incident, text=text)
-        if incident is not None and incident.detected_after_s is not None:
-            trouble.since_s = time_s - incident.detected_after_s
-        _match_fault(trouble, free)
-        yield trouble
-        return
+        if raw.get("kind") in CYCLE_ENDING:
+            yield _episode(str(raw["kind"]), raw, cycle, time_s, time_s)
+            return
     is_followed = any(number > cycle.number for number in job.cycles)
     if is_followed and not job.agents and not cycle.starts and cycle.of(EventKind.SESSION_STARTED):
         text = f"the workers of cycle {cycle.number} ended; their launcher started them again"
-        trouble = Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
-        _match_fault(trouble, free)
-        yield trouble
+        yield Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
 
 
 def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
-    """Find the injected fault that caused it: the newest before it of the same rank, or of the same node."""
+    """Find the injected fault that caused it: the newest before it of the same rank or node."""
     incident = trouble.incident
     for pair in reversed(free):
         time_s, event = pair
@@ -314,12 +293,13 @@ def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
 
 
 def _kind_of(incident: dict[str, Any]) -> str:
-    """Return what an incident is about: a worker that failed with a diagnosis did so for an invalid result."""
+    """Return the kind of an incident: a worker that failed with a diagnosis failed for an invalid result."""
     return str(IncidentKind.INVALID_RESULT if "diagnosis" in incident.get("evidence", {}) else incident.get("kind", ""))
 
 
 def _about(incident: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what two reports of one incident have in common: of a hang not the rank, as others report it, too."""
+    """Return the key that all reports of one incident share; without the rank for a hang, which other ranks report,
+    too."""
     kind = _kind_of(incident)
     return (kind,) if kind == IncidentKind.WORKER_HUNG else (kind, incident.get("node"), incident.get("rank"))
 
@@ -333,26 +313,25 @@ def decode(value: Any, kind: type[msgspec.Struct]) -> Any:
 
 
 def all_lives(jobs: Iterable[JobHistory]) -> list[Life]:
-    """Return the lives of a run in their order."""
     return [life for job in jobs for _, lives in sorted(job.lives.items()) for life in lives]
 
 
 STARTS_WITHIN_S = 60.0
-"""Seconds in which a script that has a session opens it, where its other starts do not show that it takes longer."""
+"""Time in which a script with a session opens it, unless its other starts took longer."""
 
 
 def has_session(job: JobHistory) -> bool:
-    """Return whether the job's script has reported anything: then it is known which iterations were done."""
+    """Return whether the job's script has reported anything: then the finished iterations are known."""
     return job.num_reporting > 0 or job.view.counts[EventKind.SESSION_STARTED] > 0
 
 
 def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bool:
-    """Return whether a life failed so early that its script cannot have trained, although it opened no session.
+    """Return whether a period failed so early that its script cannot have trained, although it opened no session.
 
     Args:
-        life: A life of a job that has reported nothing.
+        life: A period of a job that has reported nothing.
         job: The job.
-        jobs: All jobs of the run: only where others have sessions it is known that the script opens one.
+        jobs: All jobs of the run: that the script opens a session is known only if others have one.
     """
     starts_s = [
         time_s - cycle.started_s

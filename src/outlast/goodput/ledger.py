@@ -1,11 +1,11 @@
-"""The ledger: a partition of a run's wall time, and what each incident cost, from the journal alone.
+"""The ledger: a partition of a run's wall time, and the cost of each incident, from the journal alone.
 
-The run is walked from the begin of its first job to the end of its last. Each moment belongs to one segment: nodes
-meet, workers start, ranks train, a fault is noticed, and so on. Then stretches of training are cut: steps whose result
-was lost, since a later life resumed from before them; waits for saves; and what named slow ranks added to the steps.
+The run is walked from the start of its first job to the end of its last; each moment belongs to one segment. Then
+periods of training are cut: steps whose result was lost, since a later period resumed from before them; waits for
+saves; and the delay that slow ranks added.
 
-Steps that were lost count as redone where they were done *first*: their result is gone, and the later ones stand for
-it, so that time and iterations agree with what a checkpoint could have saved.
+Lost steps count as redone where they were done *first*: the later ones replace their result, so that time and
+iterations agree with what a checkpoint could have saved.
 """
 
 from __future__ import annotations
@@ -58,35 +58,34 @@ from outlast.wording import count, duration
 PREEMPTED = "preempted"
 """Kind of an incident that is a requested shutdown."""
 _LASTING = {str(Tier.LOCAL), str(Tier.GLOBAL)}
-"""Tiers that outlive a job's processes; what a writer holds in memory, its own or another node's, ends with it."""
+"""Tiers that outlive a job's processes; a writer's memory ends with it."""
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's wall time went into, and what each incident cost."""
+    """Use of a run's wall time, and the cost of each incident."""
 
     run_id: str
     began: str
     """ISO 8601, in UTC."""
     began_wall_ns: int
     wall_s: float
-    """From the begin of the first job to the end of the last one, or to the newest event of a run that goes on."""
+    """From the start of the first job to the end of the last one, or to the newest event of a run that continues."""
     state: str
-    """``finished``, ``stopped``, ``preempted``, or ``open``: it goes on, or its end is not in the journal."""
+    """``finished``, ``stopped``, ``preempted``, or ``open``: it continues, or its end is not in the journal."""
     headline: str
-    """One sentence for people."""
+    """One sentence summary."""
     partition: dict[str, float]
     """Name of each :class:`Part` to its seconds; they add up to ``wall_s``."""
     ettr: float | None
-    """Effective training time ratio, the goodput: the productive share of the wall time; ``None`` = no rank reported
-    a step."""
+    """Effective training time ratio, the goodput: the productive share of the wall time; ``None`` = no rank reported a
+    step."""
     num_iterations: int | None
     """The highest iteration that was finished and not lost; ``None`` = not known, as the script has no session."""
     lost_iterations: int | None
-    """Iterations that were finished and had to be done again, or will have to be; ``None`` = not known."""
+    """Finished iterations that had to be done again, or will have to be; ``None`` = not known."""
     lost_is_minimum: bool = False
-    """``lost_iterations`` is at least that: a part of the run had no session."""
+    """``lost_iterations`` is a lower bound: a part of the run had no session."""
     num_in_process: int = 0
-    """Restarts within the processes."""
     num_spared: int = 0
     """Ranks that were lost, and without which the others continued."""
     jobs: tuple[JobSpan, ...]
@@ -101,18 +100,18 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     statistics: Statistics
     clocks: tuple[NodeClock, ...]
     notes: tuple[str, ...]
-    """What limits the account: events that were lost, lines that could not be read, clocks that were aligned."""
+    """Limitations of the account: lost events, unreadable lines, aligned clocks."""
 
     @classmethod
     def read(cls, run_dir: str | os.PathLike[str], *, job: str | None = None) -> Ledger:
-        """Make it from the journal of a run directory.
+        """Build the ledger from the journal of a run directory.
 
         Args:
-            run_dir: The run directory. A live run may go on writing: call again.
+            run_dir: The run directory. A live run may continue to write: call again.
             job: Name of the one job to account for; ``None`` = all of the run's.
 
         Raises:
-            ConfigError: It is no run directory, or its journal holds no event.
+            ConfigError: The path is not a run directory, or its journal has no event.
         """
         folder = Path(run_dir) / "journal"
         if not folder.is_dir():
@@ -146,13 +145,13 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_files(cls, files: Sequence[Sequence[Event]], *, notes: Iterable[str] = ()) -> Ledger:
-        """Make it from the events of each file of a journal, each in the order in which they were written."""
+        """Build the ledger from the events of each file of a journal, each in the order in which they were written."""
         moments, clocks = align(files)
         return _Walk(moments).close(clocks, list(notes))
 
 
 class _Walk:
-    """A ledger in the making."""
+    """Builds a ledger by walking the jobs."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         first_agent = next((one for one in moments if one.event.kind == EventKind.JOB_STARTED), moments[0])
@@ -165,40 +164,43 @@ class _Walk:
             view.take(one.event, one.time_ns)
         self._run_id = view.run_id
         self._jobs = settle(view)
-        self._troubles: list[Episode] = []
+        self._troubles: list[tuple[JobHistory, Episode]] = []
         self._causes: dict[int, int] = {}
-        """A trouble's identity to its place in the list."""
-        for job in self._jobs:
-            for trouble in (*job.troubles, *_leaving(job)):
+        """Incident's identity to its index in the list."""
+        self._shutdowns = [_shutdown_of(job) for job in self._jobs]
+        """Of each job."""
+        for job, shutdown in zip(self._jobs, self._shutdowns, strict=True):
+            for trouble in (*job.troubles, *shutdown):
                 self._causes[id(trouble)] = len(self._troubles)
-                self._troubles.append(trouble)
+                self._troubles.append((job, trouble))
         self._segments: list[Segment] = []
         self._now_s = 0.0
         self._active: int | None = None
-        """The incident that what follows is spent on, until all ranks train again."""
+        """Index of the incident that the following time is spent on, until all ranks train again."""
         self._open: set[int] = set()
-        """It, and those that it overtook before all ranks trained again."""
+        """The active incident, and those that it overtook before all ranks trained again."""
         self._resumed: dict[int, tuple[float, int | None]] = {}
-        """Incident to when all ranks began a step again, and from which iteration; ``None`` = that is not known."""
+        """Incident to when all ranks began a step again, and from which iteration; ``None`` = not known."""
         self._is_observed = any(has_session(job) for job in self._jobs) or not all_lives(self._jobs)
-        """Some script had a session, which reports iterations."""
+        """A script had a session, which reports iterations."""
         self._unobserved: set[int] = set()
-        """Lives whose scripts may have trained without a session, by identity."""
+        """Periods whose scripts may have trained without a session, by identity."""
         self._lost: Counter[int] = Counter()
-        self._is_given_up = False
+        """Iterations that each incident lost, by its index; -1 = no incident."""
+        self._redone: list[tuple[float, float, int | None]] = []
+        """Periods of lost iterations, with the index of the incident."""
 
     # -- the walk ------------------------------------------------------------------------------------------------
 
     def close(self, clocks: tuple[NodeClock, ...], notes: list[str]) -> Ledger:
-        """Return the ledger."""
         for place, job in enumerate(self._jobs):
-            self._walk_job(job, is_first=place == 0)
+            self._walk_job(job, self._shutdowns[place], is_first=place == 0)
         wall_s = self._now_s
         lives = all_lives(self._jobs)
-        lost, redone = self._find_redone(lives)
+        self._find_redone(lives)
         windows = find_slow_windows(self._jobs)
         saves = find_saves(self._jobs)
-        segments = _cut(self._segments, redone, Part.REDONE)
+        segments = _cut(self._segments, sorted(self._redone, key=lambda one: one[:2]), Part.REDONE)
         segments = _cut(segments, [(one.at_s - one.stall_s, one.at_s, None) for one in saves], Part.SAVE_STALL)
         segments = [_with_excess(one, windows) for one in segments]
         partition = dict.fromkeys((str(part) for part in Part), 0.0)
@@ -210,7 +212,7 @@ class _Walk:
         state, why = self._state()
         ettr = goodput(partition[Part.PRODUCTIVE], wall_s) if trained and wall_s > 0 else None
         notes += find_notes(self._jobs, clocks)
-        num_lost = sum(lost.values()) if self._is_observed else None
+        num_lost = sum(self._lost.values()) if self._is_observed else None
         is_minimum = self._is_observed and bool(self._unobserved)
         newest = next((life for life in reversed(lives) if life.is_tracked or id(life) in self._unobserved), None)
         ends_unobserved = newest is not None and id(newest) in self._unobserved
@@ -245,13 +247,13 @@ class _Walk:
     def _spend(
         self, until_s: float, part: Part, job: JobView, cycle: int | None = None, *, on: int | None = None
     ) -> None:
-        """Let the time until then belong to a part; what lies before now is spent already."""
+        """Assign the time until then to a part; earlier time is already assigned."""
         if until_s > self._now_s:
             segment = Segment(start_s=self._now_s, end_s=until_s, part=part, job=job.name, cycle=cycle, incident=on)
             self._segments.append(segment)
             self._now_s = until_s
 
-    def _walk_job(self, job: JobHistory, *, is_first: bool) -> None:
+    def _walk_job(self, job: JobHistory, shutdown: list[Episode], *, is_first: bool) -> None:
         view = job.view
         begins_s = min(view.start_s, max(view.began_s, self._now_s))
         for _, event in view.of(EventKind.QUEUED)[-1:]:
@@ -270,8 +272,9 @@ class _Walk:
             for life in lives:
                 self._walk_life(job, cycle, life)
         part = Part.START_UP if any(job.lives.values()) else Part.RENDEZVOUS
-        stopped_by = next((self._causes[id(one)] for one in reversed(job.troubles) if _is_stop(one)), None)
-        leaving = next((self._causes[id(one)] for one in _known(self._causes, job, self._troubles)), None)
+        stops = ("stop", "requeue_job")
+        stopped_by = next((self._causes[id(one)] for one in reversed(job.troubles) if one.rung in stops), None)
+        leaving = next((self._causes[id(one)] for one in shutdown), None)
         if stopped_by is not None:
             part = Part.RESTART
         self._spend(view.end_s, part, view, on=leaving if leaving is not None else stopped_by)
@@ -279,7 +282,7 @@ class _Walk:
             self._begin(leaving)
 
     def _meet(self, job: JobView, cycle: CycleView, until_s: float, *, is_first: bool) -> None:
-        """Spend the time in which nodes meet: after the first cycle of a job, a wait for missing ones is idle."""
+        """Assign the time in which nodes meet: after the first cycle of a job, a wait for missing ones is idle."""
         missing_since_s: float | None = None
         forming = [(time_s, int(event.data.get("missing", 0))) for time_s, event in cycle.of(EventKind.FORMING)]
         for time_s, num_missing in [*forming, (until_s, 0)]:
@@ -321,7 +324,7 @@ class _Walk:
             self._spend(max(time_s for time_s, _ in cycle.ends.values()), Part.START_UP, job, number)
 
     def _load(self, job: JobView, cycle: CycleView, life: Life, until_s: float) -> None:
-        """Spend the time until a load has ended on all ranks."""
+        """Assign the time until a load has ended on all ranks."""
         loads = [(t, e) for t, e in cycle.of(EventKind.RESTORED) if life.began_s <= t <= until_s]
         if not loads:
             return
@@ -331,7 +334,6 @@ class _Walk:
         self._spend(end_s, Part.LOAD, job, cycle.number, on=self._active)
 
     def _begin(self, incident: int) -> None:
-        """Spend what follows on an incident."""
         self._active = incident
         self._open.add(incident)
 
@@ -340,40 +342,28 @@ class _Walk:
         self._active = None
         self._open.clear()
 
-    # -- what was lost -------------------------------------------------------------------------------------------
+    # -- lost iterations ---------------------------------------------------------------------------------------------
 
-    def _find_redone(self, lives: Sequence[Life]) -> tuple[Counter[int], list[tuple[float, float, int | None]]]:
-        """Return how many iterations each incident lost (by its place; -1 = none did), and the stretches of them."""
-        lost = Counter[int]()
-        found: list[tuple[float, float, int | None]] = []
-        stack: list[list[Any]] = []  # of each life: it, the last iteration of it that counts, until when it counts
+    def _find_redone(self, lives: Sequence[Life]) -> None:
+        stack: list[list[Any]] = []  # of each period: itself, its last iteration that counts, until when it counts
         cause: int | None = None
         for life in lives:
             if life.is_tracked:
-                self._cut_back(stack, life.from_iteration, cause, lost, found)
+                self._cut_back(stack, life.from_iteration, cause)
                 stack.append([life, life.to_iteration, life.end_s])
                 cause = None
             if life.trouble is not None:
                 cause = self._causes[id(life.trouble)] if cause is None else cause
         if self._jobs[-1].view.exit_code not in (None, ExitReason.FINISHED) and stack:
-            self._cut_back(stack, _durable(self._jobs), cause, lost, found)
+            self._cut_back(stack, _durable(self._jobs), cause)
         for job in self._jobs:
             for trouble in job.troubles:
                 if trouble.verdict is not None and trouble.verdict.rung == Rung.RERUN_STEP:
                     step_s = _step_s(job, trouble.cycle, trouble.at_s)
-                    found.append((trouble.at_s - step_s, trouble.at_s, self._causes[id(trouble)]))
-        self._lost = lost
-        return lost, sorted(found, key=lambda one: one[:2])
+                    self._redone.append((trouble.at_s - step_s, trouble.at_s, self._causes[id(trouble)]))
 
-    def _cut_back(
-        self,
-        stack: list[list[Any]],
-        iteration: int,
-        cause: int | None,
-        lost: Counter[int],
-        found: list[tuple[float, float, int | None]],
-    ) -> None:
-        """Take what was done beyond an iteration out of what counts."""
+    def _cut_back(self, stack: list[list[Any]], iteration: int, cause: int | None) -> None:
+        """Discard what was done beyond an iteration."""
         for entry in reversed(stack):
             life, reached, until_s = entry
             failed = life.trouble is not None and until_s == life.end_s
@@ -382,13 +372,13 @@ class _Walk:
             kept = max(min(iteration, reached), life.from_iteration)
             from_s = min(life.when_done(kept), until_s)
             if kept < reached:
-                lost[-1 if cause is None else cause] += reached - kept
+                self._lost[-1 if cause is None else cause] += reached - kept
             own = self._causes[id(life.trouble)] if life.trouble is not None else None
             if from_s < until_s and (kept < reached or failed):
-                found.append((from_s, until_s, cause if kept < reached and cause is not None else own))
+                self._redone.append((from_s, until_s, cause if kept < reached and cause is not None else own))
             entry[1], entry[2] = kept, from_s
 
-    # -- prices --------------------------------------------------------------------------------------------------
+    # -- incident costs ----------------------------------------------------------------------------------------------
 
     def _price(self, segments: Sequence[Segment]) -> tuple[IncidentCost, ...]:
         parts: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -401,13 +391,10 @@ class _Walk:
             for number, cycle in job.view.cycles.items()
             for _, event in cycle.of(EventKind.WORKER_EXITED)
         }
-        costs = []
-        for job in self._jobs:
-            for trouble in (*job.troubles, *_known(self._causes, job, self._troubles)):
-                index = self._causes[id(trouble)]
-                costs.append(self._cost(job, trouble, index, dict(parts[index]), exits))
-        costs.sort(key=lambda cost: cost.index)
-        return tuple(costs)
+        return tuple(
+            self._cost(job, trouble, index, dict(parts[index]), exits)
+            for index, (job, trouble) in enumerate(self._troubles)
+        )
 
     def _cost(
         self, job: JobHistory, trouble: Episode, index: int, parts: dict[str, float], exits: dict[Any, dict[str, Any]]
@@ -450,7 +437,6 @@ class _Walk:
         )
 
     def _state(self) -> tuple[str, str]:
-        """Return how the run is, and why it ended."""
         job = self._jobs[-1].view
         code = job.exit_code
         ended = job.of(EventKind.JOB_ENDED)
@@ -462,11 +448,12 @@ class _Walk:
         return ("preempted" if code == ExitReason.PREEMPTED else "stopped"), reason or f"exit code {code}"
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
+# -- helpers
+# -------------------------------------------------------------------------------------------------------------
 
 
-def _leaving(history: JobHistory) -> list[Episode]:
-    """Return the requested shutdown on which a job ended, if it did."""
+def _shutdown_of(history: JobHistory) -> list[Episode]:
+    """Return the requested shutdown on which a job ended, if any."""
     job = history.view
     if job.exit_code != ExitReason.PREEMPTED:
         return []
@@ -479,32 +466,17 @@ def _leaving(history: JobHistory) -> list[Episode]:
         who = f"rank {event.rank} on node {event.node}" if event.rank is not None else f"node {event.node}"
         text = f"shutdown requested, first detected by {who}"
         number = event.cycle if event.cycle is not None else number
-        faults = (
-            [one for one in job.cycles[number].of(EventKind.FAULT_SIMULATED) if one[0] <= at_s]
-            if number in job.cycles
-            else []
-        )
-        fault = next((one for one in reversed(faults) if one[1].rank in (None, event.rank)), None)
+        faults = job.cycles[number].of(EventKind.FAULT_SIMULATED) if number in job.cycles else []
+        fault = next((one for one in reversed(faults) if one[0] <= at_s and one[1].rank in (None, event.rank)), None)
     trouble = Episode(PREEMPTED, at_s, at_s, cycle=number, text=text)
     if fault is not None and not any(one.fault is fault[1] for one in history.troubles):
         trouble.since_s, trouble.fault, trouble.simulated = fault[0], fault[1], str(fault[1].data.get("fault", ""))
     return [trouble]
 
 
-def _known(causes: dict[int, int], job: JobHistory, troubles: Sequence[Episode]) -> list[Episode]:
-    """Return the requested shutdown of a job, as it is in the account already."""
-    own = {id(trouble) for trouble in job.troubles}
-    found = [one for one in troubles if one.kind == PREEMPTED and id(one) not in own]
-    view = job.view
-    return [one for one in found if view.start_s <= one.at_s <= view.end_s and view.exit_code == ExitReason.PREEMPTED]
-
-
-def _is_stop(trouble: Episode) -> bool:
-    return trouble.verdict is not None and trouble.verdict.rung in (Rung.STOP, Rung.REQUEUE_JOB)
-
-
 def _until_restart(job: JobView, cycle: CycleView, trouble: Episode) -> float:
-    """Return when the next cycle could begin: the decision's time and its delay, unless it began or ended before."""
+    """Return when the next cycle could begin: the decision's time plus its delay, unless it began or the job ended
+    earlier."""
     delay_s = trouble.verdict.delay_s if trouble.verdict is not None else 0.0
     following = job.cycles.get(cycle.number + 1)
     started_s = following.started_s if following is not None else None
@@ -513,7 +485,7 @@ def _until_restart(job: JobView, cycle: CycleView, trouble: Episode) -> float:
 
 
 def _durable(jobs: Sequence[JobHistory]) -> int:
-    """Return the highest iteration of which a generation outlives the last job."""
+    """Return the highest iteration of a checkpoint that outlives the last job."""
     best = 0
     for job in jobs:
         for _, event in job.view.of(EventKind.SAVE_COMMITTED, EventKind.RESTORED):
@@ -537,7 +509,7 @@ def _step_s(job: JobHistory, number: int, at_s: float) -> float:
 def _cut(
     segments: Iterable[Segment], stretches: Sequence[tuple[float, float, int | None]], part: Part
 ) -> list[Segment]:
-    """Give stretches of training to another part; both by time, stretches may overlap."""
+    """Assign periods of training to another part; both by time, periods may overlap."""
     found: list[Segment] = []
     place = 0
     for segment in segments:
@@ -572,28 +544,24 @@ def _with_excess(segment: Segment, windows: Sequence[SlowRanksWindow]) -> Segmen
         for window in windows
         if window.excess and window.job == segment.job and window.cycle == segment.cycle
     )
-    return (
-        msgspec.structs.replace(segment, straggler_s=min(slow_s, segment.end_s - segment.start_s))
-        if slow_s
-        else segment
-    )
+    if not slow_s:
+        return segment
+    return msgspec.structs.replace(segment, straggler_s=min(slow_s, segment.end_s - segment.start_s))
 
 
 def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:
-    failures = [one for one in incidents if one.kind != PREEMPTED]
     num = Counter(one.kind for one in incidents)
-    num["all"] = len(failures)
+    num["all"] = sum(one.kind != PREEMPTED for one in incidents)
     detected: dict[str, list[float]] = defaultdict(list)
     recovered: dict[str, list[float]] = defaultdict(list)
     for one in incidents:
-        if (after_s := one.detected_after_s) is not None:
-            detected[one.kind].append(after_s)
-            if one.kind != PREEMPTED:
-                detected["all"].append(after_s)
-        if (after_s := one.recovered_after_s) is not None:
-            recovered[one.rung or one.kind].append(after_s)
-            if one.kind != PREEMPTED:
-                recovered["all"].append(after_s)
+        for found, name, after_s in (
+            (detected, one.kind, one.detected_after_s),
+            (recovered, one.rung or one.kind, one.recovered_after_s),
+        ):
+            if after_s is not None:
+                for each in (name,) if one.kind == PREEMPTED else (name, "all"):
+                    found[each].append(after_s)
     return Statistics(
         num_incidents=dict(num),
         mtbf_s={kind: running_s / number for kind, number in num.items() if number},

@@ -1,4 +1,4 @@
-"""What a ledger lists beside the parts: jobs, cycles, saves, loads, slow ranks, samples of steps, and warnings."""
+"""Lists in a ledger: jobs, cycles, saves, loads, slow ranks, samples of steps, and warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outlast.wording import count
 
 
 def find_slow_windows(jobs: Sequence[JobHistory]) -> list[SlowRanksWindow]:
-    """Return the reports of the straggler detector, each with the time that it is about."""
+    """Return the reports of the straggler detector, each with its period."""
     found: list[SlowRanksWindow] = []
     for job in jobs:
         previous: dict[int, float] = {}
@@ -51,7 +51,7 @@ def find_slow_windows(jobs: Sequence[JobHistory]) -> list[SlowRanksWindow]:
                     why_nobody=str(event.data.get("why_nobody") or ""),
                 )
             )
-    for place in range(len(found) - 1, 0, -1):  # the windows in which the rank was slow, but not named yet
+    for place in range(len(found) - 1, 0, -1):  # windows in which the rank was slow, but not reported yet
         later, window = found[place], found[place - 1]
         if (later.job, later.cycle) == (window.job, window.cycle) and later.excess and not window.named:
             excess = share_before(window.scores, later.named)
@@ -60,7 +60,6 @@ def find_slow_windows(jobs: Sequence[JobHistory]) -> list[SlowRanksWindow]:
 
 
 def find_saves(jobs: Sequence[JobHistory]) -> list[SaveSpan]:
-    """Return the saves, by time."""
     order = {str(tier): place for place, tier in enumerate(sorted(Tier))}
     found = []
     for job in jobs:
@@ -91,7 +90,6 @@ def find_saves(jobs: Sequence[JobHistory]) -> list[SaveSpan]:
 
 
 def find_loads(jobs: Sequence[JobHistory]) -> tuple[LoadSpan, ...]:
-    """Return the loads, by time."""
     found = []
     for job in jobs:
         for number, cycle in sorted(job.view.cycles.items()):
@@ -141,7 +139,7 @@ def find_steps(jobs: Sequence[JobHistory]) -> tuple[StepSample, ...]:
 
 
 def find_warned(jobs: Sequence[JobHistory]) -> tuple[Warned, ...]:
-    """Return the incidents that ended nothing, by time; those that many ranks reported once."""
+    """Return the incidents that ended no cycle, by time; those that many ranks reported once."""
     found: list[Warned] = []
     for job in jobs:
         decided = {
@@ -173,7 +171,6 @@ def find_warned(jobs: Sequence[JobHistory]) -> tuple[Warned, ...]:
 
 
 def find_notes(jobs: Sequence[JobHistory], clocks: Sequence[NodeClock]) -> list[str]:
-    """Return what limits the account."""
     notes = []
     lost = (int(event.data.get("num") or 0) for job in jobs for _, event in job.view.of(EventKind.EVENTS_LOST))
     if num_lost := sum(lost):
@@ -187,7 +184,6 @@ def find_notes(jobs: Sequence[JobHistory], clocks: Sequence[NodeClock]) -> list[
 
 
 def job_span(job: JobView) -> JobSpan:
-    """Return what the account lists of a job."""
     started = next((event.data for _, event in job.of(EventKind.JOB_STARTED)), {})
     ended = next((event.data for _, event in reversed(job.of(EventKind.JOB_ENDED))), {})
     return JobSpan(
@@ -203,7 +199,6 @@ def job_span(job: JobView) -> JobSpan:
 
 
 def cycle_span(job: JobHistory, cycle: CycleView) -> CycleSpan:
-    """Return what the account lists of a cycle."""
     lives = job.lives[cycle.number]
     starts = [life.steps_start_s for life in lives if life.steps_start_s is not None]
     start_s = min((time_s for time_s, _ in cycle.starts.values()), default=cycle.started_s or cycle.last_s)

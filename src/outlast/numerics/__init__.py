@@ -1,4 +1,4 @@
-"""Wrong numbers: results that are not finite, replicas that differ, and what becomes of them."""
+"""Invalid numbers: results that are not finite, replicas that differ, and what is done about them."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ __all__ = [
     "RerunStateMachine",
 ]
 
-# On first use: not everyone who needs one of these modules needs torch.
+# On first use: some importers of these modules do not need torch.
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

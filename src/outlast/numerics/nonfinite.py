@@ -1,7 +1,7 @@
-"""The light form of a check for NaN and infinity: no step is run again, all ranks do the same, at once.
+"""Check for NaN and infinity without re-runs: all ranks take the same action, at once.
 
-The quiet step costs one reduction of two integers, on connections of its own whatever training uses. Only if some rank
-saw a bad value, a second one with a place for every rank shows which.
+A step without a bad value costs one reduction of two integers, on separate connections. Only if a rank has a bad value,
+a second reduction with an entry for every rank identifies the ranks.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from outlast.runtime.process_groups import current_place
 log = logging.getLogger(__name__)
 Optimizers: TypeAlias = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _MAX_NAMED = 8
-"""Ranks that a message names one by one."""
+"""Ranks that a message lists."""
 _TRAINED = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAX_DEPTH = 100
-"""Containers within one another; a save accepts no more."""
+"""Nesting depth of containers; a save accepts no more."""
 _ADVICE = "look at the data and at the ranks named"
 
 
 class NonFiniteAction(StrEnum):
-    """What is done when a rank sees NaN or infinity."""
+    """Action when a rank has NaN or infinity."""
 
     WARN = "warn"
     """Log it, and continue training."""
     SKIP = "skip"
-    """Leave the step's update out, on all ranks."""
+    """Skip the step's update, on all ranks."""
     RAISE = "raise"
     """Raise :class:`outlast.errors.NotFinite`, on all ranks."""
     ROLLBACK = "rollback"
-    """Go back to the last good generation, on all ranks."""
+    """Roll back to the last good checkpoint, on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteCheck:
-    """What a check found and did; the same on all ranks."""
+    """Result of a check; the same on all ranks."""
 
     iteration: int
     """Number of optimizer steps done before this one."""
     action: NonFiniteAction | None = None
-    """What was done; ``None`` = everything is finite."""
+    """The action taken; ``None`` = everything is finite."""
     loss_ranks: tuple[int, ...] = ()
     """Ranks whose loss is NaN or infinite."""
     gradient_ranks: tuple[int, ...] = ()
-    """Ranks with such a gradient; where gradients are averaged these are all ranks, as soon as one is bad."""
+    """Ranks with a NaN or infinite gradient; where gradients are averaged, all ranks as soon as one is bad."""
     num_consecutive: int = 0
-    """Checks in a row that found something, this one included."""
+    """Failed checks in a row, this one included."""
 
     @property
     def finite(self) -> bool:
-        """Whether all ranks found everything finite."""
+        """Whether everything is finite on all ranks."""
         return self.action is None
 
     @property
@@ -74,7 +74,6 @@ class FiniteCheck:
         return self.action in (None, NonFiniteAction.WARN)
 
     def describe(self) -> str:
-        """Return one line for people."""
         if self.finite:
             return f"loss and gradients are finite at iteration {self.iteration}"
         found = [
@@ -89,7 +88,8 @@ class FiniteCheck:
 
 
 class _LimitReached(NotFinite, SystemExit):
-    """The last of the checks in a row: who does not catch it ends with exit code 17, after which nothing restarts."""
+    """The limit of failed checks in a row; if not caught, the process ends with exit code 17, after which nothing
+    restarts."""
 
     def __init__(self, message: str, *, rank: int, iteration: int) -> None:
         super().__init__(message, rank=rank, iteration=iteration)
@@ -97,7 +97,7 @@ class _LimitReached(NotFinite, SystemExit):
 
 
 class NonFiniteDetector:
-    """Look for NaN and infinity in every step's loss and gradients, and have all ranks do the same about it.
+    """Check every step's loss and gradients for NaN and infinity, and take the same action on all ranks.
 
     ::
 
@@ -107,17 +107,16 @@ class NonFiniteDetector:
         if detector.check(loss, optimizer, iteration=iteration).should_step:
             optimizer.step()
 
-    With ``skip``, ``raise`` and ``rollback`` the gradients of the optimizers given are dropped (they become ``None``),
-    so that even a step that is done nevertheless moves no weight and no moment.
+    With ``skip``, ``raise`` and ``rollback`` the gradients of the given optimizers are set to ``None``, so that a step
+    that is done nevertheless changes no weight and no moment.
 
     Args:
-        action: What to do: ``warn``, ``skip``, ``raise`` or ``rollback``.
-        max_consecutive: Checks in a row that may find something before the last of them raises
-            :class:`~outlast.errors.NotFinite`, whatever the action is; 0 = no limit. Not caught, it ends the process
-            with exit code 17 (``ExitReason.FAILED_VALIDATION``): the run stops, instead of being restarted, so that
-            people can decide what to go back to.
-        check_gradients: Check the gradients too; one pass over them.
-        on_rollback: Takes training back to the last good generation, on all ranks: loads it, or ends the process so
+        action: ``warn``, ``skip``, ``raise`` or ``rollback``.
+        max_consecutive: Failed checks in a row, of which the last raises :class:`~outlast.errors.NotFinite` whatever
+            the action is; 0 = no limit. If not caught, the process ends with exit code 17
+            (``ExitReason.FAILED_VALIDATION``): the run stops instead of being restarted, for a person to decide.
+        check_gradients: Check the gradients, too; one pass over them.
+        on_rollback: Rolls training back to the last good checkpoint, on all ranks: loads it, or ends the process so
             that its launcher does. Called with the check's result once all ranks have agreed. May be bound later.
         timeout_s: Seconds after which a check fails because a peer does not take part.
 
@@ -150,31 +149,31 @@ class NonFiniteDetector:
         self._consensus: Consensus | None = None
 
     def bind(self, on_rollback: Callable[[FiniteCheck], None]) -> None:
-        """Set how to go back to the last good generation, unless it was given to the constructor."""
+        """Set the rollback function, unless it was given to the constructor."""
         self._on_rollback = self._on_rollback or on_rollback
 
     def check(
         self, loss: torch.Tensor | float | None, optimizers: Optimizers = (), *, iteration: int | None = None
     ) -> FiniteCheck:
-        """Judge a step between its backward pass and its update.
+        """Check a step between its backward pass and its update.
 
         Args:
-            loss: This rank's loss, of any shape; ``None`` = it is not checked.
-            optimizers: Those that will step. Without them, no gradient is checked or dropped: then leave the step out
-                yourself where ``should_step`` is false.
-            iteration: Number of optimizer steps done; the number of earlier checks when not given.
+            loss: This rank's loss, of any shape; ``None`` = not checked.
+            optimizers: The optimizers that will step. Without them, no gradient is checked or dropped: then skip the
+                step yourself if ``should_step`` is false.
+            iteration: Number of optimizer steps done; by default the number of earlier checks.
 
         Returns:
-            What was found and done, the same on all ranks.
+            The result, the same on all ranks.
 
         Raises:
-            NotFinite: Something is not finite, and the action is ``raise``, or it was so ``max_consecutive`` times in a
-                row, or the action is ``rollback`` and no way is set. On all ranks.
+            NotFinite: A value is not finite, and the action is ``raise``, ``max_consecutive`` checks in a row failed,
+                or the action is ``rollback`` and no rollback function is set. On all ranks.
             ConfigError: Gradients are to be checked, and no optimizer is given.
-            PeerLost: A peer is gone, or did not come in time.
+            PeerLost: A peer exited, or did not reach the check in time.
 
         Collective: all ranks of the default group, once a step; the first check opens a group.
-        Blocks: until all ranks have come, up to ``timeout_s``; for one synchronisation with the device.
+        Blocks: until all ranks have reached the check, up to ``timeout_s``; for one synchronization with the device.
         """
         given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         if self.check_gradients and not given:
@@ -182,12 +181,12 @@ class NonFiniteDetector:
         return self._check(loss, given, self.check_gradients, iteration)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Check the optimizer's gradients at each of its steps, before it; nothing else needs to be called.
+        """Check the optimizer's gradients before each of its steps, without calls of :meth:`check`.
 
-        A step that is to be left out still runs, without gradients: it moves nothing.
+        A step that is to be skipped still runs, without gradients: it changes nothing.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle whose ``remove()`` ends the checks.
 
         Collective: all ranks must watch the same optimizers and step them in the same order.
         """
@@ -198,7 +197,7 @@ class NonFiniteDetector:
         return optimizer.register_step_pre_hook(check_before_step)
 
     def close(self) -> None:
-        """Leave; peers that wait for this rank fail. Idempotent."""
+        """Close the connections; peers that wait for this rank fail. Idempotent."""
         if self._consensus is not None:
             self._consensus.close()
             self._consensus = None
@@ -213,7 +212,7 @@ class NonFiniteDetector:
         iteration = self._num_checks if iteration is None else iteration
         self._num_checks += 1
         bad_loss = loss is not None and not _is_finite(loss)
-        bad_gradient = with_gradients and not _are_finite(_gradients(optimizers))
+        bad_gradient = with_gradients and any(_not_finite(_gradients(optimizers)))
         loss_ranks, gradient_ranks = self._agree_ranks(bad_loss, bad_gradient, iteration)
         if not loss_ranks and not gradient_ranks:
             self.num_consecutive = 0
@@ -247,7 +246,7 @@ class NonFiniteDetector:
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is None:
             text += ", but no way to go back is set; give on_rollback, or call bind()"
             raise NotFinite(text, rank=rank, iteration=found.iteration)
-        logs_for_all = not dist.is_initialized() or dist.get_rank() == 0  # every rank knows the same
+        logs_for_all = not dist.is_initialized() or dist.get_rank() == 0  # the result is the same on every rank
         log.log(logging.WARNING if logs_for_all else logging.DEBUG, "%s", text)
         if self.action is NonFiniteAction.ROLLBACK and self._on_rollback is not None:
             self._on_rollback(found)
@@ -255,7 +254,7 @@ class NonFiniteDetector:
     def _agree_ranks(
         self, bad_loss: bool, bad_gradient: bool, iteration: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ranks with a bad loss and those with a bad gradient, by one reduction while there are none."""
+        """Return the ranks with a bad loss and those with a bad gradient; one reduction if there are none."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return (0,) * bad_loss, (0,) * bad_gradient
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -270,18 +269,18 @@ class NonFiniteDetector:
 
 
 class StateCheck:
-    """Find what of a training state holds NaN or infinity that training has put there.
+    """Find tensors of a training state in which training produced NaN or infinity.
 
-    A weight must be finite. Other tensors (buffers, moments of an optimizer, averages of weights) may hold infinities,
+    Weights must be finite. Other tensors (buffers, moments of an optimizer, averages of weights) may hold infinities,
     as masks and best scores do, but no NaN, unless they held NaN before training began.
 
     Args:
-        state: What is trained, before anything is loaded into it: modules, optimizers, tensors, mappings and
+        state: The state to be trained, before anything is loaded into it: modules, optimizers, tensors, mappings and
             lists of them, and objects with ``state_dict()``, whose modules and optimizers are found among their
             attributes. NumPy arrays hold records, not weights, and are not examined.
-        asks_objects: Call ``state_dict()`` of such objects too, as a save does.
+        asks_objects: Call ``state_dict()`` of such objects, too, as a save does.
 
-    Blocks: for one synchronisation with the device, and for one more for each tensor that is not finite.
+    Blocks: for one synchronization with the device, and one more for each tensor that is not finite.
     """
 
     def __init__(self, state: Any, *, asks_objects: bool = True) -> None:
@@ -289,7 +288,7 @@ class StateCheck:
         self._held_nan = frozenset(self._find(state, weights=False))
 
     def find(self, state: Any) -> list[str]:
-        """Return the names of this rank's tensors in ``state`` that hold what they must not. Blocks: as above."""
+        """Return the names of this rank's invalid tensors in ``state``."""
         return [name for name in self._find(state, weights=True) if name not in self._held_nan]
 
     def _find(self, state: Any, *, weights: bool) -> list[str]:
@@ -380,12 +379,8 @@ def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor
     return found
 
 
-def _are_finite(tensors: list[torch.Tensor]) -> bool:
-    return not any(_not_finite(tensors))
-
-
 def _not_finite(tensors: list[torch.Tensor]) -> list[bool]:
-    """Return of which tensors an element is NaN or infinite: the largest magnitude of each, which cannot overflow."""
+    """Return which tensors have a NaN or infinite element, by their largest magnitude, which cannot overflow."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(number)

@@ -1,18 +1,19 @@
-"""What it takes to run a step again: its batches, what it changed, and, after a restart, what a diagnostic save holds.
+"""Run a step again: its batches, what it changed, and, after a restart, the contents of a diagnostic save.
 
-Batches are stored without running anybody's code when they are read: tensors, arrays, numbers and texts, in containers.
-Whatever else a batch holds is named, and not stored, since reading a pickle runs code from the file.
+Batches are stored without pickle, since reading a pickle runs code from the file: tensors, arrays, numbers and strings,
+in containers. Other contents are reported, and not stored.
 
-Besides its results a run changes random numbers, gradients, and the buffers that a forward pass changes. Parameters are
-not among them: the optimizer has not stepped. Nor is what the script keeps elsewhere and changes within the step.
+In addition to its results a run changes random numbers, gradients, and the buffers that a forward pass changes; not
+parameters, as the optimizer has not stepped. State that the script keeps elsewhere and changes within the step is not
+restored.
 
-Gradients are put back without copies: one that was ``None`` becomes ``None``, one that was there and was changed
-becomes zero, as ``zero_grad()`` leaves it. So what is accumulated into a gradient must be accumulated within one run.
+Gradients are restored without copies: ``None`` becomes ``None``, one that was there and changed becomes zero, as after
+``zero_grad()``. So a gradient must be accumulated within one run.
 
-A buffer, such as BatchNorm's statistics, is copied only where that is needed: which ones a run changes is learned in
-the first runs, and again when the module goes from ``eval()`` to ``train()`` or back, by torch's version counter and by
-value. A copy is good for as long as the counter stands still. BatchNorm's statistics change without it (torch 2.13), as
-does what is changed through ``.data``: what was seen to change so is copied before every run.
+A buffer, such as BatchNorm's statistics, is copied only if runs change it. That is detected in the first runs, and
+again when the module changes between ``eval()`` and ``train()``, by torch's version counter and by value. A copy is
+valid while the counter is unchanged. BatchNorm's statistics change without it (torch 2.13), as do changes through
+``.data``: such buffers are copied before every run.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ LEARNING_RUNS = 2
 
 
 class _Drawn(NamedTuple):
-    """A batch that was drawn for a step."""
+    """A batch of the current step."""
 
     batch: Any
     versions: tuple[int, ...]
-    """Of its tensors when it was drawn."""
+    """Versions of its tensors when it was drawn."""
     random_after: dict[str, Any]
     """Random numbers after it was drawn."""
 
 
 class ReplayableIterator(Generic[T]):
-    """An iterator that gives the batches of a step again when the step is run again.
+    """An iterator that returns the batches of a step again when the step is run again.
 
-    It holds them by reference until the step is over: nothing is copied. A step that changes its batch in place gets
-    the changed one; :meth:`changed` detects it. Where drawing a batch draws random numbers, giving it again advances
-    them as far.
+    Batches are held by reference until the step is over, not copied. A step that changes its batch in place gets the
+    changed one; :meth:`changed` detects that. Where drawing a batch consumes random numbers, so does returning it
+    again.
 
     Args:
-        batches: What to draw from.
+        batches: The source of batches.
 
     Thread: that of the training loop.
     """
@@ -72,7 +73,7 @@ class ReplayableIterator(Generic[T]):
         self._random = RandomSnapshot()
         self._given = 0
         self.is_recording = True
-        """Whether a step's batches may be wanted again."""
+        """Whether a step's batches may be needed again."""
         self._replayed: tuple[str, int] | None = None
         self._skip: tuple[str, int] | None = None
 
@@ -107,25 +108,25 @@ class ReplayableIterator(Generic[T]):
         return any(_versions(one.batch) != one.versions for one in self._drawn)
 
     def rewind(self) -> None:
-        """Give this step's batches again, from the first."""
+        """Return this step's batches again, from the first."""
         self._given = 0
 
     def end_step(self) -> None:
-        """Forget the batches that were given; what was drawn and not given again comes next."""
+        """Drop the batches that were returned; those drawn and not returned again come next."""
         del self._drawn[: self._given]
         self._given = 0
         if self._replayed is not None:
             self._skip, self._replayed = self._replayed, None
 
     def replay(self, batches: Sequence[T], random_after: Sequence[dict[str, Any]]) -> None:
-        """Give these batches to the step that begins, instead of others.
+        """Return these batches in the next step, instead of others.
+
+        Whether the source is positioned before or after them depends on what the script saved and when. So if the next
+        batch drawn from it is the first of these, as many are skipped.
 
         Args:
-            batches: See above.
+            batches: The batches of the step.
             random_after: Random numbers after each of them was drawn.
-
-        Whether the source stands before or behind them depends on what the script saved and when. So the first batch
-        that is drawn from it afterwards is compared: if it is the first of these, as many are skipped.
         """
         pairs = zip(batches, random_after, strict=True)
         self._drawn, self._given = [_Drawn(batch, _versions(batch), after) for batch, after in pairs], 0
@@ -143,7 +144,7 @@ class ReplayableIterator(Generic[T]):
 
 Iterators: TypeAlias = Sequence[ReplayableIterator[Any]]
 Batches: TypeAlias = "ReplayableIterator[Any] | Sequence[ReplayableIterator[Any] | None] | None"
-"""What a step draws from: one iterator, several, or none (a rank that gets its data from another one)."""
+"""Source of a step's batches: one iterator, several, or none (a rank that gets its data from another one)."""
 
 
 def as_iterators(batches: Batches) -> tuple[ReplayableIterator[Any], ...]:
@@ -167,21 +168,21 @@ def _versions(batch: Any) -> tuple[int, ...]:
 
 
 class StepReplay:
-    """What this rank knows of the step that is to be replayed, or is to be in the next process."""
+    """Replay state of this rank: the step to be replayed now, or in the next process."""
 
     def __init__(self, place: WorkerEnv, device: str) -> None:
         self._place, self._device = place, device
         self.ordered: Replay | None = None
-        """The step that is to be replayed; ``None``: steps are run for the first time."""
+        """The step to be replayed; ``None`` = steps are run for the first time."""
         self.saved: dict[str, Any] | None = None
-        """What this rank keeps of a step, for a diagnostic save or from one: plain values and tensors."""
+        """Data for, or from, a diagnostic save: plain values and tensors."""
         self._has_batches = True
 
     def begin_step(self, iteration: int, iterators: Iterators) -> tuple[dict[int, tuple[Rejected, Any]], list[int]]:
         """Restore batches and random numbers of the step, if it is the one to replay.
 
         Returns:
-            What was rejected before the restart, with its result, by call; and the calls in which errors were injected.
+            Rejections before the restart, with their results, by call; and the calls in which errors were injected.
 
         Raises:
             OutlastError: Another step is to be replayed.
@@ -218,11 +219,11 @@ class StepReplay:
         """Return whether the step had the batches of the run before: the saved ones, or the same drawn again."""
         if self._has_batches:
             return True
-        # Without its save: training up to it draws the same ones, if the data comes in the same order.
+        # Without its save, training up to it draws the same batches if the data order is deterministic.
         return self.ordered is not None and bool(self.ordered.batch) and fingerprint_of(iterators) == self.ordered.batch
 
     def num_tries(self, state: StepRun) -> int:
-        """Return the number of replays on the same device, the one that runs included."""
+        """Return the number of replays on the same device, including the current one."""
         return 0 if self.ordered is None else self.ordered.tries + (state is not StepRun.REPLAY_ELSEWHERE)
 
     def first_seen_on(self) -> tuple[str, str]:
@@ -236,7 +237,7 @@ class StepReplay:
     def keep(
         self, diagnosis: Diagnosis, validation: StepValidation, iterators: Iterators, random: Mapping[str, Any]
     ) -> None:
-        """Keep what a replay of this step needs for the save that follows; batches are referred to, not copied."""
+        """Record what a replay of this step needs for the next save; batches are referenced, not copied."""
         forms = [[store(batch) for batch in iterator.drawn] for iterator in iterators]
         problems = [text for batches in forms for _, texts in batches for text in texts]
         if problems:
@@ -256,9 +257,9 @@ class StepReplay:
         }
 
     def _give_saved_batches(self, iterators: Iterators) -> bool:
-        """Return whether the iterators give the saved batches.
+        """Return whether the iterators return the saved batches.
 
-        They do not if the batches could not be stored, or there are more or fewer iterators now.
+        They do not if the batches could not be stored, or the number of iterators changed.
         """
         if self.saved is None or self.saved["batches"] is None or len(self.saved["batches"]) != len(iterators):
             return False
@@ -268,16 +269,16 @@ class StepReplay:
 
 
 def fingerprint_of(iterators: Iterators) -> str:
-    """Return a fingerprint of what was drawn for the step that runs; empty without iterators."""
+    """Return a fingerprint of the batches drawn for the current step; empty without iterators."""
     return fingerprint([iterator.drawn for iterator in iterators]) if iterators else ""
 
 
 def store(value: Any) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return a form of a nested value that a checkpoint can hold, and what it cannot.
+    """Return a form of a nested value that a checkpoint can hold, and the problems.
 
     Returns:
-        The form, which refers to the tensors and does not copy them, and an empty list; or ``None`` and the places and
-        types of what cannot be stored.
+        The form, which references the tensors, and an empty list; or ``None`` and the paths and types of what cannot be
+        stored.
     """
     problems: list[str] = []
     on_device: list[str] = []
@@ -286,12 +287,12 @@ def store(value: Any) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def give_back(stored: Mapping[str, Any], local_rank: int) -> Any:
-    """Return what :func:`store` was given; what was on a device comes to this rank's."""
+    """Return the value that :func:`store` was given; device tensors are moved to this rank's device."""
     return _give_back(stored["value"], "", frozenset(stored["on_device"]), training_device(local_rank))
 
 
 def fingerprint(value: Any) -> str:
-    """Return 16 hexadecimal digits that identify a nested value; of foreign objects only the type counts.
+    """Return 16 hexadecimal digits that identify a nested value; of other objects only the type counts.
 
     Blocks: until the tensors were copied from their device.
     """
@@ -362,27 +363,27 @@ class _WatchedBuffer:
     version: int = -1
     """Its version then."""
     copy: torch.Tensor | None = None
-    """Its values then, if they are known; ``None`` also where there was no buffer."""
+    """Its values then, if known; ``None`` also where there was no buffer."""
     is_known: bool = False
-    """Whether it is known what it was then."""
+    """Whether its state then is known."""
     changes: bool = False
     """Whether runs change it."""
     is_silent: bool = False
     """Whether they change it without a change of its version."""
     changes_outside: bool = False
-    """Whether it changes between runs, and no run was seen to change it."""
+    """Whether it changes between runs, and was never seen to change in one."""
 
     def is_same(self) -> bool:
         tensor = self.owner.get(self.name)
         return tensor is self.tensor and _version(tensor) == self.version
 
     def look(self, *, learning: bool) -> bool:
-        """Look at the buffer at the beginning of a run; return whether its values are still to be copied."""
+        """Record the buffer at the beginning of a run; return whether its values are still to be copied."""
         same = self.is_same()
         if self.is_known and same and not (self.is_silent or learning):
             return False
         if self.is_known and not (self.changes or same):
-            # It changed since the last run began, and no run was seen to do it: outside, if that was seen before.
+            # It changed since the last run began, but no run was seen to change it: outside, if that happened before.
             self.changes_outside = learning or self.changes_outside
             self.changes = not self.changes_outside
         tensor = self.tensor = self.owner.get(self.name)
@@ -404,7 +405,7 @@ class _WatchedBuffer:
         self.changes_outside = self.changes_outside and not self.changes
 
     def rewind(self) -> bool:
-        """Put the buffer back; return ``False`` if it changed and it is not known what it was."""
+        """Restore the buffer; return ``False`` if it changed and its earlier values are not known."""
         if self.is_same() and not self.is_silent:
             return True
         self.changes, self.changes_outside = True, False
@@ -418,7 +419,7 @@ class _WatchedBuffer:
 
 
 class Rewinder:
-    """Remember the beginning of a run, and go back to it.
+    """Record the state at the beginning of a run, and restore it.
 
     Thread: that of the training loop.
     """
@@ -437,7 +438,7 @@ class Rewinder:
         self._sources: list[torch.Tensor] = []
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Put back gradients and buffers of these modules too; a module's buffers are looked up once."""
+        """Restore gradients and buffers of these modules, too; a module's buffers are listed once."""
         for module in modules:
             self._parameters.update((id(parameter), parameter) for parameter in module.parameters())
             if any(one is module for one in self._modules):
@@ -453,10 +454,10 @@ class Rewinder:
             self._learn_anew()
 
     def begin(self) -> None:
-        """Remember what there is at the beginning of a run.
+        """Record the state at the beginning of a run.
 
-        Blocks: never; costs about 5 us, 50 ns for each parameter, 0.2 us for each buffer, and a copy of the buffers
-        that runs change.
+        Blocks: never; costs about 5 us, 50 ns per parameter, 0.2 us per buffer, and a copy of the buffers that runs
+        change.
         """
         self.random.take()
         parameters = self._parameters.values()
@@ -468,7 +469,7 @@ class Rewinder:
             return
         copied = [buffer for buffer in self._others if buffer.look(learning=False)]
         if all(buffer.owner.get(buffer.name) is buffer.tensor for buffer in self._silent):
-            # Here comes every step of a model with BatchNorm, with hundreds of small buffers.
+            # Hot path: every step of a model with BatchNorm, with hundreds of small buffers.
             if self._sources:
                 with torch.no_grad():
                     torch._foreach_copy_(self._copies, self._sources)
@@ -478,7 +479,7 @@ class Rewinder:
         self._copy(copied)
 
     def end_run(self) -> None:
-        """Learn from a run that is over, if there is something to learn.
+        """Learn which buffers the run changed, in the first runs.
 
         Blocks: in the first runs, until the device has computed the buffers.
         """
@@ -522,12 +523,12 @@ class Rewinder:
 
 
 def _version(tensor: torch.Tensor | None) -> int:
-    # What was made in inference mode counts no changes.
+    # Tensors created in inference mode have no version.
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have the same values, NaN being equal to NaN."""
+    """Return whether two tensors have the same values; NaN equals NaN."""
     if a.layout != torch.strided or a.is_quantized:
         return True
     return a.shape == b.shape and bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())

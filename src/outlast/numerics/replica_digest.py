@@ -1,31 +1,26 @@
-"""Whether the replicas of a data-parallel run are still bit-identical, and if not, whose differs.
+"""Check that the replicas of a data-parallel run are bit-identical, and find those that differ.
 
-Every rank of a data-parallel group applies the same update to the same weights, so that what it holds afterwards is the
-same, bit for bit. A flipped bit in one rank's memory, or an arithmetic unit that errs, ends that, and nothing else
-notices: gradients are averaged, the loss is a little off, and a checkpoint keeps it.
+Every rank of a data-parallel group applies the same update to the same weights. A flipped bit in one rank's memory, or
+a faulty arithmetic unit, ends that undetected: gradients are averaged, and a checkpoint keeps the error.
 
-Compared are the parameters of modules and the state of optimizers, as far as several ranks hold them:
+Parameters of modules and the state of optimizers are compared, as far as several ranks hold them. A DTensor
+(``fully_shard``, tensor parallelism) has replicas along the mesh dimensions on which it is ``Replicate()``; with HSDP
+that is the replicate dimension. Any other tensor has a replica on every rank of the data-parallel group, as under
+``DistributedDataParallel``. Not compared: buffers, as running statistics are per rank, and tensors that are sharded
+without recording how (``FullyShardedDataParallel``, ``ZeroRedundancyOptimizer``).
 
-* A DTensor (``fully_shard``, tensor parallelism) states it: its replicas lie along the mesh dimensions on which it
-  is ``Replicate()``. With HSDP that is the replicate dimension; with a mesh of shards only there are none.
-* Any other tensor has a replica on every rank of the data-parallel group, as under ``DistributedDataParallel``.
+A tensor's digest has 64 bits. CPU memory is digested by xxh3_64, which is faster than one core reads memory.
+Accelerator memory is digested there, as a copy to the host would take longer than the step: :func:`weigh` sums all
+words, each times an odd pseudo-random weight of its position. Integer sums do not depend on their order, so the result
+is the same on every device and for every implementation; with Triton one kernel handles all tensors
+(:func:`weigh_at_once`). Words have 32 bits and weights 64: with 64-bit words the highest bit would count only whether
+it was flipped an even number of times (odd x 2**63 is 2**63), and two flipped signs would cancel. Rejected:
+``torch.hash_tensor``, an XOR, which detects neither order nor equal flips in two places.
 
-Buffers are left out: running statistics of batches are each rank's own. So is what is sharded without recording how:
-parameters of ``FullyShardedDataParallel`` and the state of a ``ZeroRedundancyOptimizer``.
-
-A tensor's digest has 64 bits, which change when a bit, or the order of the bytes, does. Memory that the CPU can read is
-digested by xxh3_64, which is faster than memory is read by one core. What lies on an accelerator is digested there, as
-copying it to the host would take longer than the step: :func:`weigh` is a sum of all words, each times an odd
-pseudo-random weight of its position. Integer sums do not depend on their order, so that it is the same on every device,
-and however it is computed: where Triton works, by one kernel for all tensors (:func:`weigh_at_once`).
-Words are 32 bits wide and weights 64. With words of 64 bits the highest bit of a word would count only whether it was
-flipped an even number of times, whatever the weights are (odd x 2**63 is 2**63): two flipped signs would cancel.
-``torch.hash_tensor`` is no alternative: it is an XOR, which sees neither order nor equal flips in two places.
-
-While replicas agree, one reduction of two integers is all: each rank's digests, each times a factor, are summed over
-all ranks. The factors of the holders of the same tensors add up to 0, and so does the sum when they agree; when they do
-not, it is 0 for less than one disagreement in 2**50. So one small reduction compares any number of groups of replicas,
-of any size, and every rank knows the outcome: all of them enter what follows, in which they exchange their digests.
+Agreement costs one reduction of two integers: each rank's digests, each times a factor, are summed over all ranks. The
+factors of the holders of the same tensors add up to 0, and so does the sum if they agree; otherwise it is 0 for less
+than one disagreement in 2**50. So one reduction compares any number of groups of replicas, of any size, and all ranks
+know the result: on a difference all of them exchange their digests.
 """
 
 from __future__ import annotations
@@ -60,29 +55,29 @@ from outlast.wording import count
 
 log = logging.getLogger(__name__)
 Holdings: TypeAlias = dict[tuple[int, ...], list[tuple[str, int]]]
-"""Ranks that hold the same tensors, this rank among them, to the name and digest of each of these tensors here."""
+"""Ranks that hold the same tensors, this rank included, to name and digest of each of these tensors here."""
 MAX_LOCATED = 8
-"""Replicas whose first differing tensor is looked for; each takes two broadcasts."""
+"""Replicas whose first differing tensor is searched for; each takes two broadcasts."""
 BLOCK_WORDS = 1 << 17
-"""Words that share a factor, beside a weight of their place in the block: 1 MiB of weights for tensors of any size."""
+"""Words that share a factor, in addition to a weight of their place in the block: 1 MiB of weights for tensors of any
+size."""
 PIECE_BLOCKS = 32
-"""Blocks that are weighed at a time: 32 MiB of products, which the cache of an accelerator holds."""
+"""Blocks per operation: 32 MiB of products, which fit the cache of an accelerator."""
 _MASK = (1 << 64) - 1
 _HALF = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One rank's replica that differs from others."""
+    """A replica that differs from others."""
 
     rank: int
     """Global rank."""
     node: str
-    """Its node."""
     device: str
-    """What it computes on, as :func:`outlast.runtime.device.device_name` names it."""
+    """Device, as named by :func:`outlast.runtime.device.device_name`."""
     tensor: str
-    """The first tensor that differs; empty = not looked for, as too many replicas differ."""
+    """The first tensor that differs; empty = not searched for, as too many replicas differ."""
 
     def __str__(self) -> str:
         where = f" in {self.tensor}" if self.tensor else ""
@@ -91,9 +86,9 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What a check found.
+    """Result of a check.
 
-    Whether replicas agree, and who does not, is the same on all ranks; the numbers are this rank's own.
+    Agreement and differing replicas are the same on all ranks; the numbers are this rank's own.
     """
 
     iteration: int
@@ -101,11 +96,11 @@ class Agreement:
     agrees: bool
     """Whether all replicas on all ranks are bit-identical."""
     num_replicas: int
-    """Largest number of replicas of a tensor of this rank; 1 = there is nothing to compare."""
+    """Largest number of replicas of a tensor of this rank; 1 = nothing to compare."""
     num_bytes: int
     """Bytes of this rank that were compared."""
     num_single_bytes: int
-    """Bytes of this rank that no other rank holds, as shards are; nothing can be compared with them."""
+    """Bytes of this rank that no other rank holds, such as shards."""
     culprits: tuple[Replica, ...] = ()
     """Replicas that differ from the majority of at least three, by rank."""
     undecided: tuple[Replica, ...] = ()
@@ -117,7 +112,6 @@ class Agreement:
         return next((replica.tensor for replica in (*self.culprits, *self.undecided) if replica.tensor), "")
 
     def describe(self) -> str:
-        """Return one line for people."""
         if not self.agrees:
             line = f"replicas differ at iteration {self.iteration}: "
             if self.culprits:
@@ -139,13 +133,13 @@ class ReplicaDigest:
 
     Args:
         state: Modules and optimizers, in mappings, lists and tuples, such as ``{"model": model, "optim": optim}``;
-            everything else in it is ignored. It is looked through at each check.
+            other contents are ignored. Read at each check.
         group: Ranks on which the replicas of plain tensors are: a process group, or a mesh such as ``mesh["dp"]``;
             ``None`` = all ranks. DTensors are compared along the mesh dimensions that replicate them, among these
-            ranks. With tensor or pipeline parallelism in plain tensors it must be given, as ranks hold different ones.
+            ranks. Required with tensor or pipeline parallelism in plain tensors, as ranks hold different ones.
         interval: Steps from one check to the next; 0 = only on demand.
         timeout_s: Seconds after which a check fails because a peer does not take part.
-        place: This rank's place; read from the environment when not given.
+        place: This rank's place; by default read from the environment.
 
     Raises:
         ConfigError: The interval is negative.
@@ -169,20 +163,21 @@ class ReplicaDigest:
         self._has_warned = False
 
     def should_check(self, iteration: int) -> bool:
-        """Return whether the interval asks for a check after this number of optimizer steps."""
+        """Return whether a check is due after this number of optimizer steps."""
         return self.interval > 0 and iteration > 0 and iteration % self.interval == 0
 
     def check(self, iteration: int) -> Agreement:
-        """Compare the replicas as they are now.
+        """Compare the current replicas.
 
         Args:
             iteration: Number of optimizer steps done; the same on all ranks.
 
         Raises:
-            PeerLost: A peer is gone, or did not come in time.
+            PeerLost: A peer exited, or did not reach the check in time.
 
         Collective: all ranks of the default group, after the same step's update; the first check opens a group.
-        Blocks: while this rank's replicas are digested, and until all ranks have come, up to ``timeout_s``.
+        Blocks: while this rank's replicas are digested, and until all ranks have reached the check, up to
+        ``timeout_s``.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         tensors = find_replicated(self._state, ranks_of(self._among))
@@ -212,7 +207,7 @@ class ReplicaDigest:
             culprits=culprits,
             undecided=undecided,
         )
-        if not agreement.agrees:  # every rank knows the same
+        if not agreement.agrees:  # the result is the same on every rank
             log.log(logging.ERROR if dist.get_rank() == 0 else logging.DEBUG, "%s", agreement.describe())
         return agreement
 
@@ -223,7 +218,7 @@ class ReplicaDigest:
             self._group = None
 
     def _compare(self, holdings: Holdings, iteration: int) -> tuple[tuple[Replica, ...], tuple[Replica, ...]] | None:
-        """Return culprits and undecided replicas, as in :class:`Agreement`; ``None`` = all agree. Collective."""
+        """Return root causes and undecided replicas, as in :class:`Agreement`; ``None`` = all agree. Collective."""
         try:
             if self._group is None:
                 self._group = Group.share(timeout_s=self._timeout_s)
@@ -248,20 +243,20 @@ class ReplicaDigest:
             ) from error
 
 
-# -- who differs -----------------------------------------------------------------------------------------------------
+# -- differing replicas ----------------------------------------------------------------------------------------------
 
 
 class _GroupDigest(msgspec.Struct, frozen=True):
-    """One rank's digest of what a group of ranks holds alike."""
+    """One rank's digest of the tensors that a group of ranks holds."""
 
     holders: int
-    """Digest of who they are."""
+    """Digest of the group's ranks."""
     num_holders: int
     digest: int
 
 
 class _RankDigests(msgspec.Struct, frozen=True):
-    """What a rank sends when replicas differ."""
+    """Message of a rank when replicas differ."""
 
     node: str
     device: str
@@ -274,7 +269,7 @@ def _gather_differences(
     """Return the replicas that differ from a majority, and those that differ without one; the same on all ranks.
 
     Raises:
-        RuntimeError: A peer is gone, or did not come in time.
+        RuntimeError: A peer exited, or did not respond in time.
 
     Collective: all ranks of the group.
     Blocks: up to the group's timeout.
@@ -307,7 +302,7 @@ def _gather_differences(
             one = Replica(rank=rank, node=ranks[rank].node, device=ranks[rank].device, tensor=name)
             replicas.setdefault(rank, one)
 
-    for key, by_rank in by_holders.items():  # in the same order on all ranks: that of what was gathered
+    for key, by_rank in by_holders.items():  # in the same order on all ranks: that of the gathered digests
         by_digest = {rank: part.digest for rank, part in by_rank.items()}
         num_replicas = max(part.num_holders for part in by_rank.values())
         if len(by_digest) == num_replicas and len(set(by_digest.values())) == 1:
@@ -327,7 +322,7 @@ def find_minority(digests: Mapping[int, int], num_replicas: int) -> tuple[int, l
     """Return a rank of the majority, and the ranks that differ from it; ``None`` = there is no majority.
 
     Args:
-        num_replicas: How many there should be; more than half of them are a majority, so that of two neither is.
+        num_replicas: Expected number; more than half of it is a majority, so that two replicas have none.
     """
     ((digest, count),) = Counter(digests.values()).most_common(1)
     if 2 * count <= num_replicas:
@@ -357,10 +352,10 @@ def _last_factor(num_holders: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedTensor:
-    """A tensor of this rank, and who holds the same one."""
+    """A tensor of this rank, and the ranks that hold the same one."""
 
     name: str
-    """The same on all of ``ranks``: path of the module or optimizer, parameter, and what of it."""
+    """The same on all of ``ranks``: path of the module or optimizer, parameter, state key."""
     tensor: torch.Tensor
     """This rank's part; not a copy."""
     ranks: tuple[int, ...]
@@ -370,14 +365,14 @@ class ReplicatedTensor:
 def find_replicated(state: Any, ranks: tuple[int, ...]) -> list[ReplicatedTensor]:
     """Return the parameters and the optimizer state of a rank, in an order that is the same on all replicas.
 
-    A parameter is named where it is met first, modules before optimizers; its optimizer state is named after it.
+    A parameter is named by its first occurrence, modules before optimizers; its optimizer state is named after it.
 
     Args:
-        state: Modules and optimizers, in mappings, lists and tuples; everything else in it is ignored.
+        state: Modules and optimizers, in mappings, lists and tuples; other contents are ignored.
     """
     found: list[ReplicatedTensor] = []
     names: dict[int, str] = {}
-    placed: dict[int, bool] = {}  # whether it is known who holds a parameter
+    placed: dict[int, bool] = {}  # whether a parameter's holders are known
 
     def add(name: str, tensor: torch.Tensor, is_placed: bool) -> None:
         holders = ranks
@@ -425,7 +420,7 @@ def _join(*parts: str) -> str:
 
 
 def _holders_of(tensor: DTensor, among: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of a DTensor as this one does."""
+    """Return the ranks that hold the same part of a DTensor as this one."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or any(placement.is_partial() for placement in tensor.placements):
         return ()
@@ -443,12 +438,12 @@ def _holders_of(tensor: DTensor, among: tuple[int, ...]) -> tuple[int, ...]:
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the digest of each tensor's elements, in the order of its indices; 0 to 2**64 - 1.
 
-    Element type and shape are not part of it. Digests compare among tensors on devices of the same type.
+    Element type and shape are not included. Digests are comparable among tensors on devices of the same type.
 
     Args:
         tensors: Strided tensors on any device, of any element type, shape and stride, empty ones too.
 
-    Blocks: for one synchronisation with each accelerator that holds some of them.
+    Blocks: for one synchronization with each accelerator that holds some of them.
     """
     found = [0] * len(tensors)
     elsewhere: dict[torch.device, list[int]] = {}
@@ -471,15 +466,15 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 def weigh(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's 32-bit words, each times the weight of its position; wraps at 64 bits.
 
-    A single changed word always changes it, since a weight is odd; a swap of two words, or equal changes of two, leave
-    it as it is for about one pair of positions in 2**32.
+    A single changed word always changes it, since a weight is odd; a swap of two words, or equal changes of two, do not
+    for about one pair of positions in 2**32.
 
     Returns:
-        An int64 tensor without dimensions on the tensor's device; nothing is waited for.
+        An int64 tensor without dimensions on the tensor's device; does not wait for the device.
     """
     data = as_bytes(tensor)
     if data.storage_offset() % 4:
-        data = data.clone()  # words cannot be read from there
+        data = data.clone()  # unaligned words cannot be read
     num_words, rest = divmod(data.numel(), 4)
     total = _weigh_rest(data, num_words) if rest else torch.zeros((), dtype=torch.int64, device=data.device)
     words = data[: num_words * 4].view(torch.int32)
@@ -511,23 +506,23 @@ def _weigh_words(words: torch.Tensor, start: int) -> torch.Tensor:
 GROUP_BLOCKS = 8
 """Blocks that a program of the kernel weighs."""
 _TILE_WORDS = 1024
-"""Places of each of them that it weighs: it reads their weights once."""
+"""Places in each block that a program weighs: it reads their weights once."""
 tl: Any = None
 """triton.language, once :func:`_find_kernel` has imported it; the kernel looks it up here."""
 constexpr: TypeAlias = Any
-"""What the kernel is compiled for, by Triton's name."""
+"""Triton's name for compile-time arguments of the kernel."""
 
 
 @torch.no_grad()
 def weigh_at_once(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """Return what :func:`weigh` returns of each tensor, by one kernel that reads every byte once.
+    """Return :func:`weigh` of each tensor, by one kernel that reads every byte once.
 
     torch's own operations write each product to memory and read it again, and start several kernels for each tensor.
 
     Returns:
-        An int64 tensor of one dimension on the device; ``None``: there is no Triton that works here.
+        An int64 tensor of one dimension on the device; ``None`` = Triton is missing, or does not work here.
 
-    Blocks: while the tables go to the device; the first time some seconds, while the kernel is compiled.
+    Blocks: while the tables are copied to the device; the first time some seconds, while the kernel is compiled.
     """
     if (kernel := _find_kernel()) is None:
         return None
@@ -536,7 +531,7 @@ def weigh_at_once(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
 
 
 def _weigh_at_once(kernel: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    held = [_words(tensor) for tensor in tensors]  # also keeps what had to be copied
+    held = [_words(tensor) for tensor in tensors]  # also keeps copies alive
     counts = np.array([words.nbytes // 4 for words in held], dtype=np.int64)
     num_groups = -(-counts // (BLOCK_WORDS * GROUP_BLOCKS))
     owners = np.repeat(np.arange(len(held)), num_groups)
@@ -577,7 +572,7 @@ _broken: list[str] = []
 
 @cache
 def _find_kernel() -> Any:
-    """Return the kernel; ``None``: there is no Triton, or it does not work here."""
+    """Return the kernel; ``None`` = Triton is missing, or does not work here."""
     global tl
     if _broken:
         return None
@@ -587,7 +582,7 @@ def _find_kernel() -> Any:
     except ImportError as error:
         log.info("digests on devices are computed by torch's own operations, several times slower: %s", error)
         return None
-    globals()["constexpr"] = tl.constexpr  # for TRITON_INTERPRET, which reads the kernel's source anew
+    globals()["constexpr"] = tl.constexpr  # for TRITON_INTERPRET, which reads the kernel's source again
     return triton.jit(_weigh_groups)
 
 
@@ -618,14 +613,14 @@ def _weigh_groups(  # type: ignore[no-untyped-def]  # Triton reads annotations
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in their order, where words can be read."""
+    """Return a tensor's elements in order, aligned to words."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = as_bytes(tensor)
     return tensor.clone() if tensor.data_ptr() % 4 else tensor
 
 
 def _weigh_rest(tensor: torch.Tensor, num_words: int) -> torch.Tensor:
-    """Weigh the bytes behind a tensor's last whole word, with zeros behind them."""
+    """Weigh the bytes after a tensor's last whole word, padded with zeros."""
     data = as_bytes(tensor)[num_words * 4 :]
     last = torch.zeros(4, dtype=torch.uint8, device=data.device)
     last[: data.numel()] = data

@@ -1,8 +1,8 @@
 """The re-run state machine: is an invalid result transient, the device's fault, or correct?
 
-A step is run; what the script validates is judged before the optimizer moves a weight. If any rank rejects a result,
-all ranks put back what the run had changed and run the step again, with the same batches and random numbers. What
-follows is in :mod:`outlast.policy.rerun`.
+Results of a step are validated before the optimizer changes a weight. If any rank rejects a result, all ranks restore
+what the run had changed and run the step again, with the same batches and random numbers. The transitions are in
+:mod:`outlast.policy.rerun`.
 
 It has two interfaces. Megatron's::
 
@@ -56,20 +56,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Agree: TypeAlias = Callable[[Sequence[int]], list[int]]
-"""Takes this rank's numbers, below 2^63, and returns the largest of all ranks', one by one. Collective: all ranks, with
-as many numbers."""
+"""Takes this rank's numbers, below 2^63, and returns the elementwise maximum over all ranks. Collective: all ranks,
+with the same number of elements."""
 _FIRST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerunDecision:
-    """What all ranks do after the runs of a step."""
+    """Decision for all ranks after the runs of a step."""
 
     action: Action = Action.GO_ON
     """The same on all ranks."""
     diagnosis: Diagnosis | None = None
-    """When the process is to end, that of the rank that decided, the same on all ranks; else this rank's, if it had an
-    invalid result."""
+    """If the process is to end, the diagnosis of the rank that decided, the same on all ranks; else this rank's, if it
+    had an invalid result."""
 
     @property
     def must_save(self) -> bool:
@@ -106,7 +106,7 @@ class RerunMachine:
     ) -> None:
         self.config = config or RerunStateMachineConfig()
         self.decision = _GO_ON
-        """What follows the last step whose runs are over."""
+        """Decision after the last step whose runs are over."""
         self._place, self._journal = place, journal
         self._device = device_name(place.device or place.node, place.local_rank)
         self._is_active = self.config.rerun_mode != "disabled"
@@ -130,17 +130,17 @@ class RerunMachine:
 
     @property
     def iteration(self) -> int:
-        """Number of optimizer steps done before the step that runs, or that was run last."""
+        """Number of optimizer steps done before the current step, or the last one."""
         return self._iteration
 
     def watch(self, *modules: torch.nn.Module) -> None:
-        """Put back gradients and buffers of these modules too; one that is known already changes nothing."""
+        """Restore gradients and buffers of these modules, too; known ones are ignored."""
         if self._is_open:
             raise OutlastError("watch() within a step; call it between steps")
         self._rewinder.watch(modules)
 
     def replayable(self, batches: Any) -> ReplayableIterator[Any]:
-        """Return an iterator over ``batches`` that can give a step's again; for the same object the same one."""
+        """Return an iterator over ``batches`` that can return a step's again; the same one for the same object."""
         if isinstance(batches, ReplayableIterator):
             return batches
         for source, iterator in self._wrapped:
@@ -158,7 +158,7 @@ class RerunMachine:
             batches: The iterators that it draws from, as :meth:`replayable` returns them.
 
         Raises:
-            OutlastError: The process was to end, or the step is not the one that is to be replayed.
+            OutlastError: The process was to end, or the step is not the one to be replayed.
             TypeError: An iterator cannot be rewound.
         """
         if self._state not in TABLE:
@@ -171,15 +171,15 @@ class RerunMachine:
         self._validation.begin_step(iteration, self._state, expected=expected, struck=struck)
 
     def should_run(self) -> bool:
-        """Return whether the step is to be run (again); if not, :attr:`decision` is what follows.
+        """Return whether the step is to be run (again); if not, :attr:`decision` is set.
 
         Raises:
-            PeerLost: A peer left, or did not end its run in time.
+            PeerLost: A peer exited, or did not end its run in time.
             NotFinite: A number is NaN or infinite, and ``rerun_mode`` is ``disabled``, as in Megatron.
             OutlastError: Another result was rejected in that mode.
 
         Collective: all ranks, after each run.
-        Blocks: at the end of a run, until the device has computed what was validated and all ranks have ended theirs.
+        Blocks: at the end of a run, until the device has computed the validated values and all ranks have ended theirs.
         """
         if not self._is_open:
             raise OutlastError("should_run() without begin_step(); call it for each step")
@@ -212,21 +212,21 @@ class RerunMachine:
         message: str = "rejected by the script",
         tolerance: float = 0.0,
     ) -> None:
-        """Judge one number of the step that runs: NaN, infinity, spikes, and the script's own reasons.
+        """Validate one number of the current step: NaN, infinity, spikes, and the script's own criteria.
 
         A number on a device is read when the run ends, so that nothing waits for the device before that.
 
         Args:
             value: A number, or a tensor with one element.
-            what: Its name, for people; spikes are compared with earlier values of the same name.
-            rejects: Returns whether the number is invalid, beside what the settings reject.
-            message: Why, in that case.
+            what: Its name; spikes are compared with earlier values of the same name.
+            rejects: Returns whether the number is invalid, in addition to the criteria of the settings.
+            message: The reason in that case.
             tolerance: Relative difference up to which two values are the same.
 
         Raises:
-            ValueError: It is not one number.
+            ValueError: ``value`` is not one number.
         """
-        # Where nothing is to be rejected, nothing waits for the device.
+        # Do not wait for the device if nothing can be rejected.
         ignores = not (self._is_active or self.config.check_for_nan_in_loss or rejects)
         if not self._is_open or (ignores and isinstance(value, torch.Tensor) and not value.is_cpu):
             return
@@ -241,16 +241,16 @@ class RerunMachine:
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
-        """Judge one result of the step that runs, at once.
+        """Validate one result of the current step immediately.
 
         Args:
-            result: A number or a tensor with one element; with ``comparison_func`` anything.
+            result: A number or a tensor with one element; with ``comparison_func`` any value.
             rejection_func: Returns whether the result is invalid.
-            message: Why, in that case; it also names the validation.
+            message: The reason in that case; it also names the validation.
             comparison_func: Returns how much two results differ; ``None`` = 0 when equal or both NaN, infinite when one
                 is NaN or infinite, else the relative difference.
             tolerance: Difference up to which two results are the same.
-            fatal: Whether the result must not be trained on even if it comes again.
+            fatal: Whether the result must not be trained on even if it is reproduced.
 
         Blocks: until a device has computed the result.
         """
@@ -260,14 +260,14 @@ class RerunMachine:
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """The numbers that were judged in the step's newest run, by name; those of a device once the run has ended."""
+        """The numbers validated in the step's newest run, by name; those on a device once the run has ended."""
         return self._validation.numbers
 
     def should_run_forward_backward(self, data_iterator: Batches = None) -> bool:
         """Return whether the step is to be run (again); the first call after the end of a step begins the next.
 
-        Iterations are counted from 0, or from the one that was loaded. If that was a diagnostic save, its step is
-        replayed first.
+        Iterations are counted from 0, or from the loaded one. If a diagnostic save was loaded, its step is replayed
+        first.
 
         Args:
             data_iterator: The iterators that the step draws from: :class:`ReplayableIterator`, several, or none.
@@ -284,21 +284,22 @@ class RerunMachine:
         return self.should_run()
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
-        """Return whether to save for a diagnosis, whether to leave, and with which exit code; before the optimizer."""
+        """Return whether to save for a diagnosis, whether to exit, and the exit code; to be called before the optimizer
+        steps."""
         code = self.decision.exit_code
         return self.decision.must_save, code is not None, code or 0
 
     def begin_replay(self, replay: Replay | None = None) -> None:
-        """Make the next step a replay of the one whose diagnostic save was loaded, with the batches saved there.
+        """Make the next step a replay of the one whose diagnostic save was loaded, with its saved batches.
 
         Args:
-            replay: What the launcher asks for; ``None`` = what the save describes, as the last try on the same device.
+            replay: The launcher's request; ``None`` = as described by the save, as the last try on the same device.
 
         Raises:
             OutlastError: There is neither.
 
         Collective: all ranks, after :meth:`load_state_dict`.
-        Blocks: until all ranks have come.
+        Blocks: until all ranks have called it.
         """
         if not self._judges:
             log.warning("nothing is replayed: rerun_mode is %r", self.config.rerun_mode)
@@ -314,9 +315,9 @@ class RerunMachine:
         self._state = replay_state(same_device=bool(same_device), tries=ordered.tries, max_tries=max_tries)
 
     def report(self) -> dict[str, Differences]:
-        """Return how much two runs of a step differed on this rank so far, by the name of what was validated.
+        """Return how much two runs of a step differed on this rank so far, by the name of the validation.
 
-        It is logged and written to the journal too.
+        The report is also logged and written to the journal.
         """
         report = {what: counts.summary() for what, counts in self._validation.statistics.items()}
         log.info("differences between two runs of a step:\n%s", describe_differences(report))
@@ -326,7 +327,7 @@ class RerunMachine:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next process continues from; ``step`` is ``None`` unless a diagnostic save is due."""
+        """Return the state for the next process; ``step`` is ``None`` unless a diagnostic save is due."""
         is_done = not (self._is_open or self.decision.must_save)
         return {
             "next_iteration": self._iteration + is_done,
@@ -336,7 +337,7 @@ class RerunMachine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Continue from the result of :meth:`state_dict`."""
         self._iteration = int(state["next_iteration"]) - 1
         self._validation.load_state_dict(state["spikes"])
         for finding in Finding:
@@ -344,7 +345,7 @@ class RerunMachine:
         self._replay.saved = dict(state["step"]) if state["step"] is not None else None
 
     def close(self) -> None:
-        """Close the machine's own connections, if it has any. Idempotent.
+        """Close the machine's own connections, if any. Idempotent.
 
         Blocks: never.
         """
@@ -468,19 +469,19 @@ class RerunMachine:
 
 
 class RerunStateMachine(RerunMachine):
-    """Judge the results of every step, and run a step with an invalid one again.
+    """Validate the results of every step, and run a step with an invalid one again.
 
     Args:
         config: The settings; ``None`` = the defaults.
-        modules: Modules of which gradients and buffers are put back before a step is run again.
-        agree: How the ranks agree. Called with one number when a run of a step ends and, where something was rejected,
-            a few times more with others; ``None`` = through a group of its own.
+        modules: Modules whose gradients and buffers are restored before a step is run again.
+        agree: How the ranks agree. Called with one number when a run of a step ends and, after a rejection, a few times
+            more with others; ``None`` = through a separate group.
         timeout_s: Seconds that a peer may be late, without ``agree``.
 
     Raises:
-        RendezvousError: The ranks did not find each other.
+        RendezvousError: The ranks could not connect to each other.
 
-    Collective: all ranks make it and use it in the same order.
+    Collective: all ranks create and use it in the same order.
     Thread: that of the training loop.
     """
 

@@ -1,4 +1,4 @@
-"""What a step validates: which results are invalid, and how a run's results compare with those of the run before."""
+"""Validation of a step: which results are invalid, and how a run's results compare with those of the run before."""
 
 from __future__ import annotations
 
@@ -22,30 +22,27 @@ log = logging.getLogger(__name__)
 Compare = Callable[[Any, Any], float]
 """Returns how much two results differ."""
 MAX_KEPT = 1 << 17
-"""Differences kept for the percentiles of one value; when there are more, every second one of them is dropped."""
+"""Differences kept for the percentiles of one value; above it, every second one is dropped."""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
-    """A result that a validation rejected."""
-
     call: int
-    """Which validation of the step it was, from 0."""
+    """Number of the validation within the step, from 0."""
     what: str
     message: str
-    """Why, for people."""
     value: JsonNumber
     fatal: bool = True
-    """Whether it must not be trained on even when it is reproduced."""
+    """It must not be trained on even if it is reproduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What decides a run's outcome on this rank."""
+    """The result that decides a run's outcome on this rank."""
 
     outcome: RunOutcome
     rejected: Rejected
     second: JsonNumber = None
-    """The value in the run that was to confirm it."""
+    """The value in the confirming run."""
 
 
 def _difference(before: Any, now: Any) -> float:
@@ -61,22 +58,21 @@ class _Asked(NamedTuple):
     """One validation of a step."""
 
     call: int
-    """Its number in the step."""
+    """Number within the step, from 0."""
     what: str
     message: str
-    """Why a result is rejected, for people."""
+    """Why a result is rejected."""
     tolerance: float
     """Difference up to which two results are the same."""
     compare: Compare = _difference
-    """How much two results differ."""
 
 
 class StepValidation:
-    """Judge the results of a step's runs by the settings and the script, and compare each with the run before.
+    """Validate the results of a step's runs by the settings and the script, and compare each with the run before.
 
     Args:
         config: What is checked. In the mode ``report_determinism_stats`` nothing is rejected, and all results are kept
-            to be compared.
+            for comparison.
         place: This worker's place, for the log; its cycle and rank also seed injected errors.
 
     Thread: that of the training loop.
@@ -85,21 +81,21 @@ class StepValidation:
     def __init__(self, config: RerunStateMachineConfig, place: WorkerEnv, device: str) -> None:
         self.injector = ErrorInjector(config, f"{place.job}-{place.cycle}-{place.global_rank}")
         self.statistics: dict[str, DifferenceCounts] = {}
-        """How much two runs of a step differed, by the name of what was validated, where all results are kept."""
+        """Differences between two runs of a step, by name of the validation, where all results are kept."""
         self.numbers: dict[str, float] = {}
-        """The numbers that the newest run has judged so far, by name."""
+        """The numbers that the newest run has validated so far, by name."""
         self._config, self._place, self._device = config, place, device
         self._rejects = config.rerun_mode != "report_determinism_stats"
         self._has_warned = False
         self._spikes: dict[str, SpikeRule] = {}
-        self._seen: list[tuple[str, float]] = []  # by this run; the spike rules learn it once it is trained on
+        self._seen: list[tuple[str, float]] = []  # of this run; the spike rules learn them once it is trained on
         self._differences: list[tuple[str, float]] = []  # of each result that both runs have
         self._pending: list[tuple[torch.Tensor, Callable[[float], None]]] = []
-        self._results: dict[int, tuple[str, Any]] = {}  # by call; of all calls or of the rejected ones
+        self._results: dict[int, tuple[str, Any]] = {}  # by call; of all calls, or of the rejected ones
         self._rejected: dict[int, Rejected] = {}
         self._judged: dict[int, Judged] = {}
         self._results_before: dict[int, tuple[str, Any]] = {}
-        self._expected: dict[int, Rejected] = {}  # what the run before rejected
+        self._expected: dict[int, Rejected] = {}  # rejected by the run before
         self._state, self._iteration, self._num_calls = StepRun.FIRST_RUN, 0, 0
 
     def begin_step(
@@ -115,10 +111,6 @@ class StepValidation:
         self._results_before = {call: (one.what, result) for call, (one, result) in (expected or {}).items()}
         self.injector.struck = set(struck)
         self._begin_run(state)
-
-    @property
-    def _runs_again(self) -> bool:
-        return self._state is StepRun.FIRST_RUN and self._config.rerun_mode == "validate_results"
 
     def begin_second_run(self) -> None:
         """Begin the second run of the step, which is compared with the first."""
@@ -136,7 +128,7 @@ class StepValidation:
     def take_number(
         self, value: Any, what: str, *, rejects: Callable[[float], bool] | None, message: str, tolerance: float
     ) -> None:
-        """Judge one number; one on a device is judged when the run ends."""
+        """Validate one number; one on a device is validated when the run ends."""
         asked = _Asked(self._next_call(), what, message, tolerance)
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
@@ -166,7 +158,7 @@ class StepValidation:
                 *(what, number, self._place.global_rank, self._iteration),
             )
         if why is None and self._rejects and not self._expected:
-            return  # as nearly all are
+            return  # the usual case
         self._take(asked, number, why, fatal=fatal)
 
     def take_result(
@@ -179,7 +171,7 @@ class StepValidation:
         *,
         fatal: bool = True,
     ) -> None:
-        """Judge one result, at once; see :meth:`outlast.numerics.RerunStateMachine.validate_result`."""
+        """Validate one result immediately; see :meth:`outlast.numerics.RerunStateMachine.validate_result`."""
         asked = _Asked(self._next_call(), message, message, tolerance, comparison_func or _difference)
         if self.injector.strikes(self._state, self._iteration, asked.call):
             result = torch.full_like(result, math.nan) if isinstance(result, torch.Tensor) else math.nan
@@ -189,7 +181,7 @@ class StepValidation:
         self._take(asked, result, why, fatal=fatal)
 
     def end_run(self) -> None:
-        """Judge the numbers that are on a device, with one wait for all of them."""
+        """Validate the numbers that are on a device, with one synchronization for all of them."""
         pending, self._pending = self._pending, []
         if pending:
             numbers = torch.stack([value.reshape(()).to(torch.float64) for value, _ in pending]).tolist()
@@ -197,7 +189,7 @@ class StepValidation:
                 judge(number)
 
     def judge(self, *, same_batch: bool = True) -> Judged | None:
-        """Return what decides this run's outcome on this rank; ``None`` = the run was valid.
+        """Return the result that decides this run's outcome on this rank; ``None`` = the run was valid.
 
         Args:
             same_batch: Whether the run had the batches of the run before; without them nothing is cleared.
@@ -219,7 +211,7 @@ class StepValidation:
         return now | {call: (one, self._results_before[call][1]) for call, one in self._expected.items()}
 
     def count_differences(self) -> None:
-        """Add how much the two runs differed to the statistics, with the validations that only one of them reached."""
+        """Add the differences of the two runs to the statistics, and the validations that only one of them reached."""
         for what, difference in self._differences:
             self.statistics.setdefault(what, DifferenceCounts()).add(difference)
         before, now = self._results_before, self._results
@@ -230,13 +222,13 @@ class StepValidation:
                     self.statistics.setdefault(name, DifferenceCounts()).num_unreached += 1
 
     def end_step(self) -> None:
-        """Let the spike rules learn what this run saw: it is trained on."""
+        """Update the spike rules with this run's values, as it is trained on."""
         for what, value in self._seen:
             self._spike_rule(what).note(value)
         self._seen.clear()
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Return what the spike rules know, as plain numbers by name of the value."""
+        """Return the state of the spike rules, as plain numbers by name of the value."""
         return {what: rule.state_dict() for what, rule in self._spikes.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
@@ -266,12 +258,12 @@ class StepValidation:
         return self._spikes[what]
 
     def _take(self, asked: _Asked, result: Any, why: str | None, *, fatal: bool) -> None:
-        """Keep a result, and compare it with that of the run before.
+        """Record a result, and compare it with that of the run before.
 
         Args:
-            result: A number or, with a comparison of its own, anything.
+            result: A number or, with its own comparison, any value.
             why: Why it is rejected; ``None`` = it is accepted.
-            fatal: Whether it must not be trained on even when it is reproduced.
+            fatal: Whether it must not be trained on even if it is reproduced.
         """
         call, what, _, tolerance, compare = asked
         rejected = None
@@ -295,7 +287,8 @@ class StepValidation:
                 outcome = RunOutcome.CLEARED
             self._judged[call] = Judged(outcome=outcome, rejected=first, second=second)
         elif rejected is not None:
-            outcome = RunOutcome.NEW if fatal or self._state is StepRun.FIRST_RUN else RunOutcome.TOLERATED
+            is_first = self._state is StepRun.FIRST_RUN
+            outcome = RunOutcome.NEW if fatal or is_first else RunOutcome.TOLERATED
             self._judged[call] = Judged(outcome=outcome, rejected=rejected)
             log.warning(
                 "rank %d on node %s (device %s), iteration %d, validation %d: %s is %s (%s)%s",
@@ -307,22 +300,23 @@ class StepValidation:
                 what,
                 rejected.value,
                 why,
-                "; all ranks run the step again" if self._runs_again else "",
+                "; all ranks run the step again" if is_first and self._config.rerun_mode == "validate_results" else "",
             )
 
 
 class SpikeRule:
     """Distinguish spikes from ordinary values.
 
-    The first ``warmup`` finite values are never spikes. After them a value is one whose magnitude is at least
-    ``factor`` times the largest magnitude among the newest ``window`` finite values. NaN and infinite values are no
-    spikes, and never count among those; nor does a value before it is known to be trained on.
+    The first ``warmup`` finite values are never spikes. After them a spike is a value whose magnitude is at least
+    ``factor`` times the largest among the newest ``window`` finite values. NaN and infinite values are not spikes, and
+    are not counted among those; a value is counted only once it is known to be trained on.
     """
 
     def __init__(self, *, factor: float, warmup: int, window: int) -> None:
         self._factor, self._warmup, self._window = factor, warmup, window
         self._num_seen = 0
-        # Ordinal and magnitude of those of the window that are larger than all after them, so the first is the largest.
+        # Ordinal and magnitude of the values in the window that are larger than all after them; the first is the
+        # largest.
         self._largest: deque[tuple[int, float]] = deque()
 
     @property
@@ -346,7 +340,7 @@ class SpikeRule:
             self._largest.popleft()
 
     def state_dict(self) -> list[float]:
-        """Return what it knows as plain numbers: how many values it saw, then each maximum's ordinal and magnitude."""
+        """Return the number of values seen, then each maximum's ordinal and magnitude."""
         return [float(self._num_seen), *(number for entry in self._largest for number in entry)]
 
     def load_state_dict(self, state: Sequence[float]) -> None:
@@ -358,9 +352,9 @@ class SpikeRule:
 class ErrorInjector:
     """Choose which validated values become NaN.
 
-    One of ``error_injection_rate`` is struck in a first run, drawn from the names of cycle, rank, iteration and
-    validation: a cycle that begins again at the same iteration draws anew, and no generator of the script's is used.
-    Whether the same validation is struck again when the step is run again imitates the kind of error.
+    One of ``error_injection_rate`` values is changed in a first run, chosen by a hash of cycle, rank, iteration and
+    validation: another cycle chooses others, and the script's random generators are not used. Whether the same
+    validation is changed again in later runs depends on the kind of error to imitate.
 
     Args:
         name: Name of cycle and rank, such as ``job-3-5``.
@@ -369,7 +363,7 @@ class ErrorInjector:
     def __init__(self, config: RerunStateMachineConfig, name: str) -> None:
         self._rate, self._kind, self._name = config.error_injection_rate, config.error_injection_type, name
         self.struck: set[int] = set()
-        """Validations of this step that were struck in its first run."""
+        """Validations of this step that were changed in its first run."""
 
     def strikes(self, state: StepRun, iteration: int, call: int) -> bool:
         if not self._rate:
@@ -397,7 +391,7 @@ def _as_number(result: Any) -> float | None:
 
 
 def _kept(result: Any) -> Any:
-    """Return a result that later changes in place do not reach."""
+    """Return a result that later in-place changes do not affect."""
     if not isinstance(result, torch.Tensor):
         return result
     return result.detach().clone() if result.numel() != 1 else _as_number(result)
@@ -406,14 +400,13 @@ def _kept(result: Any) -> Any:
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
     """Relative differences of one validated value between two runs of a step.
 
-    Percentiles are of all comparisons, those without a difference included: the smallest difference that at least that
-    share of them does not exceed.
+    Percentiles are over all comparisons, including those without a difference.
     """
 
     num_compared: int
     num_different: int
     mean: JsonNumber
-    """Mean of all comparisons."""
+    """Over all comparisons."""
     p50: JsonNumber
     p90: JsonNumber
     p99: JsonNumber
@@ -449,7 +442,7 @@ class DifferenceCounts:
         num_same = self.num_compared - self.num_different
 
         def percentile(share: float) -> JsonNumber:
-            place = math.ceil(share * self.num_compared) - num_same  # which of the different ones, from 1
+            place = math.ceil(share * self.num_compared) - num_same  # rank among the different ones, from 1
             if place <= 0:
                 return 0.0
             return to_json_number(kept[math.ceil(place / self.num_different * len(kept)) - 1])

@@ -1,7 +1,7 @@
 """Recovery of a group of actors: who takes which slot, who keeps its state, and whether the call is repeated.
 
-Facts in, decisions out. A group has one *slot* for each rank of its mesh, which an actor holds. When actors die, just
-their slots are filled, wherever in the mesh they are; survivors keep theirs.
+A group has one *slot* for each rank of its mesh, held by an actor. When actors die, only their slots are filled;
+survivors keep theirs.
 """
 
 from __future__ import annotations
@@ -12,36 +12,31 @@ import msgspec
 
 
 class ActorFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be known of a living actor."""
-
     actor: int
-    """Number of the actor, never used again."""
+    """Number of the actor, never reused."""
     node: str
-    """Node that it is on."""
     iteration: int | None = None
-    """Iteration of which it holds exactly the state; ``None``: it has none, or it is torn."""
+    """Iteration of the complete state that it holds; ``None`` = none, or the state is torn."""
 
 
 class SlotAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has a rank, and what it brings along."""
-
     rank: int
     actor: int
     has: int | None = None
-    """Iteration whose state it may keep; ``None``: it has to load."""
+    """Iteration whose state it may keep; ``None`` = it has to load."""
 
 
 class Formation(msgspec.Struct, frozen=True, kw_only=True):
-    """Who works in the next incarnation."""
+    """The actors of the next incarnation."""
 
     slots: tuple[SlotAssignment, ...]
-    """In the order of the ranks."""
+    """By rank."""
     dismissed: tuple[int, ...] = ()
-    """Survivors that have no slot any more; they wait as spares."""
+    """Survivors without a slot; they wait as spares."""
 
 
 class MissingSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """There are slots that no actor can take now."""
+    """No actor is available for these slots."""
 
     ranks: tuple[int, ...]
 
@@ -49,15 +44,12 @@ class MissingSlots(msgspec.Struct, frozen=True, kw_only=True):
 def fill_slots(
     before: Mapping[int, str], survivors: Mapping[int, ActorFacts], spares: Sequence[ActorFacts]
 ) -> Formation | MissingSlots:
-    """Fill exactly the empty slots, each with a spare of the lost actor's node if there is one.
+    """Fill the empty slots, each with a spare of the lost actor's node if there is one.
 
     Args:
         before: Rank to the node of the actor that had it.
-        survivors: Rank to who still has it.
-        spares: Who is ready to take a slot; earlier ones are taken first.
-
-    Returns:
-        The formation, or the ranks for which there is no spare.
+        survivors: Rank to the actor that still has it.
+        spares: Actors ready to take a slot; earlier ones are taken first.
     """
     empty = [rank for rank in sorted(before) if rank not in survivors]
     left = list(spares)
@@ -79,13 +71,8 @@ def fill_slots(
 def shrink_slots(
     num_slots: int, survivors: Mapping[int, ActorFacts], spares: Sequence[ActorFacts]
 ) -> Formation | MissingSlots:
-    """Form a smaller group: survivors in their order first, then spares. All load, since shards changed hands.
-
-    Args:
-        num_slots: Size of the smaller mesh.
-        survivors: Rank to who still has it.
-        spares: Who is ready to take a slot.
-    """
+    """Form a smaller group of ``num_slots``: survivors in their order, then spares. All load, since shards changed
+    owners."""
     actors = [survivors[rank].actor for rank in sorted(survivors)] + [spare.actor for spare in spares]
     if len(actors) < num_slots:
         return MissingSlots(ranks=tuple(range(len(actors), num_slots)))
@@ -96,20 +83,17 @@ def shrink_slots(
 
 
 def ends_call(begun_at: int | None, reached: Iterable[int | None]) -> bool:
-    """Return whether an interrupted call must not be repeated, as the state is not the one that it began from.
+    """Return whether an interrupted call must not be repeated, as the state is not the one it began from.
 
     Args:
-        begun_at: Iteration at which the call began; ``None``: the actors have no state.
+        begun_at: Iteration at which the call began; ``None`` = the actors have no state.
         reached: Iteration of each actor after the recovery.
     """
     return any(iteration != begun_at for iteration in reached)
 
 
 class RecoveryBudget:
-    """Count recoveries without progress, so that nothing is repeated forever.
-
-    Args:
-        max_recoveries: Recoveries in a row without progress.
+    """Limit the number of recoveries in a row without progress.
 
     Thread: one.
     """
@@ -120,10 +104,10 @@ class RecoveryBudget:
         self.num_without_progress = 0
 
     def note_end(self, iteration: int | None) -> None:
-        """Note that a call ended in order.
+        """Record that a call returned.
 
         Args:
-            iteration: Where the actors' state is now; ``None``: they keep none, and every call is progress.
+            iteration: Iteration of the actors' state; ``None`` = they keep none, and every call is progress.
         """
         if iteration is None or self._best is None or iteration > self._best:
             self.num_without_progress = 0
@@ -131,7 +115,7 @@ class RecoveryBudget:
             self._best = iteration if self._best is None else max(self._best, iteration)
 
     def spend(self) -> str | None:
-        """Count one more recovery; return why it is not granted, for people; ``None`` if it is."""
+        """Count one more recovery; return why it is refused, or ``None`` if it is granted."""
         if self.num_without_progress >= self._max_recoveries:
             where = "" if self._best is None else f" beyond iteration {self._best}"
             return (

@@ -1,19 +1,14 @@
-"""Which incident, rank or worker began what ended a cycle, and whether a restart can help against it.
+"""Root cause of a failed cycle, and whether a restart can help.
 
-Two questions, by what is known at the time:
-
-* Several workers of a node failed (:func:`find_first`): one rank's exception makes its peers fail in their collectives
-  a moment later, and whoever ends first is not always the one that began. A script that cannot work (a missing module,
-  a wrong setting) fails on all ranks alike each time it is started: a restart only repeats the traceback.
-* The nodes reported several incidents (:func:`root_cause`): what cannot be an effect comes first.
-
-Which rank a hang waits for: :mod:`outlast.policy.culprit`.
+:func:`find_first` picks among the failed workers of one node: the exception of one rank makes its peers fail in their
+collectives a moment later, and the first to end is not always the root cause. :func:`root_cause` picks among the
+incidents of all nodes. Which rank a hang waits for: :mod:`outlast.policy.culprit`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outlast.errors import ExitReason
@@ -21,32 +16,32 @@ from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.policy.rerun import Finding
 
 SAME_FAULT_S, MAX_SAME_FAULT_S = 5.0, 30.0
-"""How long the workers of a node have at least and at most to fail with the same cause; see :func:`same_fault_s`."""
+"""How long the other workers of a node are given to fail with the same cause, minimum and maximum; see
+:func:`same_fault_s`."""
 FIRST_FAULT_S = 0.3
-"""How long a node waits for the worker that failed by itself, where only one was seen that lost a peer."""
+"""How long a node waits for the root cause while its only failed workers lost a peer."""
 PLAIN_START_S = 60.0
-"""A script that reports no steps is taken to be before its first one for so long."""
+"""A script that reports no steps counts as before its first one for this long."""
 
 _LATE_NS = 1 << 62
 _PEERS = ("PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError", "RestartAbort")
-"""What a worker raises for a peer's failure; ``RestartAbort`` comes to all ranks that cannot continue without it."""
+"""Exceptions that a worker raises for the failure of a peer. ``RestartAbort`` is raised on all ranks at once."""
 _PEER_TEXT = re.compile(
     r"connection (closed|reset)|closed by peer|reset by peer|broken pipe|remote process exited|ncclRemoteError"
     r"|application timeout caused pair closure|timed out waiting \d+ ?ms for (recv|send)|peer .* (is gone|left|closed)",
     re.IGNORECASE,
 )
 _STATIC = frozenset({"SyntaxError", "ImportError", "FileNotFoundError", "NotADirectoryError", "ConfigError"})
-"""What is wrong with a script, its surroundings, or how it was called, whatever else it does."""
+"""Errors in a script, its environment or its arguments, at any point of the run."""
 _BEFORE_STEPS = frozenset({"NameError", "AttributeError", "TypeError", "ValueError", "LookupError", "PermissionError"})
-"""What is wrong with a script that is known to be before its first step."""
+"""Errors in a script that has not begun its first step."""
 _OF_CODE = frozenset({"ArithmeticError", "AssertionError", "NotImplementedError", "RecursionError"})
-"""What the same code does again with the same data, besides the above; no error of a device, a network or a disk."""
+"""Further errors that the same code repeats with the same data; none of devices, networks or disks."""
 _CHECKPOINT = frozenset({"Mismatch", "Unavailable", "Untrusted"})
-"""What is wrong with what was to be loaded, or with where it lies."""
+"""The checkpoint to load, or its location, is wrong."""
 _PASSING = frozenset({"UnicodeError", "JSONDecodeError"})
 """ValueErrors that a file which is still being written can cause."""
 _NOT_OF_CODE = frozenset({"OSError", "EOFError", "MemoryError", "OutOfMemoryError", "AcceleratorError"})
-"""Errors of files, networks, memory and devices."""
 _NOT_OF_CODE_TYPE = re.compile(
     r"timeout|connect|network|transport|http|ssl|socket|rpc|client|server|service|request|response|unavailable|throttl"
     r"|retry|broken|process|cuda|nccl|device",
@@ -60,22 +55,21 @@ _NOT_OF_CODE_TEXT = re.compile(
     r"|no longer|stale",
     re.IGNORECASE,
 )
-"""What the text of an error contains that may pass: of a device, a network, a disk, another process."""
+"""Text of errors that may be transient: devices, networks, disks, other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A worker that ended with anything but 0, or is about to."""
+    """A worker that ended with a nonzero exit code, or recorded an exception and is about to."""
 
     rank: int
     cause: Cause | None = None
-    """What it recorded; ``None`` = nothing."""
+    """``None`` = no exception was recorded."""
     ended_ns: int = 0
-    """When its end was seen; 0 = it still runs."""
+    """When its end was observed; 0 = it still runs."""
 
 
 def is_consequence(cause: Cause | None) -> bool:
-    """Return whether a worker failed because a peer did."""
     if cause is None:
         return False
     names = {cause.type.rpartition(".")[2], *cause.bases}
@@ -85,12 +79,11 @@ def is_consequence(cause: Cause | None) -> bool:
 
 
 def is_permanent(cause: Cause | None, *, has_session: bool) -> bool:
-    """Return whether a script that fails so before its first step fails so again however often it is started.
+    """Return whether a script that fails with this cause before its first step fails again at every start.
 
     Args:
-        cause: What it failed with.
-        has_session: It tells of its steps, so that it is known to be before the first one. Of a plain script only what
-            has nothing to do with its steps counts.
+        has_session: The script reports its steps, so that it is known to be before the first one. For a plain script,
+            only causes unrelated to steps count.
     """
     if cause is None or is_consequence(cause):
         return False
@@ -100,18 +93,17 @@ def is_permanent(cause: Cause | None, *, has_session: bool) -> bool:
 
 
 def is_deterministic(cause: Cause) -> bool:
-    """Return whether the same code with the same data fails so each time, as far as the exception's type shows."""
+    """Return whether the same code with the same data fails again, as far as the exception's type shows."""
     names = {cause.type.rpartition(".")[2], *cause.bases}
     is_own = not names.isdisjoint(_STATIC | _BEFORE_STEPS | _OF_CODE) and names.isdisjoint(_PASSING)
     return is_own and not is_consequence(cause)
 
 
 def is_of_code(cause: Cause) -> bool:
-    """Return whether a failure seems to be that of the code, so that the same start brings it again.
+    """Return whether a failure appears to be caused by the code, so that the next start repeats it.
 
-    Wider than :func:`is_deterministic`: any exception that neither its type nor its text relates to a device, a
-    network, a disk, memory or another process. It is evidence only where the failure came twice in a row, with the same
-    text.
+    Wider than :func:`is_deterministic`: any exception that neither type nor text relates to a device, a network, a
+    disk, memory or another process. Evidence only where the same text occurred twice in a row.
     """
     own = cause.type.rpartition(".")[2]
     if is_consequence(cause) or own in ("SystemExit", "KeyboardInterrupt", "fatal signal") or cause.is_usage_error:
@@ -124,9 +116,9 @@ def is_of_code(cause: Cause) -> bool:
 
 
 def permanent_cause(causes: Sequence[Cause | None], *, has_session: bool) -> Cause | None:
-    """Return what all workers failed with alike before their first step, if a restart cannot help.
+    """Return the cause with which all workers failed before their first step, if a restart cannot help.
 
-    Alike are exceptions of one type from one line; their texts may name each rank's own file.
+    Causes are equal if type and line are; the texts may name each rank's own file.
     """
     first = causes[0] if causes else None
     if first is None or not is_permanent(first, has_session=has_session):
@@ -136,10 +128,10 @@ def permanent_cause(causes: Sequence[Cause | None], *, has_session: bool) -> Cau
 
 
 def find_first(ended: Sequence[Ended]) -> Ended:
-    """Return the worker that failed by itself, by what all of a node recorded, else the one that ended first.
+    """Return the worker of a node that failed first by itself; if all are consequences, the one that ended first.
 
     Args:
-        ended: Those that ended, and those that recorded an exception and have not ended yet; at least one has ended.
+        ended: Workers that ended, or recorded an exception and are about to; at least one has ended.
     """
     own = [one for one in ended if not is_consequence(one.cause)]
     return min(own or ended, key=lambda one: (_since_ns(one), one.rank))
@@ -147,17 +139,13 @@ def find_first(ended: Sequence[Ended]) -> Ended:
 
 def _since_ns(one: Ended) -> int:
     recorded = one.cause.mono_ns if one.cause is not None else 0
-    return min(filter(None, (recorded, one.ended_ns)), default=_LATE_NS)  # its core is being written, say
+    return min(filter(None, (recorded, one.ended_ns)), default=_LATE_NS)  # 0 = still writing a core dump, for example
 
 
 def same_fault_s(ran_s: float) -> float:
-    """Return how long the other workers have to fail with the same cause, once a restart cannot help one that failed.
+    """Return how long the other workers may take to fail with the same cause as the first, in seconds.
 
-    They read the same files as the one that failed: where that took long, as on a slow shared file system, they may be
-    behind it by as much.
-
-    Args:
-        ran_s: Seconds from the start of the workers to the first failure.
+    They read the same files, and on a slow shared file system may be late by as long as the first one ran (``ran_s``).
     """
     return min(max(SAME_FAULT_S, ran_s), MAX_SAME_FAULT_S)
 
@@ -172,16 +160,16 @@ def wait_s(
     is_alone: bool,
     is_one_leaving: bool = False,
 ) -> float:
-    """Return how long to wait for other workers of the node before the cycle is ended; 0 = what happened is clear.
+    """Return how long to wait for other workers of the node before the cycle is ended; 0 = the cause is clear.
 
     Args:
         ended: As for :func:`find_first`.
         ran_s: Seconds from the start of the workers to the first failure.
-        num_running: Workers of the node that still run and recorded nothing.
-        is_before_first_step: No rank of the node began a step in this job.
-        has_session: Its ranks tell of their steps.
-        is_alone: There is no other node whose ranks may be the cause.
-        is_one_leaving: One that still runs was permanently removed from a restart in process, and is about to end.
+        num_running: Workers of the node that still run and recorded no exception.
+        is_before_first_step: No rank of the node has begun a step in this job.
+        has_session: The ranks report their steps.
+        is_alone: No other node has ranks that may be the root cause.
+        is_one_leaving: A running worker was permanently removed from an in-process restart, and is about to exit.
     """
     if not num_running:
         return 0.0
@@ -196,7 +184,7 @@ def wait_s(
 OWN_VERDICTS = frozenset(
     {ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION, ExitReason.STRAGGLER},
 )
-"""Exit codes by which a worker says why all ranks leave: a result was invalid, or a rank is slow."""
+"""Exit codes by which a worker reports why all ranks exit: an invalid result, or a slow rank."""
 
 
 _GRAVITY = {
@@ -210,19 +198,19 @@ _GRAVITY = {
 
 
 _OWN_VERDICT = 2
-"""A worker that left with a verdict of its own was not driven out by its peers; they may have been by it."""
+"""A worker that exited with a decision of its own was not ended by its peers; they may have been by it."""
 
 
 _FOUND_OUT = -1
-"""What a replay found out is not lost, also where a node is lost at the same time: its slot is empty anyway."""
+"""The result of a replay is kept even where a node is lost at the same time."""
 
 
 def root_cause(incidents: Sequence[Incident]) -> Incident | None:
-    """Return the cause among the incidents of one cycle, in the order of their arrival.
+    """Return the root cause among the incidents of one cycle, given in the order of their arrival.
 
-    One fault shows in many places: peers of a lost node or of a killed rank fail in their collectives. What
-    cannot be an effect comes first, then a failure that is not recorded as a peer's, then what was seen first. Where
-    all ranks leave because of one invalid result, the cause is the rank that saw it; because of a slow rank, that rank.
+    Peers of a lost node or killed rank fail in their collectives. Incidents that cannot be an effect come first, then
+    failures that are not recorded as a peer's, then the earliest. Where all ranks exit because of one invalid result,
+    the rank that saw it is the root cause; because of a slow rank, that rank.
     """
     ranked = [
         (_gravity(incident), is_consequence(incident.cause), _distance(incident), order)
@@ -234,18 +222,18 @@ def root_cause(incidents: Sequence[Incident]) -> Incident | None:
 
 def _gravity(incident: Incident) -> int:
     if incident.kind == IncidentKind.WORKER_FAILED and incident.exit_code in OWN_VERDICTS:
-        return _FOUND_OUT if _finding(incident) in (Finding.PERSISTENT, Finding.CORRECT) else _OWN_VERDICT
+        return (
+            _FOUND_OUT if _diagnosis(incident).get("finding") in (Finding.PERSISTENT, Finding.CORRECT) else _OWN_VERDICT
+        )
     return _GRAVITY[incident.kind]
 
 
-def _finding(incident: Incident) -> object:
+def _diagnosis(incident: Incident) -> Mapping[str, object]:
     diagnosis = incident.evidence.get("diagnosis")
-    return diagnosis.get("finding") if isinstance(diagnosis, dict) else None
+    return diagnosis if isinstance(diagnosis, dict) else {}
 
 
 def _distance(incident: Incident) -> int:
-    """Return how far a worker is from the reason for which it left: 0 = it is what it saw itself."""
-    diagnosis = incident.evidence.get("diagnosis")
-    if not isinstance(diagnosis, dict):
-        return 2
-    return int(diagnosis.get("rank") != incident.rank)
+    """Return 0 for the rank that the diagnosis is about, 1 for others, 2 without a diagnosis."""
+    diagnosis = _diagnosis(incident)
+    return int(diagnosis.get("rank") != incident.rank) if diagnosis else 2

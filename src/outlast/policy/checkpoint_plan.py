@@ -1,16 +1,16 @@
-"""How often to save, which nodes and ranks hold whose copies and parities, and which generations are kept.
+"""How often to save, which nodes and ranks hold whose copies and parities, and which checkpoints are kept.
 
 Young's first-order optimum (J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974): with
 a save that costs ``C`` seconds of training and failures at a rate of ``lambda``, saving every ``sqrt(2 C / lambda)``
-seconds makes the sum of both smallest. It holds while the interval is short against the time between failures.
+seconds minimizes the sum of both costs, while the interval is short compared with the time between failures.
 
-Ranks are paired by where they sit: normally with the same local rank of another node, so that every node sends and
-takes the same amount. Worlds whose nodes carry different numbers of ranks pair with what is there.
+Ranks are paired by location: normally with the same local rank of another node, so that every node sends and receives
+the same amount.
 
-What is kept is chosen after every save, so it must include what a later save will need: of a generation that is deleted
-today none can say tomorrow that it is older than the suspect window. Hence two may stay beyond the newest K: one that
-is older than the window, and the one that will be next. A third does while the newest hold numbers that are infinite or
-NaN: the newest that holds none.
+Retention is chosen after every save and must include what a later save will need: whether a checkpoint that is deleted
+now would later be older than the suspect window cannot be known. Hence two may stay beyond the newest K: one that is
+older than the window, and the one that will be next; and, while the newest contain numbers that are infinite or NaN,
+the newest one that does not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 GLOBAL_SHARE = 1 / 16
-"""Share of failures that take the near copies along as well, where there are some: what the global tier is for. An
-assumption, to which the interval is not sensitive: it goes with the square root."""
+"""Share of failures that also destroy the node-local copies: what the global tier is for. An assumption, to which the
+interval is not sensitive (square root)."""
 MAX_ITERATIONS = 1 << 40
 
 
@@ -39,43 +39,34 @@ def failures_per_s(world_size: int, rank_mttf_hours: float, *, share: float = 1.
 
 
 def optimal_interval_s(cost_s: float, failures_per_s: float) -> float:
-    """Return the time between two saves that loses the least time, in seconds.
+    """Return the time between two saves that loses the least time, in seconds, at least the cost itself.
 
     Args:
         cost_s: Seconds of training that one save costs.
         failures_per_s: Rate of failures, in 1/s, above 0.
-
-    Returns:
-        ``sqrt(2 * cost_s / failures_per_s)``, and never less than the cost itself.
     """
     return max(cost_s, math.sqrt(2.0 * cost_s / failures_per_s))
 
 
 def iterations_between(cost_s: float, step_s: float, failures_per_s: float) -> int:
-    """Return the number of iterations between two saves, at least 1.
-
-    Args:
-        cost_s: Seconds of training that one save costs.
-        step_s: Seconds of one iteration without a save.
-        failures_per_s: Rate of failures, in 1/s, above 0.
-    """
+    """Return the number of iterations of ``step_s`` seconds between two saves, at least 1."""
     if step_s <= 0:
         return 1
     return max(1, min(MAX_ITERATIONS, round(optimal_interval_s(cost_s, failures_per_s) / step_s)))
 
 
 def choose_partners(nodes: Sequence[str], *, factor: int, jump: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Choose for every rank the ranks whose nodes take copies of its shard.
+    """Choose for every rank the ranks whose nodes hold copies of its shard.
 
     Args:
         nodes: For each rank, the name of its node.
-        factor: Nodes that are to hold each shard, the rank's own included; at least 1.
-        jump: Ranks from a rank to the one whose node takes its first copy, from that one to the next, and so on;
-            ``None`` = the number of ranks on its node, so that it is the same local rank of the next node.
+        factor: Nodes that hold each shard, the rank's own included; at least 1.
+        jump: Distance from a rank to the one whose node holds its first copy, from that one to the next, and so on;
+            ``None`` = the number of ranks on its node, that is, the same local rank of the next node.
 
     Returns:
-        For each rank ``factor - 1`` ranks, fewer where there are fewer other nodes; they lie on distinct nodes, none on
-        the rank's own. Where a jump lands on a node that was chosen already, the next rank on another one is taken.
+        For each rank ``factor - 1`` ranks, fewer where there are fewer other nodes, on distinct nodes, none on the
+        rank's own. Where a jump reaches a node that was chosen already, the next rank on another one is taken.
     """
     if factor < 1 or (jump is not None and jump < 1):
         raise ValueError(f"factor={factor} and jump={jump} must be at least 1")
@@ -97,17 +88,16 @@ def choose_partners(nodes: Sequence[str], *, factor: int, jump: int | None = Non
 
 
 def parity_groups(nodes: Sequence[str], k: int) -> tuple[tuple[int, ...], ...]:
-    """Divide the ranks into groups that share parities; of each group any one node can be lost.
+    """Divide the ranks into groups that share parities; each group survives the loss of any one node.
 
     Args:
         nodes: For each rank, the name of its node.
         k: Nodes whose shards go into one parity, at least 1; a group has one more.
 
     Returns:
-        Groups in which every rank is exactly once and no node twice: the same local rank of ``k + 1`` nodes, in the
-        order of their ranks. What is left over joins the last group of its local rank, or, where a local rank exists
-        on one node only, the smallest group without that node. A group of one rank protects nothing: there was no
-        other node to share with.
+        Groups that contain every rank exactly once and no node twice: the same local rank of ``k + 1`` nodes, by rank.
+            Remaining ranks join the last group of their local rank or, where a local rank exists on one node only, the
+            smallest group without that node. A group of one rank protects nothing: there was no other node.
     """
     if k < 1:
         raise ValueError(f"k={k} must be at least 1")
@@ -145,7 +135,7 @@ KEEP_ALL = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionRules:
-    """How many generations of a place are kept; see :func:`choose_kept`."""
+    """How many checkpoints of a directory are kept; see :func:`choose_kept`."""
 
     most_recent_k: int
     retain_interval: int = 0
@@ -160,21 +150,21 @@ def choose_kept(
     suspect_window: int = 0,
     not_finite: Collection[int] = (),
 ) -> frozenset[int]:
-    """Choose the generations to keep.
+    """Choose the checkpoints to keep.
 
     Args:
-        generations: Iterations of the *valid* generations, in any order: what is torn or distrusted must not be
-            counted, or it would push out the good ones.
+        generations: Iterations of the *valid* checkpoints, in any order: torn or excluded ones must not be counted, or
+            they would displace good ones.
         most_recent_k: How many of the newest to keep, at least 1; -1 = all.
-        retain_interval: Generations whose iteration is a multiple of it are kept forever; 0 = none.
-        suspect_window: Iterations after a load in which an invalid result casts doubt on what was loaded.
-        not_finite: Those that are known to hold numbers that are infinite or NaN.
+        retain_interval: Checkpoints whose iteration is a multiple of it are kept forever; 0 = none.
+        suspect_window: Iterations after a load in which an invalid result casts doubt on the loaded checkpoint.
+        not_finite: Checkpoints known to contain numbers that are infinite or NaN.
 
     Returns:
-        Some of ``generations``, and all of these: the newest K; the newest that is finite; the multiples; the newest
-        that is more than ``suspect_window`` iterations older than the newest of all, if there is one; the oldest that
-        is not, which will take its place. Applied save after save, that one beyond the window is never lost once there
-        was one, and its distance from the newest stays within two windows and two intervals between saves.
+        The newest K; the newest finite one; the multiples; the newest that is more than ``suspect_window`` iterations
+        older than the newest of all, if any; and the oldest that is not, which will replace it. Applied at each save,
+        there is always one beyond the window once there was one, at most two windows and two save intervals from the
+        newest.
 
     Raises:
         ValueError: ``most_recent_k`` is 0 or below -1, or another number is negative.
@@ -204,22 +194,21 @@ def choose_removed(
     rules: RetentionRules,
     not_finite: Collection[int],
 ) -> list[int]:
-    """Choose the generations to remove from a place after a commit.
+    """Choose the checkpoints to remove from a directory after a commit.
 
     Args:
-        present: Iterations of all generations that are there, whole or not.
-        valid: Those that are known to be committed; others may be torn or distrusted, and do not count.
-        committed: The generation that was committed last. It counts even if it is not known to be valid, but then not
-            as one that is finite.
+        present: Iterations of all checkpoints that exist, complete or not.
+        valid: Those known to be committed; others may be torn or excluded, and do not count.
+        committed: The last committed checkpoint. It counts even if not known to be valid, but then not as a finite one.
         rules: How many to keep; if all, nothing is removed.
-        not_finite: Those that are known to hold numbers that are infinite or NaN.
+        not_finite: Checkpoints known to contain numbers that are infinite or NaN.
 
     Returns:
-        Some of ``present``, in its order. What is not older than the newest that counts is not among them: after a
-        rollback, newer generations that are distrusted stay for whoever looks, and take no other one's place.
+        Some of ``present``, in its order; none newer than the newest that counts: after a rollback, newer excluded
+        checkpoints stay for analysis, and displace no other one.
 
     Raises:
-        ValueError: The rules contradict themselves.
+        ValueError: The rules are invalid.
     """
     there = list(present)
     counted = {*(generation for generation in there if generation in valid), committed}

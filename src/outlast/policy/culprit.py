@@ -1,12 +1,10 @@
-"""Which rank a hang waits for, from where all ranks are.
+"""Root cause of a hang, from the positions of all ranks.
 
-When one rank stops, soon all ranks stand still in a collective and exceed the same timeout. :func:`find_culprit`
-narrows the ranks down, one kind of evidence after the other: the lowest iteration; then what the process does
-(stopped before unresponsive before busy before waiting in a collective); then the fewest sections entered in the
-iteration, the fewest collectives, and an exceeded timeout of its own. No rank is named if nothing distinguishes the
-ranks (several are equally slow, or a collective that all of them entered does not return), or if the script is at
-fault and whoever is furthest behind is its victim: ranks wait in different collectives, or one skipped a collective
-that the others wait in.
+When one rank stops, soon all ranks wait in a collective and exceed the same timeout. :func:`find_culprit` narrows the
+ranks down by one kind of evidence after the other: the lowest iteration; the state of the process (stopped, then
+unresponsive, then busy, then waiting in a collective); the fewest sections entered in the iteration; the fewest
+collectives; an exceeded timeout of its own. No rank is identified if several are equally slow, if a collective that all
+entered does not return, or if the script is at fault: ranks wait in different collectives, or one skipped a collective.
 """
 
 from __future__ import annotations
@@ -17,32 +15,29 @@ import msgspec
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank waits in."""
-
     op: str
     """``ALLREDUCE``, ``BROADCAST``, ..."""
     seq: int = -1
-    """Which of its group's collectives it is, from 1; -1 = not known."""
+    """Number among the collectives of its group, from 1; -1 = not known."""
     group: str = ""
     """Name of the process group, the same on all of its ranks."""
     label: str = ""
-    """The group's name for people; empty = the group of all ranks."""
+    """Display name of the group; empty = the group of all ranks."""
     shape: str = ""
-    """Sizes that every rank has to bring alike; empty = not known, or they may differ."""
+    """Sizes that must be equal on all ranks; empty = not known, or they may differ."""
     is_p2p: bool = False
-    """It is a send or a receive: its numbers are a pair's own."""
+    """A send or receive, numbered per pair of ranks."""
     is_own: bool = False
-    """It is no process group's: all ranks agree upon something, as at the end of a step."""
+    """An agreement of all ranks outside process groups, as at the end of a step."""
 
     def describe(self, *, with_shape: bool = False) -> str:
-        """Return its name for people."""
         text = self.op + (f" seq {self.seq}" if self.seq >= 0 else "")
         text += f" of group {self.label}" if self.label else ""
         return text + (f" of {self.shape}" if with_shape and self.shape else "")
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where one rank is, and what can be seen of its process; travels between nodes as JSON."""
+    """Position of one rank, and the state of its process; sent between nodes as JSON."""
 
     node: str
     global_rank: int
@@ -57,42 +52,40 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     groups: dict[str, int] = {}
     """Collectives entered, by name of the process group; empty = not known."""
     waiting_in: Collective | None = None
-    """The collective that it waits in; ``None`` = in none, or it is not known."""
+    """``None`` = no collective, or not known."""
     responsive: bool = True
-    """A Python thread of the process answered; ``False``: it holds the GIL, is stopped, or is gone."""
+    """A Python thread of the process responded; ``False`` = it holds the GIL, is stopped, or is gone."""
     process_state: str = ""
-    """Letter of ``/proc/<pid>/stat`` before anything was done to the process (``R``, ``S``, ``D``, ``T``,
-    ``Z``); ``X`` = gone, empty = not known."""
+    """Letter of ``/proc/<pid>/stat`` before the process was touched (``R``, ``S``, ``D``, ``T``, ``Z``); ``X`` = gone,
+    empty = not known."""
     stack_line: str | None = None
-    """Innermost line of the main thread that belongs to the user's code."""
+    """Innermost line of the main thread in the user's code."""
     waits_in_collective: bool | None = None
-    """The main thread stands in a collective or in a backward pass; ``None`` = not known."""
+    """The main thread is in a collective or a backward pass; ``None`` = not known."""
     expired: bool = False
-    """It exceeded a timeout itself."""
     attached: bool = True
-    """It takes part in the monitoring; ``False``: a plain process of which only the pid is known."""
+    """``False`` = a plain process of which only the pid is known."""
     finished: bool = False
-    """It said that it is done."""
 
 
 class Culprit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The rank that the others wait for, and the evidence in one line."""
 
     position: Position | None = None
-    """``None``: no rank can be named."""
+    """``None`` = no rank was identified."""
     node: str = ""
-    """The node that the evidence points at; empty = none is to be charged."""
+    """The node that the evidence points at; empty = none."""
     reason: str
 
 
 def find_culprit(positions: Iterable[Position]) -> Culprit:
-    """Name the rank that a hang started from, where one can be told from the others.
+    """Identify the rank that a hang started from, if it is distinguishable from the others.
 
     Args:
         positions: Every rank of every node that could be examined.
 
     Raises:
-        ValueError: There is no position.
+        ValueError: ``positions`` is empty.
     """
     everyone = sorted(positions, key=lambda one: one.global_rank)
     if not everyone:
@@ -100,7 +93,7 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
     left = [one for one in everyone if not one.finished] or everyone
     attached = [one for one in left if one.attached]
     if attached and (len(attached) == len(left) or min(one.iteration for one in attached) > 0):
-        left = attached  # a process that never attached may well be plain, and ahead of everybody
+        left = attached  # a process that never attached may be a plain one, ahead of all others
     gone = [one for one in everyone if one.finished and one not in left]
     if (reason := _fault_of_the_script(left, gone)) is not None:
         return Culprit(reason=reason)
@@ -127,9 +120,9 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
 
 
 def is_hang_explained(positions: Iterable[Position]) -> bool:
-    """Return whether the positions of ranks show why one exceeded a timeout; otherwise that may be too short.
+    """Return whether the positions explain an exceeded timeout; otherwise the timeout may be too short.
 
-    They do where a process is stopped or gone, and where ranks wait for each other in a way that cannot end.
+    A process that is stopped or gone explains it, and so do ranks that wait for each other forever.
     """
     everyone = sorted(positions, key=lambda one: one.global_rank)
     left = [one for one in everyone if not one.finished]
@@ -138,7 +131,7 @@ def is_hang_explained(positions: Iterable[Position]) -> bool:
 
 
 def _fault_of_the_script(ranks: list[Position], finished: list[Position]) -> str | None:
-    """Return why no rank hangs by itself, where that is known; ``None`` = one may."""
+    """Return the error in the script that makes ranks wait forever; ``None`` = a rank may hang by itself."""
     if any(_doing(one) in (_STOPPED, _UNRESPONSIVE) for one in ranks):
         return None
     waiting = [one for one in ranks if _doing(one) == _WAITING and one.waiting_in is not None]
@@ -162,7 +155,7 @@ def _fault_of_the_script(ranks: list[Position], finished: list[Position]) -> str
 
 
 def _differ(waiting: list[Position], is_everybody: bool) -> bool:
-    """Return whether ranks wait in collectives that cannot both come to an end."""
+    """Return whether ranks wait in collectives that cannot both complete."""
     calls: dict[tuple[str, int], set[tuple[str, str]]] = {}
     for one in waiting:
         call = one.waiting_in
@@ -179,17 +172,17 @@ def _differ(waiting: list[Position], is_everybody: bool) -> bool:
 
 
 def _awaits(one: Position, other: Position) -> bool:
-    """Return whether a rank waits in a collective that the other one has not entered, as far as that is known."""
+    """Return whether a rank waits in a collective that another has not entered, as far as known."""
     call = one.waiting_in
     if call is None or one is other or call.is_p2p:
         return False
-    if call.is_own:  # nobody gets to a later iteration without having taken part in it
+    if call.is_own:  # no rank reaches a later iteration without having taken part
         return other.iteration <= one.iteration and other.waiting_in is not None and not other.waiting_in.is_own
     return other.groups.get(call.group, call.seq) < call.seq
 
 
 def _places(ranks: list[Position], *, with_shape: bool = False) -> str:
-    """Return who waits in what: ``0, 1, 3 in ALLREDUCE seq 7, 2 in BROADCAST seq 7``."""
+    """Return ranks by collective: ``0, 1, 3 in ALLREDUCE seq 7, 2 in BROADCAST seq 7``."""
     places: dict[str, list[Position]] = {}
     for one in ranks:
         assert one.waiting_in is not None
@@ -219,7 +212,7 @@ def _describe_alike(suspects: list[Position], reasons: list[str]) -> str:
 
 
 def _common_node(suspects: list[Position], left: list[Position]) -> str:
-    """Return the node whose ranks all misbehave while those of others only wait; empty = there is none."""
+    """Return the node whose ranks are all suspects while those of other nodes only wait; empty = none."""
     nodes = {one.node for one in suspects}
     is_told_apart = any(one.node not in nodes for one in left) and all(_doing(one) != _WAITING for one in suspects)
     return nodes.pop() if len(nodes) == 1 and is_told_apart else ""
@@ -275,7 +268,7 @@ def _by_collectives(ranks: list[Position]) -> tuple[list[Position], str]:
     if waiting:
         kept = [one for one in ranks if one not in waiting and any(_awaits(other, one) for other in waiting)]
         return kept or ranks, f"not in the collective that others wait in: {_places(waiting)}"
-    # Of different groups, or of other numbers of them, the sums say nothing.
+    # Sums over different groups cannot be compared.
     if any(one.collectives < 0 or one.groups.keys() != ranks[0].groups.keys() for one in ranks):
         return ranks, ""
     return _fewest(lambda one: one.collectives, "collectives entered", ranks)
@@ -283,7 +276,7 @@ def _by_collectives(ranks: list[Position]) -> tuple[list[Position], str]:
 
 def _by_timeout(ranks: list[Position]) -> tuple[list[Position], str]:
     expired = [one for one in ranks if one.expired]
-    # Ranks in the same sections exceed the same timeout one after the other: who was first says nothing.
+    # Ranks in the same sections exceed the same timeout one after the other: the order proves nothing.
     others = {one.sections for one in ranks if not one.expired}
     if not expired or any(one.sections in others for one in expired):
         return ranks, ""

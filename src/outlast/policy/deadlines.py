@@ -1,26 +1,24 @@
 """Deadlines: which timeouts apply to a rank, when they pass, how long a watchdog sleeps, how timeouts are learned.
 
-Two styles, usable together: *heartbeats* (from the attachment to the first one, then from one to the next)
-and *sections* (each open one, and the time outside all of them). Every open section of the stack is judged, so
-that an outer one that takes too long is found although an inner one is within its own timeout.
+Two styles, usable together: *heartbeats* (from attachment to the first one, then between two) and *sections* (each open
+one, and the time outside all of them). Every open section is checked, so that an outer one that takes too long is found
+while an inner one is within its timeout. During an in-process restart only the restart's own timeout applies; ranks
+that wait there, as spares or for the others to finish, have none.
 
-A rank that restarts inside its process is judged by that alone: what it had begun before does not count any more. One
-that waits there, as a spare or for the others to finish, is not judged at all.
+A learned timeout is the longest duration over all ranks times a safety factor, at least :data:`FLOOR_S`, averaged with
+the one learned before. Durations observed too seldom, or in a cycle that hung in the section, are not used. A learned
+timeout ends no run that the configured one would not end (:func:`enforced_s`), and is dropped where hangs show that it
+is too short (:func:`learn`).
 
-A learned timeout is the longest duration observed over all ranks times a safety factor, never below :data:`FLOOR_S`.
-A value learned now is merged with one learned earlier as their mean. Durations that were observed too seldom, or in a
-cycle that hung in the section, are not used. A learned timeout ends no run that the configured one would not end
-(:func:`enforced_s`), and is given up where hangs show that it is too short (:func:`learn`).
-
-At the end: one line for people of what a run is protected against (:class:`Protection`), hangs and everything else.
+:class:`Protection` is the line that reports what a run is protected against.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import ceil
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,12 +30,13 @@ if TYPE_CHECKING:
     from outlast.config.launching import FaultToleranceConfig
 
 STEP = "step"
-"""The section that is not enforced in a cycle's first iterations."""
+"""This section is not enforced in the first iterations of a cycle."""
 DEFAULT_HEARTBEAT_S = 1800.0
-"""Default timeout of heartbeats under an agent, for a rank with a session, unless a longer timeout applies to its
-section."""
+"""Default timeout between heartbeats under an agent, for a rank with a session, unless its section has a longer
+timeout."""
 HEARTBEAT_WITHOUT_AGENT_S = 300.0
-"""The same without an agent, where ``enable_ft_package`` is set and no timeout is: that of NVRx and Megatron-Bridge."""
+"""Default timeout between heartbeats without an agent, where ``enable_ft_package`` is set and no timeout is; as NVRx
+and Megatron-Bridge."""
 
 
 DEFAULT_EXIT_S = 1800.0
@@ -46,17 +45,15 @@ DEFAULT_EXIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class BoardSection:
-    """A section that a worker is in."""
-
     name: str
     start_ns: int
     ordinal: int = 0
-    """How many sections of this name the worker had entered before in this cycle."""
+    """How many sections of this name the worker entered before in this cycle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts(WorkerStanding):
-    """What must be known of a rank to judge it; times in monotonic nanoseconds of its node, 0 = never."""
+    """State of one rank as its deadlines need it; times in monotonic nanoseconds of its node, 0 = never."""
 
     local_rank: int
     global_rank: int = -1
@@ -69,18 +66,16 @@ class RankFacts(WorkerStanding):
     attached_ns: int = 0
     last_heartbeat_ns: int = 0
     promises_heartbeats: bool = False
-    """As long as the worker is healthy, it sends them."""
+    """A healthy worker sends heartbeats regularly."""
     sections: tuple[BoardSection, ...] = ()
-    """Open sections, outermost first, as many as the board records."""
+    """Open sections, outermost first, as many as the heartbeat memory records."""
     depth: int = 0
-    """Number of open sections, also of those too deep to be recorded."""
+    """Number of open sections, including those too deep to be recorded."""
     left_ns: int = 0
-    """When the last outermost section was left."""
+    """When the last outermost section was exited."""
 
 
 class Subject(StrEnum):
-    """What a timeout is about."""
-
     SECTION = "section"
     OUT_OF_SECTION = "out_of_section"
     HEARTBEAT = "heartbeat"
@@ -97,21 +92,21 @@ class Timeouts:
     sections: Mapping[str, float | None] = field(default_factory=dict)
     out_of_section_s: float | None = None
     num_warmup_iterations: int = 0
-    """The first sections ``step`` of a cycle, this many, are not enforced."""
+    """The first this many ``step`` sections of a cycle are not enforced."""
     defaults: frozenset[Subject] = frozenset()
-    """Timeouts of heartbeats that nobody set: enforced on ranks that promise heartbeats. A change of section counts as
-    a heartbeat there, and a longer timeout of an open section, or of the time outside all of them, holds instead."""
+    """Default heartbeat timeouts, enforced only on ranks that promise heartbeats. A change of section counts as a
+    heartbeat, and a longer timeout of an open section, or of the time outside sections, applies instead."""
     calculated: frozenset[str] = frozenset()
-    """Timeouts that the worker calculated itself and that are in force, by :attr:`Expired.key`."""
+    """Enforced timeouts that the worker calculated, by :attr:`Expired.key`."""
 
     @classmethod
     def of_rank(cls, config: FaultToleranceConfig, *, configured: FaultToleranceConfig, has_agent: bool) -> Timeouts:
-        """Take the timeouts that are enforced on a rank out of its config, defaults included.
+        """Return the timeouts enforced on a rank, defaults included.
 
         Args:
-            config: The settings, with what was learned.
-            configured: The same without.
-            has_agent: An agent of ``outlast run`` watches; else the node's agent process does.
+            config: The settings, with learned timeouts.
+            configured: The settings without learned timeouts.
+            has_agent: An agent of ``outlast run`` monitors the rank; otherwise the node's agent process does.
         """
         names = (name for name in FIELD_OF_SETTING if configured.given.get(name))
         alone = not has_agent and configured.given.get("enable_ft_package") is True and not any(names)
@@ -126,11 +121,10 @@ class Timeouts:
         with_defaults: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> Timeouts:
-        """Take the timeouts out of a config; none where hang detection is off.
+        """Return the timeouts of a config; none where hang detection is off.
 
         Args:
-            config: The settings.
-            with_defaults: Heartbeats have a timeout, too, where the config was given none: those of an agent.
+            with_defaults: Add the default heartbeat timeouts where the config has none.
             heartbeat_s: The default between two heartbeats.
         """
         if config.given.get("enable_ft_package") is False:
@@ -153,28 +147,20 @@ class Timeouts:
         )
 
     def of(self, subject: Subject, section: str | None = None) -> float | None:
-        """Return a timeout; ``None`` = it is not enforced."""
-        if subject == Subject.SECTION:
-            return self.sections.get(section or "")
-        field = FIELD_OF_SUBJECT.get(subject)
-        return None if field is None else getattr(self, field)
+        return _timeout_of(self, subject, section)
 
     def by_setting(self) -> dict[str, float | None]:
-        """Return the timeouts by the names of their settings, those of sections as ``rank_section_timeouts:NAME``."""
+        """Return the timeouts by setting name, those of sections as ``rank_section_timeouts:NAME``."""
         found = {name: getattr(self, of) for name, of in FIELD_OF_SETTING.items() if of != "sections"}
         return found | {f"rank_section_timeouts:{name}": seconds for name, seconds in self.sections.items()}
 
     def smallest_s(self) -> float | None:
-        """Return the smallest timeout; ``None`` when nothing is enforced."""
         every = (self.initial_heartbeat_s, self.heartbeat_s, self.out_of_section_s, *self.sections.values())
         return min((seconds for seconds in every if seconds is not None), default=None)
 
     def describe(self, source: Callable[[str], str] | None = None) -> str:
-        """Return one line for people: every timeout by name.
-
-        Args:
-            source: Returns where a field of the config comes from; ``None``: that is not said.
-        """
+        """Return all timeouts in one line; ``source`` returns where a field of the config comes from, if it is to be
+        shown."""
 
         def where(name: str) -> str:
             return "" if source is None else f" ({source(name)})"
@@ -194,7 +180,7 @@ FIELD_OF_SETTING = {
     "rank_section_timeouts": "sections",
     "rank_out_of_section_timeout": "out_of_section_s",
 }
-"""Settings of timeouts, and what they are in :class:`Timeouts`."""
+"""Setting to field of :class:`Timeouts`."""
 
 
 FIELD_OF_SUBJECT = {
@@ -202,18 +188,16 @@ FIELD_OF_SUBJECT = {
     Subject.HEARTBEAT: "heartbeat_s",
     Subject.INITIAL_HEARTBEAT: "initial_heartbeat_s",
 }
-"""Timeouts that are not a section's, and what they are in :class:`Timeouts` and :class:`Learned`."""
+"""Timeouts other than those of sections: subject to field of :class:`Timeouts` and :class:`Learned`."""
 
 
 class Expired(msgspec.Struct, frozen=True, kw_only=True):
-    """A timeout that a rank exceeded."""
-
     subject: Subject
     local_rank: int
     global_rank: int
     pid: int
     section: str | None
-    """Name of the section; ``None`` unless the subject is one."""
+    """``None`` unless the subject is a section."""
     timeout_s: float
     elapsed_s: float
     since_ns: int
@@ -221,15 +205,13 @@ class Expired(msgspec.Struct, frozen=True, kw_only=True):
     is_explained: bool = False
     """The ranks' positions show a cause of the hang other than a timeout that is too short."""
     is_calculated: bool = False
-    """The worker calculated the timeout itself."""
 
     @property
     def key(self) -> str:
-        """Identifies the timeout."""
         return _key_of(self.subject, self.section)
 
     def describe(self, node: str) -> str:
-        """Return the line that users grep for."""
+        """Return the log line; users search for its text."""
         what = {
             Subject.SECTION: f"section {self.section!r}",
             Subject.OUT_OF_SECTION: "time outside sections",
@@ -290,7 +272,7 @@ def _of(rank: RankFacts, timeouts: Timeouts) -> Iterator[_PassingTimeout]:
 
 
 def _unless_given(rank: RankFacts, timeouts: Timeouts, default_s: float | None) -> float | None:
-    """Return a default, or the longest of what is given for where the rank is, if that is longer or ``None``."""
+    """Return the default, or the longest timeout given for where the rank is, if longer; ``None`` if one of them is."""
     given = [timeouts.sections[section.name] for section in rank.sections if section.name in timeouts.sections]
     if not rank.depth and timeouts.out_of_section_s is not None:
         given.append(timeouts.out_of_section_s)
@@ -302,7 +284,7 @@ def _unless_given(rank: RankFacts, timeouts: Timeouts, default_s: float | None) 
 def deadlines(rank: RankFacts, timeouts: Timeouts) -> list[int]:
     """Return when each timeout of a rank passes, earliest first, in monotonic nanoseconds.
 
-    A rank that never attached (a plain script) or that finished has none, unless it restarts inside its process.
+    A rank that never attached (a plain script) or finished has none, except during an in-process restart.
     """
     return sorted(deadline.at_ns for deadline in _of(rank, timeouts))
 
@@ -328,17 +310,15 @@ def expired(rank: RankFacts, timeouts: Timeouts, now_ns: int) -> list[Expired]:
 
 
 def wake_at_ns(ranks: Iterable[RankFacts], timeouts: Timeouts, now_ns: int) -> int | None:
-    """Return until when a watchdog may sleep; ``None`` = forever, nothing is enforced.
+    """Return until when a watchdog may sleep; ``None`` = nothing is enforced.
+
+    Returns the earliest deadline ahead, at most ``now_ns`` plus the smallest timeout. That is exact: whatever begins
+    during the sleep begins after ``now_ns`` and cannot expire earlier, so no rank needs to wake the watchdog. Only
+    in-process restarts have timeouts of their own; ranks that begin one wake it.
 
     Args:
-        ranks: What the board showed; it must have been read *after* ``now_ns`` was taken.
-        timeouts: What is enforced.
+        ranks: Read from the heartbeat memory *after* ``now_ns`` was taken.
         now_ns: Monotonic nanoseconds.
-
-    It is the earliest deadline that exists and has not passed, but no later than ``now_ns`` plus the smallest
-    timeout. That is exact: whatever begins during the sleep begins after ``now_ns``, and so cannot expire
-    before ``now_ns`` plus the smallest timeout; no rank needs to wake the watchdog. Only a restart inside a process has
-    a timeout of its own: the ranks that go into one wake it.
     """
     ahead = [at for rank in ranks for at in deadlines(rank, timeouts) if at > now_ns]
     smallest = timeouts.smallest_s()
@@ -352,12 +332,12 @@ def _seconds(value: float | None) -> str:
 
 
 FLOOR_S = 10.0
-"""Seconds below which no timeout is learned: pauses of some seconds are ordinary (a validation, a garbage collection, a
-slow disk), and may not have been among the observed durations."""
+"""Minimum of learned timeouts: pauses of some seconds (a validation, garbage collection, a slow disk) are ordinary, and
+may not have been observed."""
 MAX_HANGS = 2
-"""Hangs without an explanation after which a learned timeout is not used any more."""
+"""Unexplained hangs after which a learned timeout is dropped."""
 MIN_ITERATIONS = 16
-"""Sections ``step``, and heartbeats, of a cycle before their durations are trusted."""
+"""Sections ``step``, and heartbeats, that a cycle needs before their durations are used."""
 SETUP = "setup"
 CHECKPOINTING = "checkpointing"
 STANDARD = (SETUP, STEP, CHECKPOINTING)
@@ -365,44 +345,38 @@ STANDARD = (SETUP, STEP, CHECKPOINTING)
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The longest durations that some ranks had in one cycle, in seconds; travels between nodes as JSON."""
+    """Longest durations of some ranks in one cycle, in seconds; sent between nodes as JSON."""
 
     longest_s: Mapping[str, float] = {}
-    """By section; under ``""`` the longest time outside all sections."""
+    """By section; ``""`` = the longest time outside all sections."""
     counts: Mapping[str, int] = {}
     """How often each section was closed, by the rank that closed it most often."""
     restored: bool = False
-    """A checkpoint was loaded in the cycle."""
     initial_heartbeat_s: float = 0.0
     """Longest time from a rank's start to its first heartbeat; 0 = there was none."""
     heartbeat_gap_s: float = 0.0
     """Longest time between two heartbeats of a rank."""
     num_heartbeats: int = 0
-    """Of the rank that gave most."""
+    """Of the rank that sent the most."""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Timeouts that were learned, in seconds; what is missing was not learned."""
+    """Learned timeouts, in seconds; missing = not learned."""
 
     sections: Mapping[str, float] = {}
     out_of_section_s: float | None = None
     initial_heartbeat_s: float | None = None
     heartbeat_s: float | None = None
     num_hangs: Mapping[str, int] = {}
-    """Hangs without an explanation, by :attr:`Expired.key`; a timeout with :data:`MAX_HANGS` of them is not learned
-    again."""
+    """Unexplained hangs by :attr:`Expired.key`; a timeout with :data:`MAX_HANGS` of them is not learned again."""
     num_calculated_hangs: Mapping[str, int] = {}
-    """The same for timeouts that the worker calculated itself."""
+    """Unexplained hangs at timeouts that the worker calculated."""
 
     def of(self, subject: Subject, section: str | None = None) -> float | None:
-        """Return a learned timeout; ``None`` = it was not learned."""
-        if subject == Subject.SECTION:
-            return self.sections.get(section or "")
-        field = FIELD_OF_SUBJECT.get(subject)
-        return None if field is None else getattr(self, field)
+        return _timeout_of(self, subject, section)
 
     def with_timeout(self, subject: Subject, section: str | None, seconds: float | None) -> Learned:
-        """Return these timeouts with another value for one of them; ``None`` = without it."""
+        """Return a copy with one timeout changed; ``None`` = removed."""
         if subject == Subject.SECTION:
             others = {name: value for name, value in self.sections.items() if name != section}
             sections = others if seconds is None else {**others, section or "": seconds}
@@ -410,12 +384,12 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, **{FIELD_OF_SUBJECT[subject]: seconds})
 
     def suggest(self) -> str:
-        """Return the options of ``outlast run`` that set these timeouts; empty = nothing was learned.
+        """Return the ``outlast run`` options that set these timeouts; empty = nothing was learned.
 
-        Those of heartbeats are suggested only where no section was learned: a rare pause between two steps may exceed
+        Heartbeat timeouts are suggested only where no section was learned: a rare pause between two steps may exceed
         them.
         """
-        sections = ",".join(f"{name}:{ceil(seconds)}" for name, seconds in sorted(self.sections.items()))
+        sections = ",".join(f"{name}:{math.ceil(seconds)}" for name, seconds in sorted(self.sections.items()))
         values: dict[str, str | float | None] = {
             "rank-section-timeouts": sections or None,
             "rank-out-of-section-timeout": self.out_of_section_s,
@@ -424,14 +398,20 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             values["initial-rank-heartbeat-timeout"] = max(self.initial_heartbeat_s or 0.0, self.heartbeat_s)
             values["rank-heartbeat-timeout"] = self.heartbeat_s
         return " ".join(
-            f"--ft-{name}={value if isinstance(value, str) else ceil(value)}"
+            f"--ft-{name}={value if isinstance(value, str) else math.ceil(value)}"
             for name, value in values.items()
             if value is not None
         )
 
 
+def _timeout_of(timeouts: Timeouts | Learned, subject: Subject, section: str | None) -> float | None:
+    if subject == Subject.SECTION:
+        return timeouts.sections.get(section or "")
+    return getattr(timeouts, FIELD_OF_SUBJECT[subject]) if subject in FIELD_OF_SUBJECT else None
+
+
 def combine(observations: Iterable[Observation]) -> Observation:
-    """Return what several ranks or nodes saw together: the maximum of everything."""
+    """Return the maximum of everything that several ranks or nodes observed."""
     seen = list(observations)
 
     def highest(of: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -459,19 +439,18 @@ def learn(
     finished: bool,
     faulted: Iterable[Expired] = (),
 ) -> Learned:
-    """Return what is known after a cycle.
+    """Return the learned timeouts after a cycle.
 
     Args:
-        seen: All ranks' observations of the cycle, combined.
-        earlier: What was learned before the cycle.
-        configured: The config's timeouts. Sections that it names are learned, and so are ``setup``, ``step``
-            and ``checkpointing``; any other stays measured and not enforced.
+        seen: The combined observations of all ranks in the cycle.
+        earlier: Timeouts learned before the cycle.
+        configured: Sections named here are learned, as are ``setup``, ``step`` and ``checkpointing``; others are
+            measured only.
         safety_factor: A timeout is the longest duration times this.
-        finished: The cycle came to its orderly end, as the time outside sections needs.
-        faulted: Timeouts that were exceeded in the cycle; nothing is learned about them. A learned one is doubled after
-            a hang without an explanation (:attr:`Expired.is_explained`), and dropped after the second one. A learned
-            time between heartbeats is dropped after each hang: a rare pause between two steps, such as a validation,
-            may not have been among the observed durations, and must not end every cycle.
+        finished: The cycle ended in order, which learning the time outside sections requires.
+        faulted: Timeouts exceeded in the cycle; nothing is learned about them. An unexplained hang doubles a learned
+            timeout, the second one drops it. A learned heartbeat timeout is dropped at each hang: a rare pause between
+            two steps, such as a validation, must not end every cycle.
     """
     faulted = list(faulted)
     bad_sections = {one.section for one in faulted if one.subject == Subject.SECTION}
@@ -494,7 +473,9 @@ def learn(
     all_trusted = STEP in used and all(_is_trusted(name, seen) and name not in bad_sections for name in used)
     if finished and all_trusted and "" in seen.longest_s and Subject.OUT_OF_SECTION not in bad:
         changes["out_of_section_s"] = value(seen.longest_s[""], earlier.out_of_section_s)
-    whole_start = not seen.counts.get(SETUP) or _is_trusted(SETUP, seen)  # a load is part of the way to the first one
+    whole_start = not seen.counts.get(SETUP) or _is_trusted(
+        SETUP, seen
+    )  # a load is part of the time to the first heartbeat
     if seen.initial_heartbeat_s > 0 and whole_start and Subject.INITIAL_HEARTBEAT not in bad:
         changes["initial_heartbeat_s"] = value(seen.initial_heartbeat_s, earlier.initial_heartbeat_s)
     if Subject.HEARTBEAT in bad:
@@ -507,10 +488,7 @@ def learn(
 
 
 def _doubt(learned: Learned, faulted: Iterable[Expired], configured: Timeouts) -> Learned:
-    """Return what was learned without too short timeouts, after a cycle in which timeouts were exceeded.
-
-    Only a timeout that was learned can be one: where the configured value was enforced, nothing changes.
-    """
+    """Double or drop the learned timeouts that caused unexplained hangs; configured ones are not affected."""
     in_force = apply(configured, learned)
     unexplained = [one for one in faulted if not one.is_explained]
     if keys := {one.key for one in unexplained if one.is_calculated}:
@@ -530,24 +508,22 @@ def enforced_s(learned_s: float, configured_s: float | None, *, is_default: bool
     """Return the timeout to enforce where one was learned.
 
     Args:
-        learned_s: The learned one.
-        configured_s: The one that would be enforced otherwise; ``None`` = none would.
+        configured_s: The one that would be enforced otherwise; ``None`` = none.
         is_default: ``configured_s`` is a default value.
 
     Returns:
-        Never less than a given timeout, half of a default one, or :data:`FLOOR_S` where there is neither. A learned
-        timeout therefore ends no run that a given one would not end.
+        At least the given timeout, half of a default one, or :data:`FLOOR_S` where there is neither, so that a learned
+            timeout ends no run that a given one would not end.
     """
     least_s = 0.0 if configured_s is None else configured_s / 2 if is_default else configured_s
     return max(learned_s, least_s, FLOOR_S)
 
 
 def apply(configured: Timeouts, learned: Learned) -> Timeouts:
-    """Return the timeouts to enforce: learned ones where they are longer than configured ones, or none is configured.
+    """Return the timeouts to enforce: the learned ones where they are longer, or where none is configured.
 
-    What is configured as not enforced stays so: a section that is named with ``none``, and heartbeats and the
-    time outside sections where they have no timeout. ``setup``, ``step`` and ``checkpointing`` need not be
-    configured.
+    Timeouts configured as not enforced stay so: a section set to ``none``, and heartbeats and the time outside sections
+    without a timeout. ``setup``, ``step`` and ``checkpointing`` need not be configured.
     """
     sections = dict(configured.sections)
     for name, seconds in learned.sections.items():
@@ -577,8 +553,8 @@ def apply(configured: Timeouts, learned: Learned) -> Timeouts:
 def _enforced_in_section_s(configured: Timeouts, section: str, learned_s: float) -> float:
     """Return the timeout of a section to enforce.
 
-    Loads and saves take as long as the tier takes, and another one may be used next time: memory today, a file system
-    tomorrow. No heartbeats are sent meanwhile, so their default timeout is that of these sections.
+    The duration of loads and saves depends on the tier, and the next one may be slower. No heartbeats are sent
+    meanwhile, so the default heartbeat timeout applies to these sections.
     """
     given_s = configured.sections.get(section)
     subject = {SETUP: Subject.INITIAL_HEARTBEAT, CHECKPOINTING: Subject.HEARTBEAT}.get(section)
@@ -588,14 +564,12 @@ def _enforced_in_section_s(configured: Timeouts, section: str, learned_s: float)
 
 
 def override(timeouts: Timeouts, calculated: Learned, num_hangs: Mapping[str, int] | None = None) -> Timeouts:
-    """Return timeouts with those that the worker calculated itself, also where none is configured; as with learned
-    ones, :func:`enforced_s` is the shortest.
+    """Return the timeouts with those that the worker calculated, at least :func:`enforced_s`, also where none is
+    configured.
 
     Args:
-        timeouts: What is configured, and learned.
-        calculated: What the worker calculated.
-        num_hangs: Hangs without an explanation at calculated timeouts, by :attr:`Expired.key`: one doubles the timeout,
-            after :data:`MAX_HANGS` it is not used any more.
+        num_hangs: Unexplained hangs at calculated timeouts, by :attr:`Expired.key`: one doubles the timeout,
+            :data:`MAX_HANGS` drop it.
     """
 
     def num(subject: Subject, section: str | None = None) -> int:
@@ -640,23 +614,22 @@ NOT_YET = "the script has not called outlast.init() yet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
-    """What is known of a run's protection; each text begins with ``yes`` or ``no``."""
+    """Protection of a run; each text begins with ``yes`` or ``no``."""
 
     max_restarts: int
     hangs: str
     nodes: str
     of_session: str = ""
-    """What a session reports: its saves and its reaction to a notice; empty = no session reported anything."""
+    """Saves, and the response to a preemption notice; empty = no session has reported."""
     why_unknown: str = NO_SESSION
-    """Why no session reported anything."""
+    """Why no session has reported."""
 
     @property
     def has_gap(self) -> bool:
-        """Whether something that a long run needs is off: a spare node is not."""
+        """Whether protection that a long run needs is off; a spare node is not needed."""
         return not self.max_restarts or self.hangs.startswith("no") or "checkpoints no" in self.of_session
 
     def describe(self) -> str:
-        """Return the line."""
         death = (
             f"death yes ({count(self.max_restarts, 'restart')})" if self.max_restarts else "death no (--max-restarts=0)"
         )
@@ -665,13 +638,13 @@ class Protection:
 
 
 def describe_hangs(timeouts: Timeouts | None, where: str, *, has_session: bool | None, origins: dict[str, str]) -> str:
-    """Return what notices hangs.
+    """Return how hangs are detected.
 
     Args:
-        timeouts: What is enforced; ``None`` = hang detection is off.
-        where: What switched it off.
-        has_session: A rank shows signs of life; ``None`` = none does yet, and one may.
-        origins: Where each setting of a timeout comes from, by its name.
+        timeouts: The enforced timeouts; ``None`` = hang detection is off.
+        where: The setting that turned hang detection off.
+        has_session: A rank sends heartbeats; ``None`` = not yet.
+        origins: Where each timeout setting comes from, by name.
     """
     if timeouts is None:
         return f"no (enable_ft_package is false, {where})"
@@ -720,14 +693,14 @@ def describe_saves(
     is_told: bool,
     saved_by: str | None = None,
 ) -> str:
-    """Return what a session saves, and what a notice to leave leads to.
+    """Return where a session saves, and how it responds to a preemption notice.
 
     Args:
-        tiers: Where it saves to; none = nowhere.
+        tiers: Tiers that it saves to; empty = none.
         interval: Iterations between saves to all tiers; 0 = only at a shutdown, at the end, or by hand.
-        near_interval: The same for the near tiers alone.
-        is_told: A notice reaches it.
-        saved_by: Who saves in its place; ``None`` = it does, or it is not known.
+        near_interval: Iterations between saves to the node-local tiers alone.
+        is_told: Preemption notices reach it.
+        saved_by: Who saves in its place; ``None`` = the session does, or it is not known.
     """
     if saved_by is not None:
         saves = f"checkpoints by {saved_by}"
@@ -768,30 +741,22 @@ class LateRank:
 class ExitLimit:
     """How long ranks may run after the first clean exit in their cycle.
 
-    A limit that was given counts from the first clean exit, or from the rank's last heartbeat. The default one also
-    requires that the rank's processes are idle: the rank may export a model for hours.
+    A configured limit counts from the first clean exit or the rank's last heartbeat. The default one also requires that
+    the rank's processes are idle: the rank may export a model for hours.
     """
 
     seconds: float | None
-    """``None`` = without end."""
+    """``None`` = no limit."""
     is_given: bool
 
     @classmethod
     def from_config(cls, config: FaultToleranceConfig) -> ExitLimit:
-        """Return the limit of an agent; by default there is none where hang detection is off."""
+        """Return the limit of an agent; by default none where hang detection is off."""
         if "exit_timeout" in config.given:
             return cls(config.exit_timeout, is_given=True)
         return cls(None if config.given.get("enable_ft_package") is False else DEFAULT_EXIT_S, is_given=False)
 
     def overdue(self, ranks: Iterable[LateRank], *, first_exit_ns: int, now_ns: int) -> list[LateRank]:
-        """Return the ranks that are to be ended.
-
-        Args:
-            ranks: The ranks that still run.
-            first_exit_ns: When the first rank of the cycle exited with 0.
-            now_ns: Now.
-        """
-        if (limit_s := self.seconds) is None:
-            return []
-        idle_s = {rank: rank.idle_s(first_exit_ns, now_ns, counts_processor=not self.is_given) for rank in ranks}
-        return [rank for rank, seconds in idle_s.items() if seconds >= limit_s]
+        """Return the ranks to end, of those that still run."""
+        limit_s, default = math.inf if self.seconds is None else self.seconds, not self.is_given
+        return [rank for rank in ranks if rank.idle_s(first_exit_ns, now_ns, counts_processor=default) >= limit_s]

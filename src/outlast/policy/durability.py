@@ -1,14 +1,14 @@
-"""Which failures a checkpoint survives, and for how long a commit that survives the job has been due.
+"""Failures that a checkpoint survives, and how long a commit that survives the job has been overdue.
 
 A checkpoint survives a failure if a tier that holds it does:
 
-* the failure of *workers*: any tier; the node's checkpoint writer keeps what is in memory;
-* the loss of a *node*: a replica, or the global directory. A file on the lost node's own disk does not;
-* the end of the *job*: the global directory, or, where none is configured, the local directory, in which the next job
-  finds its checkpoints if it gets the same nodes.
+* the failure of *workers*: any tier; the node's checkpoint writer keeps the memory tier;
+* the loss of a *node*: a replica, or the global directory, but not the local disk;
+* the end of the *job*: the global directory or, if none is configured, the local directory, where the next job finds
+  its checkpoints if it gets the same nodes.
 
-Where a global directory is configured, a checkpoint that survives the end of the job survives the loss of a node, too.
-With a local directory alone the two are independent of each other.
+With a global directory, a checkpoint that survives the end of the job also survives the loss of a node. With a local
+directory alone the two are independent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.policy.recovery_point import Tier
 from outlast.wording import duration
 
 _MAX_OWED = 256
-"""Saves that are remembered until a commit covers them; of more, every second one is dropped, never the oldest."""
+"""Saves that are remembered until a commit covers them; above it every second one is dropped, never the oldest."""
 
 
 class SurvivalLevel(IntEnum):
@@ -36,7 +36,7 @@ class SurvivalLevel(IntEnum):
 
 
 def job_tier(configured: Collection[Tier]) -> Tier | None:
-    """Return the tier that outlives the job; ``None``: none of those that are configured does."""
+    """Return the configured tier that outlives the job; ``None`` = there is none."""
     return next((tier for tier in (Tier.GLOBAL, Tier.LOCAL) if tier in configured), None)
 
 
@@ -58,44 +58,24 @@ def levels_of(tiers: Collection[Tier], configured: Collection[Tier]) -> frozense
 
 @dataclass(frozen=True, slots=True)
 class Durability:
-    """The newest iteration whose checkpoint survives each failure; ``None`` = there is none."""
+    """The newest iteration whose checkpoint survives each failure; ``None`` = none does."""
 
     worker: int | None = None
-    """Survives the failure of workers: the newest one in any tier."""
+    """The newest one in any tier."""
     node: int | None = None
-    """Survives the loss of a node."""
     job: int | None = None
-    """Survives the end of the job."""
 
 
 def with_commit(known: Durability, iteration: int, tiers: Collection[Tier], configured: Collection[Tier]) -> Durability:
-    """Return what is known once a checkpoint is in more tiers.
-
-    Args:
-        known: What is known before.
-        iteration: Of the checkpoint.
-        tiers: The tiers that it is in.
-        configured: The tiers that the run saves to.
-    """
+    """Return the durability once a checkpoint of an iteration is in ``tiers``, of the configured ones."""
     levels = levels_of(tiers, configured)
-
-    def newest(level: SurvivalLevel, before: int | None) -> int | None:
-        return before if level not in levels else iteration if before is None else max(before, iteration)
-
-    return Durability(
-        worker=newest(SurvivalLevel.WORKER, known.worker),
-        node=newest(SurvivalLevel.NODE, known.node),
-        job=newest(SurvivalLevel.JOB, known.job),
-    )
+    before = {level: getattr(known, str(level)) for level in SurvivalLevel}
+    newest = {str(level): max(iteration, before[level] or 0) if level in levels else before[level] for level in before}
+    return Durability(**newest)
 
 
 def describe_end(known: Durability, done: int) -> str:
-    """Return what is lost if the job ends now; one sentence for people.
-
-    Args:
-        known: What is committed.
-        done: Number of optimizer steps done.
-    """
+    """Return one sentence on what is lost if the job ends now, after ``done`` optimizer steps."""
     kept = known.job
     if kept is not None and kept >= done:
         return f"iteration {kept} is saved, nothing is lost"
@@ -121,14 +101,14 @@ def _describe_lost(known: Durability, done: int) -> str:
 class OwedSaves:
     """Saves that were to survive the end of the job, and are not covered by such a commit yet.
 
-    A save is covered by the commit of its own iteration or of a newer one. Commits to the other tiers cover nothing.
+    A save is covered by the commit of its own or a newer iteration. Commits to other tiers cover nothing.
     """
 
     saves: tuple[tuple[int, float], ...] = ()
     """Iteration, and the monotonic seconds at which the save began."""
 
     def add(self, iteration: int, now_s: float) -> OwedSaves:
-        """Return what is owed once a save to the tier that outlives the job has begun."""
+        """Return the saves with one to the tier that outlives the job that has begun."""
         if any(known == iteration for known, _ in self.saves):
             return self
         saves = (*self.saves, (iteration, now_s))
@@ -138,18 +118,18 @@ class OwedSaves:
         return OwedSaves(saves)
 
     def cover(self, iteration: int | None) -> OwedSaves:
-        """Return what is still owed once an iteration survives the end of the job; ``None`` = none does."""
+        """Return the saves that are not covered once an iteration survives the end of the job; ``None`` = none does."""
         if iteration is None:
             return self
         return OwedSaves(tuple(save for save in self.saves if save[0] > iteration))
 
     @property
     def oldest(self) -> tuple[int, float] | None:
-        """Iteration of the save that has been owed for the longest time, and when it began; ``None`` = none is."""
+        """Iteration of the save that has been owed for the longest time, and when it began."""
         return min(self.saves, key=lambda save: (save[1], save[0]), default=None)
 
     def lag_s(self, now_s: float) -> float:
-        """Return for how many seconds a commit has been due; 0 = nothing is owed."""
+        """Return for how many seconds a commit has been overdue; 0 = nothing is owed."""
         oldest = self.oldest
         return 0.0 if oldest is None else max(0.0, now_s - oldest[1])
 
@@ -158,10 +138,10 @@ def describe_overdue(*, where: str, lag_s: float, limit_s: float, error: str, kn
     """Return why a run stops whose checkpoints have not survived the end of the job for too long.
 
     Args:
-        where: The tier and its path, for people.
-        lag_s: For how long a commit there has been due.
+        where: The tier and its path.
+        lag_s: How long a commit there has been overdue.
         limit_s: ``max_durable_lag``.
-        error: What went wrong last; empty = not known.
+        error: The last error; empty = not known.
         known: What is committed.
         done: Number of optimizer steps done.
     """

@@ -1,9 +1,9 @@
 """Goodput and iterations per second: the one definition of each.
 
 *Goodput* is the productive share of the wall time since the run, or one job of it, began (:func:`goodput`). Time is
-productive from the moment in which all ranks have begun their first step until training stops, without the waits for
-saves, without the steps whose result was lost, and without what slow ranks added to the steps. :class:`ProductiveTime`
-counts such time as it passes; :mod:`outlast.goodput.ledger` places the same time on the run's time line.
+productive from when all ranks have begun their first step until training stops, excluding waits for saves, steps whose
+result was lost, and the delay that slow ranks add to steps. :class:`ProductiveTime` counts it during the run;
+:mod:`outlast.goodput.ledger` places the same time on the run's time line.
 
 *Iterations per second* is the mean over the last :data:`RATE_WINDOW_S` without a step back (:class:`IterationRate`).
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 RATE_WINDOW_S = 60.0
 REPORTED_S = 10.0
-"""Ranks that train report more often. After so long without a report it is known that they do not train."""
+"""Ranks that train report more often; without a report for this long they do not train."""
 _MIN_GAP_NS = int(RATE_WINDOW_S * 1e9) // 64
-"""Samples of a rate that are closer to each other are one."""
+"""Samples of a rate that are closer than this count as one."""
 _SLOW_SCORE = 0.9
-"""A report before the one that names a rank counts as slowed by that rank if its score was lower than this there."""
+"""A report before the one that identifies a slow rank counts as slowed by it if the rank's score there was lower."""
 _MAX_POINTS = 1024
 
 
@@ -33,7 +33,7 @@ class IterationRate:
         self._samples: deque[tuple[int, int]] = deque()
 
     def note(self, at_ns: int, iteration: int) -> None:
-        """Take in that an iteration was done at a monotonic time; a lower one than before drops the earlier samples."""
+        """Add a sample at a monotonic time; an iteration lower than before drops the earlier samples."""
         samples = self._samples
         if samples and iteration < samples[-1][1]:
             samples.clear()
@@ -44,7 +44,6 @@ class IterationRate:
             samples.popleft()
 
     def clear(self) -> None:
-        """Drop all samples."""
         self._samples.clear()
 
     @property
@@ -54,7 +53,7 @@ class IterationRate:
 
     @property
     def value(self) -> float | None:
-        """The rate; ``None`` = there are too few samples."""
+        """Iterations per second; ``None`` = too few samples."""
         if len(self._samples) < 2:
             return None
         last_ns, last = self._samples[-1]
@@ -65,29 +64,28 @@ class IterationRate:
 
 
 def goodput(productive_s: float, elapsed_s: float) -> float:
-    """Return the goodput, from 0 to 1: the productive share of the time since the run, or the job, began."""
+    """Return the goodput, from 0 to 1."""
     return min(1.0, max(0.0, productive_s / elapsed_s)) if elapsed_s > 0 else 0.0
 
 
 class ProductiveTime:
-    """Count the seconds of training whose result still counts, as it goes on."""
+    """Count the seconds of training whose result still counts, while the run continues."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
-        """The seconds so far."""
         self.has_begun = False
         self.has_advanced = False
-        """Whether an iteration was done since training began, or began again."""
+        """Whether an iteration was done since training last began."""
         self._last_s = 0.0
         self._points: list[tuple[int, float]] = []
-        """(iteration, seconds until it was done), both growing."""
+        """Iteration, and total seconds when it was done; both ascending."""
         self._window_s = 0.0
-        """The seconds at the last report on slow ranks."""
+        """Total seconds at the last report on slow ranks."""
         self._unnamed: deque[tuple[Mapping[int, float], float, float]] = deque(maxlen=16)
-        """Scores, and the stretch of seconds that they are about, of the newest reports if these named no rank."""
+        """Scores of the newest reports if these identified no slow rank, with the interval of total seconds of each."""
 
     def begin(self, at_s: float, iteration: int) -> None:
-        """Take in that training begins, or begins again, after an iteration: what was done beyond it is lost."""
+        """Record that training begins, or begins again, after an iteration: time spent beyond it is lost."""
         while self._points and self._points[-1][0] > iteration:
             done, self.total_s = self._points.pop()
             before, spent_s = self._points[-1] if self._points else (iteration, self.total_s)
@@ -102,12 +100,12 @@ class ProductiveTime:
         self._unnamed.clear()
 
     def advance(self, at_s: float, iteration: int, wait_s: float = 0.0) -> None:
-        """Take in that training has reached an iteration.
+        """Record that training has reached an iteration.
 
         Args:
-            at_s: When.
+            at_s: The time.
             iteration: Number of optimizer steps done.
-            wait_s: How much of the time since the last call training waited for a save.
+            wait_s: Part of the time since the last call in which training waited for a save.
         """
         if not self.has_begun:
             return
@@ -121,7 +119,7 @@ class ProductiveTime:
             del self._points[1:-1:2]
 
     def take_slow_ranks(self, scores: Mapping[int, float], named: Sequence[int]) -> None:
-        """Take off what slow ranks added to the steps since the last report on them."""
+        """Subtract the delay that slow ranks added to steps since the last report on them."""
         window = self._window_s, self.total_s
         if not (share := slow_share(scores, named)):
             self._unnamed.append((scores, *window))
@@ -136,7 +134,7 @@ class ProductiveTime:
         self._window_s = self.total_s
 
     def _take_off(self, share: float, from_s: float, to_s: float) -> None:
-        """Take off a share of a stretch."""
+        """Subtract a share of an interval of total seconds."""
 
         def less(seconds: float) -> float:
             return seconds - share * max(0.0, min(seconds, to_s) - from_s)
@@ -145,25 +143,25 @@ class ProductiveTime:
         self.total_s = less(self.total_s)
 
     def redo_step(self) -> None:
-        """Take in that a step is run again in place: its first run does not count."""
+        """Record that a step is run again in place: its first run does not count."""
         (first, begin_s), (last, end_s) = (self._points[0], self._points[-1]) if self._points else ((0, 0.0), (0, 0.0))
         if last > first:
             self.total_s -= (end_s - begin_s) / (last - first)
             self._points[-1] = (last, self.total_s)
 
     def resume(self, total_s: float) -> None:
-        """Continue from what an earlier process counted."""
+        """Continue from the total that an earlier process counted."""
         self.total_s, self._points, self.has_begun, self._window_s = total_s, [], False, total_s
 
 
 def slow_share(scores: Mapping[int, float], named: Iterable[int]) -> float:
-    """Return the share of a step that slow ranks add: the named ones' distance from the median rank's score, 1."""
+    """Return the share of a step that slow ranks add: the distance of the slowest from the median rank's score, 1."""
     return max(0.0, 1.0 - min((scores[rank] for rank in named if rank in scores), default=1.0))
 
 
 def share_before(earlier: Mapping[int, float], named: Iterable[int]) -> float:
-    """Return the same of the report before one with slow ranks, if they were slow already and not named yet; where
-    that one names no rank either, the slowest rank is meant."""
+    """Return the slow share of the report before one with slow ranks, for those that were slow already; where no rank
+    was identified, for the slowest rank."""
     named = tuple(named) or tuple(sorted(earlier, key=lambda rank: earlier[rank])[:1])
     return slow_share(earlier, [rank for rank in named if earlier.get(rank, 1.0) < _SLOW_SCORE])
 

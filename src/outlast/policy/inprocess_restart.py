@@ -1,19 +1,17 @@
-"""The restart in process, decided: who has to leave the function, when all are ready, who goes where.
+"""Decisions of in-process restarts: when members exit the function, when all are ready, which ranks they get.
 
-:func:`advance` is a pure function of what is known (:class:`RestartState`) and what just happened; its actions are
-orders to members. The hub (:mod:`outlast.inprocess.hub`) carries both. Times come with the events.
+:func:`advance` is a pure function of the state (:class:`RestartState`) and an event; its actions are orders to members.
+The in-process restart coordinator (:mod:`outlast.inprocess.hub`) carries both. Times come with the events.
 
 ``FORMING(i)`` ends when every living member is ready for call i of the function: one of them is asked to assign the
-active ranks, and then all go. ``RUNNING(i)`` ends with a fault of an active member (then ``FORMING(i+1)``) or when all
-active members have completed. Every wait has a deadline: a member that is not ready in time is expelled, and one that
-does not answer the question for the ranks too; one that runs is bounded by its agent process.
+active ranks, then all go. ``RUNNING(i)`` ends with a fault of an active member (then ``FORMING(i+1)``) or when all
+active members have completed. Every wait has a deadline: a member that is not ready in time, or does not assign the
+ranks in time, is expelled; a running one is bounded by its agent process. Reports on an older call are dropped. The
+death of a spare, or of a member that has completed before all have, causes no restart.
 
-Reports on an older call are dropped. A spare may die at any time without a restart; so may a member that has
-completed, before all have.
-
-An event visits one member; only a change of phase visits all. Ten thousand members report within a second, and each
-report must not cost a look at all others: the state's dicts are changed in place, and how many members are not ready,
-or still run, is counted. A copy of the dicts for each event would take time that grows with the square of the members.
+An event visits one member; only a change of phase visits all, as ten thousand members report within a second. So the
+state's dicts are changed in place, and unready and running members are counted; copying the dicts for each event would
+take time quadratic in the number of members.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from outlast.policy import inprocess_protocol as p
 from outlast.policy.rank_assignment import Member
 
 _MAX_FAULTS = 16
-"""Faults that are sent to every member; a thousand ranks may all report that they lost a connection."""
+"""Limit of faults sent to every member; a thousand ranks may all report a lost connection."""
 
 
 def add_fault(known: tuple[p.RankFault, ...], fault: p.RankFault) -> tuple[p.RankFault, ...]:
-    """Return the faults with one more, unless it is known: a rank may report the same to two hubs."""
+    """Return the faults with one more, unless it is known: a rank may report it to two coordinators."""
     if any(_name(other) == _name(fault) for other in known):
         return known
     return (*known, fault)
@@ -43,7 +41,7 @@ def _name(fault: p.RankFault) -> tuple[int, int, p.RankFaultKind]:
 
 
 def add_earlier_faults(go: p.Go, restart: p.Restart | None) -> p.Go:
-    """Return the order to go with those faults, too, that the order to restart for it had; they are not sent twice."""
+    """Return the order to go with the faults of its restart order, which are not sent twice."""
     if restart is None or restart.restart_count != go.restart_count:
         return go
     faults = restart.faults
@@ -53,7 +51,7 @@ def add_earlier_faults(go: p.Go, restart: p.Restart | None) -> p.Go:
 
 
 def judge(faults: tuple[p.RankFault, ...]) -> tuple[p.RankFault, ...]:
-    """Return the faults, causes first; who waited for a rank that hung or had to be ended is not to blame."""
+    """Return the faults, root causes first; ranks that waited for one that hung or was ended are not blamed."""
     ended = any(fault.kind == p.RankFaultKind.HARD_TIMEOUT for fault in faults)
     judged = (
         msgspec.structs.replace(fault, is_consequence=True)
@@ -65,10 +63,7 @@ def judge(faults: tuple[p.RankFault, ...]) -> tuple[p.RankFault, ...]:
 
 
 def count_causes(before: Mapping[int, int], faults: tuple[p.RankFault, ...]) -> dict[int, int]:
-    """Return the number of causes by initial rank, with those of a call added to those before.
-
-    A rank is at fault once in a call, in however many ways that showed.
-    """
+    """Return the number of root causes by initial rank, at most one per rank and call added to those before."""
     counts = {**before}
     for rank, _ in {(fault.initial_rank, fault.restart_count) for fault in judge(faults) if not fault.is_consequence}:
         counts[rank] = counts.get(rank, 0) + 1
@@ -76,8 +71,6 @@ def count_causes(before: Mapping[int, int], faults: tuple[p.RankFault, ...]) -> 
 
 
 class RestartPhase(StrEnum):
-    """Where the members are, as a whole."""
-
     FORMING = "forming"
     RUNNING = "running"
     FINISHED = "finished"
@@ -89,29 +82,26 @@ class HubMember(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     is_here: bool = False
-    """It has come; before, it is only expected."""
+    """It has connected; before, it is only expected."""
     active_rank: int | None = None
     """In the call that runs or ran last."""
     store_address: str | None = None
-    """It is ready for the call that forms, and would host its store there; ``None``: it is not."""
+    """Where it would host the store of the call that forms; ``None`` = it is not ready."""
     completed: bool = False
     labels: Mapping[str, str] = {}
-    """What it reports of its place beyond its node."""
     faults: tuple[tuple[int, p.RankFaultKind], ...] = ()
-    """Which of its faults are noted, by call and kind."""
+    """Its recorded faults, by call and kind."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is ready for the call that forms."""
         return self.store_address is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether it is in the call that runs, and has not completed it."""
+        """Whether it is in the running call, and has not completed it."""
         return self.active_rank is not None and not self.completed
 
     def as_member(self, rank: int, *, alive: bool = True) -> Member:
-        """Return it as those who assign ranks see it."""
         return Member(initial_rank=rank, node=self.node, rank=self.active_rank, alive=alive, labels=self.labels)
 
 
@@ -124,70 +114,62 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known. :func:`advance` takes the state over: its dicts belong to the state that follows."""
+    """State of the restarts. :func:`advance` takes ownership: its dicts belong to the next state."""
 
     phase: RestartPhase
     restart_count: int
-    """The one that forms, runs, or ran last."""
+    """The call that forms, runs, or ran last."""
     members: dict[int, HubMember]
-    """Living ones by initial rank, in this order."""
+    """Living members, ordered by initial rank."""
     num_unready: int
-    """How many of them are not ready."""
     num_running: int
-    """How many of them run."""
     began_s: float
-    """When the phase began."""
     gone: dict[int, Member] = {}
-    """Those that have gone since the last order to go and had an active rank, by initial rank; they leave gaps."""
+    """Members lost since the last order to go that had an active rank, by initial rank; they leave gaps."""
     go: p.Go | None = None
-    """The order to enter the call that runs, where this hub gave it."""
+    """The order to enter the running call, if this coordinator gave it."""
     restart: p.Restart | None = None
-    """The order to leave the call before the one that forms, where this hub gave it."""
+    """The order to exit the call before the one that forms, if this coordinator gave it."""
     all_know_faults: bool = False
-    """Every member that is here got ``restart`` from this hub: its faults need not be sent again."""
+    """Every connected member got ``restart`` from this coordinator: its faults need not be sent again."""
     noted: list[p.RankFault] = []
-    """Faults since the last order to go, in this order."""
+    """Faults since the last order to go, in order."""
     num_causes: int = 0
-    """How many of them did not come as a consequence."""
+    """Number of them that are not consequences."""
     iteration: int = -1
-    """Highest number of optimizer steps that a rank had completed before the call before; -1: unknown."""
+    """Highest number of optimizer steps that a rank had completed before the previous call; -1 = unknown."""
     ready_iteration: int = -1
-    """Highest that those report that are ready for the call that forms."""
+    """Highest number reported by members that are ready for the call that forms."""
     num_no_progress: int = 0
     """Restarts in a row that did not raise it."""
     fault_counts: Mapping[int, int] = {}
-    """Causes by initial rank, up to the last order to go."""
+    """Root causes by initial rank, up to the last order to go."""
     question: Question | None = None
     num_questions: int = 0
-    """Ordinal of the last question; another hub's begin elsewhere, so that answers to it are not taken."""
+    """Ordinal of the last question; another coordinator's begin elsewhere, so that responses to it are rejected."""
     last_call_s: float | None = None
-    """Until when the cause of the known faults is waited for."""
+    """Until when the root cause of the known faults is waited for."""
     first_completed_s: float | None = None
     exit_code: int = 0
-    """With which an active member of the running call exited; 0 = none did."""
+    """Exit code of an active member of the running call; 0 = none exited."""
     end: p.Finish | p.Abort | None = None
-    """The last order."""
 
     @property
     def faults(self) -> tuple[p.RankFault, ...]:
-        """Faults since the last order to go."""
         return tuple(self.noted)
 
 
 class MemberJoined(msgspec.Struct, frozen=True, kw_only=True):
-    """A member is linked to the hub, for the first time or again."""
+    """A member is connected to the coordinator, for the first time or again."""
 
     initial_rank: int
     node: str
     standing: p.MemberStanding
     at_s: float
     labels: Mapping[str, str] = {}
-    """What it reports of its place beyond its node."""
 
 
 class MemberReported(msgspec.Struct, frozen=True, kw_only=True):
-    """A member reported."""
-
     initial_rank: int
     report: p.Report
     at_s: float
@@ -200,17 +182,16 @@ class MemberLost(msgspec.Struct, frozen=True, kw_only=True):
     kind: p.RankFaultKind
     at_s: float
     summary: str = ""
-    """More than the kind tells."""
 
 
 class TimePassed(msgspec.Struct, frozen=True, kw_only=True):
-    """Time has passed; see :func:`next_deadline_s`."""
+    """See :func:`next_deadline_s`."""
 
     at_s: float
 
 
 class Isolated(msgspec.Struct, frozen=True, kw_only=True):
-    """Most members are out of reach, and may go on elsewhere: those here must not."""
+    """Most members cannot be reached and may continue elsewhere: those here must not."""
 
     reason: str
     at_s: float
@@ -227,13 +208,13 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def begin(world_size: int, at_s: float) -> RestartState:
-    """Return the state before anyone has come."""
+    """Return the state before any member has connected."""
     members = {rank: HubMember(node="") for rank in range(world_size)}
     return RestartState(phase=RestartPhase.FORMING, restart_count=0, began_s=at_s, **_counted(members))
 
 
 def _counted(members: dict[int, HubMember]) -> dict[str, Any]:
-    """Return members as fields of the state, with the counts that go with them."""
+    """Return members as fields of the state, with their counts."""
     num_unready = sum(not member.is_ready for member in members.values())
     num_running = sum(member.is_running for member in members.values())
     return {"members": members, "num_unready": num_unready, "num_running": num_running}
@@ -242,16 +223,16 @@ def _counted(members: dict[int, HubMember]) -> dict[str, Any]:
 def take_over(
     standings: Mapping[int, p.MemberStanding], nodes: Mapping[int, str], world_size: int, at_s: float
 ) -> RestartState:
-    """Return the state for a hub that follows one that is gone.
+    """Return the state for a coordinator that replaces one that is gone.
+
+    No member is connected in this state: follow with :class:`MemberJoined` for each that came, :class:`MemberLost` for
+    each that did not.
 
     Args:
         standings: Of the members that came, by initial rank.
-        nodes: Node of every member that lived when the old hub spoke last; empty: no call was formed yet.
+        nodes: Node of every member that lived at the old coordinator's last message; empty = no call was formed yet.
         world_size: Initial one.
         at_s: The time.
-
-    No member is here yet in this state: follow with :class:`MemberJoined` for each that came, :class:`MemberLost` for
-    each that did not.
     """
     newest = max(standings.values(), key=lambda standing: standing.restart_count)
     ranks = newest.ranks
@@ -261,7 +242,7 @@ def take_over(
     members = {
         rank: HubMember(node=node, active_rank=ranks.get(rank))
         for rank, node in sorted(nodes.items())
-        # Who was left out of the last call leaves, whatever the old hub managed to order.
+        # Members left out of the last call are removed, whatever the old coordinator managed to order.
         if rank in ranks
     }
     all_went = all(standing.restart_count == newest.restart_count for standing in standings.values())
@@ -282,7 +263,7 @@ def take_over(
 
 
 def next_deadline_s(state: RestartState, limits: p.RestartLimits) -> float | None:
-    """Return when the next :class:`TimePassed` is due; ``None``: time changes nothing."""
+    """Return when the next :class:`TimePassed` is due; ``None`` = time changes nothing."""
     if state.phase == RestartPhase.RUNNING and state.first_completed_s is not None:
         return state.first_completed_s + limits.completion_timeout_s
     if state.phase != RestartPhase.FORMING:
@@ -295,9 +276,9 @@ def next_deadline_s(state: RestartState, limits: p.RestartLimits) -> float | Non
 
 
 def advance(state: RestartState, event: Event, limits: p.RestartLimits) -> tuple[RestartState, tuple[Send, ...]]:
-    """Return what is known after an event, and the orders to give, in this order.
+    """Return the state after an event, and the orders to give, in this order.
 
-    The dicts of ``state`` are changed in place: continue with the state that is returned.
+    The dicts of ``state`` are changed in place: continue with the returned state.
     """
     step = _RestartTransition(state, limits, event.at_s)
     match event:
@@ -315,13 +296,13 @@ def advance(state: RestartState, event: Event, limits: p.RestartLimits) -> tuple
 
 
 class _RestartTransition:
-    """One call of :func:`advance`: what is known so far, and the orders that follow from it so far."""
+    """One call of :func:`advance`: the state and the orders so far."""
 
     def __init__(self, state: RestartState, limits: p.RestartLimits, at_s: float) -> None:
         self.state, self.limits, self.at_s = state, limits, at_s
         self.actions: list[Send] = []
 
-    # -- what happened -----------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def join(self, event: MemberJoined) -> None:
         rank, standing, state = event.initial_rank, event.standing, self.state
@@ -341,7 +322,7 @@ class _RestartTransition:
                 self.send(rank, self.state.restart)
             else:
                 if is_new:
-                    self.replace(all_know_faults=False)  # it has the order from another hub
+                    self.replace(all_know_faults=False)  # it has the order from another coordinator
                 if state.question is not None and state.question.to == rank:
                     self._ask_again()
         elif standing.restart_count < state.restart_count and state.go is not None:
@@ -427,7 +408,7 @@ class _RestartTransition:
     def _on_ready(self, rank: int, ready: p.RankReady) -> None:
         state = self.state
         if state.phase == RestartPhase.RUNNING and ready.restart_count == state.restart_count + 1:
-            # It left the function, and why did not reach this hub.
+            # It exited the function, and the reason did not reach this coordinator.
             summary = "it left the function"
             self.note_new(rank, p.RankFaultKind.EXCEPTION, summary, state.restart_count)
             self._restart()
@@ -476,7 +457,7 @@ class _RestartTransition:
             self._finish_if_complete()
 
     def _catch_up(self, standing: p.MemberStanding) -> bool:
-        """Restart beyond what a member has seen, where that is more than this hub knows of; return whether it was."""
+        """Restart beyond what a member has seen, if that is more than this coordinator knows; return whether it was."""
         state = self.state
         wanted = max(standing.restart, 0 if standing.restart_count < 0 else standing.restart_count + 1)
         if wanted <= state.restart_count + (
@@ -494,10 +475,10 @@ class _RestartTransition:
         self._restart()
         return True
 
-    # -- what follows ------------------------------------------------------------------------------------------
+    # -- consequences ----------------------------------------------------------------------------------------------
 
     def _restart(self) -> None:
-        """Have everybody leave the function."""
+        """Order all members to exit the function."""
         state = self.state
         if not state.members:
             return self._abort("no rank is left")
@@ -521,13 +502,13 @@ class _RestartTransition:
         self.send_all(self._note_restart())
 
     def _note_restart(self) -> p.Restart:
-        """Return the order to restart, which who comes later gets, too."""
+        """Return the order to restart, which members that connect later get, too."""
         order = p.Restart(restart_count=self.state.restart_count, faults=self.sent_faults)
         self.replace(restart=order)
         return order
 
     def _form(self) -> None:
-        """Ask for the ranks if everybody is ready."""
+        """Ask for the ranks if all members are ready."""
         state = self.state
         if state.end is not None:
             return
@@ -545,10 +526,10 @@ class _RestartTransition:
         self._ask()
 
     def _spent_without_progress(self) -> str | None:
-        """Return why there have been enough restarts in a row without progress; ``None``: another one may be made.
+        """Return why there were enough restarts in a row without progress; ``None`` = another one is allowed.
 
-        Progress is an iteration higher than any before. Where none is known, unknown progress is none: a function that
-        fails again and again would be called without end.
+        Progress is an iteration higher than before. Unknown progress counts as none: a function that fails repeatedly
+        would be called forever.
         """
         state, limit = self.state, self.limits.max_no_progress_restarts
         if limit is None or state.restart_count == 0 or state.num_no_progress < limit:
@@ -641,23 +622,23 @@ class _RestartTransition:
         if is_here:
             self.send(rank, p.Expel(reason=reason))
 
-    # -- the draft ---------------------------------------------------------------------------------------------
+    # -- changes of the state --------------------------------------------------------------------------------------
 
     @property
     def sent_faults(self) -> tuple[p.RankFault, ...]:
-        """The faults since the last order to go as every member gets them, causes first."""
+        """Faults since the last order to go as members get them, root causes first."""
         return judge(self.state.faults)[:_MAX_FAULTS]
 
     @property
     def fault_counts(self) -> dict[int, int]:
-        """Causes by initial rank, those since the last order to go among them."""
+        """Root causes by initial rank, including those since the last order to go."""
         return count_causes(self.state.fault_counts, self.state.faults)
 
     def note_new(self, rank: int, kind: p.RankFaultKind, summary: str, restart_count: int) -> None:
         self.note(p.RankFault(initial_rank=rank, restart_count=restart_count, kind=kind, summary=summary))
 
     def note(self, fault: p.RankFault) -> None:
-        """Note a member's fault, unless it is known: it may report the same to two hubs."""
+        """Record a member's fault, unless it is known: it may report the same to two coordinators."""
         state, name = self.state, (fault.restart_count, fault.kind)
         known = state.members[fault.initial_rank].faults
         if name in known:
@@ -667,7 +648,7 @@ class _RestartTransition:
         self.replace(num_causes=state.num_causes + (not fault.is_consequence))
 
     def remove(self, rank: int) -> None:
-        """Take a member out; ranks that were being assigned are out of date then."""
+        """Remove a member; an assignment in progress is then outdated."""
         member = self.state.members[rank]
         if member.active_rank is not None:
             self.state.gone[rank] = member.as_member(rank, alive=False)
@@ -695,6 +676,5 @@ class _RestartTransition:
         self.actions.append(Send(to=(rank,), order=order))
 
     def send_all(self, order: p.Order) -> None:
-        """Give every member that is here an order."""
         to = tuple(rank for rank, member in self.state.members.items() if member.is_here)
         self.actions.append(Send(to=to, order=order))

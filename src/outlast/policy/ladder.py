@@ -1,70 +1,59 @@
-"""The ladder: from the incident that ended a cycle to the cheapest remedy that can still help.
+"""The recovery policy: from the incident that ended a cycle to the least expensive recovery level that can still help.
 
-:func:`decide` is the only place where restarts are granted. It is a pure function of what is remembered
-(:class:`LadderState`, kept in ``ladder.json`` across jobs), what just happened (:class:`CycleEnd`) and what
-is allowed (:class:`Limits`).
+:func:`decide` is the only place where restarts are granted: a pure function of the stored state (:class:`LadderState`,
+kept in ``ladder.json`` across jobs), the end of a cycle (:class:`CycleEnd`) and the :class:`Limits`.
 
 Budgets reset on progress, never on time; progress is a committed checkpoint at a higher iteration than before. Within a
-job any tier counts, since a restart resumes from there. A new job begins at what survived the end of the last one, so
-that only a checkpoint beyond that is progress in the requeue policy.
+job any tier counts, since a restart resumes from there. A new job begins at what survived the last one, so only a
+checkpoint beyond that is progress in the requeue policy.
 
-* ``restarts_without_progress`` counts restarts since the last progress; ``max_restarts`` bounds it.
-* ``cycles_without_progress`` counts ended cycles that made none; ``max_no_progress_cycles`` bounds it. It
-  grows only where progress can be known, and outlives the job, so that re-queueing cannot continue forever.
-* ``restarts_total`` counts all of a run's restarts; ``max_restarts_total`` bounds it, progress or not.
+* ``restarts_without_progress`` counts restarts since the last progress; bounded by ``max_restarts``.
+* ``cycles_without_progress`` counts ended cycles without progress, where progress can be known; bounded by
+  ``max_no_progress_cycles``. It outlives the job, so that requeueing cannot continue forever.
+* ``restarts_total`` counts all restarts of a run; bounded by ``max_restarts_total``.
 
-Restarts without progress in a row wait, each longer than the one before (:mod:`outlast.policy.backoff`).
+Restarts in a row without progress wait, each longer than the one before (:mod:`outlast.policy.backoff`).
 
-A script that does not save through outlast reports no progress. Unknown is not none: its restarts are bounded
-by ``max_restarts`` alone (and the total), which then means exactly what torchrun means by it. One exception: the same
-error of its own code at the same place in two cycles in a row ends the job (:func:`repeats_failure`). So does the same
-error before the first step of any run, unless it seems to come from a device, a network or a disk.
+A script that does not save through outlast reports no progress. Its restarts are bounded by ``max_restarts`` alone (and
+the total), as by torchrun. Exception: the same error of its own code at the same place in two cycles in a row ends the
+job (:func:`repeats_failure`), and so does the same error before the first step of any run, unless it appears to come
+from a device, a network or a disk.
 
-A restart inside the processes is a restart like any other: it is granted from the same budgets, so that no sequence of
-rungs continues forever. It has happened by the time it is judged; one that is not granted ends the job. One that is
-granted ends no cycle, and so does not count as a cycle without progress.
+An in-process restart is granted from the same budgets. It has happened by the time of the decision; if it is not
+granted the job ends, and if it is, no cycle ended without progress.
 
-Failures that all began on one node point at that node. Before the last restart that a budget allows, such a node gives
-its slot to a spare, if one waits (``max_node_faults=0`` turns this off): the spare gets a chance that still counts
-against the budgets.
+If all failures began on one node, then before the last restart that a budget allows, that node gives its slot to a
+spare, if one waits (``max_node_faults=0`` turns this off). The loss of a node before any rank of its cycle completed a
+step counts against that node alone, up to ``max_node_faults`` times between two steps of progress, whichever nodes they
+are; a node that is lost that often gets no slot any more if the world can continue without it. After a slow rank (exit
+code 18) its node gives its slot to a spare and gets none any more; without a spare the run stops, as the same workers
+on the same nodes would be as slow.
 
-A node that is lost before a rank of its cycle completed a step cost the job nothing but the start. Such a loss counts
-for the node alone, up to ``max_node_faults`` times between two steps of progress, whichever nodes they are. A node that
-is lost so often gets no slot any more where the world can do without it.
+The exit code of a stop shows a scheduler whether a retry can help: 93 if a retry got no further; 1 if none was made
+(``max_restarts=0``), if the progress is unknown, or if the last cycle made progress and only the total is spent.
 
-After a slow rank (exit code 18) its node gives its slot to a spare and gets none any more. Without a spare the run
-stops: the same workers on the same nodes would be as slow, and the verdict names the node to leave out of the next job.
+If a worker fails in the same way at the same iteration after the same node-local copy was loaded, the last restart that
+a budget leaves loads another copy (``policy.recovery_point``).
 
-The exit code of a stop shows a scheduler whether trying again can help: 93 when the same thing was tried
-again and got no further; 1 when nothing was tried (``max_restarts=0``), when the progress is unknown, or when
-the last cycle did get further and only the total is spent.
+An invalid result (exit codes 16 and 17, :func:`find_remedy`) has its own remedies, within the same budgets. Exit code
+16 requests that the result is run again before it is judged, in this order:
 
-Where a worker fails in the same way at the same iteration after the same near copy was loaded, the last restart that a
-budget leaves loads another copy (``policy.recovery_point``).
-
-A result that a worker judged invalid (exit codes 16 and 17, :func:`find_remedy`) has remedies of its own, within the
-same budgets. Exit code 16 asks to have the result run again before it is judged. In this order:
-
-1. Soon after a load from a near tier that copy is distrusted; the next cycle loads another one.
-2. Another device decides: the node that saw the result is held back, a spare takes its slot, and the next cycle
-   replays the saved batches. Once for each result.
-3. Without another device the same one tries again, a bounded number of times for each result.
-4. Soon after a load from the global tier that generation is distrusted; the next cycle loads an older one.
+1. Soon after a load from a node-local tier that copy is excluded; the next cycle loads another one.
+2. Another device decides: the node that saw the result is held back, a spare takes its slot, and the next cycle replays
+   the saved batches. Once for each result.
+3. Without another device the same one replays it, a bounded number of times for each result. It can only show that the
+   result is not reproducible.
+4. Soon after a load from the global tier that checkpoint is excluded; the next cycle loads an older one.
 5. Stop, with the diagnosis.
 
-Exit code 17 brings a verdict. A *correct* result stops the run at once: what trained it would do so again. A device's
-*persistent* fault takes its node out, where the world can do without it; else the node gets one more chance for as long
-as there is no progress. Where ranks outvoted one whose replica differed, without a replay, a second such verdict soon
-after a load points at the copy that was loaded. A code that brings no verdict, or comes from a replay that decided
-nothing, leads to steps 1, 4 and 5. Replicas that differ without a majority have no culprit and nothing to replay: their
-workers start again on the same devices, a bounded number of times.
+Exit code 17 reports a finding. A *correct* result stops the run: the training would repeat it. A *persistent* fault of
+a device removes its node if the world can continue without it; otherwise the node gets one more chance as long as there
+is no progress. If ranks outvoted a differing replica without a replay, a second such finding soon after a load points
+at the loaded copy. A code without a finding, or from an undecided replay, leads to steps 1, 4 and 5. Replicas that
+differ without a majority identify no root cause: their workers restart on the same devices, a bounded number of times.
 
-Each remedy is tried once, or as often as stated, for the same result: the ladder remembers in its cases what was tried.
-A result that was invalid twice on one device is either that device's persistent fault or the correct result of bad data
-or a bad model. Only another device can decide. Where there is none, the same one may try again a few times; it can only
-show that the result is not reproducible after all. A *case* is an invalid result without a verdict yet, with the
-replays that were granted to find one. Its step and the device on which the result was seen first identify it. It is
-closed by progress: training committed a generation beyond its iteration.
+A *case* is an invalid result without a final finding, identified by its step and first device, with the replays that
+were granted. It is closed by a committed checkpoint beyond its iteration.
 
 One module because it is one decision: each rule spends, or spares, the budgets that all others read.
 """
@@ -73,12 +62,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeGuard
+from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
 from outlast.policy.backoff import DELAYS_S, restart_delay_s
 from outlast.policy.causes import is_deterministic, is_of_code
 from outlast.policy.recovery_point import (
@@ -96,15 +86,15 @@ from outlast.wording import count
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """A count in :class:`LadderState`, which agents report."""
 MAX_HISTORY = 64
-"""How many of the newest entries each of the ladder's lists keeps."""
+"""How many of the newest entries each list of :class:`LadderState` keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may be tried."""
+    """Budgets of the recovery policy."""
 
     max_restarts: int = 3
-    """Restarts in a row without progress in between; 0 = none at all."""
+    """Restarts in a row without progress; 0 = none."""
 
     max_restarts_total: int | None = None
     """Restarts over the whole run, with or without progress; ``None`` = no limit."""
@@ -116,15 +106,14 @@ class Limits:
     """Faults after which a node gives its slot to a spare, where one waits; 0 = never."""
 
     max_same_device_reruns: int = 2
-    """Restarts on the same devices for the same exit code 16, where its worker left no diagnosis, which has a limit of
-    its own."""
+    """Restarts on the same devices for the same exit code 16 without a diagnosis; a diagnosis has its own limit."""
 
     max_restart_delay_s: float = DELAYS_S[-1]
-    """Longest time that a restart waits after repeated failures without progress; 0 = none waits."""
+    """Longest delay of a restart after repeated failures without progress; 0 = no delay."""
 
     @classmethod
     def for_nodes(cls, num_nodes: int, **given: int | float | None) -> Limits:
-        """Return the limits of a job of so many nodes, where those that are not given fit its size."""
+        """Return the limits of a job of this many nodes, where those that are not given depend on its size."""
         allowed = failures_in_a_row(num_nodes)
         return cls(**{"max_restarts": allowed, "max_no_progress_cycles": allowed, **given})  # type: ignore[arg-type]
 
@@ -133,11 +122,10 @@ _NODES_PER_FAILURE = 4096
 
 
 def failures_in_a_row(num_nodes: int) -> int:
-    """Return after how many failures in a row without progress a job of so many nodes stops by default.
+    """Return after how many failures in a row without progress a job of this many nodes stops by default.
 
-    Three, and one more for each 4,096 nodes beyond the first 4,096. Failures that have nothing to do with each other
-    come in a row by chance, the more often the more nodes there are: with three, a job of 16,384 nodes that fails every
-    13.5 minutes would be stopped twice a month.
+    Three, and one more for each 4,096 nodes beyond the first 4,096: with three, a job of 16,384 nodes that fails every
+    13.5 minutes would be stopped twice a month by independent failures.
     """
     return max(3, 2 - -num_nodes // _NODES_PER_FAILURE)
 
@@ -148,34 +136,32 @@ class CycleEnd:
 
     cycle: int
     incident: Incident | None
-    """The cause, not what it did to others; ``None`` only when the cycle finished or was preempted."""
+    """The root cause; ``None`` only when the cycle finished or was preempted."""
 
     finished: bool = False
     """Every worker ended with exit code 0."""
 
     recovered_in_process: bool = False
-    """It did not end after all: its workers restarted inside their processes."""
+    """It did not end: its workers restarted in process."""
 
     preempted: bool = False
-    """The job was requested to shut down."""
 
     preempted_saved: bool = False
-    """The workers saved what they had before they left."""
 
     durable_iteration: int | None = None
-    """Highest iteration that any rank knows to survive the end of the job; ``None`` = none yet."""
+    """Highest iteration known to survive the end of the job; ``None`` = none yet."""
 
     committed_iteration: int | None = None
-    """Highest iteration that any rank knows to be committed in any tier; ``None`` = none beyond the above."""
+    """Highest iteration known to be committed in any tier; ``None`` = none beyond the above."""
 
     progress_known: bool = False
-    """A worker reports its saves to us, so that no new one means no progress."""
+    """A worker reports its saves, so that no new one means no progress."""
 
     had_session: bool = False
-    """A worker had a session, or a monitor: more is known of the run than the exit codes of its processes."""
+    """A worker had a session, or a monitor: more is known of the run than exit codes."""
 
     num_spares: int = 0
-    """Nodes that wait for a slot, may have one, and fit the slot of the node that the cause points at."""
+    """Nodes that wait for a slot and may take that of the root cause's node."""
 
     may_shrink: bool = False
     """The world may continue without a node if no spare waits."""
@@ -190,14 +176,14 @@ class CycleEnd:
     """Seconds from the cycle's start to its end; 0 = not known."""
 
     load: Load | None = None
-    """What the workers had loaded; ``None`` = nothing, or it is not known."""
+    """What the workers had loaded; ``None`` = nothing, or not known."""
 
     is_permanent: bool = False
-    """All ranks failed alike before their first step, and a restart cannot help; see ``policy.causes``."""
+    """All ranks failed with the same cause before their first step, and a restart cannot help; see ``policy.causes``.
+    """
 
     diagnosis: Diagnosis | None = None
-    """What the workers knew of the invalid result, or slow rank, because of which they left; ``None`` = they left
-    none."""
+    """The workers' diagnosis of the invalid result or slow rank; ``None`` = none."""
 
     def __post_init__(self) -> None:
         assert self.incident is not None or self.finished or self.preempted, "a failed cycle needs its incident"
@@ -205,14 +191,19 @@ class CycleEnd:
     @property
     def newest_iteration(self) -> int | None:
         """Highest iteration from which a restart within the job can resume; ``None`` = none yet."""
-        return max(filter(_is_known, (self.durable_iteration, self.committed_iteration)), default=None)
+        return _highest(self.durable_iteration, self.committed_iteration)
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code with which a worker ended by itself; ``None`` where the cause is another one."""
+        """Exit code with which a worker ended by itself; ``None`` = the cause is another one."""
         if self.incident is None or self.incident.kind != IncidentKind.WORKER_FAILED:
             return None
         return self.incident.exit_code
+
+    @property
+    def cause(self) -> Cause | None:
+        """Exception of the root cause; ``None`` = none was recorded."""
+        return None if self.incident is None else self.incident.cause
 
     @property
     def is_invalid_result(self) -> bool:
@@ -222,13 +213,11 @@ class CycleEnd:
 
     @property
     def is_slow_rank(self) -> bool:
-        """Whether it ended because all ranks left for the sake of a slow one."""
+        """Whether it ended because all ranks exited for a slow one."""
         return not self.finished and not self.preempted and self.exit_code == ExitReason.STRAGGLER
 
 
 class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One remembered decision."""
-
     cycle: int
     job: str = ""
     incident: str = ""
@@ -237,77 +226,74 @@ class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     durable_iteration: int | None = None
     committed_iteration: int | None = None
     failure: str = ""
-    """Exception and line of code, where the same start always brings the same one; see :func:`repeats_failure`."""
+    """Exception and line of code, if a restart repeats it; see :func:`repeats_failure`."""
     has_trained: bool = True
-    """A rank may have completed a step in the cycle."""
     time: str = ""
-    """When it was decided, ISO 8601 in UTC; whoever writes the file fills it in, and no decision reads it."""
+    """Time of the decision, ISO 8601 in UTC; set when the file is written, and not read by any decision."""
 
 
 class FailedCycle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a cycle failed, to be compared with how the next one does."""
+    """How a cycle failed, for comparison with the next one."""
 
     what: str
-    """The kind of failure, the exit code, and the exception's type and line."""
+    """Kind of failure, exit code, type and line of the exception."""
     iteration: int
     load: Load | None = None
     committed_iteration: int | None = None
 
 
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ladder remembers from cycle to cycle and from job to job."""
+    """State of the recovery policy, kept from cycle to cycle and from job to job."""
 
     job: str = ""
-    """The job that wrote this; its budgets begin afresh in the next one, see :func:`begin_job`."""
+    """The job that wrote the state; its budgets are reset in the next one, see :func:`begin_job`."""
     number: Number = 0
-    """How often the state has changed; of two states of a job, the later one has the higher number."""
+    """Number of changes; of two states of a job, the later one has the higher number."""
     restarts_without_progress: Number = 0
     restarts_total: Number = 0
     restarts_by_rung: dict[str, Number] = {}
-    """Restarts of the run by the name of their rung, for metrics: no decision reads it, and no job resets it."""
+    """Restarts of the run by recovery level, for metrics: no decision reads it, and no job resets it."""
     cycles_without_progress: Number = 0
     best_durable: int | None = None
-    """Highest iteration ever seen that survives the end of the job; never falls."""
+    """Highest iteration ever known to survive the end of the job; never falls."""
     best_committed: int | None = None
-    """Highest iteration that this job has committed in any tier; what a restart within the job resumes from."""
+    """Highest iteration that this job has committed in any tier; a restart within the job resumes from it."""
     progress_known: bool = False
-    """Some cycle of this run reported its saves; one that reports nothing has then made no progress."""
+    """A cycle of this run reported its saves; one that reports nothing has then made no progress."""
     had_session: bool = False
-    """Some worker of this run had a session, or a monitor."""
     node_faults: dict[str, Number] = {}
-    """Faults that began on each node in this job; what they did to peers is not counted."""
+    """Faults that began on each node in this job; consequences on peers are not counted."""
     recent_faults: dict[str, Number] = {}
-    """Faults since the last progress in this job, by the node on which each began; empty name = not known. Nodes that
-    get no slot any more are left out."""
+    """Faults since the last progress in this job, by the node on which each began; empty name = not known. Without
+    nodes that get no slot any more."""
     free_losses: Number = 0
-    """Losses of nodes since the last progress in this job that count for the node alone."""
+    """Node losses since the last progress in this job that count against the node alone."""
     quarantined: tuple[str, ...] = ()
     """Nodes that get no slot any more in this job."""
     held_back: tuple[str, ...] = ()
-    """Nodes that get no slot in the cycle that follows: what went wrong there is replayed elsewhere."""
+    """Nodes that get no slot in the next cycle: their invalid result is replayed elsewhere."""
     blamed: tuple[str, ...] = ()
     """Nodes whose device was found to be at fault since the last progress in this job."""
     loads: tuple[Load, ...] = ()
-    """What the newest cycles of the run loaded, oldest first."""
+    """Loads of the newest cycles of the run, oldest first."""
     distrusted: tuple[Distrusted, ...] = ()
-    """Copies that led to invalid results: these, and what descends from them, are not loaded again. Take an entry out
-    of ``ladder.json`` to trust its copy again."""
+    """Copies that led to invalid results: these, and their descendants, are not loaded again. Remove an entry from
+    ``ladder.json`` to trust its copy again."""
     cases: tuple[InvalidResultCase, ...] = ()
-    """Invalid results that no verdict was found for yet, and what was tried to find one."""
+    """Invalid results without a final finding, and the replays granted."""
     failure: FailedCycle | None = None
     """How the newest cycle failed; ``None`` = in a way that is not compared."""
     replay: Replay | None = None
-    """What the newest cycle was, or the next one is, started to replay; ``None`` = it trains as usual."""
+    """Replay of the newest, or the next, cycle; ``None`` = it trains as usual."""
     finished: bool = False
     stopped_with: int | None = None
-    """Exit code of the stop that ended the last job; ``None`` while one runs or when it was re-queued."""
+    """Exit code of the stop that ended the last job; ``None`` while one runs or if it was requeued."""
     history: tuple[LadderStep, ...] = ()
     """The newest decisions, oldest first."""
 
     @property
     def newest_iteration(self) -> int | None:
-        """Highest iteration from which a restart within the job can resume; ``None`` = none."""
-        return max(filter(_is_known, (self.best_durable, self.best_committed)), default=None)
+        return _highest(self.best_durable, self.best_committed)
 
     @property
     def barred(self) -> tuple[str, ...]:
@@ -318,19 +304,18 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
 def begin_job(state: LadderState) -> LadderState:
     """Return the state with which a new job of the run starts.
 
-    ``--max-restarts``, node faults and what is known of nodes are a job's own. The cycles without progress keep
-    counting from job to job, unless the ladder itself had ended the run permanently (exit codes 17 and 93): nothing in
-    outlast re-queues such a run, so whoever starts it again has looked at it, and gets all budgets afresh.
+    ``--max-restarts``, node faults and facts about nodes are per job. Cycles without progress keep counting, unless the
+    policy had ended the run permanently (exit codes 17 and 93): nothing in outlast requeues such a run, so a person
+    restarted it, and all budgets are reset.
 
-    A replay that was pending when a job was shut down continues in the next one, wherever its ranks are then: its
-    workers see whether they are on another device. Where the job just ended, the replay may have ended it, and is
-    dropped. What was tried so far for an invalid result still counts.
+    A replay that was pending when a job was shut down continues in the next one, wherever its ranks are then. Where the
+    job just ended, the replay may have ended it, and is dropped; the replays granted still count.
 
-    A run that has finished may be given more iterations: its next job resumes with all budgets, and the script ends at
-    once where nothing is left to train.
+    A finished run may be given more iterations: its next job has all budgets, and the script ends at once if nothing is
+    left to train.
     """
     if state.finished:
-        return msgspec.structs.replace(
+        return replace(
             begin_run(state),
             best_durable=state.best_durable,
             best_committed=state.best_durable,
@@ -339,9 +324,9 @@ def begin_job(state: LadderState) -> LadderState:
         )
     was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
     if not was_told_to_leave:
-        state = msgspec.structs.replace(state, replay=None)
+        state = replace(state, replay=None)
     cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
-    state = msgspec.structs.replace(
+    state = replace(
         state,
         best_committed=state.best_durable,
         restarts_without_progress=0,
@@ -354,21 +339,17 @@ def begin_job(state: LadderState) -> LadderState:
         cases=cases,
     )
     if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
-        distrusted = tuple(
-            msgspec.structs.replace(one, settled=True) for one in state.distrusted if not one.is_last_resort
-        )
-        state = msgspec.structs.replace(
-            state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=()
-        )
-    return msgspec.structs.replace(state, stopped_with=None)
+        distrusted = tuple(replace(one, settled=True) for one in state.distrusted if not one.is_last_resort)
+        state = replace(state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=())
+    return replace(state, stopped_with=None)
 
 
 def known_durable(state: LadderState) -> int | None:
-    """Return the newest iteration whose checkpoint survives the end of the job, where that is known for certain.
+    """Return the newest iteration known for certain to survive the end of the job.
 
     Returns:
-        :data:`~outlast.policy.recovery_point.NONE_DURABLE`: no cycle has committed one. ``None``: not known, since no
-        cycle has ended yet, or the job before was cut off and may have committed more than was recorded.
+        :data:`~outlast.policy.recovery_point.NONE_DURABLE` = no cycle has committed one. ``None`` = not known: no cycle
+            has ended yet, or the job before was cut off and may have committed more than was recorded.
     """
     newest = state.history[-1] if state.history else None
     if newest is None or not (newest.job == state.job or newest.rung in (Rung.REQUEUE_JOB, Rung.STOP)):
@@ -377,20 +358,21 @@ def known_durable(state: LadderState) -> int | None:
 
 
 def merge(state: LadderState, kept: LadderState) -> LadderState:
-    """Return what two states of a job remember together: the later one, and the excluded copies of both.
+    """Return the later of two states of a job, with the excluded copies of both.
 
     Args:
-        state: That of a coordinator that takes over; it may be an old one, with what has changed since the takeover.
-        kept: What an agent kept of the coordinator before; of two states with the same number it is the later one.
+        state: That of a coordinator that takes over; may be an old one, with the changes since the takeover.
+        kept: The previous coordinator's, as kept by an agent; of two states with the same number it is the later one.
     """
     older, newer = (state, kept) if kept.number >= state.number else (kept, state)
     known = {(one.attempt, one.tier) for one in newer.distrusted}
     more = tuple(one for one in older.distrusted if (one.attempt, one.tier) not in known)
-    return msgspec.structs.replace(newer, job=state.job, distrusted=(*newer.distrusted, *more))
+    return replace(newer, job=state.job, distrusted=(*newer.distrusted, *more))
 
 
 def find_outcome(state: LadderState) -> tuple[int, str] | None:
-    """Return how the job that wrote the state ended: exit code and reason; ``None``: it did not, as far as is known."""
+    """Return exit code and reason of the end of the job that wrote the state; ``None`` = it has not ended, as far as
+    known."""
     if not state.history:
         return None
     newest = state.history[-1]
@@ -402,9 +384,9 @@ def find_outcome(state: LadderState) -> tuple[int, str] | None:
 
 
 def find_later_outcome(state: LadderState, known: LadderState | None) -> tuple[int, str] | None:
-    """Return how a job ended, as :func:`find_outcome`, to an agent that knows an earlier state of it.
+    """Return :func:`find_outcome` for an agent that knows an earlier state of the job.
 
-    A state that lacks the newest decision which the agent knows was written by another part of a divided job.
+    A state that lacks the newest decision known to the agent was written by another part of a partitioned job.
     """
     if known is not None and known.history and known.history[-1] not in state.history:
         return None
@@ -412,10 +394,9 @@ def find_later_outcome(state: LadderState, known: LadderState | None) -> tuple[i
 
 
 def begin_run(state: LadderState) -> LadderState:
-    """Return the state of a new run in the directory of a finished one: all budgets afresh.
+    """Return the state of a new run in the directory of a finished one, with all budgets reset.
 
-    What was saved is known by the names of its job and cycle: those that were given stay remembered, and so do the
-    copies that are not to be loaded.
+    Used job and cycle names, which identify saved checkpoints, stay recorded, and so do the excluded copies.
     """
     return LadderState(loads=state.loads, distrusted=state.distrusted, history=state.history)
 
@@ -425,12 +406,12 @@ _GLOBAL = "global"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """What to do about an invalid result, if a budget allows it where it is a restart."""
+    """What to do about an invalid result; restarts are subject to the budgets."""
 
     what: str
-    """What happened, for people."""
+    """What happened, for the message."""
     action: str
-    """What is done about it and why, for people."""
+    """What is done about it and why, for the message."""
     stops: bool = False
     """The run stops with the diagnosis; everything else is a restart."""
     rung: Rung = Rung.RESTART_WORKERS
@@ -441,17 +422,15 @@ class Remedy:
     hold_back: str = ""
     """Node that gets no slot in the next cycle; empty = none."""
     replay: Replay | None = None
-    """What the next cycle replays."""
     case: InvalidResultCase | None = None
-    """What is remembered of the result once the restart is granted."""
+    """Case to store once the restart is granted."""
     faulty_node: str = ""
-    """Node that it is charged to; empty = it is not known whose fault it is."""
+    """Node that the fault counts against; empty = not known."""
     is_device_fault: bool = False
-    """A device of that node is at fault, and it has this one chance to show otherwise."""
+    """A device of that node is at fault, and has this one chance to prove otherwise."""
 
 
 def find_remedy(state: LadderState, end: CycleEnd, limits: Limits) -> Remedy:
-    """Return what to do after a cycle that ended because of an invalid result."""
     assert end.is_invalid_result
     assert end.incident is not None
     what, diagnosis = _describe(end.incident, end.diagnosis), end.diagnosis
@@ -465,7 +444,7 @@ def find_remedy(state: LadderState, end: CycleEnd, limits: Limits) -> Remedy:
         return _blame(state, end, diagnosis, what)
     if diagnosis is None:
         return _judge_copy(what, _judge_load(state, end.load, _iteration(end)), faulty_node=end.incident.node)
-    # A last try, or one on another device, that decided nothing: what is left is the copy that was trained on.
+    # A last or remote replay that decided nothing: what is left is the copy that was trained on.
     case = _find_case(state.cases, end.incident, diagnosis, end.load, is_replay=_is_replay(state, diagnosis))
     return _judge_copy(what, _judge_load(state, case.load, diagnosis.iteration))
 
@@ -492,7 +471,7 @@ def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits:
             rung=Rung.REPLACE_NODE,
             hold_back=diagnosis.node,
             replay=diagnosis.replay(tries=max(diagnosis.tries, case.same_device)),
-            case=msgspec.structs.replace(case, elsewhere=case.elsewhere + 1),
+            case=replace(case, elsewhere=case.elsewhere + 1),
         )
     tries = max(case.same_device, diagnosis.tries)
     came_from_elsewhere = is_replay and diagnosis.replayed_on not in ("", diagnosis.device)
@@ -503,7 +482,7 @@ def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits:
 
 
 def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -> Remedy:
-    """Return the answer to a device's persistent fault."""
+    """Return the remedy for a device's persistent fault."""
     node = state.replay.node if state.replay is not None and _is_replay(state, diagnosis) else diagnosis.node
     if not diagnosis.replayed_on and state.blamed:
         judgement = _judge_load(state, end.load, diagnosis.iteration)
@@ -526,7 +505,7 @@ def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -
 
 
 def _judge_copy(what: str, judgement: Judgement, *, faulty_node: str = "") -> Remedy:
-    """Return the answer that blames the copy that was loaded, or none: then the run stops."""
+    """Return the remedy that blames the loaded copy; without one to blame the run stops."""
     if judgement.distrusted is None:
         action = f"{judgement.reason}: stopping, its diagnosis is in the journal"
         return Remedy(what=what, action=action, stops=True, faulty_node=faulty_node)
@@ -563,14 +542,14 @@ def _find_case(
     *,
     is_replay: bool,
 ) -> InvalidResultCase:
-    """Return the case of an invalid result: the one that is open already, or a new one.
+    """Return the open case of an invalid result, or a new one.
 
     Args:
         cases: The open ones.
-        incident: The cycle's end.
-        diagnosis: What the workers knew.
+        incident: The incident that ended the cycle.
+        diagnosis: The workers' diagnosis.
         load: What the cycle had loaded.
-        is_replay: The cycle was started to replay this result: what it loaded is the diagnostic save.
+        is_replay: The cycle was started to replay this result: it loaded the diagnostic save.
     """
     if diagnosis is None:
         new = InvalidResultCase(iteration=incident.iteration, device=incident.node, rank=incident.rank, load=load)
@@ -581,33 +560,12 @@ def _find_case(
         )
     known = next((case for case in cases if _key(case) == _key(new)), None)
     if known is None:
-        return msgspec.structs.replace(new, load=None) if is_replay else new
-    return known if is_replay else msgspec.structs.replace(known, load=load)
+        return replace(new, load=None) if is_replay else new
+    return known if is_replay else replace(known, load=load)
 
 
 def _granted_here(case: InvalidResultCase) -> InvalidResultCase:
-    """Return a case after one more try on the same device was granted."""
-    return msgspec.structs.replace(case, same_device=case.same_device + 1)
-
-
-def file_case(cases: Sequence[InvalidResultCase], case: InvalidResultCase) -> tuple[InvalidResultCase, ...]:
-    """Return the cases with one added, or replaced by what became of it."""
-    return (*(other for other in cases if _key(other) != _key(case)), case)
-
-
-def open_cases(cases: Sequence[InvalidResultCase], durable_iteration: int | None) -> tuple[InvalidResultCase, ...]:
-    """Return the cases that are still open after a cycle.
-
-    Args:
-        cases: Those before it.
-        durable_iteration: The newest generation that it committed; ``None`` = none. Where a case's iteration is not
-            known, any commit closes it.
-    """
-    return tuple(
-        case
-        for case in cases
-        if durable_iteration is None or (case.iteration is not None and durable_iteration <= case.iteration)
-    )
+    return replace(case, same_device=case.same_device + 1)
 
 
 def _key(case: InvalidResultCase) -> tuple[int | None, str, int | None]:
@@ -615,10 +573,10 @@ def _key(case: InvalidResultCase) -> tuple[int | None, str, int | None]:
 
 
 def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderState, Verdict]:
-    """Return what to do after a cycle's end, and what to remember.
+    """Return what to do after a cycle's end, and the new state.
 
-    A finished run is never restarted by its job; a preempted one is charged nothing; every other end is charged to the
-    budgets, whatever its kind.
+    A finished run is never restarted by its job; a preemption counts against no budget; every other end counts,
+    whatever its kind.
     """
     if state.finished:
         return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
@@ -627,7 +585,7 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
     found = find_remedy(state, end, limits) if end.is_invalid_result else None
     state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
     if end.finished:
-        state = msgspec.structs.replace(state, finished=True)
+        state = replace(state, finished=True)
         verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
     elif end.preempted or end.exit_code == ExitReason.PREEMPTED:
         verdict = _leave(end, state)
@@ -650,67 +608,66 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
                 excluded = _exclude_copy(state, end, limits)
                 verdict = _judge(state, before, end, end.incident, limits, progressed=progressed, excluded=excluded)
                 if excluded is not None and verdict.rung != Rung.STOP:
-                    state = msgspec.structs.replace(state, distrusted=(*state.distrusted, excluded)[-MAX_HISTORY:])
+                    state = replace(state, distrusted=(*state.distrusted, excluded)[-MAX_HISTORY:])
             if ends_cycle:
                 state = drop_replay(state)
         if ends_cycle:
-            state = msgspec.structs.replace(state, failure=_failure_of(end) if found is None else None)
+            state = replace(state, failure=_failure_of(end) if found is None else None)
         if verdict.rung != Rung.STOP:
-            rung = verdict.rung.name
-            by_rung = state.restarts_by_rung | {rung: state.restarts_by_rung.get(rung, 0) + 1}
-            state = msgspec.structs.replace(
+            state = replace(
                 state,
                 restarts_without_progress=state.restarts_without_progress + (not is_free),
                 restarts_total=state.restarts_total + 1,
-                restarts_by_rung=by_rung,
+                restarts_by_rung=_one_more(state.restarts_by_rung, verdict.rung.name),
             )
     quarantined = tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine)))
     recent = {node: num for node, num in state.recent_faults.items() if node not in verdict.quarantine}
-    state = msgspec.structs.replace(state, quarantined=quarantined, recent_faults=recent)
+    state = replace(state, quarantined=quarantined, recent_faults=recent)
     if verdict.rung == Rung.STOP:
-        state = msgspec.structs.replace(drop_replay(state), stopped_with=verdict.exit_code)
+        state = replace(drop_replay(state), stopped_with=verdict.exit_code)
     return _remember(state, end, verdict), verdict
 
 
 def drop_replay(state: LadderState) -> LadderState:
-    """Return the state without a replay to come: the next cycle trains as usual, on any node that is not quarantined.
+    """Return the state without a pending replay: the next cycle trains as usual, on any node that is not quarantined.
 
-    That it was granted still counts, so that one that cannot be done is not asked for without end.
+    The grant still counts, so that an impossible replay is not requested forever.
     """
-    return msgspec.structs.replace(state, replay=None, held_back=())
+    return replace(state, replay=None, held_back=())
 
 
 def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
-    """Remember what the cycle had loaded, and what it settled by what it committed."""
-    loads = state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:]
-    distrusted = state.distrusted
-    if distrusted and not end.is_invalid_result:
-        distrusted = settle(distrusted, end.newest_iteration)
+    """Record what the cycle had loaded, and what it settled by its commits.
+
+    A commit closes the cases up to its iteration, and those whose iteration is not known.
+    """
     committed = end.newest_iteration
-    blamed = () if _is_beyond(committed, state.newest_iteration) else state.blamed
-    cases = open_cases(state.cases, committed) if state.cases else ()
-    state = msgspec.structs.replace(
+    state = replace(
         state,
-        loads=loads,
-        distrusted=distrusted,
-        cases=cases,
-        blamed=blamed,
+        loads=state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:],
+        distrusted=state.distrusted if end.is_invalid_result else settle(state.distrusted, committed),
+        cases=tuple(
+            case
+            for case in state.cases
+            if committed is None or (case.iteration is not None and committed <= case.iteration)
+        ),
+        blamed=() if _is_beyond(committed, state.newest_iteration) else state.blamed,
         had_session=state.had_session or end.had_session,
     )
     if state.replay is not None and committed is not None and committed > state.replay.iteration:
-        state = drop_replay(state)  # the result was a valid one this time, and training continued
+        state = drop_replay(state)  # the result was valid this time, and training continued
     return state
 
 
 def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple[LadderState, bool]:
     newest = end.newest_iteration
     known = state.progress_known or end.progress_known or newest is not None
-    # What was saved on top of a copy that proved bad is not progress.
+    # A checkpoint saved on top of a bad copy is not progress.
     progressed = trusted and _is_beyond(newest, state.newest_iteration)
     if trusted and _is_beyond(end.durable_iteration, state.best_durable):
-        state = msgspec.structs.replace(state, best_durable=end.durable_iteration)
+        state = replace(state, best_durable=end.durable_iteration)
     if progressed:
-        state = msgspec.structs.replace(
+        state = replace(
             state,
             best_committed=newest,
             restarts_without_progress=0,
@@ -718,38 +675,32 @@ def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple
             recent_faults={},
             free_losses=0,
         )
-    return msgspec.structs.replace(state, progress_known=known), progressed
+    return replace(state, progress_known=known), progressed
+
+
+def _highest(*iterations: int | None) -> int | None:
+    return max((one for one in iterations if one is not None), default=None)
 
 
 def _is_beyond(newest: int | None, best: int | None) -> bool:
     return newest is not None and (best is None or newest > best)
 
 
-def _is_known(iteration: int | None) -> TypeGuard[int]:
-    return iteration is not None
-
-
 def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> LadderState:
-    faults, recent = {**state.node_faults}, {**state.recent_faults}
-    recent[faulty_node] = recent.get(faulty_node, 0) + 1
-    if faulty_node:
-        faults[faulty_node] = faults.get(faulty_node, 0) + 1
-    counts = state.progress_known and in_vain
-    return msgspec.structs.replace(
+    return replace(
         state,
-        node_faults=faults,
-        recent_faults=recent,
-        cycles_without_progress=state.cycles_without_progress + counts,
+        node_faults=_one_more(state.node_faults, faulty_node) if faulty_node else state.node_faults,
+        recent_faults=_one_more(state.recent_faults, faulty_node),
+        cycles_without_progress=state.cycles_without_progress + (state.progress_known and in_vain),
     )
 
 
-def describe_saved(saved: bool, *, has_session: bool = True) -> str:
-    """Return what is known of the saves of a job that was shut down, for people.
+def _one_more(counts: dict[str, int], name: str) -> dict[str, int]:
+    return counts | {name: counts.get(name, 0) + 1}
 
-    Args:
-        saved: There is a checkpoint that survives the end of the job.
-        has_session: A worker had a session.
-    """
+
+def describe_saved(saved: bool, *, has_session: bool = True) -> str:
+    """Return, as text, whether a job that was shut down has a checkpoint that survives it."""
     if saved:
         return "a saved checkpoint exists"
     return (
@@ -817,14 +768,14 @@ def _judge(
 
 
 def _failure_of(end: CycleEnd) -> FailedCycle | None:
-    """Return how a cycle failed; ``None``: not by a worker, or it is not known how far that worker was."""
+    """Return how a cycle failed; ``None`` = not by a worker, or the worker's iteration is not known."""
     incident = end.incident
     kinds = (IncidentKind.WORKER_FAILED, IncidentKind.WORKER_DIED, IncidentKind.WORKER_HUNG)
     if incident is None or incident.kind not in kinds or incident.iteration is None:
         return None
-    what, cause = [incident.kind, str(incident.exit_code)], incident.cause
-    if cause is not None:
-        what += [cause.type, cause.frame]
+    what = [incident.kind, str(incident.exit_code)]
+    if end.cause is not None:
+        what += [end.cause.type, end.cause.frame]
     return FailedCycle(
         what=" ".join(what), iteration=incident.iteration, load=end.load, committed_iteration=end.newest_iteration
     )
@@ -851,11 +802,11 @@ def _exclude_copy(state: LadderState, end: CycleEnd, limits: Limits) -> Distrust
 
 
 def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
-    """Return whether a cycle failed exactly as the one before, in a way in which the next one would fail again.
+    """Return whether a cycle failed exactly as the one before, in a way that the next one would repeat.
 
-    Either an error of the code of a script without a session, which starts from its own beginning each time; or, in any
-    run of which no rank has completed a step, an error that does not seem to come from a device, a network or a disk.
-    Where a spare waits for the node of such a failure, it gets its chance first.
+    Either an error of the code of a script without a session, which starts from its beginning each time; or, in any run
+    of which no rank has completed a step, an error that does not appear to come from a device, a network or a disk. If
+    a spare waits for the node of such a failure, it is tried first.
     """
     failure = _repeatable_failure(end)
     if failure == "" or not state.history:
@@ -863,7 +814,7 @@ def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
     last = state.history[-1]
     if (last.cycle, last.failure) != (end.cycle - 1, failure):
         return False
-    if _is_deterministic(end) and not state.had_session and not state.progress_known:
+    if end.cause is not None and is_deterministic(end.cause) and not state.had_session and not state.progress_known:
         return True
     is_before_first_step = not end.has_trained and not any(step.has_trained for step in state.history)
     another_node_may_help = end.num_spares > 0 and end.num_nodes > 1
@@ -871,20 +822,15 @@ def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
 
 
 def _repeatable_failure(end: CycleEnd) -> str:
-    """Return the exception that ended a cycle, and its line of code; empty: another start may not bring it again."""
-    if end.incident is None or end.recovered_in_process or (cause := end.incident.cause) is None or not cause.frame:
+    """Return the exception that ended a cycle, and its line of code; empty = another start may not repeat it."""
+    if end.recovered_in_process or (cause := end.cause) is None or not cause.frame:
         return ""
     is_again = is_deterministic(cause) or (not end.has_trained and is_of_code(cause))
     return cause.describe() if is_again else ""
 
 
-def _is_deterministic(end: CycleEnd) -> bool:
-    cause = None if end.incident is None else end.incident.cause
-    return cause is not None and is_deterministic(cause)
-
-
 def _is_free(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> bool:
-    """Return whether a cycle's end counts for the lost node alone: nothing was done that it could cost."""
+    """Return whether a cycle's end counts against the lost node alone: no step was lost."""
     is_early = incident.kind == IncidentKind.NODE_LOST and bool(incident.node) and not end.has_trained
     return is_early and state.free_losses < limits.max_node_faults and spent_budget(state, limits) is None
 
@@ -898,16 +844,16 @@ def _judge_free_loss(
     reason += "node, which counts against no restart budget"
     if is_out:
         reason += "; the node gets no slot any more"
-    state = msgspec.structs.replace(drop_replay(state), free_losses=state.free_losses + 1)
+    state = replace(drop_replay(state), free_losses=state.free_losses + 1)
     return state, Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=(node,) if is_out else ())
 
 
 def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> tuple[LadderState, Verdict]:
-    """Return the verdict on an invalid result, and the state with what was found out about it."""
+    """Return the decision on an invalid result, and the state with the findings."""
     state = drop_replay(state)
     if found.distrusted is not None:
         distrusted = (*state.distrusted, found.distrusted)[-MAX_HISTORY:]
-        state = msgspec.structs.replace(state, distrusted=distrusted)
+        state = replace(state, distrusted=distrusted)
     if found.stops:
         reason = f"{found.what}; {found.action}"
         return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
@@ -915,9 +861,11 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> 
         reason = f"{found.what}; {spent}"
         return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
     held_back = (found.hold_back,) if found.hold_back else ()
-    cases = state.cases if found.case is None else file_case(state.cases, found.case)[-MAX_HISTORY:]
+    cases = state.cases
+    if (case := found.case) is not None:
+        cases = (*(other for other in cases if _key(other) != _key(case)), case)[-MAX_HISTORY:]
     blamed = dict.fromkeys((*state.blamed, *([found.faulty_node] if found.is_device_fault else ())))
-    state = msgspec.structs.replace(state, cases=cases, replay=found.replay, held_back=held_back, blamed=tuple(blamed))
+    state = replace(state, cases=cases, replay=found.replay, held_back=held_back, blamed=tuple(blamed))
     return state, Verdict(
         rung=found.rung,
         reason=f"{found.what}; {found.action} ({count_of_restart(state, limits)})",
@@ -928,7 +876,7 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> 
 
 
 def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
-    """Return the rung, what is done, and the nodes to quarantine."""
+    """Return the recovery level, what is done, and the nodes to quarantine."""
     if end.recovered_in_process:
         return Rung.RESTART_IN_PROCESS, "the ranks recovered in process", ()
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
@@ -956,19 +904,13 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
 
 
 def slow_node(end: CycleEnd) -> str:
-    """Return the node of the slow rank because of which a cycle ended; empty where nobody said."""
+    """Return the node of the slow rank because of which a cycle ended; empty = not reported."""
     diagnosis = end.diagnosis
     return diagnosis.node if diagnosis is not None and diagnosis.finding == Finding.SLOW else ""
 
 
 def judge_slow_rank(state: LadderState, end: CycleEnd, limits: Limits) -> Verdict:
-    """Return what to do after a cycle that ended because of a slow rank.
-
-    Args:
-        state: What is remembered, this end included.
-        end: How the cycle ended.
-        limits: What is allowed.
-    """
+    """Return what to do after a cycle that ended because of a slow rank; ``state`` includes this end."""
     assert end.is_slow_rank
     assert end.incident is not None
     what, node = end.incident.describe(), slow_node(end)
@@ -989,7 +931,7 @@ def judge_slow_rank(state: LadderState, end: CycleEnd, limits: Limits) -> Verdic
 
 
 def spent_budget(state: LadderState, limits: Limits) -> str | None:
-    """Return which budget leaves no restart, for people; ``None`` when all allow one."""
+    """Return the message of the budget that leaves no restart; ``None`` = all allow one."""
     cycles, point = state.cycles_without_progress, resume_point(state).removeprefix("from ")
     if state.progress_known and cycles >= limits.max_no_progress_cycles:
         return (
@@ -1016,28 +958,24 @@ def is_last_restart(state: LadderState, limits: Limits) -> bool:
 
 
 def describe_source(state: LadderState) -> str | None:
-    """Return on which node all faults since the last progress began, for people; ``None``: they have no common node.
-
-    A single fault shows nothing.
-    """
+    """Return the node on which all faults since the last progress began, as text; ``None`` = several nodes, or a single
+    fault."""
     (node, num), *others = state.recent_faults.items() or [("", 0)]
     return f"{num} of {num} failures on node {node}" if node and num > 1 and not others else None
 
 
 def count_of_restart(state: LadderState, limits: Limits) -> str:
-    """Return which restart the next one would be, for people."""
     which = f"restart {state.restarts_without_progress + 1} of {limits.max_restarts}"
     return f"{which} without progress" if state.progress_known else which
 
 
 def resume_point(state: LadderState) -> str:
-    """Return from where a restart within the job resumes, for people."""
     newest = state.newest_iteration
     return "from the start" if newest is None else f"from iteration {newest}"
 
 
 def describe_next_job(newest: int | None, durable: int | None) -> str:
-    """Return from where the next job resumes, and what is lost with this one, for people.
+    """Return from where the next job resumes, and what is lost with this one.
 
     Args:
         newest: The newest iteration that is committed in any tier; ``None`` = none.
@@ -1061,4 +999,4 @@ def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderStat
         failure=_repeatable_failure(end),
         has_trained=end.has_trained,
     )
-    return msgspec.structs.replace(state, history=(*state.history, step)[-MAX_HISTORY:])
+    return replace(state, history=(*state.history, step)[-MAX_HISTORY:])

@@ -1,23 +1,19 @@
-"""Which part of a divided job goes on, and which of two coordinators yields.
+"""Which part of a partitioned job continues, and which of two coordinators yields.
 
-A network that breaks apart leaves agents on both sides, and with several endpoints each side can host a coordinator.
-Only one may form cycles: the one with the *quorum* of the last cycle that ran on all of its nodes. The members are the
-holders of that cycle's slots, and the spares that waited when it began. A part has the quorum with
+With several endpoints each side of a network partition can host a coordinator. Only the one with the *quorum* of the
+last cycle that ran on all of its nodes may form cycles. Members are the holders of that cycle's slots and the spares
+that waited when it began. A part has the quorum with more than half of the slot holders; or exactly half of them and
+more than half of the spares; or exactly half of both and the holder of the lowest slot.
 
-* more than half of the slots' holders, or
-* exactly half of them and more than half of the spares, or
-* exactly half of both, and the holder of the lowest slot.
+Members known to be dead (the kernel closed the connection, or they deregistered) do not count; silent ones do, as they
+may run elsewhere. Two disjoint parts cannot both have the quorum, whatever each knows of the dead: with n members, dead
+sets A and B, and a >= (n - |A|)/2, b >= (n - |B|)/2, a + b <= n - |A u B| forces |A| = |B| = |A u B|, so A = B and a
+tie, which both resolve in the same way. A cycle becomes the electorate once all of its nodes have started it and were
+notified. Until then the members that took a place in it decide, too (:func:`has_quorum_of`).
 
-Who is known to be dead (the kernel closed its connection, it said goodbye) does not count as a member; who only went
-silent does, since it may go on elsewhere. Two parts that share no member cannot both have the quorum, whatever each of
-them knows of the dead (``tests/policy/test_leadership.py`` holds it over arbitrary parts): with n members, dead sets A
-and B, and a >= (n - |A|)/2, b >= (n - |B|)/2, a + b <= n - |A u B| forces |A| = |B| = |A u B|, so A = B and a tie,
-which both decide alike. A cycle becomes the electorate once all of its nodes have started it; those are told so. Until
-then somebody who has taken a place in it speaks for both (:func:`has_quorum_of`).
-
-A *term* numbers a coordinator's leadership. A coordinator that takes over takes one above all that it is told of;
-agents obey no lower one than they have obeyed. (Lamport's ballots, and the terms of Ongaro and Ousterhout's Raft,
-2014; no log is replicated here, since agents carry all that a coordinator has to know.)
+A *term* numbers a coordinator's leadership. A new coordinator takes a term above all reported ones; agents obey no
+lower term than before. (Lamport's ballots, and the terms of Ongaro and Ousterhout's Raft, 2014; no log is replicated,
+since agents carry the state that a coordinator needs.)
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Electorate:
-    """The members of the last cycle that ran, by their numbers."""
+    """Number of members of the last cycle that ran."""
 
     num_slots: int
     num_spares: int = 0
@@ -42,13 +38,13 @@ class Electorate:
         dead_slots: Collection[int] = (),
         dead_spares: Collection[int] = (),
     ) -> bool:
-        """Return whether a part of the members may go on.
+        """Return whether a part of the members may continue.
 
         Args:
             slots: Slots whose holders are in this part.
-            spares: Spares that are.
+            spares: Numbers of the spares in this part.
             dead_slots: Slots whose holders are known to be dead.
-            dead_spares: Spares that are.
+            dead_spares: Numbers of the spares known to be dead.
         """
         present = set(slots)
         living = set(range(self.num_slots)) - (set(dead_slots) - present)
@@ -85,16 +81,16 @@ def has_quorum_of(
     dead_slots: Collection[int] = (),
     dead_spares: Collection[int] = (),
 ) -> bool:
-    """Return whether nodes that came to a new coordinator may go on without the others.
+    """Return whether the nodes that reached a new coordinator may continue without the others.
 
-    They need the quorum of the newest cycle that any of them knows to have run on all of its nodes, and of a newer one
-    that some of them have taken a place in, unless that one can never have run on all of its nodes: it kept so many
-    holders of the former's slots (``num_kept``) that one of them must be here and has not taken its place.
+    They need the quorum of the newest cycle that any of them knows to have run on all nodes, and of a newer one that
+    some took a place in. The newer one is ignored if it cannot have run on all of its nodes: it kept so many slot
+    holders of the former (``num_kept``) that one of them must be here, and has not taken its place.
 
     Args:
-        claims: Of each node, its place in the newest cycle that it knows to have run, and in the newest it has taken.
+        claims: For each node, its place in the newest cycle known to have run, and in the newest it took a place in.
         dead_slots: Slots of the newest cycle that ran whose holders are known to be dead.
-        dead_spares: Spares beside it that are.
+        dead_spares: Spares of that cycle known to be dead.
     """
     never = (-1, -1)
     ran = max((seat.order for seat, _ in claims if seat is not None), default=never)
@@ -118,7 +114,7 @@ def has_quorum_of(
             return True
     places = [place for _, place in newer]
     if not here and places[0].num_kept:
-        return False  # a cycle ran before it, and nobody here knows who was in that
+        return False  # an earlier cycle ran, with unknown members
     return _electorate(places).has_quorum(
         {place.slot for place in places if place.slot is not None},
         {place.spare for place in places if place.spare is not None},
@@ -126,33 +122,31 @@ def has_quorum_of(
 
 
 def _electorate(seats: Collection[Seat]) -> Electorate:
-    # Spares that came later were counted once all holders of slots knew of them, other spares perhaps not yet.
+    # Later spares were counted once all slot holders knew of them; other spares may not know yet.
     return Electorate(next(iter(seats)).num_slots, max(seat.num_spares for seat in seats))
 
 
 def may_begin(order: int, *, num_slots: int, max_nodes: int, num_endpoints: int) -> bool:
     """Return whether a coordinator may form a job's first cycle, once its slots are filled.
 
-    Where there are nodes enough for two worlds, only the coordinator at the first endpoint may: no cycle has run whose
-    members could decide.
+    Where there are enough nodes for two worlds, only the coordinator at the first endpoint may: no earlier cycle
+    defines a quorum.
 
     Args:
         order: Number of the coordinator's endpoint.
         num_slots: Nodes that train.
-        max_nodes: Most nodes that may join; 0 = not known.
-        num_endpoints: Places where a coordinator may be.
+        max_nodes: Maximum number of nodes; 0 = not known.
     """
     return order == 0 or num_endpoints == 1 or 0 < max_nodes < 2 * num_slots
 
 
 def should_change_job(*, num_endpoints: int, leads: bool) -> bool:
-    """Return whether an agent whose job is not known to a coordinator of its run joins the job of that coordinator.
+    """Return whether an agent whose job the coordinator does not know joins the coordinator's job.
 
-    At the only endpoint no other coordinator can serve the agent's own job any more. With several endpoints another one
-    may; the agent changes to a job that has begun.
+    With a single endpoint no other coordinator can serve the agent's job. With several one may; the agent then changes
+    only to a job that has begun.
 
     Args:
-        num_endpoints: Places where a coordinator may be.
         leads: The coordinator leads its job.
     """
     return num_endpoints == 1 or leads
@@ -160,8 +154,6 @@ def should_change_job(*, num_endpoints: int, leads: bool) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leadership:
-    """How a coordinator stands."""
-
     term: int
     leads: bool
     """It has formed a cycle, or adopted one with the quorum, and still has the quorum."""
@@ -170,12 +162,6 @@ class Leadership:
 
 
 def should_yield(own: Leadership, other: Leadership) -> bool:
-    """Return whether a coordinator hands its agents over to another one of the same job.
-
-    Of two, one yields and the other does not.
-    """
-    return (own.leads, own.term if own.leads else 0, -own.order) < (
-        other.leads,
-        other.term if other.leads else 0,
-        -other.order,
-    )
+    """Return whether a coordinator hands its agents over to another one of the same job; exactly one of two does."""
+    mine, theirs = ((one.leads, one.term if one.leads else 0, -one.order) for one in (own, other))
+    return mine < theirs

@@ -1,25 +1,24 @@
-"""Who may write to a directory: one live owner at a time, and which run's generations a directory holds.
+"""Write access to a directory: one live owner at a time, and the run that a directory belongs to.
 
-*The owner* (:class:`LeaseOwner`) leaves a numbered record in the directory and renews it as long as it lives. Whoever
-takes a directory over creates the record with the next number, which only one of several can do. A number is never used
-again: an owner that was stopped finds a higher number when it wakes up, and its own record gone, and writes nothing
-more. Whether an owner lives is known at once where it can be asked: on the same machine, by its process. Elsewhere its
-record is watched: a record that changes is alive, and one that does not change for ``expires_s`` seconds of the
-observer's own clock is gone. Clocks of two machines are never compared.
+*The owner* (:class:`LeaseOwner`) creates a numbered record in the directory and renews it while it lives. A successor
+creates the record with the next number, which only one of several can do. Numbers are never reused: an owner that was
+stopped finds a higher number when it resumes, and writes nothing more. On the same machine an owner's process shows
+whether it lives. Elsewhere its record is observed: one that does not change for ``expires_s`` seconds of the observer's
+clock is gone. Clocks of two machines are never compared.
 
-*The run* (:class:`DirectoryRun`) that a directory of generations belongs to outlives its owners. Every manifest names
-its run under its own digest. The file ``run.json`` beside them is a hint without a digest: it decides which of several
-runs is meant, and it is the claim of a run that has committed nothing yet. So a lost, torn or changed hint costs
-nothing, and of two runs that begin in one empty directory the one that creates the file gets it.
+*The run* (:class:`DirectoryRun`) that a directory of checkpoints belongs to outlives its owners. Every manifest names
+its run under its own digest. ``run.json`` is a hint without a digest: it decides between several runs, and is the claim
+of a run that has committed nothing yet. A lost, torn or changed hint costs nothing, and of two runs that begin in one
+empty directory the one that creates the file gets it.
 
-A run looks at a directory when it begins, and adopts its name if a manifest there proves one; a hint alone proves
-nothing, since whoever wrote it may be gone. At every save it compares again:
+A run reads a directory when it begins, and adopts its name if a manifest proves one; a hint alone proves nothing. It
+compares again at every save:
 
-* The directory is its own: it continues, and repairs the hint if need be.
-* It is nobody's: it creates the hint, which only one of several can.
-* It is another run's, and nothing has changed since this run began beside it (a dead run's hint, or what another run
-  left on a node's disk): it takes the directory over.
-* It is another run's, which has come since: it is refused.
+* The directory is its own: it continues, and repairs the hint if necessary.
+* It belongs to no run: it creates the hint, which only one of several can.
+* It is another run's, unchanged since this run began (a dead run's hint, or what another run left on a node's disk): it
+  takes the directory over.
+* It is another run's, which came later: the save is refused.
 
 Rejected: one record for both. A lease is about processes and expires; a name is about data, is proven by digests, and
 must be found again when all leases are lost.
@@ -35,52 +34,49 @@ from enum import Enum
 import msgspec
 
 EXPIRES_AFTER = 5
-"""Renewals that an owner misses before it counts as gone."""
+"""Missed renewals after which an owner counts as gone."""
 GAP_S = 2.0
-"""A longer pause between two looks counts as this much: who did not look cannot know that nothing changed."""
+"""Longest pause between two observations that counts: an observer that paused cannot know that nothing changed."""
 
 
 class Process(msgspec.Struct, frozen=True):
     """A process, as other processes of its machine can find it."""
 
     host: str
-    """Name of the machine, for people."""
     machine: str
-    """This start of the machine, and the space of process numbers in it."""
+    """Boot id and pid namespace of the machine."""
     pid: int
     started: int
-    """When it was started, in ticks of the machine's clock: another process of the same number has another time."""
+    """Start time in clock ticks of the machine; distinguishes processes with the same pid."""
 
 
 class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """What identifies an owner."""
-
     token: str
-    """Random; names this holding of this directory."""
+    """Random; identifies this ownership of this directory."""
     process: Process
     run: str
-    """The run's id."""
     run_dir: str | None = None
     series: str | None = None
-    """The run that manifests name, for a directory of generations."""
+    """The run that manifests name, for a directory of checkpoints."""
     names: tuple[str, ...] = ()
-    """The names that somebody gave to the run, such as ``id a`` and ``directory /a``."""
+    """Names given to the run by users, such as ``id a`` and ``directory /a``."""
     script: str | None = None
-    """The program that runs; ``None`` = that is not known."""
+    """The program that runs; ``None`` = not known."""
     job: str | None = None
-    """Whose processes follow each other, and never write at the same time; ``None`` = nothing follows this process."""
+    """Job whose processes follow each other and never write at the same time; ``None`` = nothing follows this process.
+    """
     meets_at: tuple[str, ...] = ()
-    """Where processes of its job meet: jobs of one name without a place in common are different jobs."""
+    """Rendezvous addresses of its job: jobs of one name without a common one are different jobs."""
     stage: tuple[int, ...] = ()
-    """How far its job had come: a later stage begins once the earlier ones have ended."""
+    """Progress of its job: a later stage begins once the earlier ones have ended."""
     allocation: str | None = None
-    """The scheduler's number of the job; ``None`` without a scheduler."""
+    """The scheduler's number of the job; ``None`` = no scheduler."""
     requeues: int = 0
-    """How often the scheduler had started it again."""
+    """How often the scheduler had requeued it."""
     outlives: bool = False
     """Its job may continue when this process ends."""
     shares: bool = False
-    """Processes of its job write beside each other, on other nodes too."""
+    """Processes of its job write concurrently, on other nodes too."""
     renew_s: float = 2.0
     renewals: int = 0
     released: bool = False
@@ -92,25 +88,23 @@ class LeaseOwner(msgspec.Struct, frozen=True, kw_only=True):
         return self.renew_s * EXPIRES_AFTER
 
     def is_of_job(self, other: LeaseOwner) -> bool:
-        """Return whether this owner and another one belong to the same job."""
         if self.job is None or self.job != other.job:
             return False
         return self.meets_at == other.meets_at or not set(self.meets_at).isdisjoint(other.meets_at)
 
     def describe(self) -> str:
-        """Return who it is, for people."""
         where = f"pid {self.process.pid} on {self.process.host}"
         place = f", run directory {self.run_dir}" if self.run_dir is not None else ""
         return f"run {self.series or self.run} ({where}{place})"
 
 
 class LeaseStep(Enum):
-    """What a process does that wants to write to a directory."""
+    """Next step of a process that is to write to a directory."""
 
     TAKE = "take"
-    """Make the next record: nobody owns the directory, or no longer."""
+    """Create the next record: the directory has no live owner."""
     ENTER = "enter"
-    """Write beside the owner: it is of the same job."""
+    """Write alongside the owner, which is of the same job."""
     WAIT = "wait"
     """Look again: whether the owner lives is not known yet."""
     REFUSE = "refuse"
@@ -118,18 +112,15 @@ class LeaseStep(Enum):
 
 
 class OwnerStanding(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an owner's life."""
-
     is_alive: bool | None = None
     """See :func:`find_life`."""
     has_changed: bool = False
-    """It renewed its record since it was first looked at."""
+    """Its record was renewed since it was first read."""
     silent_s: float = 0.0
-    """Seconds in which it did not."""
 
 
 class Silence:
-    """Measure for how long something that is looked at again and again has not changed."""
+    """Measure how long something that is polled has not changed."""
 
     def __init__(self) -> None:
         self.has_changed = False
@@ -138,10 +129,10 @@ class Silence:
         self._looked_at_s: float | None = None
 
     def look(self, mark: Hashable, now_s: float) -> None:
-        """Take in what is there now; a pause of the observer's own counts for little.
+        """Record the current state; a pause of the observer counts for at most :data:`GAP_S`.
 
         Args:
-            mark: What changes with each renewal.
+            mark: A value that changes with each renewal.
             now_s: Monotonic seconds of the observer.
         """
         if self._looked_at_s is None:
@@ -154,12 +145,12 @@ class Silence:
 
 
 def find_life(owner: LeaseOwner, *, process: bool | None, job: bool | None) -> bool | None:
-    """Return whether an owner lives; ``None`` = that is not known.
+    """Return whether an owner lives; ``None`` = not known.
 
     Args:
         owner: Its record.
-        process: Whether its process lives; ``None`` = it is of another machine.
-        job: Whether the launcher of its job lives; ``None`` = that is not known, or it has none.
+        process: Whether its process lives; ``None`` = it is on another machine.
+        job: Whether the launcher of its job lives; ``None`` = not known, or it has none.
     """
     if process or job:
         return True
@@ -171,13 +162,13 @@ def find_life(owner: LeaseOwner, *, process: bool | None, job: bool | None) -> b
 def judge_owner(
     owner: LeaseOwner | None, own: LeaseOwner, standing: OwnerStanding, *, leads: bool = False
 ) -> LeaseStep:
-    """Say what a process does that wants to write.
+    """Return the next step of a process that is to write.
 
     Args:
         owner: The newest record; ``None`` = there is none.
-        own: What the process would write.
-        standing: What is known of the owner's life.
-        leads: The process acts for its job from now on, as one that hosts the job's coordinator.
+        own: The record that the process would write.
+        standing: Whether the owner lives.
+        leads: The process acts for its job from now on, as the one that hosts the job's coordinator.
     """
     if owner is None or owner.released:
         return LeaseStep.TAKE
@@ -196,10 +187,9 @@ def judge_owner(
 
 
 def is_same_training(before: LeaseOwner, own: LeaseOwner) -> bool:
-    """Return whether a run continues the training of the last owner of a directory, as far as can be told.
+    """Return whether a run continues the training of the last owner of a directory, as far as known.
 
-    Runs that somebody named are the same if they have a name in common. Where one of them has no name, they are the
-    same if they run the same program.
+    Runs that users named are the same if they share a name; otherwise, if they run the same program.
     """
     if before.names and own.names:
         return not set(before.names).isdisjoint(own.names)
@@ -208,49 +198,47 @@ def is_same_training(before: LeaseOwner, own: LeaseOwner) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRun:
-    """The run that a directory belongs to."""
-
     run: str
     is_proven: bool
-    """A manifest names it; otherwise nothing but the hint does."""
+    """A manifest names it; otherwise only the hint does."""
 
 
 class RunEvidence(msgspec.Struct, frozen=True, array_like=True):
-    """What one place shows of the run that it belongs to."""
+    """Evidence in one place of the run that it belongs to."""
 
     hint: str | None = None
     """The run that ``run.json`` names."""
     run: str | None = None
     """The run that its manifests name; see :func:`find_owner`."""
     iteration: int = 0
-    """Of its newest generation."""
+    """Of its newest checkpoint."""
 
     def choose(self, proven: Collection[str]) -> str | None:
-        """Return the run that it names, given those that any place's manifests name."""
+        """Return the run that the place names, given those that any place's manifests name."""
         return self.hint if self.hint in proven else self.run
 
 
 class ClaimStep(Enum):
-    """What a run does before it saves into a directory."""
+    """Step of a run before it saves into a directory."""
 
     HOLD = "hold"
-    """Go on: it is its own."""
+    """Continue: the directory is its own."""
     WRITE = "write"
-    """Write the hint, in place of what is there."""
+    """Write the hint, replacing an existing one."""
     CREATE = "create"
-    """Make the hint, unless another run is quicker."""
+    """Create the hint, unless another run is quicker."""
     REFUSE = "refuse"
     """Save nothing: it is another run's."""
 
 
 def find_owner(hint: str | None, runs: Iterable[str], *, own: str | None = None) -> DirectoryRun | None:
-    """Return the run that a directory belongs to; ``None`` = nobody's.
+    """Return the run that a directory belongs to; ``None`` = no run.
 
     Args:
-        hint: The run that ``run.json`` names; ``None``: it is not there, or cannot be read.
-        runs: The runs that manifests name, newest generation first. No more are taken than are needed.
-        own: The run that looks, when it has saved there or may have: where the hint names none of the runs, it is
-            the directory's if a manifest names it.
+        hint: The run that ``run.json`` names; ``None`` = missing or unreadable.
+        runs: The runs that manifests name, newest checkpoint first; read only as far as needed.
+        own: The run that reads, if it has saved there or may have: where the hint names none of the runs, the directory
+            is its own if a manifest names it.
     """
     found = list[str]()
     for run in runs:
@@ -263,13 +251,13 @@ def find_owner(hint: str | None, runs: Iterable[str], *, own: str | None = None)
 
 
 def judge_claim(run: str, owner: DirectoryRun | None, hint: str | None, *, is_unchanged: bool) -> ClaimStep:
-    """Say what a run does before it saves into a directory.
+    """Return the step of a run before it saves into a directory.
 
     Args:
         run: The run.
-        owner: Whose the directory is.
+        owner: The run that the directory belongs to.
         hint: The run that ``run.json`` names.
-        is_unchanged: The directory is what it was when the run began, which took another name than its owner's.
+        is_unchanged: The directory has not changed since the run began under another name than its owner's.
     """
     if owner is None:
         return ClaimStep.CREATE
@@ -281,16 +269,15 @@ def judge_claim(run: str, owner: DirectoryRun | None, hint: str | None, *, is_un
 def choose_run(global_place: RunEvidence | None, near_places: Iterable[RunEvidence]) -> str | None:
     """Return the run that ranks continue, whose places may name different ones.
 
-    A hint counts if a manifest names the same run, in whichever place: a manifest that is not the run's, the last that
-    can be read in its place, does not decide against all others. A node that took another's place may bring what an
-    older run left there.
+    A hint counts only if a manifest in any place names the same run. A node that replaced another may have files of an
+    older run.
 
     Args:
-        global_place: What the global tier shows.
-        near_places: What each node's memory and folder show; a place counts as often as it is given.
+        global_place: Evidence in the global tier.
+        near_places: Evidence in each node's memory and directory; a place counts as often as it is given.
 
     Returns:
-        The global tier's run, else what most places name, else what is newest; ``None`` = it is a new one.
+        The global tier's run, else the one that most places name, else the newest; ``None`` = it is a new run.
     """
     near = list(near_places)
     proven = {place.run for place in (global_place, *near) if place is not None and place.run is not None}

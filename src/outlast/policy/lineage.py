@@ -1,25 +1,24 @@
 """Branches of a run: the checkpoints that training continued from, and those that it abandoned.
 
-A *branch* is everything that one set of processes saves from the state that it resumed from. Where a set resumes from
-an older checkpoint than the newest one that exists (the newest was on a lost node, or another number of ranks saved
-it), the run forks: the checkpoints beyond the fork are *superseded* as soon as the new branch has saved one of its own.
-Loading one of them later, because its node is back, would silently discard the training done since.
+A *branch* is everything that one set of processes saves. Where a set resumes from an older checkpoint than the newest
+that exists (on a lost node, or of another number of ranks), the run forks: checkpoints beyond the fork are *superseded*
+as soon as the new branch has saved one. Loading one later, when its node is back, would silently discard the training
+done since.
 
-The newest branch decides. Every manifest names the branch that saved it, and the forks through which that branch
-descends from earlier ones: each of those counts up to the iteration at which the next branch left it, and no further.
-So one manifest of the newest branch is enough, even where every link between has been deleted.
+The newest branch decides. Every manifest names its branch and the forks through which the branch descends from earlier
+ones; each of these counts up to the iteration at which the next branch left it. So one manifest of the newest branch is
+sufficient, even if all between are deleted.
 
-Branches are ordered by *era*, which is above the eras of all checkpoints that the branch's ranks found when it began.
-Its first number counts the global tier alone, which every set of processes reads: of two branches for which that number
-is the same, one that has committed to the global tier is the later one, as the other one has not seen that commit. The
-second number orders branches in node-local tiers; nodes may be absent, so two branches can have the same one. Then the
-higher iteration counts.
+Branches are ordered by *era*, which is above the eras of all checkpoints that the branch's ranks found at its start.
+Its first number counts the global tier alone, which every set of processes reads: of two branches with the same number,
+one that has committed to the global tier is later, as the other has not seen that commit. The second number orders
+branches in node-local tiers; nodes may be absent, so two branches can share it. Then the higher iteration counts.
 
-Rejected: the order of job and cycle numbers (a scheduler's numbers and ``torchrun``'s are not ordered), wall clocks
-(those of two machines are never compared), and the number of the lease (each directory has its own).
+Rejected: the order of job and cycle numbers (those of a scheduler or ``torchrun`` are not ordered), wall clocks (never
+compared between machines), and the number of the lease (each directory has its own).
 
-Manifests of earlier versions name no branch. Their attempt and the one that its processes had loaded stand in for it:
-such a checkpoint is excluded only where a fork proves that it was left behind.
+Manifests of earlier versions name no branch; their attempt and the one that they loaded replace it, and such a
+checkpoint is excluded only where a fork proves that it was abandoned.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 MAX_FORKS = 32
-"""How many of its newest forks a branch records; checkpoints of branches older than those are not excluded."""
+"""How many of its newest forks a branch records; checkpoints of older branches are not excluded."""
 
 Era: TypeAlias = tuple[int, int]
 UNKNOWN_ERA: Era = (0, 0)
-"""Of what an earlier version saved."""
+"""Of checkpoints saved by earlier versions."""
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True):
-    """The place at which a branch was left."""
+    """Where a branch was abandoned."""
 
     branch: str
     era: Era
@@ -48,10 +47,8 @@ class Fork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Branch(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that one set of processes saves."""
-
     name: str
-    """Of the processes; see :func:`processes_of`."""
+    """Name of the processes; see :func:`processes_of`."""
     era: Era = UNKNOWN_ERA
     forks: tuple[Fork, ...] = ()
     """The branches that it descends from, oldest first."""
@@ -61,23 +58,21 @@ UNKNOWN_BRANCH = Branch("")
 
 
 class SavedPoint(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint that exists somewhere, whether these ranks can load it or not."""
+    """A checkpoint that exists in any place, whether these ranks can load it or not."""
 
     iteration: int
     attempt: str
     era: Era
-    """Of its branch."""
     is_global: bool
-    """Whether it is in the global tier."""
+    """It is in the global tier."""
 
     @property
     def branch(self) -> str:
-        """The name of the branch that saved it."""
         return processes_of(self.attempt)
 
     @property
     def age_key(self) -> tuple[int, bool, int, int, str]:
-        """Sorts checkpoints by the order in which their branches began; see the module's text."""
+        """Sort key: the order in which the branches began; see the module docstring."""
         return self.era[0], self.is_global, self.era[1], self.iteration, self.branch
 
 
@@ -120,7 +115,7 @@ class Lineage:
 
     @classmethod
     def of(cls, saved: Iterable[SavedPoint], branches: Iterable[Branch]) -> Lineage:
-        """Return the lineage of what was found.
+        """Return the lineage of all checkpoints.
 
         Args:
             saved: All checkpoints.
@@ -137,7 +132,7 @@ class Lineage:
         return cls(next(branch for branch in branches if branch.name == newest), by_attempt)
 
     def why_superseded(self, attempt: str) -> str | None:
-        """Return why a checkpoint belongs to an abandoned branch, for people; ``None`` = it does not."""
+        """Return why a checkpoint belongs to an abandoned branch; ``None`` = it does not."""
         point, newest = self.saved.get(attempt), self.newest
         if point is None or newest is None or point.branch == newest.name:
             return None
@@ -156,10 +151,10 @@ class Lineage:
         )
 
     def is_superseded_for_certain(self, attempt: str) -> bool:
-        """Return whether a checkpoint is superseded, whatever else of the run exists and was not found.
+        """Return whether a checkpoint is superseded regardless of checkpoints that were not found.
 
-        A fork proves it, and so does the global tier, which every set of processes reads. Of two branches that neither
-        is known to have committed there, one may have done so, and be the later one.
+        A fork proves it, and so does the global tier, which every set of processes reads. Otherwise one of two branches
+        may have committed there unseen, and be the later one.
         """
         if self.newest is None or self.why_superseded(attempt) is None:
             return False
@@ -172,7 +167,7 @@ class Lineage:
         """Return the branch of processes that resume from a checkpoint.
 
         Args:
-            name: Of the processes; see :func:`processes_of`.
+            name: Name of the processes; see :func:`processes_of`.
             attempt: The checkpoint's attempt; ``None`` = they begin from the start.
             iteration: Its iteration.
         """
@@ -188,10 +183,10 @@ class Lineage:
         return Branch(name, self._next_era(), (*forks, fork)[-MAX_FORKS:])
 
     def resume(self, name: str, origin: tuple[str, int] | None, iteration: int) -> Branch:
-        """Return the branch of processes that continue from memory what earlier ones had trained.
+        """Return the branch of processes that continue the training of earlier ones from memory.
 
         Args:
-            name: Of the processes.
+            name: Name of the processes.
             origin: Attempt and iteration of the checkpoint that the earlier ones had loaded; ``None`` = none.
             iteration: How far they had trained.
         """

@@ -1,7 +1,7 @@
-"""Who is which rank: which members run the function at a restart, and which wait as spares.
+"""Rank assignment: which members run the function at a restart, and which wait as spares.
 
-An assignment begins as what is left of the last one, with a gap at the rank of every member that died. Rules turn it
-into one whose ranks are 0, 1, 2, ... without a gap; each takes an assignment and returns another one.
+An assignment begins as the rest of the last one, with a gap at the rank of every member that died. Rules turn it into
+one with ranks 0, 1, 2, ... without gaps; each takes an assignment and returns another one.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from outlast.errors import ConfigError, RestartAbort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process that was started as a rank, dead or alive."""
+    """A process that was started as a rank, dead or alive."""
 
     initial_rank: int
-    """The rank that it was started as; it identifies this member."""
+    """The rank that it was started as; identifies the member."""
     node: str
     rank: int | None = None
-    """Its rank until now; ``None``: it was a spare, or there was no restart yet."""
+    """Its current rank; ``None`` = a spare, or there was no restart yet."""
     alive: bool = True
-    """Whether it can be given a rank. One that died since the last restart leaves a gap at its rank."""
+    """Whether it can be given a rank. A member that died since the last restart leaves a gap at its rank."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What it reported of its place beyond its node, such as its rack; by name."""
+    """Reported location beyond the node, such as the rack; by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Who is which rank, as far as it is decided."""
+    """Ranks of the members, as far as they are decided."""
 
     members: tuple[Member, ...]
-    """Everybody, by initial rank."""
+    """All members, by initial rank."""
     iteration: int
     """Number of the restart that ranks are assigned for; 0 = the first call of the function."""
     target: int | None = None
-    """Ranks that are to be active, by the settings; ``None`` = all."""
+    """Configured number of active ranks; ``None`` = all."""
     ranks: Mapping[int, int] = field(default_factory=dict)
-    """Initial rank to rank of those that are to be active; the other living members are spares."""
+    """Initial rank to rank of the active members; the other living members are spares."""
 
     @property
     def living(self) -> tuple[Member, ...]:
@@ -52,52 +52,51 @@ class Assignment:
 
     @property
     def active_world_size(self) -> int:
-        """How many members have a rank."""
         return len(self.ranks)
 
     @property
     def previous(self) -> dict[int, Member]:
-        """Who had which rank until now, the dead ones too."""
+        """The members by current rank, dead ones included."""
         return {member.rank: member for member in self.members if member.rank is not None}
 
     @property
     def wanted(self) -> int:
-        """How many ranks there are to be when none is given up: the target, else as many as there were."""
+        """Number of ranks if none is given up: the target, else as many as before."""
         return self.target if self.target is not None else len(self.previous) or len(self.members)
 
     def with_order(self, order: Iterable[Member], limit: int | None = None) -> Assignment:
-        """Return it with ranks 0, 1, 2, ... for the given members, the first ``limit`` of them."""
+        """Return a copy with ranks 0, 1, 2, ... for the given members, the first ``limit`` of them."""
         chosen = list(order)[:limit]
         return replace(self, ranks={member.initial_rank: rank for rank, member in enumerate(chosen)})
 
     def in_order(self) -> list[Member]:
-        """Return the members with a rank, in the order of their ranks."""
+        """Return the members with a rank, by rank."""
         by_initial = {member.initial_rank: member for member in self.members}
         return [by_initial[initial] for initial, _ in sorted(self.ranks.items(), key=lambda item: item[1])]
 
 
 Rule = Callable[[Assignment], Assignment]
-"""What turns an assignment into another one."""
+"""Turns an assignment into another one."""
 Place = Callable[[Member], Sequence[str]]
-"""Where a member sits, from the widest part of the machine to the narrowest, such as rack and node."""
+"""Location of a member, from the widest part of the cluster to the narrowest, such as rack and node."""
 
 
 def assign(
     rule: Rule, members: Iterable[Member], *, iteration: int, active_world_size: int | None
 ) -> dict[int, int | None]:
-    """Return every living member's rank, ``None`` for spares, by its initial rank.
+    """Return the rank of every living member, ``None`` for spares, by its initial rank.
 
-    A member that the rule marks as not alive is left out.
+    Members that the rule marks as not alive are left out.
 
     Args:
-        rule: What decides.
-        members: Everybody that was ever started, or at least all that live.
+        rule: The rule to apply.
+        members: At least all living members.
         iteration: Number of the restart; 0 = the first call of the function.
-        active_world_size: Ranks that are to be active; ``None`` = all.
+        active_world_size: Number of active ranks; ``None`` = all.
 
     Raises:
-        RestartAbort: The rule cannot do it with those who live.
-        ConfigError: What the rule returned is no assignment: a rank twice, a gap, a dead member, nobody at all.
+        RestartAbort: The living members do not suffice for the rule.
+        ConfigError: The rule's result is not a valid assignment: a duplicate rank, a gap, a dead member, or no member.
     """
     everybody = tuple(sorted(members, key=lambda member: member.initial_rank))
     begin = Assignment(members=everybody, iteration=iteration, target=active_world_size)
@@ -131,20 +130,20 @@ def _check(ended: object, begin: Assignment) -> None:
 
 
 def shift_up(given: Assignment) -> Assignment:
-    """Return it with survivors moved up into the gaps before them, in order, and spares behind them.
+    """Return the assignment with survivors moved up into the gaps before them, in order, and spares behind them.
 
-    Up to the target there are as many ranks as members live.
+    Ranks up to the target are assigned while members remain.
     """
     return given.with_order([*given.in_order(), *given.spares], given.target)
 
 
 def keep_first(given: Assignment, limit: int) -> Assignment:
-    """Return it with ranks from ``limit`` on made spares."""
+    """Return the assignment with ranks from ``limit`` on made spares."""
     return replace(given, ranks={initial: rank for initial, rank in given.ranks.items() if rank < limit})
 
 
 def keep_multiple(given: Assignment, divisor: int) -> Assignment:
-    """Return it with the last ranks made spares, so that ``divisor`` divides the number of the others."""
+    """Return the assignment with the last ranks made spares, so that ``divisor`` divides the number of the others."""
     return keep_first(given, given.active_world_size // divisor * divisor)
 
 
@@ -155,20 +154,20 @@ def fill_gaps(
     whole: int | None = None,
     may_shrink: bool = False,
 ) -> Assignment:
-    """Return it with every gap filled by the nearest spare; survivors keep their ranks.
+    """Return the assignment with every gap filled by the nearest spare; survivors keep their ranks.
 
     Args:
         given: An assignment, with gaps or without.
-        place: Where members sit; a spare that shares more of it with the dead member is nearer. Among equally near
-            ones the lowest initial rank is taken.
-        whole: How much of ``place``, counted in parts, makes a unit. What is left of a unit whose own spares cannot
-            fill its gaps is made spares, and all its ranks go together to the nearest unit with room. ``None`` = any
-            rank is replaced alone.
-        may_shrink: Once the spares are spent, let the last ranks move into the gaps that are left (with units:
-            let all move up) rather than give up.
+        place: Location of members; a spare that shares more parts of it with the dead member is nearer. Among equally
+            near ones the lowest initial rank is taken.
+        whole: Number of parts of ``place`` that make a unit. If a unit's own spares cannot fill its gaps, its members
+            become spares, and all its ranks move together to the nearest unit with room. ``None`` = ranks are replaced
+            one by one.
+        may_shrink: Once the spares are used, move the last ranks into the remaining gaps (with units: move all up)
+            instead of raising.
 
     Raises:
-        RestartAbort: The spares do not suffice, and it must not shrink.
+        RestartAbort: The spares do not suffice, and ``may_shrink`` is false.
     """
     filling = _Filling(given, place)
     if whole is None:
@@ -189,8 +188,6 @@ def fill_gaps(
 
 
 class _Filling:
-    """Ranks on their way to being without a gap."""
-
     def __init__(self, given: Assignment, place: Place) -> None:
         self.ranks = {initial: rank for initial, rank in given.ranks.items() if rank < given.wanted}
         self._wanted = given.wanted
@@ -201,16 +198,14 @@ class _Filling:
 
     @property
     def free(self) -> list[int]:
-        """Initial ranks of the living without a rank, in order."""
         return [initial for initial in self._living if initial not in self.ranks]
 
     def gaps(self) -> list[int]:
-        """Return the ranks that nobody has."""
         taken = set(self.ranks.values())
         return [rank for rank in range(self._wanted) if rank not in taken]
 
     def fill_each(self) -> None:
-        """Fill gaps one by one, those that a near spare can fill before those that only a far one can."""
+        """Fill gaps one by one, those that a near spare can fill first."""
         for distance in range(self._depth + 1):
             for gap in self.gaps():
                 origin = self._origin(gap)
@@ -219,7 +214,7 @@ class _Filling:
                     self.ranks[near[0]] = gap
 
     def fill_units(self, whole: int) -> None:
-        """Fill gaps from within their units; move units that cannot be filled so, the nearest moves first."""
+        """Fill gaps from within their units; move the units that cannot be filled, shortest distance first."""
         units: dict[tuple[str, ...] | None, list[int]] = {}
         holders = {rank: initial for initial, rank in self.ranks.items()}
         for rank in range(self._wanted):
@@ -244,7 +239,6 @@ class _Filling:
                     broken.remove((unit, ranks))
 
     def close(self, *, by_moving_last: bool) -> None:
-        """Give up the gaps that are left."""
         ordered = sorted(self.ranks, key=lambda initial: self.ranks[initial])
         if not by_moving_last:
             self.ranks = {initial: rank for rank, initial in enumerate(ordered)}
@@ -254,12 +248,12 @@ class _Filling:
         self.ranks.update(zip(beyond, [gap for gap in self.gaps() if gap < size], strict=True))
 
     def _origin(self, rank: int) -> tuple[str, ...] | None:
-        """Return where a rank sat until now; ``None``: nobody knows."""
+        """Return the location of a rank's last holder; ``None`` = not known."""
         holder = self._previous.get(rank)
         return None if holder is None else self._places[holder.initial_rank]
 
     def _distance(self, one: tuple[str, ...] | None, other: tuple[str, ...]) -> int:
-        """Return how many parts of two places lie below what they share."""
+        """Return how many parts of two locations are below their common ones."""
         if one is None:
             return self._depth
         shared = 0
@@ -268,7 +262,7 @@ class _Filling:
         return self._depth - shared
 
     def _room(self, unit: tuple[str, ...] | None, size: int, distance: int, whole: int) -> list[int] | None:
-        """Return the members of the unit at most so far away that has room, the tightest fit."""
+        """Return the members of the smallest unit with room at most this far away."""
         rooms: dict[tuple[str, ...], list[int]] = {}
         for initial in self.free:
             rooms.setdefault(self._places[initial][:whole], []).append(initial)
@@ -281,16 +275,16 @@ class _Filling:
 
 
 def hold_back(given: Assignment, *, place: Place, spares: Sequence[int]) -> Assignment:
-    """Return a first assignment in which every part of the machine keeps spares of its own.
+    """Return a first assignment in which every part of the cluster keeps its own spares.
 
     Args:
-        given: Who there is; nobody has been a rank yet.
-        place: Where members sit, with as many parts as ``spares``.
-        spares: For each part of a place, from the widest to the narrowest, the members of it that are held back,
-            beyond those that the parts within hold back; always the last ones.
+        given: The members; none has had a rank yet.
+        place: Location of members, with as many parts as ``spares``.
+        spares: For each part of a location, from the widest to the narrowest, the number of members held back in it, in
+            addition to those held back in narrower parts; always the last ones.
 
     Raises:
-        RestartAbort: Fewer ranks are left than the target.
+        RestartAbort: Fewer ranks remain than the target.
     """
     chosen = list(given.living)
     for depth in range(len(spares), 0, -1):

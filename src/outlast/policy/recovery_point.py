@@ -1,46 +1,41 @@
-"""Which state all ranks go back to: a generation's copies in the tiers, or what they still hold in memory.
+"""Which state all ranks resume from: a checkpoint's copies in the tiers, or the state that they still hold in memory.
 
-A *copy* is one rank's part of a generation in one place. Two attempts at the same iteration are two generations:
-their parts are never mixed. The rule: the newest generation of which every rank has a copy that nobody refused; of
-each rank's copies of it, the one in the nearest tier.
+A *copy* is one rank's part of a checkpoint in one place. Two attempts at the same iteration are two checkpoints; their
+parts are never mixed. The rule: the newest checkpoint of which every rank has a copy that was not refused; of each
+rank's copies of it, the one in the nearest tier. Doubtful copies come after all others, and before them checkpoints
+with numbers that are infinite or NaN: such a state may be right, with masks for example, but then all of its
+checkpoints have them, so a newer one is skipped only for an older one that is finite.
 
-What there are reasons against without proof comes after all else: copies that are doubtful, and before them
-generations with numbers that are infinite or NaN. Such a state may be right, with masks for example, but then so are
-all its generations: a newer one is left aside only for an older one that is finite.
+**Excluded copies** are not loaded again, because results became invalid within ``suspect_window`` iterations of their
+load:
 
-**Distrusted copies** are not loaded again, because results turned invalid soon after they were. Within
-``suspect_window`` iterations of a load an invalid result casts doubt on what was loaded:
+* Loaded from a node-local tier (memory, local, replica): the checkpoint's node-local copies are excluded, and
+  everything saved by a cycle that trained on them. The other node-local copies of the cycle that had saved it are
+  doubtful. The next load uses the global tier or what an older cycle saved; doubtful copies only if there is nothing
+  else.
+* Loaded from the global tier: the checkpoint is excluded in every tier, with all of its descendants. The next load
+  takes an older one. The second time no copy is at fault: the run stops with the diagnosis.
 
-* Loaded from a near tier (memory, local, replica): the generation's near copies are distrusted, and everything that was
-  saved by a cycle that trained on them. The other near copies of the cycle that had saved it are doubtful. The next
-  load goes down to the global tier or to what an older cycle saved; to doubtful copies only if there is nothing else.
-* Loaded from the global tier: the generation is distrusted in every tier, and everything that descends from it. The
-  next load takes an older one. A second time, no copy is at fault: stop, with the diagnosis.
+All node-local copies of an attempt are excluded at once: they were verified against the same digests, so they are the
+same bytes, and trying them one by one would cost a cycle each. The global tier's copies are other files with their own
+digests.
 
-All near copies of an attempt are distrusted at once. They were verified against the same digests, so they are the same
-bytes, and a replica that was fetched has become a memory copy by the time of the next load. What spoiled one on its way
-may have spoiled all that its cycle saved nearby, and trying them one by one would cost a cycle each. The global tier's
-copies are other files with digests of their own: they get their chance.
+Lineage has two sources: a manifest names the attempt that its processes had loaded, and a cycle that loaded an excluded
+copy taints whatever it saved, even if a link between was deleted. A copy from the global tier may be sound where the
+node-local ones of the same attempt are not, so what was saved after *its* load is not tainted.
 
-Lineage has two sources. A manifest names the attempt that its processes had loaded; and a cycle that loaded a
-distrusted copy taints whatever it saved, even where a link between was deleted since. A copy from the global tier may
-be sound where the near ones of the same attempt are not, so what was saved after *it* was loaded is not tainted.
+**The same failure twice.** If the same failure follows the load of the same node-local copy twice at the same
+iteration, and one restart is left, the checkpoint's node-local copies are put last (:func:`exclude_after_failure`): the
+last restart uses another tier. They are not proven bad, so they are loaded if nothing else is left.
 
-**The same failure twice.** An exception, a crash or a hang may be a copy's fault, too. Where the same failure follows
-the load of the same near copy twice at the same iteration, and one restart is left, the generation's near copies are
-put last (:func:`exclude_after_failure`): the last restart takes another tier. Nothing proves them bad, so they are
-loaded all the same where nothing else is left.
+This terminates: a copy is excluded once, at most :data:`MAX_OPEN` exclusions are open, one of them of the global tier.
+One is settled when training committed a checkpoint beyond the iteration of the invalid result.
 
-It comes to an end: a copy is distrusted once, :data:`MAX_OPEN` judgements may be open, one of them of the global tier.
-One is settled when training committed a generation beyond the iteration at which the result had been invalid.
-
-**After a restart in process** (:func:`plan_in_place`) each rank reports what it holds: at which iteration its part of
-the state is *whole*, that is, as the end of that many optimizer steps left it. It is not whole where an update had
-begun, or something else has changed it since. What is a rank's own (random numbers, the position in the data) is kept
-apart, for the last two iterations, and also by its neighbours on the node, so that it outlives the rank. The ranks go
-on from the newest iteration at which each of them has its part, or another rank has the same part, and at which the own
-things of every rank are there. A rank that lacks its part gets it. In any doubt nothing of this is used, and everybody
-loads from the checkpoint tiers.
+**After an in-process restart** (:func:`plan_in_place`) each rank reports the iteration at which its part of the state
+is *complete*: as that many optimizer steps left it, with no update begun since. Per-rank state (random numbers,
+position in the data) is kept separately, for the last two iterations, and also by neighbours on the node, so that it
+outlives the rank. The ranks resume from the newest iteration at which each has its part, or another rank has the same
+part, and at which the per-rank state of every rank exists. In any doubt all ranks load from the checkpoint tiers.
 """
 
 from __future__ import annotations
@@ -57,34 +52,33 @@ from outlast.wording import count
 
 
 class Tier(IntEnum):
-    """Where a copy lives, nearest first."""
+    """Where a copy is stored, nearest first."""
 
     MEMORY = 0
-    """Held by this node's writer."""
+    """Memory of this node's checkpoint writer."""
     LOCAL = 1
-    """On this node's disk."""
+    """This node's disk."""
     REPLICA = 2
-    """Held by another node, in its memory or on its disk."""
+    """Memory or disk of another node."""
     GLOBAL = 3
-    """In the global store."""
+    """The global directory or object store."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class Copy(msgspec.Struct, frozen=True, order=True):
-    """One rank's part of a generation, in one place."""
+    """One rank's part of a checkpoint in one place."""
 
     generation: int
     attempt: str
-    """The attempt that wrote it."""
     tier: Tier
     holder: str = ""
     """The node that holds it; empty for the global tier."""
 
 
 class RecoveryPoint(msgspec.Struct, frozen=True):
-    """What all ranks load."""
+    """The checkpoint that all ranks load."""
 
     generation: int
     attempt: str
@@ -98,14 +92,14 @@ Copies: TypeAlias = Sequence[Collection[Copy]]
 def choose_recovery_point(
     copies: Copies, refused: Mapping[int, Collection[Copy]] | None = None
 ) -> RecoveryPoint | None:
-    """Choose a generation and each rank's copy; every rank that is given the same facts chooses the same.
+    """Choose a checkpoint and each rank's copy; every rank that is given the same facts chooses the same.
 
     Args:
-        copies: For each rank, what it could load.
-        refused: For each rank, copies that its verification rejected or that are known to be bad.
+        copies: For each rank, the copies that it could load.
+        refused: For each rank, copies that failed its verification or are known to be bad.
 
     Returns:
-        The newest complete generation, each rank's part from the nearest tier; ``None`` when there is none. Of two
+        The newest complete checkpoint, each rank's part from the nearest tier; ``None`` = there is none. Of two
         attempts at the newest iteration the one with the nearer copies is chosen, then the one whose name is last.
     """
     if not copies:
@@ -132,18 +126,15 @@ def choose_best_point(
     not_finite: Collection[tuple[int, str]] = (),
     last: Copies = (),
 ) -> RecoveryPoint | None:
-    """Choose as :func:`choose_recovery_point`, but what there are reasons against only if nothing else is left.
+    """Choose as :func:`choose_recovery_point`, with questionable copies only if nothing else is left.
 
     Args:
-        copies: For each rank, what it could load.
+        copies: For each rank, the copies that it could load.
         refused: For each rank, copies that are never loaded.
         doubtful: For each rank, copies that are loaded if there are no others; empty = none.
-        not_finite: Iteration and attempt of the generations that hold numbers that are infinite or NaN; they are loaded
-            if there are no others, be those doubtful or not.
-        last: For each rank, copies that are loaded only where nothing else is complete; empty = none.
-
-    Returns:
-        The choice; ``None`` when nothing is complete that nobody refused.
+        not_finite: Iteration and attempt of checkpoints with numbers that are infinite or NaN; loaded only if there are
+            no others, doubtful or not.
+        last: For each rank, copies that are loaded only if nothing else is complete; empty = none.
     """
     if any(last):
         without = {rank: {*refused.get(rank, ()), *last[rank]} for rank in range(len(copies))}
@@ -160,12 +151,10 @@ def choose_best_point(
 
 TierName: TypeAlias = Literal["memory", "local", "replica", "global"]
 NONE_DURABLE = -1
-"""In place of the newest iteration whose checkpoint survives the end of the job: no cycle of the run has committed one.
-
-Checkpoints that were saved elsewhere, such as by another job, are not counted.
-"""
+"""In place of the newest durable iteration: no cycle of the run has committed one. Checkpoints of other jobs are not
+counted."""
 MAX_OPEN = 3
-"""Judgements in a row after which an invalid result is no copy's fault any more."""
+"""Open exclusions after which an invalid result is not attributed to a copy any more."""
 _GLOBAL = str(Tier.GLOBAL)
 
 
@@ -173,7 +162,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of a cycle loaded."""
 
     cycle: str
-    """Name of the cycle, ``<job>-<number>``: what it saved has names that begin with it."""
+    """Name of the cycle, ``<job>-<number>``, with which the names of its saves begin."""
     generation: int
     attempt: str
     """The attempt that had saved it."""
@@ -184,56 +173,51 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Copies that are not loaded again: a generation's near ones or, with ``tier="global"``, all of them."""
+    """Copies that are not loaded again: a checkpoint's node-local ones or, with ``tier="global"``, all of them."""
 
     generation: int
     attempt: str
     tier: TierName
-    """Where it was loaded from when the result was invalid."""
+    """Tier of the load that led to the invalid result."""
     iteration: int = 0
     """Number of optimizer steps done when the result was invalid."""
     cycle: str = ""
-    """The cycle in which it was."""
+    """Cycle of the invalid result."""
     why: str = ""
-    """One line for people."""
+    """One line for messages."""
     tainted: tuple[str, ...] = ()
-    """Names of the cycles that trained on it, or on what descends from it; empty = not known, then all of its
-    descendants count."""
+    """Names of the cycles that trained on it, or on its descendants; empty = not known, then all descendants count."""
     settled: bool = False
-    """Training has since committed a generation beyond ``iteration``."""
+    """Training has since committed a checkpoint beyond ``iteration``."""
     is_last_resort: bool = False
-    """No result proves it bad: the same failure followed its load twice. It is loaded only where nothing else is left,
-    and what descends from it counts as before."""
+    """Not proven bad: the same failure followed its load twice. Loaded only if nothing else is left; descendants count
+    as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What an invalid result shows about what was loaded."""
+    """What an invalid result shows about the loaded copy."""
 
     distrusted: Distrusted | None
-    """What is not loaded again; then the run is restarted. ``None``: it is not the copy's fault, the run stops."""
+    """The copies to exclude, with a restart; ``None`` = no copy is at fault, the run stops."""
     reason: str
-    """Part of a sentence, for people."""
+    """Part of a sentence for messages."""
 
 
 def tier_of_load(tiers: Iterable[str]) -> TierName:
-    """Return the tier that a load is judged by: the farthest near one that a rank used, else the global tier.
-
-    Args:
-        tiers: Each rank's tier.
-    """
+    """Return the tier that a load is judged by: the ranks' farthest node-local tier, else the global tier."""
     used = sorted({Tier[tier.upper()] for tier in tiers} - {Tier.GLOBAL})
     names: tuple[TierName, ...] = ("memory", "local", "replica", "global")
     return names[used[-1]] if used else "global"
 
 
 def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distrusted], loads: Sequence[Load]) -> Judgement:
-    """Say what an invalid result means for what the cycle had loaded.
+    """Return what an invalid result shows about the copy that the cycle had loaded.
 
     Args:
-        load: What the cycle loaded; ``None`` = nothing, or it is not known.
+        load: What the cycle loaded; ``None`` = nothing, or not known.
         iteration: Number of optimizer steps done when the result was invalid; ``None`` = not known.
-        known: What is distrusted already.
+        known: Copies that are excluded already.
         loads: What earlier cycles of the run loaded.
     """
     known = [one for one in known if not one.is_last_resort]
@@ -273,15 +257,15 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
 
 
 def exclude_after_failure(load: Load, iteration: int, *, known: Sequence[Distrusted]) -> Distrusted | None:
-    """Return what is not loaded again after the same failure has followed the load of the same copy twice.
+    """Return the copies to exclude after the same failure has followed the load of the same copy twice.
 
     Args:
         load: What the cycle loaded.
         iteration: Number of optimizer steps done at the failure.
-        known: What is excluded already.
+        known: Copies that are excluded already.
 
     Returns:
-        The generation's node-local copies; ``None``: it came from the global tier, or they are excluded already.
+        The checkpoint's node-local copies; ``None`` = it came from the global tier, or they are excluded already.
     """
     if load.tier == _GLOBAL or any(one.attempt == load.attempt for one in known):
         return None
@@ -297,11 +281,10 @@ def exclude_after_failure(load: Load, iteration: int, *, known: Sequence[Distrus
 
 
 def settle(known: Sequence[Distrusted], durable_iteration: int | None) -> tuple[Distrusted, ...]:
-    """Return what is distrusted after a cycle whose end cast no doubt on what it had loaded.
+    """Return the exclusions after a cycle whose end cast no doubt on what it had loaded.
 
     Args:
-        known: What is distrusted.
-        durable_iteration: The newest generation that the cycle committed; ``None`` = none.
+        durable_iteration: The newest checkpoint that the cycle committed; ``None`` = none.
     """
     return tuple(
         msgspec.structs.replace(one, settled=True)
@@ -315,40 +298,30 @@ def is_distrusted(copy: Copy, lineage: Mapping[str, str | None], distrusted: Ite
     """Return whether a copy led to invalid results, or descends from one that did.
 
     Args:
-        copy: Some rank's copy of a generation.
+        copy: A rank's copy of a checkpoint.
         lineage: Attempt to the attempt that its processes had loaded; ``None`` = they had loaded nothing.
-        distrusted: What is distrusted.
+        distrusted: The exclusions.
     """
     ancestors = list(_ancestry(copy.attempt, lineage))
     return any(_covers(one, copy, ancestors) for one in distrusted if not one.is_last_resort)
 
 
 def is_last_resort(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
-    """Return whether a copy is loaded only where nothing else is left, as the same failure followed its load twice.
-
-    Args:
-        copy: Some rank's copy of a generation.
-        distrusted: What is distrusted.
-    """
+    """Return whether a copy is loaded only if nothing else is left, as the same failure followed its load twice."""
     return copy.tier != Tier.GLOBAL and any(one.is_last_resort and one.attempt == copy.attempt for one in distrusted)
 
 
 def is_doubtful(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
-    """Return whether a near copy was saved by a cycle of which another near copy led to invalid results.
-
-    Args:
-        copy: Some rank's copy of a generation.
-        distrusted: What is distrusted.
-    """
+    """Return whether a node-local copy was saved by a cycle of which another node-local copy led to invalid results."""
     bad = {_cycle_of(one.attempt) for one in distrusted if one.tier != _GLOBAL}
     return copy.tier != Tier.GLOBAL and _cycle_of(copy.attempt) in bad
 
 
 def decode_distrusted(text: str | None) -> tuple[Distrusted, ...]:
-    """Return what is distrusted, from the text that workers are given; ``None`` = nothing is.
+    """Return the exclusions from the text that workers are given; ``None`` = none.
 
     Raises:
-        msgspec.DecodeError: It is none.
+        msgspec.DecodeError: The text is invalid.
     """
     return from_json(text, tuple[Distrusted, ...]) if text else ()
 
@@ -362,7 +335,7 @@ def _covers(one: Distrusted, copy: Copy, ancestors: Sequence[str]) -> bool:
 
 
 def _ancestry(attempt: str, lineage: Mapping[str, str | None]) -> Iterable[str]:
-    """Yield what an attempt descends from, nearest first, as far as it is known."""
+    """Yield the ancestors of an attempt, nearest first, as far as known."""
     seen = {attempt}
     parent = lineage.get(attempt)
     while parent is not None and parent not in seen:
@@ -392,62 +365,55 @@ def _cycle_of(attempt: str) -> str:
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation that was loaded."""
+    """A checkpoint that was loaded."""
 
     generation: int
     attempt: str
     """The attempt that had saved it."""
     tiers: tuple[str, ...]
-    """For each rank where its part came from."""
+    """For each rank, the tier of its part."""
 
 
 class InPlaceHolding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one rank holds."""
+    """State that one rank holds in memory."""
 
     iteration: int | None = None
-    """Number of optimizer steps that made its part of the state; ``None`` = it has none that is whole."""
+    """Number of optimizer steps that made its part of the state; ``None`` = it has no complete one."""
     reason: str = ""
-    """Why not, for people."""
     rank: int | None = None
-    """The rank that it was when it came to hold it; ``None`` = none yet."""
+    """Its rank when it came to hold the state; ``None`` = none yet."""
     world_size: int = 0
     """Number of ranks then."""
     digest: str = ""
-    """Digest of its part."""
     is_shared: bool = False
     """All of its part is on other ranks, too."""
     replicas: tuple[int, ...] = ()
-    """Ranks of now that have the same part, in order, this one included."""
+    """Current ranks that have the same part, in order, this one included."""
     own: dict[int, tuple[int, ...]] = {}
-    """Whose own things it can give (rank of then), at which iterations."""
+    """Per-rank state that it can provide: rank of then to iterations."""
     has_loaded: Origin | None = None
-    """What its part goes back to; ``None`` = it was never loaded."""
+    """Checkpoint that its part descends from; ``None`` = never loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlacePlan:
-    """What the ranks do; the same on all of them."""
+    """Plan of an in-place resume; the same on all ranks."""
 
     iteration: int | None
-    """Where training goes on; ``None`` = from the checkpoint tiers."""
+    """Where training resumes; ``None`` = from the checkpoint tiers."""
     reason: str = ""
-    """Why from there, for people; empty: nobody holds anything."""
+    """Why from the checkpoint tiers; empty = no rank holds anything."""
     part_from: Mapping[int, int] = field(default_factory=dict)
-    """WrappedRank that lacks its part to the rank that gives it."""
+    """Rank without its part to the rank that provides it."""
     own_from: Mapping[int, int] = field(default_factory=dict)
-    """Every rank to the one that has its own things."""
+    """Every rank to the one that provides its per-rank state."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    """WrappedRank that is given its part to the digest it must have then."""
+    """Rank without its part to the digest that the received part must have."""
     has_loaded: Origin | None = None
-    """What the state goes back to."""
 
 
 def plan_in_place(holdings: Sequence[InPlaceHolding]) -> InPlacePlan:
-    """Return what the ranks do.
-
-    Args:
-        holdings: What each rank of now holds, by rank.
-    """
+    """Return the plan; ``holdings`` are what the current ranks hold, by rank."""
     whole = {rank: one for rank, one in enumerate(holdings) if one.iteration is not None}
     reasons = [f"rank {rank}: {one.reason}" for rank, one in enumerate(holdings) if one.reason]
     if not whole:
@@ -464,7 +430,7 @@ def plan_in_place(holdings: Sequence[InPlaceHolding]) -> InPlacePlan:
 
 
 def _plan_at(iteration: int, holdings: Sequence[InPlaceHolding]) -> InPlacePlan | str:
-    """Return the plan to go on from an iteration, or what is in the way of it."""
+    """Return the plan to resume from an iteration, or why it is impossible."""
     part_from, own_from, digests = dict[int, int](), dict[int, int](), dict[int, str]()
     for rank in range(len(holdings)):
         givers = [rank, *(other for other in range(len(holdings)) if other != rank)]

@@ -1,9 +1,8 @@
-"""Whether the scheduler gets a job back that has ended: the exit-code table, and a budget for failures.
+"""Whether a job that ended is requeued: the exit-code table, and a budget for failures.
 
-A pure function: from how the job ended and what is remembered of the run's earlier jobs it returns the answer
-with what is to be remembered. Jobs that were shut down go back as often as it takes; failures at most
-``num_job_retries_on_failure`` times in a row, because more of them are usually not transient. Progress, a durable
-generation at a higher iteration than ever before, gives a run its retries back, where progress can be known.
+Pure: takes how the job ended and the state of the run's earlier jobs, returns the decision and the new state. Jobs that
+were shut down are always requeued; failures at most ``num_job_retries_on_failure`` times in a row. Progress, a
+checkpoint at a higher iteration than before that survives the job, restores the retries.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 from outlast.errors import ExitReason
 
 TOLD_TO_LEAVE = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 143: "SIGTERM"}
-"""Exit codes of a job that was shut down, with the signal's name: an agent had nothing to save, or not the time."""
+"""Exit codes of a job that was shut down, with the signal's name: an agent had nothing to save, or no time to."""
 
 _FOR_A_PERSON = {
     ExitReason.BAD_INPUT: "the command line or a setting is wrong",
@@ -30,31 +29,29 @@ _FOR_ANOTHER_TRY = {
 
 
 class RequeueState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of a run from job to job."""
+    """What is stored from job to job of a run."""
 
     failures: int = 0
-    """Jobs in a row that failed and were given back, without progress in between."""
+    """Jobs in a row that failed and were requeued, without progress in between."""
     best_durable: int | None = None
-    """Highest durable iteration when a job last ended; ``None`` = none known."""
+    """Highest durable iteration when a job last ended; ``None`` = not known."""
     excluded: tuple[str, ...] = ()
-    """Nodes that the run's jobs keep away from."""
+    """Nodes that the run's jobs avoid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """How a job ended."""
-
     exit_code: int
-    """The highest exit code of its tasks; 128 + n: ended by signal n."""
+    """The highest exit code of its tasks; 128 + n = ended by signal n."""
     finished: bool = False
-    """The run's own record has it as finished."""
+    """The run's recovery state reports the run as finished."""
     stopped_with: int | None = None
-    """With which exit code the run's own record says that it was stopped; ``None`` = it was not. A node that stayed
-    outside ends with a code of its own, which can be the highest."""
+    """Exit code of the stop in the run's recovery state; ``None`` = not stopped. A node that stayed outside exits with
+    a code of its own, which can be the highest."""
     durable_iteration: int | None = None
     """Highest durable iteration of the run; ``None`` = none, or not known."""
     quarantined: tuple[str, ...] = ()
-    """Nodes that the run gives no slot any more."""
+    """Nodes that get no slot any more."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.exit_code <= 255, "an exit code is a byte"
@@ -62,23 +59,13 @@ class JobEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
-    """Whether a job goes back to the scheduler, and why."""
-
     requeue: bool
     reason: str
-    """One line for people."""
     state: RequeueState
-    """What to remember."""
 
 
 def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -> Ruling:
-    """Say whether a job that ended goes back to the scheduler.
-
-    Args:
-        state: What is remembered of the run's earlier jobs.
-        end: How this one ended.
-        num_job_retries_on_failure: Failures in a row, without progress in between, after which a job goes back.
-    """
+    """Return whether a job that ended is requeued."""
     assert num_job_retries_on_failure >= 0
     best, durable = state.best_durable, end.durable_iteration
     progressed = durable is not None and (best is None or durable > best)

@@ -1,8 +1,8 @@
-"""The re-run state machine as a table, and what workers and launcher exchange about an invalid result.
+"""The re-run state machine as a table, and the messages of workers and launcher about an invalid result.
 
-A step is run; every rank takes the outcome of its validations (:class:`RunOutcome`), all ranks agree on the largest,
-and the table determines what they do. ``.`` = cannot be: the first run is followed by the second all the same, a later
-one counts as unreached.
+A step is run; every rank has the outcome of its validations (:class:`RunOutcome`), all ranks agree on the largest, and
+the table determines the action. ``.`` = impossible: the first run is then followed by the second, a later one counts as
+unreached.
 
 ==================  =========  ===============  ===============  ============  ============  ============  ============
 state               valid      cleared          tolerated        unreached     new           changed       reproduced
@@ -18,14 +18,13 @@ LAST_REPLAY_HERE    .          go on            go on            17            1
                                (transient)      (transient)      (unreached)   (undecided)   (undecided)   (reproduced)
 ==================  =========  ===============  ===============  ============  ============  ============  ============
 
-So a rejected result is never trained on: a step goes on only if nothing was rejected in the run whose results it keeps,
-except by a validation that is not fatal. In place, a step is run twice at most. The replays here are counted by the
-launcher, the last of them is marked as such, and one elsewhere comes once: nothing repeats forever.
+A rejected result is never trained on: a step continues only if nothing was rejected in the run whose results it keeps,
+except by a validation that is not fatal. In place, a step is run at most twice. The launcher counts the replays here
+and marks the last one; there is one replay elsewhere: nothing repeats forever.
 
-A :class:`Diagnosis` is what a worker knows when it leaves with exit code 16 or 17, or with 18 for a slow rank; a
-:class:`Replay` is what the launcher asks of the cycle that follows; an :class:`InvalidResultCase` is what the launcher
-remembers. JSON has no NaN and no infinity, which are what this is about: numbers are kept in the form that
-:func:`to_json_number` returns.
+A worker that exits with code 16 or 17, or with 18 for a slow rank, leaves a :class:`Diagnosis`; a :class:`Replay` is
+the launcher's request to the next cycle; an :class:`InvalidResultCase` is what the launcher stores. JSON has neither
+NaN nor infinity: numbers are kept as :func:`to_json_number` returns them.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from outlast.errors import ExitReason
 from outlast.policy.recovery_point import Load
 
 JsonNumber: TypeAlias = float | str | None
-"""A number as JSON can hold it: ``"nan"``, ``"inf"`` and ``"-inf"`` for those; ``None`` = there is none."""
+"""A number in JSON: ``"nan"``, ``"inf"`` and ``"-inf"`` as strings; ``None`` = there is none."""
 
 
 class Finding(StrEnum):
-    """What is known of an invalid result."""
+    """Classification of an invalid result."""
 
     TRANSIENT = "transient"
-    """Run again on the same device it was another one, and valid."""
+    """The second run on the same device gave a different, valid result."""
     REPRODUCED = "reproduced"
-    """Run again on the same device it was the same; another device must decide."""
+    """The second run on the same device gave the same result; another device must decide."""
     PERSISTENT = "persistent"
-    """Another device gave a valid one: the first device is at fault."""
+    """Another device gave a valid result: the first device is at fault."""
     CORRECT = "correct"
-    """Another device gave an invalid one too: the data or the model is at fault."""
+    """Another device gave an invalid result, too: the data or the model is at fault."""
     UNREACHED = "unreached"
-    """The run that was to confirm it did not come to the same validation."""
+    """The confirming run did not reach the same validation."""
     UNDECIDED = "undecided"
-    """None of these; in particular, run again it was invalid in another way."""
+    """None of these; in particular, the second result was invalid in another way."""
     REPEATED = "repeated"
-    """It came in too many steps in a row: the run stops, for people to decide."""
+    """Too many steps in a row were invalid: the run stops for people to decide."""
     SPLIT = "split"
-    """Replicas differ, and no majority shows whose is bad: no rank, node or device is blamed."""
+    """Replicas differ, and no majority shows which is bad: no rank, node or device is blamed."""
     SLOW = "slow"
     """No result is invalid: the rank is slow, and its node is to be replaced (exit code 18)."""
 
@@ -82,19 +81,18 @@ _MEANING = {
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of one invalid result, or of one slow rank."""
+    """Facts about one invalid result, or one slow rank."""
 
     finding: Finding
     rank: int
-    """Global rank that saw it; of a slow rank: that rank."""
+    """Global rank that saw it, or the slow rank."""
     node: str = ""
-    """Node of that rank."""
     device: str = ""
-    """What that rank computed on when it saw it first, as :func:`outlast.runtime.device.device_name` names it."""
+    """Device of that rank at the first result, as named by :func:`outlast.runtime.device.device_name`."""
     iteration: int
     """Number of optimizer steps done before the step."""
     call: int = 0
-    """Which validation of the step it was, from 0."""
+    """Number of the validation within the step, from 0."""
     what: str = ""
     """Name of the value, such as ``loss``."""
     message: str = ""
@@ -102,20 +100,19 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first: JsonNumber = None
     """The value when it was rejected first."""
     second: JsonNumber = None
-    """The value of the run that was to confirm it; ``None`` = there is none."""
+    """The value of the confirming run; ``None`` = there is none."""
     batch: str = ""
-    """Fingerprint of the rank's batches of that step; empty = it had none."""
+    """Fingerprint of the rank's batches of that step; empty = none."""
     tries: int = 0
-    """Replays on the same device that were done."""
+    """Replays done on the same device."""
     max_tries: int = 2
-    """Replays on the same device that may be done (``max_same_device_reruns``)."""
+    """Replays allowed on the same device (``max_same_device_reruns``)."""
     replayed_on: str = ""
-    """What the replay that this is about ran on; empty = it was no replay."""
+    """Device of the replay that this is about; empty = not a replay."""
     rejected_ranks: tuple[int, ...] = ()
     """Ranks with an invalid result, in order."""
 
     def describe(self) -> str:
-        """Return one line for people."""
         if self.first is None and self.message:  # no value was rejected: replicas, or ranks, were compared
             is_blamed = self.finding == Finding.PERSISTENT
             meaning = "a fault of that device, as the others agree" if is_blamed else _MEANING[self.finding]
@@ -142,7 +139,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return line
 
     def replay(self, *, tries: int) -> Replay:
-        """Return what a cycle is to run again to find out more, after ``tries`` replays on the same device."""
+        """Return what the next cycle is to run again, after ``tries`` replays on the same device."""
         return Replay(
             iteration=self.iteration,
             device=self.device,
@@ -157,53 +154,52 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a cycle is to run again before anything else: the step of a diagnostic save, with its saved batches."""
+    """Request to a cycle to first run the step of a diagnostic save again, with its saved batches."""
 
     iteration: int
     """That of the diagnostic save."""
     attempt: str = ""
     """The attempt that made it; empty = the newest of that iteration."""
     device: str
-    """What ``rank`` had computed on; the replay is on another device if it does not compute on that now."""
+    """Device of ``rank`` at the first result; if ``rank`` now computes on another one, the replay is elsewhere."""
     node: str = ""
     """Its node then."""
     rank: int
     """Global rank that saw the invalid result."""
     call: int = 0
-    """Which validation of the step it was, from 0."""
+    """Number of the validation within the step, from 0."""
     what: str = ""
-    """Name of the value."""
     first: JsonNumber = None
     """The value when it was rejected first."""
     batch: str = ""
-    """Fingerprint of the rank's batches of that step: where the save is unavailable, the same ones may come again."""
+    """Fingerprint of the rank's batches of that step, which may recur where the save is unavailable."""
     tries: int = 0
-    """Replays on the same device that were done before this one."""
+    """Replays on the same device before this one."""
 
 
 class InvalidResultCase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An invalid result that is being looked into."""
+    """An invalid result without a final finding."""
 
     iteration: int | None
     """Number of optimizer steps done before the step; ``None`` = not known."""
     device: str
-    """What the rank computed on when the result was seen first; its node, where no device is known."""
+    """Device of the rank at the first result; its node, where the device is not known."""
     rank: int | None = None
-    """Global rank that saw it, where its device is not known: two ranks of a node are then two devices."""
+    """Global rank that saw it, if its device is not known: two ranks of a node are then two devices."""
     load: Load | None = None
-    """What the newest cycle that saw it while it trained had loaded."""
+    """What the newest cycle that saw it in training had loaded."""
     same_device: int = 0
-    """Cycles that were granted to see it again on the same device."""
+    """Cycles granted to run it again on the same device."""
     elsewhere: int = 0
-    """Cycles that were granted to see it on another one."""
+    """Cycles granted to run it again on another device."""
 
 
 def relative_difference(a: float, b: float) -> float:
-    """Return how much two results differ: 0 when they are the same, infinite when one of them is no number.
+    """Return the relative difference of two results: 0 if equal, infinite if one is not finite.
 
-    The formula is the default comparison of Megatron-LM's re-run state machine: 0 when equal or both NaN, infinite when
-    one is NaN or infinite, else the symmetric relative difference ``|2 (a - b) / (a + b)|``. Here it is written so that
-    the sum of large numbers does not overflow; it is infinite where ``a + b`` is 0.
+    The default comparison of Megatron-LM's re-run state machine: 0 if equal or both NaN, infinite if one is NaN or
+    infinite, else the symmetric relative difference ``|2 (a - b) / (a + b)|``, written so that the sum of large numbers
+    does not overflow; infinite where ``a + b`` is 0.
     """
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
@@ -214,7 +210,6 @@ def relative_difference(a: float, b: float) -> float:
 
 
 def to_json_number(value: float | None) -> JsonNumber:
-    """Return a number in a form that JSON can hold."""
     return value if value is None or math.isfinite(value) else str(float(value))
 
 
@@ -222,7 +217,7 @@ def to_number(value: JsonNumber) -> float | None:
     """Return the number that :func:`to_json_number` was given.
 
     Raises:
-        ValueError: It is a text that is no number.
+        ValueError: The text is not a number.
     """
     return value if value is None else float(value)
 
@@ -232,70 +227,68 @@ def _text(value: JsonNumber) -> str:
 
 
 class StepRun(StrEnum):
-    """Which run of a step this is."""
+    """Kind of a run of a step."""
 
     FIRST_RUN = "first_run"
-    """The ordinary one; also what follows a step that went on."""
+    """The ordinary one; also after a step that continued."""
     SECOND_RUN = "second_run"
-    """In place, because something was rejected in the first."""
+    """In place, after a rejection in the first."""
     REPLAY_ELSEWHERE = "replay_elsewhere"
-    """After a restart, of the saved batches; the rank in question computes on another device."""
+    """After a restart, with the saved batches; the rank in question computes on another device."""
     REPLAY_HERE = "replay_here"
     """After a restart, on the same device; another may follow."""
     LAST_REPLAY_HERE = "last_replay_here"
-    """The same; no other follows."""
+    """After a restart, on the same device; none follows."""
     LEFT = "left"
-    """The process ends."""
+    """The process exits."""
 
 
 class RunOutcome(IntEnum):
-    """What a rank's validations gave in a run; of several, and of several ranks', the largest counts."""
+    """Outcome of a rank's validations in a run; of several, and of several ranks', the largest counts."""
 
     VALID = 0
-    """Nothing was rejected, and nothing had been."""
+    """Nothing was rejected, now or before."""
     CLEARED = 1
-    """What had been rejected came out differently, and was accepted."""
+    """The rejected value changed, and was accepted."""
     TOLERATED = 2
     """Something was rejected again by a validation that is not fatal."""
     UNREACHED = 3
     """A validation that had rejected something was not reached."""
     NEW = 4
-    """Something was rejected that had not been, or there was no run before."""
+    """Something else was rejected, or there was no run before."""
     CHANGED = 5
-    """What had been rejected came out differently, and was rejected again."""
+    """The rejected value changed, and was rejected again."""
     REPRODUCED = 6
-    """What had been rejected came out the same."""
+    """The rejected value is the same."""
 
 
 class Action(StrEnum):
-    """What all ranks do now."""
+    """Action of all ranks."""
 
     GO_ON = "go_on"
     """Let the optimizer step."""
     RUN_AGAIN = "run_again"
-    """Put back random numbers, batches, gradients and buffers, and run the step again."""
+    """Restore random numbers, batches, gradients and buffers, and run the step again."""
     SAVE_AND_LEAVE = "save_and_leave"
-    """Put them back, save for a diagnosis, and leave with exit code 16."""
+    """Restore them, save for a diagnosis, and exit with code 16."""
     LEAVE = "leave"
-    """Leave with exit code 16; what is needed is saved already."""
+    """Exit with code 16; what is needed is saved already."""
     STOP = "stop"
-    """Leave with exit code 17; the finding is final as far as workers can tell."""
+    """Exit with code 17; the finding is final as far as workers can decide."""
 
     @property
     def exit_code(self) -> ExitReason | None:
-        """The process's exit code; ``None`` = it does not end."""
+        """The process's exit code; ``None`` = it does not exit."""
         if self is Action.STOP:
             return ExitReason.FAILED_VALIDATION
         return ExitReason.RESUME_TO_DISAMBIGUATE if self in (Action.SAVE_AND_LEAVE, Action.LEAVE) else None
 
 
 class Transition(NamedTuple):
-    """What follows an outcome."""
-
     state: StepRun
     action: Action
     finding: Finding | None = None
-    """What is known now of what was rejected; ``None`` = nothing was, or nothing is known yet."""
+    """Finding on the rejected value; ``None`` = none was rejected, or nothing is known yet."""
 
 
 _S, _A, _O, _F = StepRun, Action, RunOutcome, Finding
@@ -331,18 +324,14 @@ TABLE: Mapping[StepRun, Mapping[RunOutcome, Transition]] = MappingProxyType(
         _S.LAST_REPLAY_HERE: _leave(_A.STOP, **_JUDGED_HERE) | _go_on(_F.TRANSIENT, _F.TRANSIENT),
     }
 )
-"""What follows each outcome in each state; nothing follows :attr:`StepRun.LEFT`."""
+"""Transition for each outcome in each state; none for :attr:`StepRun.LEFT`."""
 
 
 def advance(state: StepRun, outcome: RunOutcome) -> Transition:
-    """Return what follows a run.
-
-    Args:
-        state: Which run it was.
-        outcome: The largest of all ranks' outcomes.
+    """Return the transition after a run; ``outcome`` is the largest of all ranks' outcomes.
 
     Raises:
-        ValueError: The process was to end; there is no other run.
+        ValueError: The process was to exit; there is no other run.
     """
     if state not in TABLE:
         raise ValueError("the ranks were to leave; no step follows")
@@ -353,9 +342,9 @@ def replay_state(*, same_device: bool, tries: int, max_tries: int) -> StepRun:
     """Return which run a replay is.
 
     Args:
-        same_device: Whether the rank in question computes on the device that gave the invalid result.
+        same_device: The rank in question computes on the device that gave the invalid result.
         tries: Replays on that device before this one.
-        max_tries: How many there may be.
+        max_tries: Replays allowed there.
     """
     if not same_device:
         return StepRun.REPLAY_ELSEWHERE

@@ -1,9 +1,8 @@
-"""One view of a run: the only place where the journal's events are put together.
+"""One view of a run: the only place where the journal's events are combined.
 
-:class:`RunView` takes events one by one, in the order of their time as far as the reader can tell, and holds what they
-show so far: jobs, cycles, ranks, incidents with the decisions on them, what was saved, and how training goes. So it
-serves the reader of a finished run and one that follows a run which goes on. Pure: no event is read or written here.
-Readers change nothing in it.
+:class:`RunView` takes events one by one, in the order of their time as far as the reader knows it, and holds the jobs,
+cycles, ranks, incidents with their decisions, saves and training progress so far. It serves readers of finished and of
+running runs. Pure: reads and writes no events; readers do not modify it.
 
 Rejected: a fold for each reader. There were ten, and they disagreed on what a job, a restart and an incident is.
 """
@@ -21,30 +20,30 @@ from outlast.policy.goodput import REPORTED_S, IterationRate, ProductiveTime, go
 from outlast.policy.recovery_point import Tier
 
 At = tuple[float, Event]
-"""An event with its time in seconds since the view's zero."""
+"""Seconds since the view's zero, and the event."""
 MANY = frozenset({IncidentKind.SAVE_FAILED, IncidentKind.COPY_REJECTED, IncidentKind.REPLICATION_FAILED})
-"""Incidents that many ranks report of one and the same cause."""
+"""Incidents that many ranks report for one cause."""
 _DONE = frozenset({EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SESSION_ENDED})
-"""What a rank writes with the number of steps that it has done."""
+"""Events of a rank that contain the number of steps done."""
 _REPORTS = _DONE | {EventKind.RESTORED}
 _GROWING = frozenset(
     {EventKind.PROGRESS, EventKind.SAVE_SCHEDULED, EventKind.SAVE_COMMITTED, EventKind.STRAGGLER_REPORT}
 )
-"""Events that are written again and again as long as training goes on."""
+"""Events that are written repeatedly while training continues."""
 
 
 @dataclass(slots=True)
 class RankView:
-    """One rank, as it reported last."""
+    """Last reported state of one rank."""
 
     cycle: int = 0
     iteration: int | None = None
-    """Optimizer steps done; ``None`` = it has not reported any."""
+    """Optimizer steps done; ``None`` = none reported."""
     wall_ns: int = 0
-    """When it reported them."""
+    """When they were reported."""
     rate: IterationRate = field(default_factory=IterationRate)
     session: Event | None = None
-    """The newest begin of its session."""
+    """The newest start of its session."""
     session_end: Event | None = None
     """The end of that session."""
     stall: tuple[int, float] | None = None
@@ -53,41 +52,40 @@ class RankView:
 
 @dataclass(slots=True)
 class WorkersStart:
-    """One start of a cycle's workers. A coordinator that did not know of the cycles of its successor may give a number
-    a second time: then there are two starts, with different masters."""
+    """One start of a cycle's workers. A coordinator that did not know of later cycles may reuse a number: then there
+    are two starts, with different masters."""
 
     job: str
     run_id: str
     cycle: int
     master: str
-    """Where its ranks meet."""
+    """Rendezvous address of its ranks."""
     began_ns: int
-    """By the monotonic clock of the node that wrote it first."""
+    """By the monotonic clock of the node that wrote the first event."""
     world_size: int = 0
     ranks: dict[int, str] = field(default_factory=dict)
-    """Rank to its node."""
+    """Rank to node."""
     first_ns: dict[int, int] = field(default_factory=dict)
-    """Rank to when it had done its first iteration, by its node's monotonic clock."""
+    """Rank to when its first iteration was done, by the monotonic clock of its node."""
     restored: int = 0
     """The highest iteration that a rank loaded."""
     iteration: int = 0
-    """The highest that a rank reported to have done or loaded."""
+    """The highest iteration that a rank reported as done or loaded."""
     reached: int = 0
-    """The highest that an agent saw at the end."""
+    """The highest iteration that an agent read at the end."""
     is_ending: bool = False
-    """Something was decided about it."""
+    """A decision on it was written."""
     committed: set[int] = field(default_factory=set)
-    """Iterations that were committed in it, to any tier."""
+    """Iterations committed in it, to any tier."""
     awaits_global: dict[int | None, set[int]] = field(default_factory=dict)
     """Rank to the iterations that are being written from its memory to the global tier."""
 
     @property
     def trained_ns(self) -> int | None:
-        """When all ranks had done an iteration; ``None`` = they have not."""
+        """When all ranks had done an iteration; ``None`` = not all have."""
         return max(self.first_ns.values()) if 0 < self.world_size == len(self.first_ns) else None
 
     def take(self, event: Event) -> None:
-        """Take in an event of its cycle."""
         match event.kind:
             case EventKind.PROGRESS if event.rank is not None:
                 self.first_ns.setdefault(event.rank, event.mono_ns)
@@ -100,7 +98,7 @@ class WorkersStart:
             case EventKind.SAVE_COMMITTED if (iteration := saved_iteration(event)) is not None:
                 self.committed.add(iteration)
                 if str(Tier.GLOBAL) in (event.data.get("tiers") or ()):
-                    # One that a newer save has taken the place of is not written any more.
+                    # A save that a newer one replaced is not written any more.
                     self.awaits_global[event.rank] = {
                         one for one in self.awaits_global.get(event.rank, ()) if one > iteration
                     }
@@ -114,12 +112,10 @@ class WorkersStart:
 
 @dataclass(slots=True)
 class _Events:
-    """Events by their kind."""
-
     by_kind: dict[EventKind, list[At]] = field(default_factory=dict)
 
     def keep(self, pair: At, *, newest_only: bool) -> None:
-        """Keep an event, in the place of the one before if only the newest of its kind matters."""
+        """Keep an event; ``newest_only`` drops the earlier ones of its kind."""
         kept = self.by_kind.setdefault(pair[1].kind, [])
         if newest_only:
             kept.clear()
@@ -133,26 +129,23 @@ class _Events:
 
 @dataclass(slots=True)
 class CycleView(_Events):
-    """One cycle of a job."""
-
     number: int = -1
     starts: dict[str, At] = field(default_factory=dict)
     """Node to the start of its workers."""
     ends: dict[str, At] = field(default_factory=dict)
     incidents: list[At] = field(default_factory=list)
-    """Reports of incidents without a decision."""
+    """Incident reports without a decision."""
     decisions: list[At] = field(default_factory=list)
-    """Events that hold an incident and the decision on it."""
+    """Events that contain an incident and its decision."""
     last_s: float = 0.0
 
     @property
     def done(self) -> list[At]:
-        """Reports of iterations that were done."""
         return [pair for pair in self.of(*_DONE) if pair[1].iteration is not None]
 
     @property
     def world_size(self) -> int:
-        """Ranks that it began with; 0 = not known."""
+        """Number of ranks that it began with; 0 = not known."""
         return max((int(event.data.get("world_size") or 0) for _, event in self.starts.values()), default=0)
 
     @property
@@ -164,7 +157,7 @@ class CycleView(_Events):
 
     @property
     def spared(self) -> list[int]:
-        """Ranks that were lost, and without which the others continued; one that was lost twice is two."""
+        """Ranks that were lost and without which the others continued; one that was lost twice is listed twice."""
         return [
             event.rank
             for _, event in self.of(EventKind.WORKER_EXITED)
@@ -173,7 +166,7 @@ class CycleView(_Events):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended; nodes whose workers have finished wait for those of the others."""
+        """Whether it has ended; nodes whose workers have finished wait for those of other nodes."""
         if any(event.data.get("reason") != "finished" for _, event in self.ends.values()):
             return True
         return bool(self.starts) and set(self.starts) <= set(self.ends)
@@ -181,14 +174,14 @@ class CycleView(_Events):
 
 @dataclass(slots=True)
 class IncidentView:
-    """An incident as it comes together from all who reported it."""
+    """One incident, combined from all reports of it."""
 
     time_s: float
     event: Event
-    """The first report of it."""
+    """The first report."""
     incident: dict[str, Any]
     verdict: dict[str, Any] | None = None
-    """The decision on it; ``None`` = none was needed, or there is none yet."""
+    """The decision; ``None`` = none was needed, or none yet."""
     num_reports: int = 1
 
 
@@ -197,19 +190,16 @@ _Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class JobView(_Events):
-    """One job of a run."""
-
     name: str = ""
     start_s: float = 0.0
     end_s: float = 0.0
     keeps_samples: bool = True
     newest: Event | None = None
-    """The event that was taken in last."""
     cycles: dict[int, CycleView] = field(default_factory=dict)
     ranks: dict[int, RankView] = field(default_factory=dict)
     launcher: str = ""
     agents: dict[str, Event] = field(default_factory=dict)
-    """Node to the newest begin of its agent."""
+    """Node to the newest start of its agent."""
     ended_agents: dict[str, Event] = field(default_factory=dict)
     """Node to the end of that agent."""
     coordinator_node: str = ""
@@ -218,11 +208,10 @@ class JobView(_Events):
     lost: set[str] = field(default_factory=set)
     unhealthy: set[str] = field(default_factory=set)
     verdict: Event | None = None
-    """The newest decision."""
     decided: Event | None = None
     """The newest decision on an incident."""
     waits_since_ns: int = 0
-    """When the newest of the events happened after which nodes may be missing."""
+    """Time of the newest event after which nodes may be missing."""
     world_size: int | None = None
     total: int | None = None
     """Number of iterations at which the run is complete."""
@@ -230,26 +219,23 @@ class JobView(_Events):
     local_directory: str | None = None
     counts: Counter[EventKind] = field(default_factory=Counter)
     incident_counts: Counter[str] = field(default_factory=Counter)
-    """Reports of incidents by kind."""
+    """Incident reports by kind."""
     failed_saves: Counter[str] = field(default_factory=Counter)
-    """Reports of saves that failed, by tier."""
     num_reruns: int = 0
     stall_s: float = 0.0
-    """How long ranks waited for saves, all together."""
+    """How long ranks waited for saves, summed over ranks."""
     committed: dict[str, Event] = field(default_factory=dict)
     """Tier to the newest commit."""
     productive: ProductiveTime = field(default_factory=ProductiveTime)
     witness: int | None = None
-    """The rank whose reports stand for all: the lowest that trains."""
+    """The rank whose reports count as those of all: the lowest that trains."""
     _cases: dict[_Key, IncidentView] = field(default_factory=dict)
     _unjudged: dict[int | None, dict[_Key, IncidentView]] = field(default_factory=dict)
     _newest_cycle: int = -1
 
-    # -- what follows from it ------------------------------------------------------------------------------------
-
     @property
     def num_reporting(self) -> int:
-        """Ranks that report steps: the most that did in any of its cycles."""
+        """Number of ranks that report steps: the most in any of its cycles."""
         reports = (cycle.of(EventKind.STEPS_STARTED, *_DONE) for cycle in self.cycles.values())
         return max((len({one.rank for _, one in pairs if one.iteration is not None}) for pairs in reports), default=0)
 
@@ -265,7 +251,7 @@ class JobView(_Events):
         return codes[-1] if codes else None
 
     def _session_codes(self) -> list[int]:
-        """Return the exit code on which all sessions of the last cycle ended; no agent reports one."""
+        """Return the exit code of the last cycle if all of its sessions ended and no agent reports one."""
         if self.agents:
             return []
         last = self.cycles[max(self.cycles)]
@@ -274,34 +260,31 @@ class JobView(_Events):
 
     @property
     def num_cycles(self) -> int:
-        """Cycles whose workers were started."""
         return sum(bool(cycle.starts) for cycle in self.cycles.values())
 
     @property
     def newest_cycle(self) -> CycleView | None:
-        """The newest cycle whose workers were started; ``None`` = there is none."""
         return max((cycle for cycle in self.cycles.values() if cycle.starts), key=lambda one: one.number, default=None)
 
     @property
     def command(self) -> list[str]:
-        """The script with its arguments."""
         newest = next(reversed(self.agents.values()), None)
         return [str(word) for word in (newest.data.get("command") or () if newest is not None else ())]
 
     @property
     def sessions(self) -> dict[int, Event]:
-        """Rank to the newest begin of its session, by rank."""
+        """Rank to the newest start of its session, by rank."""
         return {rank: one.session for rank, one in sorted(self.ranks.items()) if one.session is not None}
 
     @property
     def farthest(self) -> RankView | None:
-        """The rank that is farthest in the newest cycle in which one has reported iterations."""
+        """The rank that is farthest in the newest cycle with reported iterations."""
         known = [one for one in self.ranks.values() if one.iteration is not None]
         return max(known, key=lambda one: (one.cycle, one.iteration or 0, one.wall_ns), default=None)
 
     @property
     def incidents(self) -> list[IncidentView]:
-        """Its incidents, by time; those that follow from another one are counted with it."""
+        """Incidents by time; consequences are counted with their root cause."""
         return sorted(self._cases.values(), key=lambda case: case.event.wall_ns)
 
     def setting(self, name: str) -> Any:
@@ -312,21 +295,18 @@ class JobView(_Events):
 
     @property
     def began_s(self) -> float:
-        """When it began: with its first event, or with the start of the agent that joined first."""
+        """When it began: its first event, or the start of the agent that joined first."""
         return min(
             [self.start_s, *(time_s - start_up_s(event) for time_s, event in self.of(EventKind.JOB_STARTED)[:1])]
         )
 
     def goodput(self, now_s: float) -> float | None:
-        """Return its goodput up to the newest report, or to :data:`REPORTED_S` before now if there is none since then;
-        ``None`` = no rank has begun a step."""
+        """Return the goodput up to the newest report, or up to :data:`REPORTED_S` before now if that is later; ``None``
+        = no rank has begun a step."""
         elapsed_s = max(self.end_s, now_s - REPORTED_S) - self.began_s
         return goodput(self.productive.total_s, elapsed_s) if self.productive.has_begun else None
 
-    # -- events ----------------------------------------------------------------------------------------------------
-
     def take(self, time_s: float, event: Event) -> None:
-        """Take in an event."""
         self.end_s = max(self.end_s, time_s)
         self.newest = event
         self.counts[event.kind] += 1
@@ -386,7 +366,7 @@ class JobView(_Events):
         self.launcher = str(data.get("launcher") or self.launcher)
         self.directory = data.get("directory") or self.directory
         self.local_directory = data.get("local_directory") or self.local_directory
-        # An earlier life of the job, in the same files, may have had more ranks, and higher cycles.
+        # An earlier start of the job, in the same files, may have had more ranks and higher cycles.
         size = int(data.get("world_size") or 0)
         if cycle < self._newest_cycle or (size and size < len(self.ranks)):
             self.ranks = {
@@ -398,11 +378,10 @@ class JobView(_Events):
         one.rate.clear()
 
     def _note(self, rank: int, event: Event, iteration: int) -> None:
-        """Take in how far a rank is."""
         cycle = event.cycle or 0
         one = self.ranks.setdefault(rank, RankView())
         if one.iteration is not None and cycle < one.cycle:
-            return  # of a cycle that is over: clocks of nodes differ
+            return  # of an earlier cycle: clocks of nodes differ
         if one.iteration is None or cycle > one.cycle or event.kind == EventKind.RESTORED:
             one.rate.clear()
         one.cycle, one.iteration, one.wall_ns = cycle, iteration, event.wall_ns
@@ -411,7 +390,7 @@ class JobView(_Events):
             one.rate.note(event.mono_ns, iteration)
 
     def _take_training(self, time_s: float, event: Event) -> None:
-        """Count productive time: one rank's reports stand for all, once the last rank has begun."""
+        """Count productive time: one rank's reports count for all, once the last rank has begun."""
         time, rank, iteration = self.productive, event.rank, event.iteration or 0
         if event.kind == EventKind.STEPS_STARTED and rank is not None:
             if self.witness is None or rank < self.witness:
@@ -484,28 +463,25 @@ class JobView(_Events):
 
 
 class RunView:
-    """What the events of a run show that were taken in so far.
+    """View of a run as its events so far show it.
 
     Args:
-        zero_ns: The moment from which times count, in nanoseconds since the epoch.
-        keeps_samples: Each report of progress, each save, and each report on slow ranks is kept. A view that follows a
-            run for months keeps the newest one of each job and cycle only.
+        zero_ns: The zero of the view's times, in nanoseconds since the epoch.
+        keeps_samples: Keep every report of progress, saves and slow ranks. A view that follows a run for months keeps
+            only the newest of each job and cycle.
     """
 
     def __init__(self, *, zero_ns: int = 0, keeps_samples: bool = True) -> None:
         self._zero_ns, self._keeps_samples = zero_ns, keeps_samples
         self.run_id = ""
         self.began_ns: int | None = None
-        """When the run began, in nanoseconds since the epoch: with its first event, or with the start of the agent
-        that joined first; ``None`` = there is no event yet."""
+        """When the run began, in nanoseconds since the epoch: its first event, or the start of the agent that joined
+        first; ``None`` = no event yet."""
         self.newest: Event | None = None
-        """The event that was taken in last."""
         self.jobs: list[JobView] = []
-        """Its jobs in the order in which they began; one that was requeued under its name is two."""
+        """Jobs in the order of their start; one that was requeued under its name is listed twice."""
         self.starts: list[WorkersStart] = []
-        """Each start of workers, in their order."""
         self.committed: dict[str, set[int]] = {}
-        """Tier to the iterations that were committed to it."""
         self._has_agent = False
         self._by_name: dict[str, JobView] = {}
         self._open_agents: dict[str, set[str]] = {}
@@ -513,7 +489,6 @@ class RunView:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> RunView:
-        """Return a view of some events in their order."""
         view = cls()
         for event in events:
             view.take(event)
@@ -524,11 +499,10 @@ class RunView:
         return self._by_name.get(name) or JobView(name=name)
 
     def take(self, event: Event, time_ns: int | None = None) -> None:
-        """Take in the next event.
+        """Add the next event.
 
         Args:
-            event: The event.
-            time_ns: When it happened, in nanoseconds since the epoch; ``None`` = as its node's clock says.
+            time_ns: Time of the event in nanoseconds since the epoch; ``None`` = by its node's clock.
         """
         time_ns = event.wall_ns if time_ns is None else time_ns
         self.newest = event
@@ -578,13 +552,13 @@ class RunView:
 
 
 def incident_of(event: Event) -> dict[str, Any]:
-    """Return the incident of an event; empty = the event has none."""
+    """Return the incident of an event; empty = none."""
     incident = event.data.get("incident")
     return incident if isinstance(incident, dict) else {}
 
 
 def saved_iteration(event: Event) -> int | None:
-    """Return the iteration of an event of a save."""
+    """Return the iteration of a save event."""
     iteration = event.data.get("generation") if event.iteration is None else event.iteration
     return iteration if isinstance(iteration, int) else None
 

@@ -1,21 +1,20 @@
-"""Scores: how fast a rank is against the others of its role, and against its own best, from the timings of a window.
+"""Scores: how fast a rank is compared with others of its role and with its own best, from the timings of a window.
 
-All timings are the rank's *own* time: what was spent in sections within a section, or waiting where that was marked, is
-not part of it. Numbers that are no durations (NaN, negative) are counted and left out, never mixed in.
+Timings are the rank's *own* time: time in nested sections, and waiting where it is marked, is not part of it. Values
+that are not durations (NaN, negative) are counted and left out.
 
 The score of a section on a rank is ``min(1, reference / median)``. The *relative* reference is the lower median of the
-role's ranks (NVIDIA's resiliency extension takes the fastest rank; then one outlier flags all others), the *individual*
-one is the rank's own best so far. The score of a rank is the mean of its sections' scores, each weighted by its count
-times its mean, which is the time spent in it; a section that a rank never entered is not part of its score. What is
-outside all sections (:data:`OUTSIDE`) is weighted by its median.
+role's ranks (NVIDIA's resiliency extension uses the fastest rank; then one outlier flags all others), the *individual*
+one the rank's own best so far. A rank's score is the mean of its sections' scores, weighted by count times mean, that
+is, the time spent; sections that it never entered are not part of it. Time outside all sections (:data:`OUTSIDE`) is
+weighted by its median.
 
-A rank is *slow* in a section when three things hold: the score is below a limit; it is outside noise, by the
-robust z of its time among the others' (median absolute deviation of the others, with the standard errors of the medians
-and a floor of 1 % of the reference added in squares); and it matters, which is 1 % of a step. A time varies in
-proportion to itself, so a slow rank's own error is reduced to the geometric mean of its time and the reference (on a
-logarithmic scale it would be the same): a rank that takes ten times as long is not hidden by its own noise. For the
-individual score the time to beat is the own best times the lower median of what all ranks have slowed down by: when
-all become slower, no rank is slow.
+A rank is *slow* in a section if the score is below a limit; if it is outside noise, by the robust z of its time among
+the others' (median absolute deviation of the others, plus in squares the standard errors of the medians and a floor of
+1 % of the reference); and if it is relevant: 1 % of a step. Times vary in proportion to themselves, so a slow rank's
+own error is reduced to the geometric mean of its time and the reference; a rank that takes ten times as long is not
+hidden by its own noise. The individual score is compared with the own best times the lower median of all ranks'
+slowdown: if all become slower, no rank is slow.
 """
 
 from __future__ import annotations
@@ -28,67 +27,62 @@ from enum import StrEnum
 import msgspec
 
 OUTSIDE = "outside forward, backward and optimizer"
-"""Name of the section that has a step's time outside all other sections: data loading, callbacks, other Python code."""
+"""Name of the section for a step's time outside all others: data loading, callbacks, other Python code."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How long one thing took on one rank in a window."""
+    """Duration of one section or kernel on one rank in a window."""
 
     name: str
     count: int = 0
-    """Times that it was timed."""
+    """Number of times measured."""
     median_s: float = 0.0
     spread_s: float = 0.0
     """Median distance of a single time from the median."""
     total_s: float = 0.0
     best_s: float = 0.0
-    """The rank's own best in earlier windows; 0 = there are too few of them."""
+    """The rank's best median in earlier windows; 0 = too few windows."""
     num_invalid: int = 0
-    """Times that were no numbers, or negative; left out of everything else."""
+    """Times that were NaN, infinite or negative; left out of everything else."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether there is a time to compare: a finite one above 0."""
+        """Whether there is a finite time above 0 to compare."""
         return self.count > 0 and math.isfinite(self.median_s) and self.median_s > 0
 
 
 class RankTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank timed in a window."""
+    """Timings of one rank in a window."""
 
     rank: int
     """Global rank."""
     node: str = ""
     role: str = ""
-    """Ranks of one role do the same work and are compared; as stages of a pipeline do not."""
+    """Only ranks of one role are compared; stages of a pipeline are different roles."""
     num_steps: int = 0
     """Steps that were timed."""
     step_s: float = 0.0
-    """Median seconds of a step, from its begin until the rank arrived at its end."""
+    """Median seconds of a step, from its begin until the rank reached its end."""
     pace_s: float = 0.0
-    """Mean seconds from one step's begin to the next one's, with all that lies between; 0 = not known."""
+    """Mean seconds from one step's begin to the next one's; 0 = not known."""
     wait_s: float | None = None
     """Median seconds that the rank waited for others at the step's end; ``None`` = not known."""
     sections: tuple[Timing, ...] = ()
     """In the order in which they end within a step."""
     kernels: tuple[Timing, ...] = ()
-    """Kernels of the device, or operators of torch; empty = not timed. Collectives are not among them."""
+    """Kernels of the device, or operators of torch, without collectives; empty = not timed."""
 
     @property
     def by_name(self) -> dict[str, Timing]:
-        """Sections by name."""
         return {timing.name: timing for timing in self.sections}
 
     @property
     def has_times(self) -> bool:
-        """Whether there is anything to compare."""
         return any(timing.is_usable for timing in (*self.sections, *self.kernels))
 
 
 def lower_median(values: Iterable[float]) -> float:
-    """Return the middle one of at least one value; of two middle ones the smaller.
-
-    So half of the ranks can be slow and are still compared with the others.
-    """
+    """Return the middle of at least one value; of two the smaller, so that half of the ranks may be slow."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -97,10 +91,10 @@ def summarise(name: str, values_s: Sequence[float], *, best_s: float = 0.0, num_
     """Return the summary of single times.
 
     Args:
-        name: What they are of.
-        values_s: Seconds of each; those that are no durations are counted and left out.
-        best_s: The rank's own best in earlier windows.
-        num_more: Times that are not among ``values_s`` but took as long on average.
+        name: The section or kernel.
+        values_s: Seconds of each; values that are not durations are counted and left out.
+        best_s: The rank's best median in earlier windows.
+        num_more: Times that are not in ``values_s`` but took as long on average.
     """
     valid = [value for value in values_s if math.isfinite(value) and value >= 0]
     num_invalid = len(values_s) - len(valid)
@@ -120,7 +114,7 @@ def summarise(name: str, values_s: Sequence[float], *, best_s: float = 0.0, num_
 
 
 def remarks(ranks: Sequence[RankTimings]) -> Iterator[str]:
-    """Yield a line for everything that cannot be compared: no durations, sections that some ranks never entered."""
+    """Yield a line for everything that cannot be compared: invalid times, sections that some ranks never entered."""
     for owner in ranks:
         for timing in (*owner.sections, *owner.kernels):
             if timing.num_invalid or not math.isfinite(timing.median_s):
@@ -150,28 +144,28 @@ def remarks(ranks: Sequence[RankTimings]) -> Iterator[str]:
 
 
 KERNELS = "kernels"
-"""Name of what is measured by all kernels of a rank together."""
+"""Name for all kernels of a rank together."""
 MIN_SAMPLES = 3
 """Times that a median needs before a rank is judged by it."""
 NOISE_FLOOR = 0.01
-"""Of the reference: differences between sound machines that no spread shows."""
+"""Share of the reference: differences between sound machines that no spread shows."""
 RELEVANT_SHARE = 0.01
-"""Of a step: what a section must add to it to be worth a name."""
+"""Share of a step that a section must add to be reported."""
 Z_LIMIT = 4.0
 """Robust standard deviations beyond the others; 3.5 is usual for single values."""
 _CROWD = 32
-"""Values from which on a rank may be among those that it is compared with."""
+"""From this number of values on, a rank is not left out of those that it is compared with."""
 _SIGMA_OF_MAD = 1.4826
-"""Standard deviation of normal values, as a ratio to their median absolute deviation."""
+"""Standard deviation of normal values divided by their median absolute deviation."""
 _ERROR_OF_MEDIAN = 1.2533
-"""Standard error of a median, as a ratio to that of a mean."""
+"""Standard error of a median divided by that of a mean."""
 
 
 class Basis(StrEnum):
-    """What a rank is compared with."""
+    """Reference of a comparison."""
 
     RELATIVE = "relative"
-    """The other ranks of its role, now."""
+    """The other ranks of its role."""
     INDIVIDUAL = "individual"
     """Its own best so far."""
 
@@ -180,7 +174,6 @@ REFERENCES = {
     Basis.RELATIVE: "the median of the ranks",
     Basis.INDIVIDUAL: "its own best so far, beyond what the other ranks slowed down by",
 }
-"""What a rank is slow against, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,24 +187,24 @@ class Slowness:
     score: float
     """0 to 1, 1 = as fast as the reference."""
     ratio: float
-    """Its time as a ratio to the one to beat; 1.3 = 30 % slower."""
+    """Its time divided by the reference; 1.3 = 30 % slower."""
     excess_s: float
     """Seconds that it adds to a step."""
     z: float
     """Robust standard deviations beyond the others."""
     is_judged: bool
-    """Whether there were enough times to judge it."""
+    """There were enough times to judge it."""
     is_relevant: bool
-    """Whether it adds enough to a step to be worth a name."""
+    """It adds enough to a step to be reported."""
 
     def is_slow(self, limit: float) -> bool:
-        """Return whether it is below the limit, outside noise, and worth a name."""
+        """Return whether the score is below the limit, outside noise and relevant."""
         return self.is_judged and self.is_relevant and 1 / self.ratio < limit and self.z > Z_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredValue:
-    """What one rank gave: a time, or how much slower than its best it is, with the standard error."""
+    """A time, or a slowdown relative to the own best, with its standard error."""
 
     value: float
     error: float = 0.0
@@ -219,7 +212,7 @@ class _MeasuredValue:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """What a rank is compared with."""
+    """Distribution that a rank is compared with."""
 
     middle: float
     spread: float
@@ -240,7 +233,7 @@ class _Others:
 
 
 def _others_of_each(values: Sequence[_MeasuredValue]) -> list[_Others | None]:
-    """Return for each value the others; in a crowd one more or less changes nothing. ``None`` = there are none."""
+    """Return the others for each value, ``None`` = there are none; in a crowd one more or less changes nothing."""
     if len(values) >= _CROWD:
         return [_Others.of(values)] * len(values)
     rests = ([*values[:index], *values[index + 1 :]] for index in range(len(values)))
@@ -248,9 +241,9 @@ def _others_of_each(values: Sequence[_MeasuredValue]) -> list[_Others | None]:
 
 
 def measure_relative(ranks: Sequence[RankTimings]) -> list[Slowness]:
-    """Return how slow each rank is in each section, and in its kernels, against the others of its role.
+    """Return how slow each rank is in each section, and in its kernels, compared with the others of its role.
 
-    What only one rank of a role timed is compared with nothing, and left out.
+    Sections that only one rank of a role timed are left out.
     """
     found = []
     for members in _by_role(ranks).values():
@@ -268,9 +261,9 @@ def measure_relative(ranks: Sequence[RankTimings]) -> list[Slowness]:
 
 
 def measure_individual(ranks: Sequence[RankTimings]) -> list[Slowness]:
-    """Return how slow each rank is in each section, and in its kernels, against its own best so far.
+    """Return how slow each rank is in each section, and in its kernels, compared with its own best so far.
 
-    With no other rank that shows whether everything became slower, a rank has a score and is not judged.
+    A single rank has a score but is not judged: no other shows whether everything became slower.
     """
     found = []
     for name in _names(ranks):
@@ -299,10 +292,10 @@ def _compare(
     """Return how slow each rank is in one section.
 
     Args:
-        basis: What the ranks are compared with.
+        basis: Reference of the comparison.
         timed: The ranks, with their times.
-        values: What is compared: seconds, or multiples of the own best.
-        reference: The value to beat.
+        values: The values to compare: seconds, or multiples of the own best.
+        reference: The reference value.
         normal: The value of a rank whose score is 1.
     """
     found = []
@@ -326,10 +319,8 @@ def _compare(
 
 
 def score_ranks(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> dict[int, float]:
-    """Return each rank's score: of its kernels where they were timed, else of its sections by their weights.
-
-    A rank without anything to compare has no score.
-    """
+    """Return each rank's score: of its kernels if they were timed, else of its weighted sections; ranks without times
+    have none."""
     weights = {owner.rank: {timing.name: _weight_s(timing) for timing in owner.sections} for owner in ranks}
     kernels: dict[int, float] = {}
     sums: dict[int, tuple[float, float]] = {}
@@ -346,7 +337,6 @@ def score_ranks(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> d
 def _measure_kernels(
     basis: Basis, members: Sequence[RankTimings], references_s: Mapping[int, Mapping[str, float]]
 ) -> list[Slowness]:
-    """Return how slow each rank's kernels are together."""
     scored: list[tuple[RankTimings, float]] = []
     for owner in members:
         above = below = 0.0
@@ -389,16 +379,15 @@ def _role_references(members: Sequence[RankTimings]) -> dict[int, dict[str, floa
 
 
 def _weight_s(timing: Timing) -> float:
-    """Return the seconds by which a section counts for a rank's score.
+    """Return the weight of a section in a rank's score, in seconds.
 
-    Outside the sections a rank may do something that takes minutes now and then, as an evaluation: a step's share of
-    it is not what the rank spends in its other sections.
+    Outside the sections a rank may spend minutes now and then, as in an evaluation; the mean would outweigh the
+    sections.
     """
     return timing.count * timing.median_s if timing.name == OUTSIDE else timing.total_s
 
 
 def _error_s(timing: Timing) -> float:
-    """Return the standard error of a median."""
     return _ERROR_OF_MEDIAN * _SIGMA_OF_MAD * timing.spread_s / math.sqrt(timing.count)
 
 

@@ -1,25 +1,23 @@
-"""Who is a straggler: which ranks are named, why the others are not, and whether a rank or its node is slow.
+"""Stragglers: which ranks are reported as slow, why the others are not, and whether a rank or its node is slow.
 
-A rank is named when it is slow (:mod:`outlast.policy.slowness`) in the same section in ``confirmations`` windows in a
-row. Not named, however slow it looks:
+A rank is reported when it is slow (:mod:`outlast.policy.slowness`) in the same section in ``confirmations`` windows in
+a row. Not reported:
 
-* a rank among many that are slow: the lower median is the reference, so the norm is what at least half of a role does;
-* a rank that waits. Where ranks meet within a step, all others wait for a slow one, and their sections grow by as much
-  as it is late. So a rank's excess in a section counts as waiting when another rank, which had lost time in earlier
-  sections of the step where this one had not, has by the section's end lost about as much as this one. Where waiting is
-  marked (``detector.waiting()``) it is not timed at all.
+* a rank among many slow ones: the lower median is the reference, so the norm is what at least half of a role does;
+* a rank that waits. Where ranks meet within a step, all others wait for a slow one, and their sections grow by its
+  delay. So a rank's excess in a section counts as waiting when another rank, which had lost time in earlier sections of
+  the step where this one had not, has by the section's end lost about as much. Where waiting is marked
+  (``detector.waiting()``) it is not timed at all.
 
 Ranks that are slow by the same amount in the same section may be a slow one and one that waits for it: durations alone
-cannot decide, and the report states that they are alike.
+cannot decide, and the report says so.
 
-A node is responsible only where all of its ranks are slow and ranks of other nodes are not (:func:`judge_scope`). Ranks
-that share a node share its processor, memory and network: when one of them is slow and another one is not, or all ranks
-are on one node, the decision is about the rank, which is its process and its GPU.
+A node is responsible only if all of its ranks are slow and ranks of other nodes are not (:func:`judge_scope`).
+Otherwise the decision is about the rank: its process and its GPU.
 
-Whether the processor or the work is slow follows from a small benchmark on the rank and on others
-(:func:`judge_machine`). A rank that is slow in training and as fast as the others in a matrix product, a memory copy
-and messages has more to do than they have, or another process takes its time now and then; replacing its node would not
-help.
+A small benchmark on the rank and on others shows whether the processor or the work is slow (:func:`judge_machine`). A
+rank that is slow in training and as fast as the others in a matrix product, a memory copy and messages has more work,
+or another process uses its processor; replacing its node would not help.
 """
 
 from __future__ import annotations
@@ -47,40 +45,39 @@ from outlast.policy.slowness import (
 )
 
 _EXPLAINS = 0.6
-"""Of the time that a rank lost by a section's end: what another rank must have lost to explain it."""
+"""Share of the time that a rank lost by a section's end that another rank must have lost to explain it."""
 _BROUGHT = 0.25
-"""Of a rank's excess in a section: what the other one must have lost before it; else both lost it there."""
+"""Share of a rank's excess in a section that the other rank must have lost before it; else both lost it there."""
 _NONE_OF_IT = 0.5
-"""Of the time that the other rank lost before the section: what the one that waits lost before it, at most."""
+"""Upper limit of the waiting rank's loss before the section, as a share of the other rank's."""
 _ALIKE = 0.1
-"""Share by which excesses may differ and still be the same."""
+"""Relative difference up to which excesses count as equal."""
 
 
 class Scope(StrEnum):
-    """What a decision about a slow rank is about."""
+    """Subject of a decision about a slow rank."""
 
     RANK = "rank"
-    """The rank alone: its process and its GPU. Nothing is known of its node."""
+    """The rank alone: its process and its GPU."""
     NODE = "node"
-    """Its node: all ranks there are slow compared with ranks of other nodes."""
+    """The node: all ranks there are slow compared with ranks of other nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank that is slow in a window, or was in enough of them to be named."""
+    """A rank that is slow in a window, or in enough of them to be reported."""
 
     rank: int
     """Global rank."""
     node: str
     role: str
     basis: Basis
-    """What it is slow against."""
     section: str
-    """Where; ``kernels`` = in the device's kernels together."""
+    """``kernels`` = the device's kernels together."""
     score: float
     """Of that section: 0 to 1."""
     ratio: float
-    """Its time as a ratio to the one to beat."""
+    """Its time divided by the reference."""
     excess_s: float
     """Seconds that it adds to a step."""
     z: float
@@ -91,10 +88,9 @@ class Straggler:
     """Ranks that are slow there by the same amount: one of them may wait for the other."""
     scope: Scope = Scope.RANK
     scope_reason: str = ""
-    """Why the decision is about that; empty = not known."""
+    """Why the decision has this scope; empty = not known."""
 
     def describe(self) -> str:
-        """Return one line for people."""
         where = self.section if self.section == OUTSIDE else f"in {self.section!r}"
         line = (
             f"Rank={self.rank} Node={self.node} takes {self.ratio:.2f} times as long {where} as "
@@ -111,7 +107,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRank:
-    """A rank that looks slow because it waits for another one."""
+    """A rank that appears slow because it waits for another one."""
 
     rank: int
     section: str
@@ -120,7 +116,6 @@ class WaitingRank:
     """Where the other rank loses that time."""
 
     def describe(self) -> str:
-        """Return one line for people."""
         return (
             f"rank {self.rank} is not slow in {self.section!r}: it waits there for rank {self.for_rank}, "
             f"which loses as much in {self.in_section!r}"
@@ -129,7 +124,7 @@ class WaitingRank:
 
 @dataclass(frozen=True, slots=True)
 class Streaks:
-    """What is remembered from window to window."""
+    """State kept from window to window."""
 
     lengths: Mapping[tuple[int, Basis, str], int] = field(default_factory=dict)
     """Rank, basis and section to the number of windows in a row in which it was slow."""
@@ -137,40 +132,40 @@ class Streaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a window's timings show."""
+    """Results of a window."""
 
     relative: Mapping[int, float]
-    """Relative score by global rank; empty = not calculated, or there is nothing to compare with."""
+    """Relative score by global rank; empty = not calculated, or nothing to compare with."""
     individual: Mapping[int, float]
-    """Individual score by global rank; 1.0 as long as a rank has too few windows behind it."""
+    """Individual score by global rank; 1.0 until a rank has enough windows."""
     measured: tuple[Slowness, ...] = ()
     """Every rank in every section."""
     named: tuple[Straggler, ...] = ()
     """Slow for long enough; worst first, a rank once for each basis."""
     newly_named: tuple[int, ...] = ()
-    """Ranks among them that were not named in the window before."""
+    """Ranks among them that were not reported in the window before."""
     suspects: tuple[Straggler, ...] = ()
-    """Slow, and not yet for long enough."""
+    """Slow, but not yet for long enough."""
     waiting: tuple[WaitingRank, ...] = ()
     notes: tuple[str, ...] = ()
     """What could not be compared, and why."""
     why_nobody: str = ""
-    """Why nobody is named; empty = somebody is."""
+    """Why no rank is reported; empty = one is."""
     below_threshold: tuple[int, ...] = ()
-    """Named ranks whose score is below the configured threshold: those to stop for."""
+    """Reported ranks whose score is below the configured threshold: those to stop for."""
 
     @property
     def named_ranks(self) -> tuple[int, ...]:
-        """Global ranks that are named, worst first."""
+        """Reported global ranks, worst first."""
         return tuple(dict.fromkeys(one.rank for one in self.named))
 
 
 def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetectionConfig) -> tuple[Streaks, Findings]:
-    """Return what a window shows, and what to remember for the next one.
+    """Return the results of a window, and the state for the next one.
 
     Args:
-        streaks: What was remembered from the window before.
-        ranks: What all ranks timed in this one.
+        streaks: The state of the window before.
+        ranks: The timings of all ranks.
         config: Thresholds, and what is calculated.
     """
     measured: list[Slowness] = []
@@ -184,7 +179,12 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
     }
     looks_slow = [one for one in measured if one.is_slow(limits[one.basis])]
     slow, waiting = _excuse(measured, looks_slow, ranks)
-    relative, individual = _score(measured, {_key(one) for one in looks_slow} - {_key(one) for one in slow}, ranks)
+    waits = {_key(one) for one in looks_slow} - {_key(one) for one in slow}
+    scored = [replace(one, score=1.0) if _key(one) in waits else one for one in measured]
+    relative, individual = (
+        score_ranks(ranks, [one for one in scored if one.basis == basis])
+        for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
+    )
     if config.calc_individual_gpu_perf:
         individual = {owner.rank: 1.0 for owner in ranks if owner.has_times} | individual
     after = _lengthen(streaks, slow, measured)
@@ -210,7 +210,7 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
 def _excuse(
     measured: Sequence[Slowness], slow: Sequence[Slowness], ranks: Sequence[RankTimings]
 ) -> tuple[list[Slowness], tuple[WaitingRank, ...]]:
-    """Return those of the slow that do not wait for another one, and who waits for whom."""
+    """Return the slow ranks that do not wait for another one, and which ranks wait for which."""
     excesses_s: dict[tuple[Basis, int], dict[str, float]] = {}
     for one in measured:
         if one.name != KERNELS and one.excess_s > 0:
@@ -251,24 +251,12 @@ def _find_cause(
     return rank, section
 
 
-def _score(
-    measured: Sequence[Slowness], waits: Set[tuple[int, Basis, str]], ranks: Sequence[RankTimings]
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Return all ranks' relative and individual scores; where a rank only waits for another one, it is not slow."""
-    scored = [replace(one, score=1.0) if _key(one) in waits else one for one in measured]
-    relative, individual = (
-        score_ranks(ranks, [one for one in scored if one.basis == basis])
-        for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
-    )
-    return relative, individual
-
-
 def _key(one: Slowness) -> tuple[int, Basis, str]:
     return one.rank, one.basis, one.name
 
 
 def _lengthen(streaks: Streaks, slow: Iterable[Slowness], measured: Iterable[Slowness]) -> Streaks:
-    """Return the streaks after a window: longer for the slow, over for who was judged and is not."""
+    """Return the streaks after a window: extended for slow ranks, ended for ranks that were judged and are not."""
     now = {_key(one) for one in slow}
     judged = {_key(one) for one in measured if one.is_judged}
     kept = {key: length for key, length in streaks.lengths.items() if key not in judged}
@@ -276,12 +264,12 @@ def _lengthen(streaks: Streaks, slow: Iterable[Slowness], measured: Iterable[Slo
 
 
 def judge_scope(rank: int, slow: Set[int], ranks: Sequence[RankTimings]) -> tuple[Scope, str]:
-    """Return whether a slow rank or its node is responsible, and why, for people.
+    """Return whether a slow rank or its node is responsible, and why.
 
     Args:
         rank: Its global rank.
         slow: All ranks that are slow in the same section and on the same basis, this one included.
-        ranks: What all ranks timed.
+        ranks: The timings of all ranks.
     """
     owners = {owner.rank: owner for owner in ranks if owner.has_times}
     node, role = owners[rank].node, owners[rank].role
@@ -345,7 +333,7 @@ def _below_threshold(
     individual: Mapping[int, float],
     config: StragglerDetectionConfig,
 ) -> tuple[int, ...]:
-    """Return the named ranks whose score, as a whole or where they are slow, is below its threshold."""
+    """Return the reported ranks whose score, as a whole or in their slow section, is below its threshold."""
     found = []
     for one in named:
         if one.basis == Basis.RELATIVE:
@@ -363,7 +351,6 @@ def _why_nobody(
     config: StragglerDetectionConfig,
     limits: Mapping[Basis, float],
 ) -> str:
-    """Return why no rank is named."""
     if findings.suspects:
         first = findings.suspects[0]
         others = len({one.rank for one in findings.suspects}) - 1
@@ -401,9 +388,9 @@ def _why_nobody(
 
 
 def share_compared(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -> float | None:
-    """Return which share of a step the sections take in which ranks were judged, on the rank where it is smallest.
+    """Return the share of a step in sections that were judged, on the rank where it is smallest.
 
-    The rest of a step (waits for other ranks, data, what no section covers) may hide a slow rank. ``None`` = not known:
+    The rest of a step (waits for other ranks, data, time outside sections) may hide a slow rank. ``None`` = not known:
     kernels were compared, which are timed in few steps, or no rank reported how long a step takes.
     """
     judged = {(one.rank, one.name) for one in measured if one.is_judged}
@@ -419,20 +406,20 @@ def share_compared(ranks: Sequence[RankTimings], measured: Iterable[Slowness]) -
 
 
 SLOWER = 1.15
-"""Times as long as the slowest of the others from which a product or a copy is slow."""
+"""A product or copy is slow from this ratio to the slowest of the others on."""
 SLOWER_LINK = 1.5
-"""Times as long as between the others from which messages are slow; they vary more."""
+"""Messages are slow from this ratio on; they vary more."""
 
 
 class SlownessCause(StrEnum):
-    """What makes a rank slow."""
+    """Cause of a slow rank."""
 
     MACHINE = "machine"
     """The node's processor or memory: the same work takes longer on its ranks than on other nodes."""
     PROCESS = "process"
     """The rank's GPU, processor cores or process: the same work takes longer there, and not on the whole node."""
     LINK = "link"
-    """Its connection to others."""
+    """The rank's network connection."""
     WORK = "work"
     """None of these: the same work takes as long as elsewhere."""
     UNKNOWN = "unknown"
@@ -440,29 +427,28 @@ class SlownessCause(StrEnum):
 
 
 class MachineTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank took for the same work as the others, in seconds."""
+    """A rank's times for the benchmark, in seconds."""
 
     rank: int
     """Global rank."""
     product_s: float
-    """A matrix product on what it trains on."""
+    """A matrix product on the training device."""
     copy_s: float
-    """A copy within that memory."""
+    """A copy within that device's memory."""
     exchange_s: Mapping[str, float] = {}
-    """A message there and back, by the other one's global rank (as text), for those that this rank began."""
+    """A message round trip, by the other rank (as text), for those that this rank began."""
 
 
 class MachineVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the benchmark says about a rank."""
+    """Result of the benchmark for a rank."""
 
     rank: int
     node: str
     cause: SlownessCause
     reason: str
-    """The measurements, in words."""
+    """The measurements, as text."""
 
     def describe(self) -> str:
-        """Return one line for people."""
         meaning = {
             SlownessCause.MACHINE: "the node is slow",
             SlownessCause.PROCESS: "the rank's GPU, processor cores or process is slow, not the node",
@@ -479,7 +465,7 @@ class MachineVerdict(msgspec.Struct, frozen=True, kw_only=True):
 def choose_others(
     suspect: int, nodes: Mapping[int, str], roles: Mapping[int, str], scores: Mapping[int, float], slow: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return up to two ranks to compare a suspect with: not slow ones, on other nodes, of its role, the fastest first.
+    """Return up to two ranks to compare a suspect with: not slow, on other nodes, of its role, the fastest first.
 
     Args:
         suspect: Its global rank.
@@ -494,7 +480,7 @@ def choose_others(
         return (nodes[rank] == nodes[suspect], roles[rank] != roles[suspect], -scores.get(rank, 0.0), rank)
 
     first = sorted(candidates, key=rating)[:1]
-    # The second one on a node of its own too, if there is one: messages between two nodes are to be compared.
+    # The second one on yet another node if possible: messages between two nodes are to be compared.
     rest = sorted(
         (rank for rank in candidates if rank not in first),
         key=lambda rank: (any(nodes[rank] == nodes[other] for other in first), rating(rank)),
@@ -510,13 +496,13 @@ def judge_machine(
     scope: Scope = Scope.RANK,
     shares_memory: bool = False,
 ) -> MachineVerdict:
-    """Return what the benchmark says about a suspect.
+    """Return the benchmark's result for a suspect.
 
     Args:
-        suspect: What it took; its ``exchange_s`` are messages with the others.
-        others: What they took; of two, one's ``exchange_s`` are messages with the other.
-        node: The suspect's node, for the reader.
-        scope: Whether the whole node is slow in training, which only then can be the cause.
+        suspect: Its times; ``exchange_s`` are messages with the others.
+        others: Their times; of two, ``exchange_s`` of one are messages with the other.
+        node: The suspect's node, for the message.
+        scope: Whether the whole node is slow in training; only then can it be the cause.
         shares_memory: All ranks of a node use its memory, as without GPUs: copies show nothing about a single rank.
     """
     if not others:

@@ -33,5 +33,5 @@ __all__ = [
     "simulate",
 ]
 
-# On first use: the benchmarks write the form of result that this package reads, and simulate nothing.
+# On first use: the benchmarks use this package's result format without simulating.
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,13 +1,13 @@
-"""Results of benchmarks: the form that ``python -m benchmarks NAME --json`` prints, and how a file of them is read.
+"""Results of benchmarks: the format of ``python -m benchmarks NAME --json``, and reading a file of them.
 
-The form is the same for all benchmarks::
+The format is the same for all benchmarks::
 
     {"bench": ..., "machine": {...}, "bars": [{"name", "value", "unit", "bar", "peer", "peer_value", "ok"}]}
 
-A bar that is the lowest good value has ``"is_floor": true``, too. ``"notes": [...]`` has lines for people, and
-``"details": {...}`` the parts of the values, where there are any.
+A bar that is the lowest good value also has ``"is_floor": true``. ``"notes": [...]`` has text lines, and ``"details":
+{...}`` the components of the values, where there are any.
 
-The form is defined here because the simulator, which takes costs from it, is in the wheel, and the benchmarks are not.
+Defined here because the simulator, which reads costs from it, is in the wheel, and the benchmarks are not.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from outlast.errors import ConfigError
 
 
 class Bar(msgspec.Struct):
-    """One measured value and the limit that it must keep; values have four significant digits."""
+    """One measured value and its limit; values have four significant digits."""
 
     name: str
     value: float | None
-    """Median of what was measured; ``None``: it could not be."""
+    """Median of the measurements; ``None`` = not measurable."""
     unit: str
-    """Unit of ``value`` and ``bar``; ``x``: a ratio (outlast's to the peer's, or as in the name)."""
+    """Unit of ``value`` and ``bar``; ``x`` = a ratio (outlast's to the peer's, or as in the name)."""
     bar: float
-    """Highest value that is good; with ``is_floor`` the lowest."""
+    """Highest good value; with ``is_floor`` the lowest."""
     peer: str | None = None
-    """What was measured beside it, in the same run; its unit in parentheses where ``unit`` is ``x``."""
+    """The peer measured in the same run; with its unit in parentheses where ``unit`` is ``x``."""
     peer_value: float | None = None
-    """Median of the peer's; in the unit of ``value``, or in the one that ``peer`` names."""
+    """Median of the peer; in the unit of ``value``, or in the one that ``peer`` names."""
     is_floor: bool = False
     """Whether more is better, as for rates."""
     ok: bool = False
-    """Whether the bar is kept; never without a value."""
+    """Whether the limit is kept; false without a value."""
     bench: str = ""
-    """The benchmark, among bars of several; empty in the result of one."""
+    """The benchmark, in a list of bars of several; empty in the result of one."""
 
     def __post_init__(self) -> None:
         self.value, self.peer_value = _round(self.value), _round(self.peer_value)
@@ -50,7 +50,7 @@ class Bar(msgspec.Struct):
 
     @property
     def seconds(self) -> float | None:
-        """The value in seconds, a ratio multiplied by the peer's; ``None``: it is no time, or was not measured."""
+        """The value in seconds, a ratio multiplied by the peer's; ``None`` = not a time, or not measured."""
         if self.value is None or self.value < 0:
             return None
         if self.unit in _SECONDS:
@@ -68,25 +68,24 @@ def _round(value: float | None) -> float | None:
 
 
 class BenchResult(msgspec.Struct):
-    """What one benchmark measured."""
+    """Measurements of one benchmark."""
 
     bench: str
     bars: Sequence[Bar]
     notes: Sequence[str] = ()
-    """Lines for people: breakdowns, runs that failed and were repeated."""
+    """Text lines: breakdowns, runs that failed and were repeated."""
     machine: Mapping[str, Any] = {}
     """What the values depend on: day, processor, versions."""
     details: Mapping[str, Any] = {}
-    """For programs, the parts of the values; empty = nothing."""
+    """Components of the values, for programs; empty = none."""
 
     @property
     def ok(self) -> bool:
-        """Whether every bar is kept."""
+        """Whether every limit is kept."""
         return all(bar.ok for bar in self.bars)
 
     @property
     def num_measured(self) -> int:
-        """Bars that have a value."""
         return sum(bar.value is not None for bar in self.bars)
 
     def to_json(self) -> str:
@@ -103,10 +102,10 @@ class BenchResult(msgspec.Struct):
 
 
 def read_results(path: Path) -> list[BenchResult]:
-    """Return the results of a file: one, a list of them, or one on each line.
+    """Return the results in a file: one, a list of them, or one on each line.
 
     Raises:
-        ConfigError: The file cannot be read, or holds something else.
+        ConfigError: The file cannot be read, or has other contents.
     """
     wanted = "name a file that python -m benchmarks NAME --json wrote"
     try:

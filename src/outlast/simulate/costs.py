@@ -1,7 +1,7 @@
-"""Costs of recovery on a machine, from the results of the benchmarks that ran there.
+"""Recovery costs of a machine, from the results of the benchmarks that ran there.
 
-Of the results those values count that a simulation uses; others, and those that could not be measured, are skipped.
-A ratio is turned into seconds with the peer's value that was measured beside it.
+Values that a simulation does not use, and those that could not be measured, are skipped. A ratio is converted to
+seconds with the peer's value of the same run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from outlast.simulate.scenario import RecoveryCosts
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """How a benchmark's value becomes a cost."""
+    """Conversion of a benchmark's value to a cost."""
 
     field: str
     bench: str
     bar: str
     adjust: Callable[[float, Mapping[str, float]], float] = lambda seconds, _: seconds
-    """Gets the value in seconds and all others of the benchmark; returns the cost."""
+    """Takes the value in seconds and all others of the benchmark; returns the cost."""
 
 
 def _after(name: str) -> Callable[[float, Mapping[str, float]], float]:
@@ -36,7 +36,7 @@ def _per_node(num: int) -> Callable[[float, Mapping[str, float]], float]:
 
 _SOURCES = (
     _Source("detection_s", "restart", "death_noticed_ms"),
-    # From the kill to the first all-reduce; the later entry wins, so four ranks count before two.
+    # From the kill to the first all-reduce; the later entry overrides, so four ranks come after two.
     _Source("restart_s", "restart", "restart_vs_torchrun_2", _after("death_noticed_ms")),
     _Source("restart_s", "restart", "restart_vs_torchrun_4", _after("death_noticed_ms")),
     _Source("save_stall_s", "save", "stall_vs_memcpy"),
@@ -51,14 +51,14 @@ _SOURCES = (
 
 
 def read_costs(paths: Iterable[Path], start: RecoveryCosts | None = None) -> RecoveryCosts:
-    """Read costs from files; where two have the same value, the later one counts.
+    """Read costs from files; of two that have the same value, the later one is used.
 
     Args:
         paths: The files.
-        start: The costs that they change; ``None`` = the defaults.
+        start: The costs to change; ``None`` = the defaults.
 
     Raises:
-        ConfigError: A file cannot be read, is not a result of a benchmark, or holds no value that is used.
+        ConfigError: A file cannot be read, is not a result of a benchmark, or has no value that is used.
     """
     costs = RecoveryCosts() if start is None else start
     for path in paths:

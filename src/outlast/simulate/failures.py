@@ -1,14 +1,14 @@
-"""When what fails: faults that are drawn, or that a trace holds.
+"""Times and kinds of faults: drawn, or from a trace.
 
-The failures of all ranks together are one process in time, drawn at once for the whole run; which rank each strikes is
-drawn besides. With exponential times it is a Poisson process of the sum of the rates, whatever the number of ranks.
-With a Weibull distribution the times between failures of the world have that shape, and the same mean: it is the
-world's times that were found to be of that form (B. Schroeder and G. Gibson, "A large-scale study of failures in
-high-performance computing systems", 2006), while many ranks that fail independently would be a Poisson process again.
+The failures of all ranks together are one process in time, drawn at once for the whole run; the rank of each is drawn
+separately. With exponential times it is a Poisson process of the sum of the rates. With a Weibull distribution the
+times between failures of the whole world have that shape, and the same mean, as was observed (B. Schroeder and G.
+Gibson, "A large-scale study of failures in high-performance computing systems", 2006); many ranks that fail
+independently would be a Poisson process again.
 
-Each purpose has random numbers of its own, all from one seed. So two scenarios that differ in spares, intervals or
-replication see the same faults at the same moments, strike the same slots, and repair nodes as fast: what differs
-between them is what the change made of it (common random numbers).
+Each purpose has its own random stream, all from one seed. So two scenarios that differ in spares, intervals or
+replication have the same faults at the same moments in the same slots, and the same repair times (common random
+numbers).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from outlast import journal
 from outlast.config.base import nearest
-from outlast.decoding import convert, parse_json, read_file
+from outlast.decoding import parse_json, read_file
 from outlast.errors import ConfigError
+from outlast.goodput.history import decode
 from outlast.incidents import CYCLE_ENDING, Incident, IncidentKind
 from outlast.policy.run_view import RunView
 from outlast.simulate.scenario import SHARES, DrawnFault, Scenario, SimulatedFault, trace_span_s
 
 _TIMES, _KINDS, _SLOTS, _REPAIRS, _PREEMPTIONS, _OFFSET = range(6)
-"""Names of the streams of random numbers."""
+"""Numbers of the random streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ class FaultSchedule:
     kinds: list[int]
     """Values of :class:`SimulatedFault`."""
     slots: list[int]
-    """The slot that each strikes."""
+    """The slot of each."""
     repairs: list[float]
-    """How long what it takes is repaired, in seconds."""
+    """Seconds until the lost nodes are repaired."""
 
 
 def draw_faults(scenario: Scenario, seed: int) -> FaultSchedule:
     """Return the faults of one run.
 
     Args:
-        scenario: What is simulated.
-        seed: Names the run; the same one gives the same faults.
+        scenario: The scenario.
+        seed: Seed of the run; the same one gives the same faults.
     """
     if scenario.trace is None:
-        times = _failure_times(scenario, seed)
+        times = _renewals(_stream(seed, _TIMES), scenario.failures_per_s, scenario.duration_s, scenario.weibull_shape)
         shares = np.array([getattr(scenario, name) for name in SHARES.values()])
         edges = np.cumsum(shares)[:-1]
         kinds = np.searchsorted(edges, _stream(seed, _KINDS).random(len(times)), side="right")
@@ -81,17 +81,12 @@ def _stream(seed: int, purpose: int) -> np.random.Generator:
     return np.random.default_rng([seed, purpose])
 
 
-def _failure_times(scenario: Scenario, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    random, rate = _stream(seed, _TIMES), scenario.failures_per_s
-    if rate <= 0:
-        return np.empty(0)
-    return _renewals(random, rate, scenario.duration_s, scenario.weibull_shape)
-
-
 def _renewals(
     random: np.random.Generator, rate: float, duration_s: float, shape: float | None
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the times of events at a mean rate; they depend on the end only in how many there are."""
+    """Return the times of events at a mean rate; a longer run only adds events."""
+    if rate <= 0:
+        return np.empty(0)
     scale = 1.0 if shape is None else math.gamma(1.0 + 1.0 / shape)
     blocks, last, size = list[Any](), 0.0, max(16, int(rate * duration_s * 1.1))
     while last < duration_s:
@@ -104,7 +99,7 @@ def _renewals(
 
 
 def _replay(scenario: Scenario, trace: tuple[DrawnFault, ...], seed: int) -> tuple[Any, Any, Any]:
-    """Return a trace, over and over; every run but the first begins at a moment of its own of it."""
+    """Return a trace, repeated; every run except seed 0 begins at a random moment of it."""
     span_s = trace_span_s(trace)
     times = np.array([fault.time_s for fault in trace])
     kinds = np.array([int(fault.kind) for fault in trace], dtype=np.int64)
@@ -139,14 +134,14 @@ def read_trace(path: Path) -> tuple[DrawnFault, ...]:
 
     Args:
         path: A CSV file with a header, or a JSON file with a list of objects: ``time`` (seconds, or ISO 8601), ``kind``
-            (``process``, ``hang``, ``node``, ``rack``, ``preemption``, or an incident's kind), and, where it is known,
+            (``process``, ``hang``, ``node``, ``rack``, ``preemption``, or an incident's kind), and, where known,
             ``node`` (its number, or any name). Or a run directory.
 
     Returns:
-        The faults by time. Dates count from the first one, times of a run directory from the begin of the run.
+        The faults by time. Dates count from the first one, times of a run directory from the start of the run.
 
     Raises:
-        ConfigError: It cannot be read, or holds something else, or no fault.
+        ConfigError: The path cannot be read, or has other contents, or no fault.
     """
     if path.is_dir():
         return _read_journal(path)
@@ -207,7 +202,7 @@ def _parse_time(value: Any, where: str) -> tuple[float, bool]:
 
 
 def _number_node(node: Any, numbered: dict[str, int]) -> int | None:
-    """Return a node's number: its own, or the place of its name among those of the trace."""
+    """Return a node's number: its own, or the index of its name among those of the trace."""
     text = "" if node is None else str(node).strip()
     if not text:
         return None
@@ -224,9 +219,9 @@ def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
         (one.time_s, one.verdict, incident)
         for job in view.jobs
         for one in job.incidents
-        if one.incident.get("kind") in CYCLE_ENDING and (incident := _decode(one.incident)) is not None
+        if one.incident.get("kind") in CYCLE_ENDING and (incident := decode(one.incident, Incident)) is not None
     ]
-    first: dict[tuple[str, int], tuple[float, Incident]] = {}  # of a cycle; the others follow from it
+    first: dict[tuple[str, int], tuple[float, Incident]] = {}  # of a cycle; the others are consequences
     for time_s, _, incident in ending:
         first.setdefault((incident.job, incident.cycle), (time_s, incident))
     causes = [(time_s, incident) for time_s, verdict, incident in ending if verdict] or list(first.values())
@@ -240,13 +235,6 @@ def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
         for time_s, incident in causes
     ]
     return _sorted(faults, run_dir)
-
-
-def _decode(incident: dict[str, Any]) -> Incident | None:
-    try:
-        return convert(incident, Incident)
-    except msgspec.ValidationError:  # of a newer version
-        return None
 
 
 def _sorted(faults: list[DrawnFault], path: Path) -> tuple[DrawnFault, ...]:

@@ -1,22 +1,22 @@
-"""One simulated run: faults strike, the shipped policy decides, and every second goes into one part.
+"""One simulated run: faults occur, the shipped policy decides, and every second goes into one part.
 
-Nothing is counted rank by rank or step by step. Between two faults a cycle is a short sequence of known durations
-(detection, restart, waiting for nodes, rendezvous, start-up, load) and then training, where the number of steps and
-saves in a time follows from arithmetic (:class:`TrainingPace`). So a run costs as much as it has faults.
+Nothing is simulated rank by rank or step by step. Between two faults a cycle is a short sequence of known durations
+(detection, restart, waiting for nodes, rendezvous, start-up, load) and then training, whose steps and saves in a time
+follow from arithmetic (:class:`TrainingPace`). So the cost of a run is proportional to its faults.
 
-What decides is the package's own: :func:`outlast.policy.ladder.decide` gets each cycle's end and is obeyed,
-:func:`outlast.policy.checkpoint_plan.choose_partners` says which nodes hold whose copies, and
-:func:`outlast.policy.recovery_point.choose_recovery_point` which generation all ranks go back to.
+Decisions are the package's own: :func:`outlast.policy.ladder.decide` decides on each cycle's end,
+:func:`outlast.policy.checkpoint_plan.choose_partners` on the nodes that hold copies, and
+:func:`outlast.policy.recovery_point.choose_recovery_point` on the checkpoint that all ranks load.
 
-While no workers run (detection, restart, waiting for nodes) a fault of a process has nothing to strike; the loss of a
-node takes one more slot, and the same recovery goes on. From the rendezvous on every fault ends the cycle.
+While no workers run (detection, restart, waiting for nodes) a process fault has no effect; the loss of a node empties
+one more slot, and the same recovery continues. From the rendezvous on every fault ends the cycle.
 
-Near copies: a node that is lost takes its own copies along, and those that it held for others. Its ranks load theirs
-from a partner. The node that takes the slot holds no other's copies until the next save to the near tiers. Where all
-partners of a shard that is needed are gone, the near generation is, and all ranks go back to the global tier.
+A lost node loses its own node-local copies, and those that it held for others. Its ranks load from a partner. The node
+that takes the slot holds no other's copies until the next save to the node-local tiers. If all partners of a needed
+shard are lost, all ranks load from the global tier.
 
-A run that the ladder stopped is started again on the same nodes, from the copies on their disks. One that was requested
-to leave gets other nodes, and loads from the global tier.
+A run that the recovery policy stopped is restarted on the same nodes, from the copies on their disks. A preempted one
+gets other nodes, and loads from the global tier.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -39,16 +40,16 @@ from outlast.simulate.scenario import Scenario, SimulatedFault
 
 
 class SimulatedStop(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment at which the ladder stopped a run."""
+    """A stop of the run by the recovery policy."""
 
     at_s: float
     exit_code: int | None
     reason: str
-    """The ladder's."""
+    """The reason of the decision."""
 
 
 class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one run."""
+    """Result of one run."""
 
     wall_s: float
     ettr: float
@@ -64,9 +65,9 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Finished iterations whose result was lost."""
     num_restarts: int
     verdicts: dict[str, int]
-    """How often the ladder decided for each rung, by its name."""
+    """Number of decisions by recovery level."""
     loads: dict[str, int]
-    """How often the farthest copy that a rank loaded came from each tier."""
+    """Number of loads by the farthest tier that a rank loaded from."""
     stops: tuple[SimulatedStop, ...] = ()
 
 
@@ -80,10 +81,10 @@ def simulate(
     """Simulate one run.
 
     Args:
-        scenario: What is simulated.
-        seed: Names the run; the same one gives the same result.
+        scenario: The scenario.
+        seed: Seed of the run; the same one gives the same result.
         faults: Its faults; ``None`` = as :func:`draw_faults` draws them.
-        partners: Its partners, where they are known already; see :func:`find_partners`.
+        partners: Its partners, if already known; see :func:`find_partners`.
     """
     schedule = draw_faults(scenario, seed) if faults is None else faults
     return _World(scenario, find_partners(scenario) if partners is None else partners).run(schedule)
@@ -92,21 +93,20 @@ def simulate(
 def find_partners(scenario: Scenario) -> Sequence[Sequence[int]]:
     """Return for every slot the slots whose nodes hold copies of its shards."""
     jump = 1 if scenario.replication_jump is None else scenario.replication_jump // scenario.node_size
-    # All local ranks of a node have their partners on the same nodes, as the jump is a multiple of them: one stands for
-    # all, and the choice is the package's own.
+    # All local ranks of a node have partners on the same nodes, as the jump is a multiple of them: one represents all.
     names = [str(slot) for slot in range(scenario.num_nodes)]
     return choose_partners(names, factor=scenario.copies, jump=jump)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPace:
-    """How long iterations take, with the saves after them."""
+    """Duration of iterations with the saves after them."""
 
     step_s: float
     near_every: int
-    """Iterations between two saves to the near tiers; 0 = none."""
+    """Iterations between two saves to the node-local tiers; 0 = none."""
     global_every: int
-    """Iterations between two saves to all tiers; 0 = none. Such a save takes the place of one to the near tiers."""
+    """Iterations between two saves to all tiers; 0 = none. Such a save replaces one to the node-local tiers."""
     near_stall_s: float
     global_stall_s: float
 
@@ -116,38 +116,19 @@ class TrainingPace:
 
     def stalls(self, start: int, num: int) -> float:
         """Return the seconds of the saves alone."""
-        end, stall_s = start + num, 0.0
-        if every := self.near_every:
-            stall_s += (end // every - start // every) * self.near_stall_s
-        if every := self.global_every:
-            stall_s += (end // every - start // every) * self.global_stall_s
-            if self.near_every:
-                both = math.lcm(every, self.near_every)
-                stall_s -= (end // both - start // both) * self.near_stall_s
-        return stall_s
+
+        def num_saves(every: int) -> int:
+            return (start + num) // every - start // every if every else 0
+
+        num_near = num_saves(self.near_every) - num_saves(math.lcm(self.near_every, self.global_every))
+        return num_near * self.near_stall_s + num_saves(self.global_every) * self.global_stall_s
 
     def count(self, start: int, seconds: float) -> int:
         """Return how many iterations are done in some time, with the saves after them."""
         if seconds <= 0:
             return 0
         most = int(seconds / self.step_s) + 1
-        mean_s = self.step_s
-        mean_s += self.near_stall_s / self.near_every if self.near_every else 0.0
-        mean_s += self.global_stall_s / self.global_every if self.global_every else 0.0
-        slack = 2 + int(2 * (self.near_stall_s + self.global_stall_s) / self.step_s)
-        low = max(0, min(most, int(seconds / mean_s)) - slack)
-        if self.time_of(start, low) > seconds:
-            low = 0
-        high = min(most, low + 2 * slack)
-        if self.time_of(start, high) <= seconds:
-            high = most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.time_of(start, middle) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(range(most + 1), seconds, key=lambda num: self.time_of(start, num)) - 1
 
     def split(self, start: int, seconds: float) -> tuple[int, float, float]:
         """Return the iterations finished in some time, the seconds in steps (an unfinished one too) and in saves."""
@@ -156,7 +137,7 @@ class TrainingPace:
         rest_s = seconds - num * self.step_s - stalls_s
         if rest_s < self.step_s:
             return num, seconds - stalls_s, stalls_s
-        num += 1  # its step is done, and the save after it is not
+        num += 1  # its step is done, the save after it is not
         return num, num * self.step_s, max(0.0, seconds - num * self.step_s)
 
     def newest(self, start: int, seconds: float, every: int, save_s: float) -> int | None:
@@ -178,8 +159,6 @@ _SIGKILL = -9
 
 
 class _World:
-    """A run under way."""
-
     def __init__(self, scenario: Scenario, partners: Sequence[Sequence[int]]) -> None:
         costs = scenario.costs
         self._scenario, self._costs, self._partners = scenario, costs, partners
@@ -223,20 +202,19 @@ class _World:
         self._is_over = False
         self._allocate(0.0)
 
-    # -- the world's nodes and copies ---------------------------------------------------------------------------------
+    # -- nodes and copies ---------------------------------------------------------------------------------------------
 
     def _allocate(self, at_s: float) -> None:
-        """Begin a job on fresh nodes."""
         self._spares = self._scenario.spares
         self._repairs: list[float] = []
         self._empty: set[int] = set()
         self._names: dict[int, str] = {}
         self._num_new = 0
         self._needs: set[int] = set()
-        """Slots whose node does not hold its own near copies."""
+        """Slots whose node does not hold its own node-local copies."""
         self._holes: set[int] = set()
-        """Slots whose node does not hold its partners' near copies."""
-        self._near = None  # what lay in the memory and on the disks of other nodes
+        """Slots whose node does not hold its partners' node-local copies."""
+        self._near = None  # it was stored on other nodes
         self._begin_recovery(at_s, 0.0, 0.0)
 
     def _slots_of(self, kind: int, slot: int) -> list[int]:
@@ -255,20 +233,20 @@ class _World:
         self._holes.update(slots)
 
     def _take_back(self, until_s: float) -> None:
-        """Count nodes that are repaired as spares."""
         num = bisect_right(self._repairs, until_s)
         if num:
             del self._repairs[:num]
             self._spares += num
 
-    # -- the way back --------------------------------------------------------------------------------------------------
+    # -- recovery
+    # -----------------------------------------------------------------------------------------------------------
 
     def _begin_recovery(self, at_s: float, detection_s: float, restart_s: float) -> None:
         self._began_s, self._detection, self._restart = at_s, detection_s, restart_s
         self._plan()
 
     def _plan(self) -> None:
-        """Work out when training goes on, and from where."""
+        """Compute when training continues, and from where."""
         down_s = self._began_s + self._detection + self._restart
         lacking = len(self._empty) - self._spares
         formed_s = down_s if lacking <= 0 else max(down_s, self._repairs[lacking - 1])
@@ -287,12 +265,13 @@ class _World:
         )
 
     def _choose(self) -> tuple[Tier | None, int]:
-        """Return the farthest tier that is loaded from, and the iteration; ``None`` = training begins anew."""
+        """Return the farthest tier that is loaded from, and the iteration; ``None`` = training starts from the
+        beginning."""
         if self._near is not None and any(
             all(partner in self._holes for partner in self._partners[slot]) for slot in self._needs
         ):
             self._near = None
-        # One rank whose node was lost and one whose node was not stand for all of their kind.
+        # One rank whose node was lost and one whose node was not represent all ranks.
         farthest = [Copy(self._global, f"at-{self._global}", Tier.GLOBAL)] if self._global is not None else []
         copies = [list(farthest) for _ in range(2 if self._needs else 1)]
         if self._near is not None:
@@ -306,7 +285,6 @@ class _World:
         return max(copy.tier for copy in point.copies), point.generation
 
     def _form(self) -> None:
-        """Give the empty slots nodes."""
         self._take_back(self._formed_s)
         self._spares -= len(self._empty)
         for slot in self._empty:
@@ -315,11 +293,10 @@ class _World:
         self._empty.clear()
 
     def _load(self) -> None:
-        """Every rank has what it needs from now on."""
         if self._tier is not None:
             self._loads[str(self._tier)] += 1
         if self._tier == Tier.GLOBAL:
-            self._near = None  # older than what was loaded, or gone
+            self._near = None  # older than the loaded one, or gone
         self._needs.clear()
         self._in_memory = self._scenario.use_memory
 
@@ -347,7 +324,7 @@ class _World:
         self._kept = self._iteration + max(0.0, steps_s / self._pace.step_s - num)
         costs, pace = self._costs, self._pace
         near = None
-        if pace.near_every:  # a save to all tiers goes to the near ones, too
+        if pace.near_every:  # a save to all tiers includes the node-local ones
             saves = [pace.newest(start, seconds, every, costs.save_s) for every in (pace.near_every, pace.global_every)]
             near = max((one for one in saves if one is not None), default=None)
         far = pace.newest(start, seconds, pace.global_every, costs.global_save_s)
@@ -361,7 +338,6 @@ class _World:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def run(self, faults: FaultSchedule) -> SimulatedRun:
-        """Simulate it to its end."""
         for at_s, kind, slot, repair_s in zip(faults.times, faults.kinds, faults.slots, faults.repairs, strict=True):
             if self._is_over or at_s >= self._end_s:
                 break
@@ -416,17 +392,8 @@ class _World:
         if not is_process:
             self._lose(self._slots_of(kind, slot), at_s + repair_s)
         self._take_back(noticed_s)
-        verdict = self._ask(
-            CycleEnd(
-                cycle=self._cycle,
-                incident=incident,
-                durable_iteration=durable,
-                progress_known=self._saves,
-                had_session=True,
-                num_spares=self._spares,
-                ran_s=max(0.0, at_s - self._formed_s),
-            )
-        )
+        ran_s = max(0.0, at_s - self._formed_s)
+        verdict = self._ask(incident=incident, durable_iteration=durable, num_spares=self._spares, ran_s=ran_s)
         if verdict.rung == Rung.STOP:
             self._spend(Part.DETECTION, at_s, noticed_s)
             self._stop(noticed_s, verdict)
@@ -435,36 +402,26 @@ class _World:
             self._lose([slot], noticed_s + repair_s)
         self._begin_recovery(at_s, noticed_s - at_s, self._costs.restart_s + verdict.delay_s)
 
-    def _ask(self, end: CycleEnd) -> Verdict:
+    def _ask(self, **facts: Any) -> Verdict:
+        end = CycleEnd(cycle=self._cycle, progress_known=self._saves, had_session=True, **facts)
         self._state, verdict = decide(self._state, end, self._limits)
         self._verdicts[verdict.rung.name.lower()] += 1
         self._cycle += 1
         return verdict
 
     def _leave(self, at_s: float, durable: int | None, *, trained: bool) -> None:
-        """Leave as requested, and wait in the queue."""
         left_s = at_s
         if trained and self._scenario.global_every:
             left_s += self._costs.global_save_stall_s + self._costs.global_save_s
             self._spend(Part.SAVE_STALL, at_s, left_s)
             self._global = durable = self._iteration
         saved = self._global is not None
-        verdict = self._ask(
-            CycleEnd(
-                cycle=self._cycle,
-                incident=None,
-                preempted=True,
-                preempted_saved=saved,
-                durable_iteration=durable,
-                progress_known=self._saves,
-                had_session=True,
-            )
-        )
+        verdict = self._ask(incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
         assert verdict.rung == Rung.REQUEUE_JOB, verdict
         self._wait(left_s, self._scenario.queue_s, keeps_nodes=False)
 
     def _stop(self, at_s: float, verdict: Verdict) -> None:
-        """Stop as the ladder says, until somebody starts the run again."""
+        """Stop by decision of the recovery policy, until a person restarts the run."""
         if at_s < self._end_s:
             self._stops.append(SimulatedStop(at_s=at_s, exit_code=verdict.exit_code, reason=verdict.reason))
         self._wait(at_s, self._scenario.restart_stopped_s, keeps_nodes=True)
@@ -474,14 +431,14 @@ class _World:
         until_s = self._end_s if wait_s is None else from_s + wait_s
         self._spend(Part.QUEUED, from_s, until_s)
         if until_s >= self._end_s:
-            self._kept = self._choose()[1]  # what is saved still counts
+            self._kept = self._choose()[1]  # saved iterations still count
             self._is_over = True
             return
         self._num_restarts += self._state.restarts_total
         self._state = begin_job(self._state)
         self._num_restarts -= self._state.restarts_total
         if keeps_nodes:
-            self._in_memory = False  # the agents ended; what they wrote to disks is there
+            self._in_memory = False  # the agents ended; the copies on disks remain
             self._begin_recovery(until_s, 0.0, 0.0)
         else:
             self._allocate(until_s)
@@ -489,7 +446,6 @@ class _World:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Go on without faults until the time is over."""
         if self._end_s < self._ready_s:
             self._spend_recovery(self._end_s)
             self._kept = self._iteration

@@ -1,4 +1,4 @@
-"""Lines for a terminal: a study, and the table of a sweep."""
+"""Terminal output: a study, and the table of a sweep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ _WIDTH = 40
 
 
 def render_study(study: Study) -> Iterator[str]:
-    """Yield the lines of a study, for people."""
     scenario = study.scenario
     nodes = f"{scenario.num_nodes:,} {'node' if scenario.num_nodes == 1 else 'nodes'}"
     ranks = f"{scenario.num_ranks:,} {'rank' if scenario.num_ranks == 1 else 'ranks'}"
@@ -44,7 +43,7 @@ def render_study(study: Study) -> Iterator[str]:
 
 
 def render_sweep(name: str, studies: Mapping[str, Study]) -> Iterator[str]:
-    """Yield the table of a sweep: a value's text to its study."""
+    """Yield the table of a sweep; ``studies`` by the text of the value."""
     width = max(12, len(name), *map(len, studies))
     best = max(study.ettr for study in studies.values())
     yield f"{name:>{width}}     ETTR  5 to 95 % of the runs   failures"
@@ -64,7 +63,7 @@ def _describe_failures(study: Study) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Return a time with three significant digits, in the unit that people would use."""
+    """Return a time with three significant digits, in a suitable unit."""
     for limit, unit, name in ((90.0, 1.0, "s"), (5400.0, 60.0, "min"), (172800.0, 3600.0, "h")):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"

@@ -1,7 +1,7 @@
 """Many runs of one scenario, each with its own seed: the median of their ETTR, its range, and means of the rest.
 
-Run ``n`` of two scenarios has the same seed, so that both see the same faults: what differs between their studies is
-made by the change of the scenario, not by chance.
+Run ``n`` of two scenarios has the same seed, so that both have the same faults: their studies differ by the change of
+the scenario, not by chance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROGRESS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What many runs of a scenario show."""
+    """Results of many runs of a scenario."""
 
     scenario: Scenario
     runs: Sequence[SimulatedRun]
@@ -35,7 +35,7 @@ class Study:
 
     @property
     def ettr(self) -> float:
-        """Median over the runs of the share of the time that was productive."""
+        """Median over the runs of the productive share of the time."""
         return statistics.median(run.ettr for run in self.runs)
 
     @property
@@ -76,7 +76,6 @@ class Study:
         return next((run.stops[0].reason for run in self.runs if run.stops), "")
 
     def to_fields(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return {
             "wall_s": round(self.wall_s, 3),
             "ettr": self.ettr,
@@ -106,13 +105,13 @@ def run_study(
     """Simulate a scenario several times.
 
     Args:
-        scenario: What is simulated.
+        scenario: The scenario.
         repeats: Runs, each with its own seed; at least 1.
-        seed: Names the study; the same one gives the same result.
-        progress: Is called every two seconds with a line for people.
+        seed: Seed of the study; the same one gives the same result.
+        progress: Called every two seconds with a text line.
 
     Raises:
-        ConfigError: There is no run.
+        ConfigError: ``repeats`` is below 1.
     """
     require(repeats >= 1, f"repeats={repeats} must be at least 1")
     began_s = reported_s = clock.now_s()

@@ -1,4 +1,4 @@
-"""Slow ranks: what is timed, how ranks are compared, and what a report contains."""
+"""Slow ranks: timing of sections, comparison of ranks, and reports."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The search for slow ranks: what is timed, when ranks exchange it, and what follows.
+"""Straggler detection: what is timed, when ranks exchange it, and what follows.
 
-A window begins after a report and ends with the next one. When that is must be the same step on all ranks. A session
-agrees on it with the step's other decisions (:meth:`StragglerDetector.wants_report`); without one, each report
-contains how fast the ranks go, from which all of them compute the step of the next: nothing is sent between two reports
-(:meth:`StragglerDetector.report_if_due`).
+A window ends with a report, which must be after the same step on all ranks. A session agrees on it with the step's
+other decisions (:meth:`StragglerDetector.wants_report`); without one, each report contains the pace of the ranks, from
+which all compute the step of the next: nothing is sent between two reports (:meth:`StragglerDetector.report_if_due`).
 
-The machine of a rank that is named is checked by a small benchmark (:mod:`outlast.straggler.machine_check`).
+The machine of a reported rank is checked by a small benchmark (:mod:`outlast.straggler.machine_check`).
 """
 
 from __future__ import annotations
@@ -51,33 +50,35 @@ from outlast.straggler.recorder import (
 from outlast.straggler.report import Metrics, Report, publish
 
 FIRST_REPORT_STEPS = 16
-"""Timed steps after which the first report comes that paces itself: it shows how fast the ranks go."""
+"""Timed steps before the first self-paced report, which shows the pace of the ranks."""
 NUM_DENSE_STEPS, DEVICE_INTERVAL = 32, 7
-"""So many steps of a window are timed on the device one and all, then one of so many: recording an event and reading it
+"""The first so many steps of a window are all timed on the device, then one in so many: recording and reading an event
 takes some 3 us each, and the hooks that split a backward some 50 us. A prime number, since what does not happen in each
 step often happens in each 2nd, 4th or 10th."""
 MAX_GROWTH = 8
-"""Times as many steps as the window before that one may have: the first steps need not be like the later ones."""
+"""Maximum ratio of a window's steps to those of the window before: the first steps may differ from later ones."""
 KERNELS_FROM = 3
 """Step of a window from which kernels are timed."""
 NUM_FASTEST = 3
-"""Windows whose middle one is the best: a single one that was timed wrongly, or had less work, does not count."""
+"""Fastest windows of which the middle one is the best: a single window with less work, or wrong times, does not count.
+"""
 MAX_CHECKED = 2
 """Ranks whose machines are checked in one report, the worst ones."""
 
 
 class StragglerDetector:
-    """Time the steps of this rank, compare them with those of all others, and name the slow ones.
+    """Time the steps of this rank, compare them with those of all others, and report the slow ones.
 
     Args:
         config: Settings; ``None`` = the defaults. ``enabled`` is for sessions, and is ignored here.
-        global_rank: This rank; ``None`` = as the environment has it, like the next two.
-        local_rank: This rank's on its node.
+        global_rank: This rank; ``None`` = from the environment, as for the next two.
+        local_rank: This rank's local rank.
         node: Name of its node.
-        role: What this rank does, such as its stage of a pipeline: ranks of one role are compared with each other.
+        role: Role of this rank, such as its stage of a pipeline: ranks of one role are compared with each other.
         num_warmup_steps: First steps that are not timed.
-        log_metrics: Gets smallest, median and largest score of each report on rank 0, if ``enable_logging`` is on.
-        on_report: Gets each report on rank 0, once it is logged.
+        log_metrics: Called on rank 0 with smallest, median and largest score of each report, if ``enable_logging`` is
+            on.
+        on_report: Called on rank 0 with each report, once it is logged.
         timeout_s: Seconds after which a report fails because a peer does not take part.
 
     Thread: that of the training loop.
@@ -121,12 +122,12 @@ class StragglerDetector:
         self._begin_window()
 
     def section(self, name: str, *, on_device: bool = True) -> StepSection:
-        """Return a context manager, also usable as a decorator, that times what is within it as part of a step.
+        """Return a context manager, also usable as a decorator, that times its body as part of a step.
 
         Args:
             name: Its name.
-            on_device: Where there is a device, take the time of the work in its current stream; off: that of the host,
-                as for loading data.
+            on_device: Time the work in the device's current stream, where there is a device; off: the host's time, as
+                for loading data.
         """
         if name == OUTSIDE:
             raise OutlastError(f"the section {OUTSIDE!r} is what is left of a step; choose another name")
@@ -135,11 +136,12 @@ class StragglerDetector:
         return self._sections[name]
 
     def waiting(self) -> StepSection:
-        """Return a context manager, also usable as a decorator, around waiting for other ranks: no rank's own time."""
+        """Return a context manager, also usable as a decorator, for waiting for other ranks: not counted as the rank's
+        own time."""
         return self._waiting
 
     def leave_out(self) -> StepSection:
-        """Return a context manager, also usable as a decorator, around what belongs to no step, such as a save."""
+        """Return a context manager, also usable as a decorator, for work outside steps, such as a save."""
         return self._left_out
 
     def wrap(self, owner: Any, attribute: str, name: str | None = None, *, waits: bool = False) -> None:
@@ -149,7 +151,7 @@ class StragglerDetector:
             owner: The object, class or module that has it.
             attribute: Its name there.
             name: The section's name; ``None`` = the attribute.
-            waits: It waits for other ranks: what it takes is no rank's own time.
+            waits: It waits for other ranks: not counted as the rank's own time.
 
         Raises:
             OutlastError: There is no such callable.
@@ -157,18 +159,18 @@ class StragglerDetector:
         self._wrappings.wrap(owner, attribute, self._waiting if waits else self.section(name or attribute))
 
     def watch(self, state: Any) -> None:
-        """Time what a training step consists of, until :meth:`close`, and mark where it waits for other ranks.
+        """Time the parts of a training step, until :meth:`close`, and mark where it waits for other ranks.
 
         The sections are ``forward`` of the modules, ``backward`` until all gradients of this rank are computed,
         ``optimizer`` and, where torch's ``DataLoader`` loads, ``data``. Collectives are marked as waiting.
 
         Args:
-            state: A module, an optimizer, or a mapping of them, also a nested one; everything else in it is ignored.
+            state: A module, an optimizer, or a mapping of them, also a nested one; other contents are ignored.
         """
         self._wrappings.watch(state, self.section)
 
     def begin_step(self, iteration: int) -> None:
-        """Begin to time a step; what this rank did since the end of the step before is part of it.
+        """Begin to time a step; the time since the end of the step before is part of it.
 
         Args:
             iteration: Number of optimizer steps done before it.
@@ -198,7 +200,7 @@ class StragglerDetector:
         self._recorder.active = self._is_open = False
 
     def end_step(self) -> None:
-        """End what :meth:`begin_step` began: this rank is done, and has not yet waited for the others."""
+        """End the step of :meth:`begin_step`, before this rank waits for the others."""
         recorder = self._recorder
         self._iteration += 1
         if recorder.active:
@@ -227,32 +229,32 @@ class StragglerDetector:
         self.end_step()
 
     def wants_report(self) -> bool:
-        """Return whether this rank's clock says that a report is due; ranks differ, so that they must agree on it."""
+        """Return whether a report is due by this rank's clock; ranks differ, so they must agree on it."""
         elapsed_s = (clock.now_ns() - self._window_began_ns) / 1e9
         return self._num_timed >= MIN_SAMPLES and elapsed_s >= self.config.report_time_interval
 
     def report_if_due(self) -> Report | None:
-        """Make the report if it is due after this step; that is the same step on all ranks, and nothing is sent before.
+        """Create the report if it is due after this step, which is the same step on all ranks.
 
         Collective: all ranks of the default group, after each step.
-        Blocks: at a report, until all ranks have come; up to the timeout.
+        Blocks: at a report, until all ranks have reached it; up to the timeout.
         """
         return self.report() if self._num_steps >= self._due_at else None
 
     def report(self) -> Report:
         """Compare all ranks' timings of the window that ends here, and begin the next one.
 
-        The report goes to the logger from rank 0. When a rank is named that was not named in the window
-        before, its machine is checked, if ``check_machine`` is on.
+        Rank 0 writes the report to the logger. When a rank is reported that was not reported in the window before, its
+        machine is checked, if ``check_machine`` is on.
 
         Returns:
-            The report; but for the time that it took, the same on all ranks.
+            The report; except for its processing time, the same on all ranks.
 
         Raises:
-            PeerLost: A peer is gone, or did not come in time.
+            PeerLost: A peer exited, or did not reach the report in time.
 
         Collective: all ranks of the default group, after the same step; the first one opens a group.
-        Blocks: until all ranks have come; up to the timeout.
+        Blocks: until all ranks have reached it; up to the timeout.
         """
         begin_ns = clock.now_ns()
         mine = self._close_window()
@@ -285,7 +287,7 @@ class StragglerDetector:
         return report
 
     def close(self) -> None:
-        """Remove what was put around callables, modules and optimizers, and close the group. Idempotent.
+        """Remove the wrappers of callables, modules and optimizers, and close the group. Idempotent.
 
         Blocks: never; peers that wait in the group fail.
         """
@@ -310,7 +312,7 @@ class StragglerDetector:
         return first <= step < first + NUM_KERNEL_STEPS
 
     def _close_window(self) -> RankTimings:
-        """Return what this rank timed, and note its own best."""
+        """Return this rank's timings, and update its own best."""
         best_s = self._best.best_s()
         if self._kernels is not None and self._kernels.is_running:
             self._kernels.stop()
@@ -346,7 +348,6 @@ class StragglerDetector:
         return self._group.process_group
 
     def _check_machines(self, ranks: tuple[RankTimings, ...], findings: Findings) -> tuple[MachineVerdict, ...]:
-        """Check the machines of the ranks that are named now and were not before."""
         group = self._open_group()
         if group is None:
             return ()
@@ -383,11 +384,11 @@ class _OwnBest:
         self._fastest_s: dict[str, list[float]] = {}
 
     def best_s(self) -> dict[str, float]:
-        """Return the best by name; of what has fewer than :data:`NUM_FASTEST` windows there is none."""
+        """Return the best by name, of those with at least :data:`NUM_FASTEST` windows."""
         return {name: lower_median(fastest) for name, fastest in self._fastest_s.items() if len(fastest) == NUM_FASTEST}
 
     def note(self, timings: Iterable[Timing]) -> None:
-        """Add a window's timings; what was timed too seldom does not count."""
+        """Add a window's timings, except those with too few samples."""
         for timing in timings:
             if timing.is_usable and timing.count >= MIN_SAMPLES:
                 fastest = self._fastest_s.setdefault(timing.name, [])

@@ -1,9 +1,8 @@
-"""The benchmark of a slow rank's machine: the same work on it and on two others, whatever training gives them.
+"""Benchmark of a slow rank's machine: the same work on it and on two other ranks.
 
-It is a matrix product and a memory copy on what the rank trains on, and messages between each pair of the three, over
-gloo: the nodes' network, not the one between GPUs. Each is done several times. Of the products and copies the fastest
-counts, since another process that has the processor for a moment makes some of them slower on a healthy rank; of the
-messages the median. All other ranks wait.
+A matrix product and a memory copy on the training device, and messages between each pair of the three, over gloo: the
+nodes' network, not the one between GPUs. Of several products and copies the fastest counts, since another process may
+delay some of them on a healthy rank; of the messages the median. All other ranks wait.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from outlast.runtime.device_timing import time_on_device
 from outlast.runtime.process_groups import gather_bytes
 
 NUM_TIMES = 9
-"""Times that everything is done; the first one, which warms up, does not count."""
+"""Repetitions; the first one warms up, and does not count."""
 SIDE, DEVICE_SIDE = 384, 4096
 """Rows of the matrices, on a CPU and on a device."""
 COPY_BYTES, DEVICE_COPY_BYTES = 16 << 20, 256 << 20
@@ -44,21 +43,21 @@ def gather_machine_verdict(
     scope: Scope,
     device: torch.device,
 ) -> MachineVerdict:
-    """Return the verdict of the benchmark, the same on all ranks.
+    """Return the benchmark's result for a suspect, the same on all ranks.
 
     Args:
-        group: A gloo group of all ranks, whose numbers are the global ones.
+        group: A gloo group of all ranks, with global rank numbers.
         suspect: The slow rank.
         others: Ranks to compare it with, at most two.
         nodes: Node of each rank. Within a node no messages are measured.
         scope: Whether the suspect or its whole node is slow in training.
-        device: What this rank trains on.
+        device: This rank's training device.
 
     Raises:
-        RuntimeError: A peer is gone, or did not come in time.
+        RuntimeError: A peer exited, or did not respond in time.
 
     Collective: all ranks of the group, with the same suspect and others.
-    Blocks: while they measure, about a second; up to the group's timeout.
+    Blocks: about a second; up to the group's timeout.
     """
     rank, taking_part = dist.get_rank(group), (suspect, *others)
     is_apart = all(nodes[other] != nodes[suspect] for other in others)
@@ -107,7 +106,7 @@ def _fastest_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _time_exchange(group: dist.ProcessGroup, peer: int, *, begins: bool) -> float:
-    """Return the seconds of a message there and back."""
+    """Return the seconds of a message round trip."""
     data = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     times_s = []
     for _ in range(NUM_TIMES):

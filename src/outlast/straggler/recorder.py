@@ -1,29 +1,25 @@
-"""How long sections and kernels take on this rank; a section costs well under two microseconds.
+"""Timing of sections and kernels on this rank; a section costs well under two microseconds.
 
-A section's time is its *own*: what sections within it took, and what was spent waiting or left out, is not part of it.
-On the host it is measured by the performance counter; on a device by a pair of events in the stream of the work, one
-where the section begins and one where it ends. Both are read later, after asking whether they have happened, which
-waits for nothing. When too many are pending (the device is far behind), further sections are not timed; a section too
-many is never a reason to wait.
+A section's time is its *own*: nested sections, waiting, and what is left out are not part of it. On the host it is
+measured by the performance counter; on a device by a pair of events in the stream of the work, which are read later,
+after a query that does not wait. When too many are pending, further sections are not timed.
 
-What is open is a stack of small lists: section, when it began (0: it is not timed), time that is not its own, and the
-device's span. Rejected: one object a span with methods (twice as slow), and reading the thread's processor time to
-distinguish waiting from work (a system call of 1 us, measured, and a busy neighbour looks like waiting).
+Open sections are a stack of small lists: section, begin (0 = not timed), time that is not its own, and the device's
+span. Rejected: one object per span with methods (twice as slow), and the thread's processor time to distinguish waiting
+from work (a system call of 1 us, and a busy neighbour looks like waiting).
 
-Sections are marked by context managers and decorators, and by what :meth:`Wrappings.watch` puts around the forward of
-modules, the step of optimizers, ``torch.autograd.backward`` and torch's data loaders. What is left of a step is the
-section :data:`outlast.policy.slowness.OUTSIDE`; on a device it is the time in which the stream has nothing of the other
-sections to do, such as while the host loads data.
+Sections are marked by context managers and decorators, and by :meth:`Wrappings.watch`, which wraps the forward of
+modules, the step of optimizers, ``torch.autograd.backward`` and torch's data loaders. The rest of a step is the section
+:data:`outlast.policy.slowness.OUTSIDE`; on a device, the time in which the stream has no work of other sections.
 
 A rank's own time ends where it begins to wait for other ranks. Collectives that Python starts or waits for are marked
 as waiting. The gradients that DDP or FSDP average are started by hooks within the backward, and waited for by a final
 callback of the autograd engine. Final callbacks run in the order in which they were queued, so one that is queued as
 soon as the backward begins runs when all gradients of this rank are computed, and before that wait.
 
-Kernels are timed by torch's profiler. It slows down the steps that it traces, and waits for the device when it ends. So
-it has to be asked for, it traces a few steps of a window, the same ones on all ranks, and no section is timed in those.
-Kernels of collectives are left out: they take as long as their ranks wait. Without a device, torch's operators are
-timed instead.
+Kernels are timed by torch's profiler on request only, as it slows down the steps that it traces and waits for the
+device at its end. It traces a few steps of a window, the same ones on all ranks, in which no section is timed. Kernels
+of collectives are left out: they take as long as their ranks wait. Without a device, torch's operators are timed.
 """
 
 from __future__ import annotations
@@ -50,35 +46,30 @@ from outlast.runtime.device_timing import kernel_seconds, profiled_activities
 
 log = logging.getLogger(__name__)
 NUM_KERNEL_STEPS = 2
-"""Steps whose kernels are timed in a window."""
+"""Steps of a window whose kernels are timed."""
 MAX_KERNELS = 50
 """Kernels of a rank that are reported, those that took most time."""
 MAX_PENDING = 4096
-"""Spans that may be pending."""
+"""Limit of pending spans."""
 MAX_SAMPLES = 4096
 """Newest times of a section that its median is taken from."""
 
 
 class StreamEvent(Protocol):
-    """A mark in a stream, as :func:`outlast.runtime.device_timing.timing_event` makes them."""
+    """An event in a stream, as created by :func:`outlast.runtime.device_timing.timing_event`."""
 
     def record(self) -> None:
-        """Put it into the current stream."""
+        """Record the event in the current stream."""
 
     def query(self) -> bool:
-        """Return whether the device has reached it; waits for nothing."""
+        """Return whether the device has reached the event; does not wait."""
 
     def elapsed_time(self, end_event: StreamEvent, /) -> float:
-        """Return the milliseconds from this one to another one; both have happened."""
+        """Return the milliseconds from this event to another one; both have happened."""
 
 
 class DeviceSpan:
-    """A section on the device, from one event to another; used again and again.
-
-    Args:
-        begin: The event at its begin.
-        end: That at its end.
-    """
+    """A section on the device, between two events; reused."""
 
     __slots__ = ("begin", "counts", "end", "inner_s", "outer", "section")
 
@@ -92,10 +83,10 @@ class DeviceSpan:
 
 
 class DeviceTimes:
-    """Spans that are open, pending, and done.
+    """Open, pending, and completed spans.
 
     Args:
-        make_event: Makes an event that keeps time.
+        make_event: Creates an event with timing.
 
     Thread: one at a time.
     """
@@ -107,7 +98,7 @@ class DeviceTimes:
         self._done_s: dict[int, deque[float]] = {}
 
     def begin(self, section: int, outer: DeviceSpan | None) -> DeviceSpan | None:
-        """Mark the begin of a section; ``None``: too many are pending."""
+        """Begin a section; ``None`` = too many are pending."""
         if self._free:
             span = self._free.pop()
         elif len(self._pending) < MAX_PENDING:
@@ -119,7 +110,7 @@ class DeviceTimes:
         return span
 
     def end(self, span: DeviceSpan, *, counts: bool) -> None:
-        """Mark the end of a section; without ``counts`` its time is only taken from the section around it."""
+        """End a section; without ``counts`` its time is only subtracted from the section around it."""
         span.end.record()
         span.counts = counts
         self._pending.append(span)
@@ -141,7 +132,7 @@ class DeviceTimes:
             self._free.append(span)
 
     def take(self) -> dict[int, list[float]]:
-        """Return the seconds of all spans that are done, by section, and forget them; the others count next time."""
+        """Return and clear the seconds of all completed spans, by section."""
         self.poll()
         done_s = {section: list(times) for section, times in self._done_s.items()}
         self._done_s = {}
@@ -161,7 +152,6 @@ class KernelTimes:
 
     @property
     def is_running(self) -> bool:
-        """Whether the profiler traces the current step."""
         return self._profile is not None
 
     @property
@@ -170,7 +160,7 @@ class KernelTimes:
         return self._times_s
 
     def start(self) -> None:
-        """Begin to trace. A profiler that cannot start, as another one runs, is logged once and not tried again."""
+        """Begin to trace. If the profiler cannot start, as another one runs, that is logged once and not retried."""
         if self._is_off or self._profile is not None:
             return
         from torch.profiler import profile
@@ -185,9 +175,9 @@ class KernelTimes:
         self._profile = started
 
     def stop(self) -> None:
-        """End the trace, and add the times in it.
+        """End the trace, and add its times.
 
-        Blocks: until the device has done what it was given, and while the events are read.
+        Blocks: until the device has finished its work, and while the events are read.
         """
         if self._profile is None:
             return
@@ -198,7 +188,7 @@ class KernelTimes:
                 self._times_s.setdefault(event.name, []).append(seconds)
 
     def take(self, best_s: dict[str, float]) -> tuple[Timing, ...]:
-        """Return the summaries of the kernels that took most time, and forget them all.
+        """Return the summaries of the kernels that took most time, and clear all.
 
         Args:
             best_s: The own best of earlier windows, by kernel.
@@ -213,7 +203,7 @@ R = TypeVar("R")
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 """Names of the sections that :meth:`Wrappings.watch` times."""
 _WAITING, _LEFT_OUT = -1, -2
-"""Numbers of the sections whose time is no section's."""
+"""Pseudo sections whose time counts for no section."""
 _COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced"),
     *("all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce"),
@@ -221,24 +211,23 @@ _COLLECTIVES = (
     *("recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
-"""Methods of a process group, those that this torch has, which wait for other ranks: on a device its stream does."""
+"""Methods of a process group (those that this torch has) that wait for other ranks; on a device its stream does."""
 
 
 class SectionRecorder:
     """Collect times by section.
 
     Args:
-        device_times: Events on the device; ``None`` = the host's clock alone.
+        device_times: Events on the device; ``None`` = the host's clock only.
 
-    Thread: sections are those of the thread that makes it; those of others are not timed.
+    Thread: sections are those of the creating thread; those of others are not timed.
     """
 
     def __init__(self, device_times: DeviceTimes | None = None) -> None:
         self.active = False
         """Whether sections that are entered now are timed."""
         self.uses_device = True
-        """Whether they are timed on the device, too, and the backward is timed, which costs as much; to be changed only
-        between steps."""
+        """Whether sections, and the backward, are also timed on the device; to be changed only between steps."""
         self._device = device_times
         self._thread = threading.get_ident()
         self._indices: dict[str, int] = {}
@@ -246,7 +235,7 @@ class SectionRecorder:
         self._times_ns: list[deque[int]] = []
         self._counts: list[int] = []
         self._left_to_host: list[int] = []
-        """Times of each that were not taken on the device, though they should."""
+        """Times of each section that should have been taken on the device, but were not."""
         self._ended: list[int] = []
         self._has_ended: list[bool] = []
         self._stack: list[list[Any]] = []
@@ -256,7 +245,6 @@ class SectionRecorder:
         """Return the number of a section, a new one for a new name.
 
         Args:
-            name: The section's name.
             on_device: Time it on the device, where there is one.
         """
         if name not in self._indices:
@@ -278,7 +266,7 @@ class SectionRecorder:
             self._enter(index)
 
     def begin_waiting(self, within: int) -> bool:
-        """Begin to wait for other ranks, in a section that is the innermost open one; else return ``False``.
+        """Begin to wait for other ranks if ``within`` is the innermost open section; else return ``False``.
 
         Thread: also another one than that of the sections, while that one waits in the section.
         """
@@ -287,12 +275,8 @@ class SectionRecorder:
         self._enter(_WAITING)
         return True
 
-    def end_waiting(self) -> None:
-        """End what :meth:`begin_waiting` began."""
-        self.leave(_WAITING)
-
     def count(self, index: int) -> None:
-        """Count an entry of a section that was not timed: it took as long as the others on average."""
+        """Count an entry of a section that was not timed: it counts with the average time of the others."""
         if self.active and threading.get_ident() == self._thread and not self._left_out:
             self._counts[index] += 1
             if self._on_device[index]:
@@ -307,7 +291,8 @@ class SectionRecorder:
                 outer = entry[3]
         if times:
             span = None
-            if self._device is not None and self.uses_device and (outer is not None or self._has_span(index)):
+            has_span = outer is not None or index < 0 or self._on_device[index]
+            if self._device is not None and self.uses_device and has_span:
                 span = self._device.begin(index, outer)
             self._stack.append([index, perf_counter_ns(), 0, span])
         else:
@@ -316,7 +301,7 @@ class SectionRecorder:
             self._left_out += 1
 
     def leave(self, index: int, failed: bool = False) -> None:
-        """End the innermost open section of that number, and what is still open in it; a failed one is not counted."""
+        """End the innermost open section of that number, and those still open in it; a failed one is not counted."""
         now_ns = perf_counter_ns()
         stack = self._stack
         if threading.get_ident() != self._thread:
@@ -326,7 +311,7 @@ class SectionRecorder:
         while stack and stack[-1][0] != index:
             if not any(entry[0] == index for entry in stack):
                 return
-            stack.pop()  # an exception went past its end
+            stack.pop()  # an exception skipped its end
         if not stack:
             return
         _, began_ns, inner_ns, span = stack.pop()
@@ -349,24 +334,21 @@ class SectionRecorder:
                 self._has_ended[index] = True
                 self._ended.append(index)
 
-    def _has_span(self, index: int) -> bool:
-        return index < 0 or self._on_device[index]
-
     def waiting(self) -> StepSection:
-        """Return a section around waiting for other ranks: the time within is no section's."""
+        """Return a section for waiting for other ranks: the time within counts for no section."""
         return _section(self, _WAITING)
 
     def left_out(self) -> StepSection:
-        """Return a section around what belongs to no step, such as a save or an evaluation: nothing in it is timed."""
+        """Return a section for work outside steps, such as a save or an evaluation: nothing in it is timed."""
         return _section(self, _LEFT_OUT)
 
     def drop_open(self) -> None:
-        """Forget what is open, as after an exception."""
+        """Discard open sections, as after an exception."""
         self._stack.clear()
         self._left_out = 0
 
     def poll(self) -> None:
-        """Read what the device has finished; waits for nothing."""
+        """Read what the device has finished; does not wait."""
         if self._device is not None:
             self._device.poll()
 
@@ -381,11 +363,10 @@ class SectionRecorder:
         timings = []
         for index in self._ended:
             if self._on_device[index] and index in device_s:
-                best, more = best_s.get(names[index], 0.0), self._left_to_host[index]
-                timings.append(summarise(names[index], device_s[index], best_s=best, num_more=more))
-                continue
-            values_s = [value / 1e9 for value in self._times_ns[index]]
-            more = self._counts[index] - len(values_s)
+                values_s, more = device_s[index], self._left_to_host[index]
+            else:
+                values_s = [value / 1e9 for value in self._times_ns[index]]
+                more = self._counts[index] - len(values_s)
             timings.append(summarise(names[index], values_s, best_s=best_s.get(names[index], 0.0), num_more=more))
         for times_ns in self._times_ns:
             times_ns.clear()
@@ -396,9 +377,9 @@ class SectionRecorder:
 
 
 class StepSection:
-    """A stretch of a step: a context manager, and a decorator; within itself it is part of the one around it.
+    """A part of a step: a context manager, and a decorator; within itself it is part of the one around it.
 
-    What is within is timed, or is waiting, or is left out. One object serves every use of it; a detector makes it.
+    Its body is timed, or counted as waiting, or left out. One object, created by a detector, serves all uses.
     """
 
     __slots__ = ("_recorder", "index")
@@ -437,10 +418,10 @@ def _section(recorder: SectionRecorder, index: int) -> StepSection:
 
 
 class Wrappings:
-    """What was put around the script's callables, modules and optimizers, and is removed again.
+    """Wrappers around the script's callables, modules and optimizers, and their removal.
 
     Args:
-        recorder: What times the sections.
+        recorder: Times the sections.
     """
 
     def __init__(self, recorder: SectionRecorder) -> None:
@@ -449,7 +430,7 @@ class Wrappings:
         self._watches_torch = False
 
     def wrap(self, owner: Any, attribute: str, section: StepSection) -> None:
-        """Replace a callable attribute of an object, a class or a module by one that is timed.
+        """Replace a callable attribute of an object, a class or a module by a timed one.
 
         Raises:
             OutlastError: There is no such callable.
@@ -457,16 +438,14 @@ class Wrappings:
         function = getattr(owner, attribute, None)
         if not callable(function):
             raise OutlastError(f"{owner!r} has no callable {attribute!r} to time")
-        is_own = attribute in vars(owner) if hasattr(owner, "__dict__") else False
-        previous = vars(owner)[attribute] if is_own else None
-        if isinstance(previous, staticmethod | classmethod):
+        if isinstance(getattr(owner, "__dict__", {}).get(attribute), staticmethod | classmethod):
             raise OutlastError(f"{attribute!r} of {owner!r} is a static or class method; time its body instead")
         self._replace(owner, attribute, section(function))
 
     def _replace(self, owner: Any, attribute: str, replacement: Callable[..., Any]) -> None:
-        """Replace an attribute until :meth:`undo`, which leaves what others put around the replacement since."""
-        is_own = attribute in vars(owner) if hasattr(owner, "__dict__") else False
-        previous = vars(owner)[attribute] if is_own else None
+        """Replace an attribute until :meth:`undo`, which keeps wrappers that others have added since."""
+        own = getattr(owner, "__dict__", {})
+        is_own, previous = attribute in own, own.get(attribute)
         setattr(owner, attribute, replacement)
 
         def undo() -> None:
@@ -483,10 +462,9 @@ class Wrappings:
         """Time the forward of modules, the backward, the step of optimizers and torch's data loaders; mark collectives.
 
         Args:
-            state: A module, an optimizer, or a mapping of them, also a nested one; everything else in it is ignored.
-                Of a module in ``DistributedDataParallel`` the module within is timed, which does not wait for other
-                ranks.
-            section: Makes a section of a name.
+            state: A module, an optimizer, or a mapping of them, also a nested one; other contents are ignored. For
+                ``DistributedDataParallel`` the inner module is timed, which does not wait for other ranks.
+            section: Returns a section by name.
         """
         for value in _values_in(state):
             if isinstance(value, torch.nn.Module):
@@ -509,11 +487,11 @@ class Wrappings:
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
             nonlocal is_open
-            if is_open or not recorder.active:  # a backward within a backward is part of it
+            if is_open or not recorder.active:  # a nested backward is part of the outer one
                 original(*args, **kwargs)
                 return
             if not recorder.uses_device:
-                with recorder.waiting():  # part of it is
+                with recorder.waiting():  # part of it is waiting
                     original(*args, **kwargs)
                 recorder.count(index)
                 return
@@ -541,7 +519,7 @@ class Wrappings:
             finally:
                 is_open = False
                 if waits:
-                    recorder.end_waiting()
+                    recorder.leave(_WAITING)
                 recorder.leave(index, failed)
                 for handle in handles:
                     handle.remove()
@@ -567,24 +545,17 @@ class Wrappings:
 
     def _hook(self, register_before: Callable[..., Any], register_after: Callable[..., Any], index: int) -> None:
         enter, leave = self._recorder.enter, self._recorder.leave
-
-        def before(*_: Any) -> None:
-            enter(index)
-
-        def after(*_: Any) -> None:
-            leave(index)
-
-        self._undo += [register_before(before).remove, register_after(after).remove]
+        self._undo += [register_before(lambda *_: enter(index)).remove, register_after(lambda *_: leave(index)).remove]
 
 
 def _traces_backward() -> bool:
-    """Return whether compiled autograd traces the backward: it has no final callbacks of Python."""
+    """Return whether compiled autograd traces the backward, which then has no final callbacks of Python."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def _values_in(state: Any) -> Iterator[Any]:
-    """Yield what a state consists of; of a wrapper (DDP, accelerate's optimizer, an adapter's own) what is in it."""
+    """Yield the parts of a state; for a wrapper (DDP, accelerate's optimizer, an adapter's own) the wrapped object."""
     if isinstance(state, Mapping):
         for value in state.values():
             yield from _values_in(value)

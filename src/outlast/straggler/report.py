@@ -1,4 +1,4 @@
-"""What a window's report contains, in the layout of NVIDIA's resiliency extension, and where rank 0 publishes it."""
+"""The report on a window, in the layout of NVIDIA's resiliency extension, and its publication by rank 0."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Metrics = Callable[[Mapping[str, float], int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What all ranks know after a window; the same on all of them, but for the time that it took."""
+    """Report on a window; the same on all ranks, except for ``processing_s``."""
 
     iteration: int
     """Number of optimizer steps done."""
     device: str
     """``GPU`` or ``CPU``."""
     ranks: tuple[RankTimings, ...]
-    """What each rank timed, in order."""
+    """Timings of each rank, by rank."""
     findings: Findings
     machines: tuple[MachineVerdict, ...] = ()
-    """Whether the machines of the ranks that were named in this window are slow."""
+    """Benchmark results for the ranks that were newly reported in this window."""
     stop_for: tuple[int, ...] = ()
-    """Ranks for which training is to stop: ``stop_if_detected`` is on, they are named, and below a threshold. Of ranks
-    that are slow alike only those whose machine proved slow: the others may wait for them."""
+    """Ranks for which training is to stop: ``stop_if_detected`` is on, they are reported, and below a threshold. Of
+    ranks that are equally slow only those whose machine proved slow: the others may wait for them."""
     processing_s: float = 0.0
     """Seconds that the report took on this rank, waiting for others included."""
 
     @property
     def named_ranks(self) -> tuple[int, ...]:
-        """Global ranks that are named, worst first."""
+        """Reported global ranks, worst first."""
         return self.findings.named_ranks
 
     @property
@@ -66,7 +66,7 @@ class Report:
         """Return the report's text.
 
         Args:
-            num_scores: Worst and best ranks to list; where there are not more ranks than both together, all are.
+            num_scores: Worst and best ranks to list; all, if there are not more ranks than both together.
         """
         nodes = {owner.rank: owner.node for owner in self.ranks}
         lines = []
@@ -88,11 +88,7 @@ class Report:
         return "\n".join(lines)
 
     def warnings(self) -> tuple[str, ...]:
-        """Return a line for each way in which ranks were found to be slow."""
-        affected = {
-            basis: [one.rank for one in self.findings.named if one.basis == basis]
-            for basis in (Basis.RELATIVE, Basis.INDIVIDUAL)
-        }
+        """Return a line for each basis on which ranks are slow."""
         texts = {
             Basis.RELATIVE: f"Some {self.device}s have worse relative performance.",
             Basis.INDIVIDUAL: f"Some {self.device}s performance dropped.",
@@ -100,12 +96,12 @@ class Report:
         return tuple(
             f"STRAGGLER DETECTION WARNING: {texts[basis]} Affected ranks: {', '.join(map(str, ranks))} "
             f"(reference: {REFERENCES[basis]})"
-            for basis, ranks in affected.items()
-            if ranks
+            for basis in texts
+            if (ranks := [one.rank for one in self.findings.named if one.basis == basis])
         )
 
     def incidents(self, *, job: str = "", cycle: int = 0) -> tuple[Incident, ...]:
-        """Return an incident for each rank that was not named in the window before."""
+        """Return an incident for each rank that was not reported in the window before."""
         verdicts = {verdict.rank: verdict for verdict in self.machines}
         found = []
         for rank in self.findings.newly_named:
@@ -154,7 +150,7 @@ def _list_scores(scores: Mapping[int, float], nodes: Mapping[int, str], num_scor
 
 
 def _describe_arrivals(ranks: tuple[RankTimings, ...]) -> list[str]:
-    """Return who comes last to the step's end, and how long the one that waits most waits for it."""
+    """Return which rank reaches the step's end last, and the longest wait of another rank for it."""
     waits_s = {owner.rank: owner.wait_s for owner in ranks if owner.wait_s is not None}
     if len(waits_s) < 2:
         return []
@@ -187,7 +183,7 @@ def publish(report: Report, config: StragglerDetectionConfig, log_metrics: Metri
 
 
 def record(report: Report, place: WorkerEnv, journal: Journal) -> None:
-    """Write a report to the journal, and an incident for each rank that is newly named."""
+    """Write a report to the journal, and an incident for each newly reported rank."""
     findings = report.findings
     scores = [findings.relative.get(owner.rank) for owner in sorted(report.ranks, key=lambda owner: owner.rank)]
     journal.write(
