@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,18 +166,22 @@ def test_a_real_run_shows_one_goodput_everywhere(tmp_path: Path) -> None:
     ) as cluster:
         cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 100, LONG_S)
         (url,) = [word for word in cluster.agents[0].output().split() if word.endswith("/metrics")]
-        before = Ledger.read(tmp_path / "run").ettr
-        lines = urlopen(url, timeout=60).read().decode().splitlines()
-        (endpoint,) = [float(line.split()[-1]) for line in lines if line.startswith("outlast_job_goodput{")]
-        session = float((tmp_path / "goodput").read_text())
-        between = Ledger.read(tmp_path / "run").ettr
+        end_s = time.monotonic() + LONG_S
+        while True:  # a step that a busy machine holds up is in one of them before it is in the others
+            before = Ledger.read(tmp_path / "run").ettr
+            lines = urlopen(url, timeout=60).read().decode().splitlines()
+            (endpoint,) = [float(line.split()[-1]) for line in lines if line.startswith("outlast_job_goodput{")]
+            session = float((tmp_path / "goodput").read_text())
+            between = Ledger.read(tmp_path / "run").ettr
+            assert before is not None
+            assert between is not None
+            if all(before - 0.05 <= share <= between + 0.05 for share in (endpoint, session)):
+                break
+            assert time.monotonic() < end_s, (before, endpoint, session, between)
+            time.sleep(0.5)
         words = ("top", str(tmp_path / "run"), "--once", "--json")
         done = subprocess.run([sys.executable, "-m", "outlast", *words], capture_output=True, timeout=200, check=True)
         top = json.loads(done.stdout)
         after = Ledger.read(tmp_path / "run").ettr
-    assert before is not None
-    assert between is not None
     assert after is not None
-    for share in (endpoint, session):
-        assert before - 0.05 <= share <= between + 0.05
     assert between <= top["goodput"] <= after
