@@ -1,7 +1,7 @@
-"""Addresses: reading and writing ``host:port``, and the address under which peers reach this machine.
+"""Addresses: parsing and formatting ``host:port``, and the address at which peers reach this machine.
 
-A machine has several addresses, and its own name often leads to a loopback one (Debian's ``/etc/hosts``). The address
-that counts is that of the interface on the way to an endpoint that all peers know, in that endpoint's family.
+A machine has several addresses, and its own name often resolves to a loopback one (Debian's ``/etc/hosts``). The
+address used is that of the interface on the route to an endpoint that all peers know, in that endpoint's family.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from outlast import clock, env
 from outlast.errors import ConfigError, RendezvousError
 
 _ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
+"""Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route."""
 _DISCARD_PORT = 9
 _AGAIN_S = 0.3
-"""Between two of the four queries to a name server that responds with a temporary failure."""
+"""Seconds between two of the four queries to a name server that responds with a temporary failure."""
 
 Addresses = list[tuple[int, tuple[str, int]]]
 """Family and address."""
@@ -30,7 +30,7 @@ Addresses = list[tuple[int, tuple[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where something listens, or may."""
+    """A host and port on which a process listens, or may listen."""
 
     host: str
     port: int
@@ -40,15 +40,15 @@ class Endpoint:
 
     @property
     def family(self) -> socket.AddressFamily:
-        """The family of sockets that listen there; a name means IPv4."""
+        """Family of the sockets that listen there; a name means IPv4."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Return the endpoint that :class:`Endpoint` wrote as ``host:port``.
+    """Parse one ``host:port``, as :class:`Endpoint` formats it.
 
     Raises:
-        ConfigError: It is another text.
+        ConfigError: The text is not such an endpoint.
     """
     endpoints = parse_endpoints(text, default_port=-1, where="address")
     if len(endpoints) != 1 or endpoints[0].port <= 0:
@@ -57,15 +57,15 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdzv-endpoint") -> tuple[Endpoint, ...]:
-    """Return the endpoints in ``host[:port][,host[:port]...]``.
+    """Parse ``host[:port][,host[:port]...]``.
 
     Args:
         text: The endpoints.
-        default_port: What a host without a port gets.
-        where: What the text was given as, for errors.
+        default_port: Port of a host without one.
+        where: Source of the text, for errors.
 
     Raises:
-        ConfigError: A port is not a number between 0 and 65535, or there is no host.
+        ConfigError: A port is not a number between 0 and 65535, or a host is missing.
     """
     endpoints = []
     for part in text.split(","):
@@ -88,7 +88,7 @@ def _has_port(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, as it was given, means whatever machine one is on."""
+    """Return whether a host name or address always means the local machine."""
     if host == "localhost":
         return True
     try:
@@ -98,19 +98,19 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address under which peers reach this machine; nothing is sent.
+    """Return the address at which peers reach this machine; nothing is sent.
 
     Args:
-        towards: A host that the peers reach as well: name or address. If it is this machine, the answer is the address
-            of the default route, or a loopback one where there is no network. ``None``: all peers are on this machine.
-            Where ``--interface`` names one, the answer is its address, in the family of the host.
+        towards: Host (name or address) that the peers reach as well. If it is this machine, the result is the address
+            of the default route, or a loopback one without a network. ``None``: all peers are on this machine. With
+            ``--interface``, the result is an address of that interface, in the family of the host.
 
     Raises:
-        ConfigError: The interface that was named is not here.
-        RendezvousError: The host's name is not known here, there is no route to it, or the interface that was named
-            has no address of its family.
+        ConfigError: The interface does not exist here.
+        RendezvousError: The host name is unknown, there is no route to it, or the interface has no address of its
+            family.
 
-    Blocks: while the name is looked up.
+    Blocks: for the name lookup.
     """
     if towards is None or is_loopback(towards):
         return "::1" if towards is not None and ":" in towards else "127.0.0.1"
@@ -146,17 +146,17 @@ def own_address(towards: str | None) -> str:
 
 
 def address_for_peers(endpoints: Sequence[Endpoint], *, is_one_machine: bool) -> str:
-    """Return the address under which the agents of a job reach this machine.
+    """Return the address at which the agents of a job reach this machine.
 
     Args:
-        endpoints: Where they may meet; of those whose host is known here, the first one counts.
-        is_one_machine: There are no others.
+        endpoints: Where the agents may meet; the first one whose host is known here is used.
+        is_one_machine: All agents are on this machine.
 
     Raises:
-        ConfigError: The interface that was named is not here, or the address is a loopback one and there are others.
+        ConfigError: The interface does not exist here, or the address is a loopback one and there are other machines.
         RendezvousError: No host is known here, or none can be reached.
 
-    Blocks: while the names are looked up.
+    Blocks: for the name lookups.
     """
     first_error: RendezvousError | None = None
     for endpoint in endpoints:
@@ -176,18 +176,19 @@ def address_for_peers(endpoints: Sequence[Endpoint], *, is_one_machine: bool) ->
 
 
 def listening_addresses(host: str, *, interface: str | None = None) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of this machine at which the host of an endpoint is to listen; none: it is another machine.
+    """Return the addresses of this machine at which the host of an endpoint must listen; empty: it is another machine.
 
-    A name that leads to a loopback address here (127.0.1.1) leads the peers to another one, so both are returned.
+    A name that resolves to a loopback address here (127.0.1.1) resolves to another one on the peers, so both are
+    returned.
 
     Args:
         host: Name or address.
-        interface: Names the interface of that other address; ``None``: the default route does.
+        interface: Interface of that other address; ``None``: that of the default route.
 
     Raises:
         ConfigError: There is no such interface.
 
-    Blocks: while the name is looked up.
+    Blocks: for the name lookup.
     """
     if host in ("0.0.0.0", "::"):
         return [(Endpoint(host, 0).family, host)]  # as it was told to
@@ -215,13 +216,13 @@ def listening_addresses(host: str, *, interface: str | None = None) -> list[tupl
 
 
 def interface_addresses(names: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of the first of some interfaces that this machine has; link-local ones come last.
+    """Return the addresses of the first interface of a list that this machine has; link-local addresses come last.
 
     Args:
         names: ``NAME[,NAME]``.
 
     Raises:
-        ConfigError: The machine has none of them, or that one has no address; those that it has are named.
+        ConfigError: The machine has none of them, or it has no address; the error lists the interfaces.
     """
     import psutil
 
@@ -241,15 +242,15 @@ def interface_addresses(names: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1) -> range:
-    """Return the ports in ``LOW-HIGH``.
+    """Parse the ports in ``LOW-HIGH``.
 
     Args:
         text: The range.
-        where: What the text was given as, for errors.
-        needed: How many ports it must have.
+        where: Source of the text, for errors.
+        needed: Minimum number of ports.
 
     Raises:
-        ConfigError: It is another text, or too small.
+        ConfigError: The text is not a range, or the range is too small.
     """
     low, _, high = text.partition("-")
     if not (low.strip().isdecimal() and high.strip().isdecimal() and 0 < int(low) <= int(high) < 65536):
@@ -261,15 +262,15 @@ def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1)
 
 
 def listen_at(host: str, *, backlog: int, port: int = 0) -> socket.socket:
-    """Return a socket that listens at one address, at a free port, of ``--port-range`` where there is one.
+    """Return a socket that listens at one address, on a free port, within ``--port-range`` if there is one.
 
     Args:
         host: An address of this machine.
-        backlog: How many connections may wait.
-        port: The port to use if it is free; 0 = any.
+        backlog: Maximum number of pending connections.
+        port: Port to use if it is free; 0 = any.
 
     Raises:
-        ConfigError: The range is not one.
+        ConfigError: The range is invalid.
         OSError: The address is not this machine's, or no port of the range is free.
     """
     if port:
@@ -292,7 +293,7 @@ def listen_at(host: str, *, backlog: int, port: int = 0) -> socket.socket:
 
 
 def _outward_addresses(interface: str | None) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of an interface, or those of the default routes; none where there is no network."""
+    """Return the addresses of an interface, or of the default routes; empty without a network."""
     if interface is not None:
         return interface_addresses(interface)
     found = []
@@ -311,7 +312,7 @@ def _source_address(family: int, address: tuple[object, ...]) -> str:
 
 
 def look_up(endpoint: Endpoint, timeout_s: float) -> Addresses | str | None:
-    """Return the addresses of an endpoint, or why there are none; ``None``: no name server answered in time.
+    """Return the addresses of an endpoint, or why there are none; ``None``: no name server responded in time.
 
     Blocks: up to ``timeout_s``.
     """
