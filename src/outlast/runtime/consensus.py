@@ -42,7 +42,7 @@ from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
 _PROTOCOL = "consensus"
 _MAX_BYTES = 1 << 16
 _FIRST_LOOK_S, _LAST_LOOK_S = 1.0, 30.0
-"""Seconds until a rank that waits for others looks whether one has failed; each wait is twice as long as the last."""
+"""Seconds until a waiting rank checks whether another one has failed; each wait is twice as long as the last."""
 
 
 class _RoundNumbers(msgspec.Struct, frozen=True, array_like=True):
