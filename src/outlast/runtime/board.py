@@ -515,7 +515,7 @@ class Board:
         """
         fd = memory_file(_MEMORY_NAME)
         try:
-            os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))  # fail now if there is no memory, not with SIGBUS later
+            os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))  # without memory: fail now, not with SIGBUS later
             board = cls(f"/proc/{os.getpid()}/fd/{fd}", fd, num_ranks)
         except BaseException:
             os.close(fd)
@@ -593,8 +593,7 @@ class Board:
         return RankPage(self.page(local_rank), local_rank)
 
     def assign(self, local_rank: int, *, pid: int, global_rank: int, cycle: int) -> None:
-        """Record the owner of a page before its worker attaches, so that a worker that never attaches can be examined.
-        """
+        """Record the owner of a page before it attaches, so that a worker that never attaches can be examined."""
         words = self.page(local_rank)
         if not words[ATTACHED]:
             words[RANK], words[CYCLE], words[PID] = global_rank, cycle, pid

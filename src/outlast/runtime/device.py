@@ -59,8 +59,7 @@ def why_absent(kind: str) -> str | None:
 
 
 def _torch_built_for() -> set[str] | None:
-    """Return the kinds of accelerators that the installed torch supports; ``None`` = its version file does not show
-    them."""
+    """Return the kinds of accelerators that the installed torch supports; ``None`` = not shown by its version file."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None
     try:

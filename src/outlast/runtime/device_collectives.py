@@ -112,8 +112,9 @@ _FROM_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 def settle_collectives() -> dict[str, str | None]:
-    """Set the variables that NCCL needs for :func:`abort_collectives`, if there are devices; NCCL reads them when a
-    group is made.
+    """Set the variables that NCCL needs for :func:`abort_collectives`, if there are devices.
+
+    NCCL reads them when a group is made.
 
     Returns:
         Their previous values, for :func:`outlast.env.update`.

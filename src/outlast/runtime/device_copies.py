@@ -72,8 +72,7 @@ class DeviceCopies:
             self._stream = torch.cuda.Stream(device)
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Register memory of this process, so that copies access its pages directly; :meth:`unpin` it before it is
-        unmapped.
+        """Register memory of this process for direct copies; :meth:`unpin` it before it is unmapped.
 
         Returns:
             Whether it was registered; otherwise copies go through memory of the driver and wait for it.
@@ -142,8 +141,7 @@ class DeviceCopies:
     def make_room(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, together: bool = False
     ) -> list[torch.Tensor]:
-        """Return new device tensors for copies: the first of these shapes, as far as memory permits; some memory stays
-        free.
+        """Return new device tensors for copies: the first of these shapes that fit, with some memory left free.
 
         Args:
             shapes: Shapes and element types.

@@ -183,8 +183,8 @@ _lock = threading.Lock()
 
 
 def find_digests(device: torch.device, num_bytes: int) -> ChunkDigests | None:
-    """Return the digests for chunks of ``num_bytes``, a multiple of 16 KiB, on a device; ``None``: the host must
-    compute them.
+    """Return the digests for chunks of ``num_bytes`` (a multiple of 16 KiB) on a device; ``None``: the host computes
+    them.
 
     Blocks: some tenths of a second the first time, while the kernel is compiled and tested. Thread: any.
     """

@@ -54,8 +54,7 @@ def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
 
 
 def kernel_seconds(event: Any) -> float | None:
-    """Return the seconds of a profiler's event, excluding its children, if it is a kernel (without a device: an
-    operator).
+    """Return the seconds of a profiler's event without its children, if it is a kernel (without a device: an operator).
 
     Collectives return ``None``: they take as long as their ranks wait for each other.
 

@@ -287,8 +287,7 @@ class _LineBuffer(io.BufferedWriter):
 
 
 def _draw_anew() -> None:
-    """Renew the random state that a fresh interpreter would draw; Python's own generator reseeds itself after a fork.
-    """
+    """Renew the random state that a fresh interpreter draws; Python's own generator reseeds itself after a fork."""
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
     torch, numpy_random = sys.modules.get("torch"), sys.modules.get("numpy.random")
     if torch is not None:

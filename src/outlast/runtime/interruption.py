@@ -135,8 +135,7 @@ class Interruption:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Defer interruptions by up to 1 s within this context; may be nested. Raises: as :meth:`check`, before or
-        after."""
+        """Defer interruptions by up to 1 s within this context; may be nested. Raises: as :meth:`check`."""
         self.check()
         self._num_updates += 1
         try:
@@ -178,7 +177,7 @@ class Interruption:
         """Return whether the thread may be interrupted in this frame."""
         if not self.is_wanted or self._num_atomic or self.is_put_off or self._is_unsafe(frame):
             return False
-        return frame is None or frame.f_code not in self._boundary  # in the boundary it has left or not entered the call
+        return frame is None or frame.f_code not in self._boundary  # there it is outside the call
 
     def _is_unsafe(self, frame: FrameType | None) -> bool:
         for _ in range(_NUM_FRAMES):

@@ -292,8 +292,7 @@ class Lease:
             thread.join(RELEASE_S)
 
     def withdraw(self) -> None:
-        """Release the directory as if it had not been taken, because nothing was written. Blocks: as :meth:`release`.
-        """
+        """Release the directory as if it had not been taken, as nothing was written. Blocks: as :meth:`release`."""
         self._is_withdrawn = self._number == 1  # else the older record would be lost
         self.release()
 

@@ -23,7 +23,7 @@ from outlast.errors import CheckpointError, Unavailable
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 MAX_BLOCKED = 3
-"""Threads that wait for one place at most."""
+"""Maximum number of threads that wait for one place."""
 LOG_S = 10.0
 """Seconds between two lines about a call that does not return."""
 _POLL_S = 0.25
@@ -77,14 +77,14 @@ _blocked: dict[str, list[_BoundedCall]] = {}
 
 
 class CallProgress:
-    """Count what a call has done. The counting thread is ended once the call is abandoned. Thread: any."""
+    """Count the progress of a call. Thread: any."""
 
     def __init__(self) -> None:
         self.count = 0
         self.is_abandoned = False
 
     def add(self, number: int = 1) -> None:
-        """Count more. Raises: Unavailable, in the thread of a call that was abandoned."""
+        """Add to the count. Raises: Unavailable, in the thread of an abandoned call, to end it."""
         self.count += number
         if self.is_abandoned:
             raise Unavailable("the call was abandoned, as it made no progress")
@@ -113,19 +113,19 @@ class StorageCalls:
         progress: CallProgress | None = None,
         discard: Callable[[R], object] | None = None,
     ) -> R:
-        """Return what ``work()`` returns.
+        """Return the result of ``work()``.
 
         Args:
             place: The directory or URL; calls on one place are limited together.
             work: The call; runs in a daemon thread.
-            operation: What it does, for people, such as ``list``.
+            operation: Name of the operation for people, such as ``list``.
             target: Returns the path that the call waits for; ``None`` = the place.
-            progress: Counts what the call has done; as long as it changes, the call is not abandoned.
+            progress: Counts the call's progress; while it changes, the call is not abandoned.
             discard: Releases a result that arrives after the call was abandoned.
 
         Raises:
             Unavailable: The call made no progress for ``timeout_s``, or too many calls on the place are blocked.
-            BaseException: What ``work`` raised.
+            BaseException: An error of ``work``.
 
         Blocks: up to ``timeout_s`` without progress.
         """
@@ -179,7 +179,7 @@ class StorageCalls:
         target: Callable[[], str] | None,
         progress: CallProgress | None,
     ) -> None:
-        """Wait until a call is done. Raises: Unavailable, once it has made no progress for too long."""
+        """Wait until a call is done. Raises: Unavailable, once it has made no progress for the timeout."""
         count, since_ns, num_lines = 0, call.since_ns, 0
         if call.done.wait(min(_POLL_S, self.timeout_s)):
             return
@@ -208,12 +208,12 @@ def is_blocked(place: str) -> bool:
 
 
 def in_threads(work: Callable[[Any], R], items: list[Any], *, num_threads: int, name: str) -> list[R]:
-    """Return what ``work`` returns for each item, in their order, by daemon threads.
+    """Return the results of ``work`` for all items, in their order, computed by daemon threads.
 
     Raises:
-        Exception: The first error in the order of the items; what has not begun then does not begin.
+        Exception: The first error in the order of the items; after an error no further item is started.
 
-    Blocks: until all is done, or the calls that run when one fails have returned.
+    Blocks: until all started calls have returned.
     """
     results: dict[int, R] = {}
     errors: dict[int, BaseException] = {}
