@@ -12,7 +12,6 @@ and would no longer write to the terminal that a script may look for).
 from __future__ import annotations
 
 import faulthandler
-import logging
 import mmap
 import os
 import re
@@ -21,7 +20,6 @@ import sys
 import sysconfig
 import traceback
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,20 +27,10 @@ from typing import Any
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import MAX_STATE_BYTES, from_json, json_decoder, read_file
-from outlast.env import WorkerEnv, clean_name
+from outlast.decoding import json_decoder
 from outlast.errors import OutlastError
-from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
-from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import (
-    PRIVATE,
-    in_time,
-    make_private_folder,
-    memory_file,
-    write_atomically,
-    write_optional,
-)
-from outlast.runtime.journal import Journal
+from outlast.incidents import Cause
+from outlast.runtime.files import memory_file
 
 _HEAD = struct.Struct("<QQ")
 """Total bytes of output; length of the exception's JSON."""
@@ -50,7 +38,6 @@ _RECORD_AT, _RECORD_BYTES = 64, 24 * 1024 - 64
 _RING_AT, _RING_BYTES = 24 * 1024, 24 * 1024
 _FAULT_AT = _RING_AT + _RING_BYTES
 _MAX_TEXT = 600
-_DIAGNOSIS_S = 10.0
 _MAX_TRACE = 12_000
 _MARK = "_outlast_kept"
 """Attribute of a recorded exception: its number in this process."""
@@ -307,76 +294,3 @@ def _cause_of_fault(text: str) -> Cause | None:
     users = next((one for one in frames if not _is_library_file(one["file"])), None)
     frame = f"{_short(users['file'])}:{users['line']} in {users['name']}".removesuffix(" in <module>") if users else ""
     return Cause(type="fatal signal", text=head, frame=frame)
-
-
-log = logging.getLogger(__name__)
-
-
-def leave_diagnosis(place: WorkerEnv, diagnosis: Diagnosis, journal: Journal | None = None) -> None:
-    """Log and journal, on the rank at fault, why this process is about to exit, and write it for the node's agent.
-
-    Args:
-        place: This worker's place; without a run directory nothing is written.
-        diagnosis: The same on all ranks; each writes it.
-        journal: ``None`` = no incident is written.
-    """
-    if diagnosis.rank == place.global_rank:
-        log.error("%s", diagnosis.describe())
-        journal_diagnosis(journal, place, diagnosis)
-    if place.run_dir is None:
-        return
-    write = partial(write_diagnosis, place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
-    write_optional(
-        "diagnoses",
-        Path(place.run_dir) / "diagnoses",
-        write,
-        otherwise="the launcher uses the exit code alone",
-        timeout_s=_DIAGNOSIS_S,
-    )
-
-
-def journal_diagnosis(
-    journal: Journal | None, place: WorkerEnv, diagnosis: Diagnosis, verdict: Verdict | None = None
-) -> None:
-    """Write an invalid result of this rank to the journal as an incident, with the decision if there is one."""
-    if journal is None:
-        return
-    incident = Incident(
-        kind=IncidentKind.INVALID_RESULT,
-        job=place.job,
-        cycle=place.cycle,
-        node=place.node,
-        rank=place.global_rank,
-        iteration=diagnosis.iteration,
-        evidence={"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)},
-    )
-    more: dict[str, Any] = {} if verdict is None else {"verdict": verdict}
-    journal.write(EventKind.INCIDENT, rank=place.global_rank, iteration=diagnosis.iteration, incident=incident, **more)
-
-
-def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int, diagnosis: Diagnosis) -> Path:
-    """Write a rank's diagnosis for its agent; return its path.
-
-    Raises:
-        OSError: The run directory cannot be written.
-    """
-    path = _path(run_dir, job, cycle, rank)
-    make_private_folder(path.parent)
-    write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
-    return path
-
-
-def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int) -> Diagnosis | None:
-    """Return a rank's diagnosis; ``None`` if there is none, or it is unreadable (which is logged)."""
-    path = _path(run_dir, job, cycle, rank)
-    try:
-        return from_json(in_time(path, lambda: read_file(path, max_bytes=MAX_STATE_BYTES)), Diagnosis)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("diagnosis %s cannot be read (%s); the launcher uses the exit code alone", path, error)
-        return None
-
-
-def _path(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int) -> Path:
-    return Path(run_dir) / "diagnoses" / f"{clean_name(job)}-cycle-{cycle}-rank-{rank}.json"
