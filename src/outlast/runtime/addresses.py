@@ -47,8 +47,7 @@ class Endpoint:
 def parse_endpoint(text: str) -> Endpoint:
     """Parse one ``host:port``, as :class:`Endpoint` formats it.
 
-    Raises:
-        ConfigError: The text is not such an endpoint.
+    Raises: ConfigError: The text is not such an endpoint.
     """
     endpoints = parse_endpoints(text, default_port=-1, where="address")
     if len(endpoints) != 1 or endpoints[0].port <= 0:
@@ -59,13 +58,7 @@ def parse_endpoint(text: str) -> Endpoint:
 def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdzv-endpoint") -> tuple[Endpoint, ...]:
     """Parse ``host[:port][,host[:port]...]``.
 
-    Args:
-        text: The endpoints.
-        default_port: Port of a host without one.
-        where: Source of the text, for errors.
-
-    Raises:
-        ConfigError: A port is not a number between 0 and 65535, or a host is missing.
+    Raises: ConfigError: A port is not a number between 0 and 65535, or a host is missing.
     """
     endpoints = []
     for part in text.split(","):
@@ -150,7 +143,6 @@ def address_for_peers(endpoints: Sequence[Endpoint], *, is_one_machine: bool) ->
 
     Args:
         endpoints: Where the agents may meet; the first one whose host is known here is used.
-        is_one_machine: All agents are on this machine.
 
     Raises:
         ConfigError: The interface does not exist here, or the address is a loopback one and there are other machines.
@@ -185,10 +177,7 @@ def listening_addresses(host: str, *, interface: str | None = None) -> list[tupl
         host: Name or address.
         interface: Interface of that other address; ``None``: that of the default route.
 
-    Raises:
-        ConfigError: There is no such interface.
-
-    Blocks: for the name lookup.
+    Raises: ConfigError: There is no such interface. Blocks: for the name lookup.
     """
     if host in ("0.0.0.0", "::"):
         return [(Endpoint(host, 0).family, host)]  # as it was told to
@@ -218,11 +207,7 @@ def listening_addresses(host: str, *, interface: str | None = None) -> list[tupl
 def interface_addresses(names: str) -> list[tuple[socket.AddressFamily, str]]:
     """Return the addresses of the first interface of a list that this machine has; link-local addresses come last.
 
-    Args:
-        names: ``NAME[,NAME]``.
-
-    Raises:
-        ConfigError: The machine has none of them, or it has no address; the error lists the interfaces.
+    Raises: ConfigError: The machine has none of them, or it has no address; the error lists the interfaces.
     """
     import psutil
 
@@ -242,16 +227,7 @@ def interface_addresses(names: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1) -> range:
-    """Parse the ports in ``LOW-HIGH``.
-
-    Args:
-        text: The range.
-        where: Source of the text, for errors.
-        needed: Minimum number of ports.
-
-    Raises:
-        ConfigError: The text is not a range, or the range is too small.
-    """
+    """Parse the ports in ``LOW-HIGH``. Raises: ConfigError: The text is not a range, or the range is too small."""
     low, _, high = text.partition("-")
     if not (low.strip().isdecimal() and high.strip().isdecimal() and 0 < int(low) <= int(high) < 65536):
         raise ConfigError(f"{where}={text} is not LOW-HIGH with 0 < LOW <= HIGH < 65536; write for example 30000-30099")
@@ -265,8 +241,6 @@ def listen_at(host: str, *, backlog: int, port: int = 0) -> socket.socket:
     """Return a socket that listens at one address, on a free port, within ``--port-range`` if there is one.
 
     Args:
-        host: An address of this machine.
-        backlog: Maximum number of pending connections.
         port: Port to use if it is free; 0 = any.
 
     Raises:

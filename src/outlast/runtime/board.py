@@ -184,9 +184,6 @@ class RankPage:
         in-process restart, when the next call has attached already.
 
         Args:
-            pid: This process.
-            global_rank: Its rank in the world.
-            cycle: Number of the cycle.
             warmup: Section name to the number of first durations that do not count as its longest.
             settings: Settings of this worker's own config, for the agent; a text that is too long is logged instead.
         """
@@ -220,8 +217,7 @@ class RankPage:
     def set_timeouts(self, text: str) -> None:
         """Report the timeouts that this worker calculated; they take precedence over those of every config.
 
-        Raises:
-            ConfigError: The text is longer than :data:`MAX_TIMEOUTS_BYTES`.
+        Raises: ConfigError: The text is longer than :data:`MAX_TIMEOUTS_BYTES`.
         """
         data = text.encode()
         if len(data) > MAX_TIMEOUTS_BYTES:
@@ -310,8 +306,7 @@ class RankPage:
     def intern(self, name: str) -> int:
         """Return the number of a section name, for :meth:`open` and :meth:`shut`.
 
-        Raises:
-            ConfigError: The name is empty or longer than 39 bytes.
+        Raises: ConfigError: The name is empty or longer than 39 bytes.
         """
         if (index := self._names.get(name)) is not None:
             return index
@@ -510,7 +505,6 @@ class Board:
         Other processes of the user open it at :attr:`path` while this process lives, or inherit its descriptor.
 
         Args:
-            num_ranks: Workers of the node.
             kept: State of the pages of the previous cycle, by local rank.
         """
         fd = memory_file(_MEMORY_NAME)
@@ -542,11 +536,9 @@ class Board:
         """Open a heartbeat memory that another process created.
 
         Args:
-            path: Its path.
             is_written: This process is one of its workers; otherwise it only reads.
 
-        Raises:
-            OutlastError: There is none, or it has another format or size.
+        Raises: OutlastError: There is none, or it has another format or size.
         """
         try:
             fd = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
@@ -577,11 +569,7 @@ class Board:
         return self._words[H_TOKEN]
 
     def page(self, local_rank: int) -> memoryview:
-        """Return the words of a rank's page.
-
-        Raises:
-            OutlastError: There is no such rank.
-        """
+        """Return the words of a rank's page. Raises: OutlastError: There is no such rank."""
         if not 0 <= local_rank < self.num_ranks:
             raise OutlastError(
                 f"heartbeat memory {self.path} has {self.num_ranks} ranks, but not local rank {local_rank}"
@@ -780,14 +768,7 @@ def agent_address(token: int) -> bytes:
 class InProcessMark:
     """The writing side of one process's in-process mark.
 
-    Args:
-        path: Heartbeat memory of an agent (``OUTLAST_BOARD``).
-        local_rank: This process's rank in it.
-
-    Raises:
-        OutlastError: There is no such memory, or no such rank in it.
-
-    Thread: any, one at a time; no call blocks.
+    Raises: OutlastError: There is no such memory, or no such rank in it. Thread: any, one at a time; no call blocks.
     """
 
     def __init__(self, path: str, local_rank: int) -> None:
@@ -817,9 +798,7 @@ class InProcessMark:
         """Record the in-process restart state of this process.
 
         Args:
-            state: The new state.
             restart_count: The restart that this process is in, or begins; ``None``: unchanged.
-            faults: Faults that caused the change.
         """
         if os.getpid() != self._pid:  # a forked child is not the worker
             return

@@ -127,9 +127,6 @@ def cut_all(*, both_ways: bool = False) -> int:
 
     Idempotent; repeat while a thread still waits, since a group may be about to open another connection.
 
-    Args:
-        both_ways: Also shut down the writing side.
-
     Blocks: never. Thread: any.
     """
     with _lock:
@@ -206,12 +203,10 @@ def cut_group(opened: Collection[tuple[int, int]], threads: frozenset[int]) -> N
     """End every wait on the connections of one group, here and at peers; the group is unusable afterwards.
 
     Args:
-        opened: Its connections.
         threads: Its threads that run collectives. A wait that gloo does not end by itself continues as if its message
             had arrived, so a caller that waits for a collective must check whether the group was cut.
 
-    Blocks: a few milliseconds; up to 30 ms where gloo no longer polls a connection.
-    Thread: any.
+    Blocks: a few milliseconds; up to 30 ms where gloo no longer polls a connection. Thread: any.
     """
     end_ns = clock.now_ns() + int(_CLOSING_S * 1e9)
     left = [one for one in opened if shut_down(*one, how=socket.SHUT_RD)]

@@ -82,8 +82,7 @@ class Dissemination:
     def start(self, values: Sequence[int]) -> None:
         """Send this rank's numbers, each within 64 bits, to the first peer; if it is gone, :meth:`result` raises.
 
-        Collective: all ranks, with equally many numbers, followed by :meth:`result`.
-        Blocks: never.
+        Collective: all ranks, with equally many numbers, followed by :meth:`result`. Blocks: never.
         """
         assert self._pending is None, "start() again before result()"
         self._pending = list(values)
@@ -102,8 +101,7 @@ class Dissemination:
             PeerLost: A peer is gone, or was not in time.
             OutlastError: The ranks agree on different things.
 
-        Collective: all ranks, after :meth:`start`.
-        Blocks: until all ranks have started; up to the timeout.
+        Collective: all ranks, after :meth:`start`. Blocks: until all ranks have started; up to the timeout.
         """
         assert self._pending is not None, "result() without start()"
         values, self._pending = self._pending, None
@@ -162,8 +160,7 @@ def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.so
         ConfigError: This rank has another run key than rank 0.
         RendezvousError: The ranks did not find each other.
 
-    Collective: all ranks of the default group, in the same order.
-    Blocks: up to ``timeout_s``.
+    Collective: all ranks of the default group, in the same order. Blocks: up to ``timeout_s``.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -223,19 +220,12 @@ def authenticate_peers(
     Connections that do not prove the key, or come from another rank, delay nobody.
 
     Args:
-        listener: Listens for the expected ranks.
-        to: Connections that this rank opened.
-        expected: Ranks that connect to this one.
-        rank: This rank.
-        key: Shared key.
-        end_s: Monotonic time at which to give up.
         look: Called now and then during the wait; raises ``OSError`` if waiting is pointless.
 
     Returns:
         The connection of each expected rank.
 
-    Raises:
-        OSError: A peer that this rank connected to does not prove the key, or not all ranks were in time.
+    Raises: OSError: A peer that this rank connected to does not prove the key, or not all ranks were in time.
     """
     opened = [BufferedChannel[_RoundNumbers](one, _RoundNumbers, handshake=_handshake(key, rank)) for one in to]
     came: dict[int, socket.socket] = {}
@@ -293,14 +283,11 @@ class Consensus(Dissemination):
     Args:
         questions: Names of the requests, the same in the same order on all ranks.
         world_size: Number of ranks; 1 needs no ``torch.distributed``.
-        timeout_s: Seconds after which a reduction fails because a peer did not take part.
 
-    Raises:
-        RendezvousError: The ranks did not find each other.
+    Raises: RendezvousError: The ranks did not find each other.
 
     Collective: with more than one rank, all ranks of the default group must make it (they connect).
-    Blocks: up to ``timeout_s``, until all ranks have connected.
-    Thread: one at a time.
+    Blocks: up to ``timeout_s``, until all ranks have connected. Thread: one at a time.
     """
 
     def __init__(self, questions: Sequence[str], *, world_size: int = 1, timeout_s: float = 1800.0) -> None:
@@ -316,8 +303,7 @@ class Consensus(Dissemination):
         Args:
             asked: Request to a number, 0 or absent for "no"; the maximum of all ranks is agreed on.
 
-        Collective: once a step on every rank, followed by :meth:`finish`.
-        Blocks: never.
+        Collective: once a step on every rank, followed by :meth:`finish`. Blocks: never.
         """
         self.start([int(asked.get(question, 0)) for question in self.questions])
 

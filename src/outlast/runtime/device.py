@@ -105,7 +105,6 @@ def device_name(node: str, local_rank: int = 0) -> str:
 
     Args:
         node: Name of this node where there is no GPU: ``WorkerEnv.device`` or, without it, the node's name.
-        local_rank: The worker's rank on its node.
 
     Returns:
         A GPU's UUID, which is the same on every node; else ``<node>/cpu-<local_rank>``.
@@ -255,8 +254,6 @@ def start_driver_thread(work: Callable[[], object], name: str, stop: threading.E
     interpreter cuts off a thread in such a call.
 
     Args:
-        work: Runs in the thread.
-        name: Name of the thread.
         stop: Requests the thread to end soon; set at the latest when the interpreter ends. ``None`` = it ends by
             itself.
     """

@@ -26,8 +26,7 @@ def abort_collectives() -> int:
     every half second whether they must end, which continues in the background. Until then these groups must not be shut
     down, only dropped (:func:`is_aborting`, :func:`await_aborts`).
 
-    Blocks: until the devices have finished all their work, aborted collectives included; up to 10 s.
-    Thread: any.
+    Blocks: until the devices have finished all their work, aborted collectives included; up to 10 s. Thread: any.
     """
     # One thread per group: torch aborts in a thread of its own, which an NCCL group call does not cover.
     found = _nccl_groups()
@@ -119,8 +118,7 @@ def settle_collectives() -> dict[str, str | None]:
     Returns:
         Their previous values, for :func:`outlast.env.update`.
 
-    Raises:
-        ConfigError: The user has set one to another value.
+    Raises: ConfigError: The user has set one to another value.
     """
     import torch
 
@@ -139,12 +137,10 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
     """Check that NCCL does not end a process before it could be interrupted.
 
     Args:
-        backend: Backend of a group, as passed to ``torch.distributed``.
         timeout_s: The group's timeout, which NCCL's watchdog uses.
         hard_timeout_s: Seconds after which a process that cannot be interrupted is ended.
 
-    Raises:
-        ConfigError: The group's timeout, or that of NCCL's own heartbeat, is not longer.
+    Raises: ConfigError: The group's timeout, or that of NCCL's own heartbeat, is not longer.
     """
     import torch
 

@@ -45,8 +45,7 @@ class Copied:
         Returns:
             Whether that holds; ``False``: a graph is being captured, and the copies were not done in time.
 
-        Blocks: never; during a graph capture until they are done, up to ``timeout_s``.
-        Thread: training's.
+        Blocks: never; during a graph capture until they are done, up to ``timeout_s``. Thread: training's.
         """
         import torch
 
@@ -144,7 +143,6 @@ class DeviceCopies:
         """Return new device tensors for copies: the first of these shapes that fit, with some memory left free.
 
         Args:
-            shapes: Shapes and element types.
             together: In one allocation, which is freed once none of them is in use.
 
         Thread: training's.

@@ -119,8 +119,6 @@ class ChunkDigests:
         Args:
             chunks: At most MAX_CHUNKS chunks on the device, of the kernel's length; must stay alive until done.
             into: As many int64 on the device for the digests' bits; must stay alive as well.
-            behind: Copies that the digests must follow.
-            pairs: Source and target of each copy.
         """
         launch = partial(self._kernel.launch, [chunk.data_ptr() for chunk in chunks], into.data_ptr())
         return next(self._copies).queue(pairs, behind, launch)

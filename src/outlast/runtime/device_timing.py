@@ -73,8 +73,6 @@ def time_on_device(work: Callable[[], object], device: torch.device, *, in_strea
     """Return the seconds until the device has done ``work``.
 
     Args:
-        work: Queues device work in the current stream.
-        device: The device.
         in_stream: Wait only for the current stream, as a training step that reads its loss does.
 
     Blocks: until the device has done its queued work. Not for use in a training step.

@@ -31,7 +31,6 @@ def leave_diagnosis(place: WorkerEnv, diagnosis: Diagnosis, journal: Journal | N
 
     Args:
         place: This worker's place; without a run directory nothing is written.
-        diagnosis: The same on all ranks; each writes it.
         journal: ``None`` = no incident is written.
     """
     if diagnosis.rank == place.global_rank:
@@ -69,11 +68,7 @@ def journal_diagnosis(
 
 
 def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int, diagnosis: Diagnosis) -> Path:
-    """Write a rank's diagnosis for its agent; return its path.
-
-    Raises:
-        OSError: The run directory cannot be written.
-    """
+    """Write a rank's diagnosis for its agent; return its path. Raises: OSError: The run directory cannot be written."""
     path = _path(run_dir, job, cycle, rank)
     make_private_folder(path.parent)
     write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)

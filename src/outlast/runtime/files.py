@@ -46,12 +46,9 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace a file by ``data``: readers see the old or the new content, also after a crash.
 
     Args:
-        path: The file.
-        data: The new content.
         mode: Permissions before the umask; ``PRIVATE`` for command lines or output.
 
-    Raises:
-        OSError: The disk is full, or the folder is not writable; the old file stays.
+    Raises: OSError: The disk is full, or the folder is not writable; the old file stays.
     """
     temporary = _temporary(path)
     try:
@@ -69,16 +66,10 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     The file gets its name by a hard link once it is complete and durable. On file systems without links it is created
     under its name, and may be read while incomplete.
 
-    Args:
-        path: The file.
-        data: Its content.
-        mode: Permissions before the umask.
-
     Returns:
         Whether this call created it; otherwise the existing file is unchanged.
 
-    Raises:
-        OSError: The disk is full, or the folder is not writable.
+    Raises: OSError: The disk is full, or the folder is not writable.
     """
     temporary = _temporary(path)
     try:
@@ -119,13 +110,7 @@ def in_time(path: str | os.PathLike[str], work: Callable[[], T], timeout_s: floa
 
     While earlier work hangs on the same file system, nothing more is tried there.
 
-    Args:
-        path: A file or folder on the file system.
-        work: Runs in a thread of its own.
-        timeout_s: ``None`` = :data:`DISK_S`.
-
-    Raises:
-        TimeoutError: This or earlier work exceeded its timeout; an ``OSError``.
+    Raises: TimeoutError: This or earlier work exceeded its timeout; an ``OSError``.
 
     Blocks: up to the timeout. Thread: any.
     """
@@ -147,7 +132,6 @@ class OptionalFile:
 
     Args:
         what: The kind of file, as a plural: the subject of the log lines.
-        path: The file or folder.
         otherwise: Consequence of a failure, as a clause.
 
     Thread: any; one at a time.
@@ -188,11 +172,7 @@ def write_optional(
     """Write files that training does not need; a full, read-only, missing or hung disk is logged and counted.
 
     Args:
-        what: The kind of file, as a plural.
-        path: The file or folder.
-        work: Writes it.
         otherwise: Consequence of a failure, as a clause.
-        timeout_s: ``None`` = :data:`DISK_S`.
 
     Returns:
         The result of ``work``; ``None`` = not written.
@@ -227,8 +207,7 @@ def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
 
     Where ``memfd_create`` is missing or forbidden, it is an unnamed file of ``/dev/shm``, which cannot be sealed.
 
-    Raises:
-        OSError: There is no memory, or neither is possible.
+    Raises: OSError: There is no memory, or neither is possible.
     """
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_be_sealed else 0))
@@ -291,11 +270,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder, if it exists, is not a link.
-
-    Raises:
-        NotADirectoryError: It is a symbolic link or a file.
-    """
+    """Check that a folder, if it exists, is not a link. Raises: NotADirectoryError: It is a symbolic link or a file."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(mode := os.lstat(path).st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(mode) else "a file"
@@ -305,8 +280,7 @@ def check_folder(path: Path) -> None:
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
     """Open a file; a new one is readable by its owner only, as it may contain command lines and output.
 
-    Raises:
-        OSError: It cannot be opened, or another user created a link, pipe or device in its place.
+    Raises: OSError: It cannot be opened, or another user created a link, pipe or device in its place.
     """
     with contextlib.suppress(FileNotFoundError):
         found = os.lstat(path)

@@ -69,8 +69,6 @@ class Preloaded:
     at that point and see the environment variables that the script has set before.
 
     Args:
-        name: Name of the import.
-        modules: The modules of its package that were imported with it.
         read: Variables that Python code read during the import.
     """
 
@@ -205,11 +203,7 @@ def become_worker(
     """Run a script as ``__main__`` of this process, as a fresh interpreter would.
 
     Args:
-        argv: The script or module, and its arguments.
-        is_module: Whether it is a module.
-        environment: The whole environment.
         on_start: ``module:function`` to call first; empty: none.
-        preloaded: Modules that were imported before the fork.
     """
     env.replace_environ(environment)
     time.tzset()
@@ -402,7 +396,6 @@ def _leave(code: Any, known: set[str]) -> NoReturn:
 
     Args:
         code: As for ``SystemExit``, or a ``KeyboardInterrupt`` to end by SIGINT.
-        known: Packages that were loaded before the script.
     """
     interrupted = isinstance(code, KeyboardInterrupt)
     if code is not None and not interrupted and not isinstance(code, int):

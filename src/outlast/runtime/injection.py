@@ -59,14 +59,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     """A file that is created when the fault happens, and prevents another one while it exists; empty: each time."""
 
     def happen(self, facts: Mapping[str, object]) -> None:
-        """Inject the fault.
-
-        Args:
-            facts: Arguments of the point.
-
-        Raises:
-            OSError: The disk is to appear full.
-        """
+        """Inject the fault. Raises: OSError: The disk is to appear full."""
         if self.do == "disk":
             return _trouble_disk(self.path, os.fspath(facts["path"]))  # type: ignore[call-overload]
         if self.once:
@@ -80,12 +73,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reach(point: str, **facts: object) -> None:
-    """Inject the faults that are armed at a point.
-
-    Args:
-        point: Its name, ``capability.place``.
-        facts: Context for the fault.
-    """
+    """Inject the faults that are armed at a point."""
     if (hook := _armed.get(point)) is not None:
         hook(**facts)
     for injection in _from_environment():

@@ -198,7 +198,6 @@ class SignalInterruption(Interruption):
     """Interrupt the main thread by a real-time signal.
 
     Args:
-        exception: The exception to raise; created without arguments.
         boundary: The caller of the function to leave; never interrupted itself.
     """
 
@@ -213,8 +212,7 @@ class SignalInterruption(Interruption):
     def install(self) -> None:
         """Reserve an unused real-time signal.
 
-        Raises:
-            ConfigError: Not on the main thread, or all real-time signals are in use.
+        Raises: ConfigError: Not on the main thread, or all real-time signals are in use.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
@@ -293,12 +291,7 @@ class AsyncInterruption(Interruption):
         """Identity of the last thread that ran a function; 0 = none yet."""
 
     def run(self, number: int, function: Callable[[], Any]) -> CallOutcome:
-        """Call an interruptible function; return its outcome. Never raises.
-
-        Args:
-            number: Number of the call that it belongs to.
-            function: The function.
-        """
+        """Call an interruptible function; return its outcome. Never raises."""
         # A pending exception is raised within one of the two ``try``: there is no call between them.
         outcome = CallOutcome()
         try:
@@ -351,12 +344,7 @@ class AsyncInterruption(Interruption):
 
 
 class _Escape:
-    """Find an instruction with less protection, and raise there. Thread: the main thread.
-
-    Args:
-        exception: The exception to raise; created without arguments.
-        boundary: Functions at which the search ends; not interrupted.
-    """
+    """Find an instruction with less protection, and raise there. Thread: the main thread."""
 
     def __init__(self, exception: type[BaseException], boundary: frozenset[CodeType]) -> None:
         self._exception, self._boundary = exception, boundary

@@ -55,9 +55,6 @@ class Journal:
 
     Args:
         run_dir: The run directory; ``None`` makes every write a no-op (a session without a run directory).
-        run_id: Name of the run.
-        job: Name of the job.
-        node: Name of the node.
         proc: Name of the process, as in :class:`outlast.incidents.Event`.
 
     Raises:
@@ -154,8 +151,7 @@ class _JournalWriter(QueuedWriter):
         path_of: Path of the file with a number, from 1; the first file that no other process holds is used.
         describe_lost: Returns the line that reports a number of lost lines.
 
-    Raises:
-        OSError: The path cannot be used.
+    Raises: OSError: The path cannot be used.
     """
 
     def __init__(self, path_of: Callable[[int], Path], describe_lost: Callable[[int], bytes]) -> None:

@@ -57,12 +57,7 @@ _held: set[str] = set()
 
 
 class InUse(OutlastError):
-    """The directory belongs to another owner.
-
-    Args:
-        owner: That owner.
-        was_lost: This process held the lease before.
-    """
+    """The directory belongs to another owner."""
 
     def __init__(self, url: str, owner: LeaseOwner, *, was_lost: bool = False) -> None:
         what = "was taken over by" if was_lost else "is in use by"
@@ -171,8 +166,7 @@ class _Newest:
 def newest_owner(records: Records) -> LeaseOwner | None:
     """Return the owner in the newest record; ``None`` = there is none.
 
-    Raises:
-        OSError, OutlastError: The records cannot be read.
+    Raises: OSError, OutlastError: The records cannot be read.
     """
     return _newest_of(records).owner
 
@@ -467,7 +461,6 @@ def _newest_of(records: Records, own_number: int = 0) -> _Newest:
     """Return the newest record.
 
     Args:
-        records: The directory's.
         own_number: A record to read even if a listing lacks it: network file systems cache listings, but not the
             content of a file that is opened.
     """

@@ -21,7 +21,6 @@ class SeededBatch(list[Any]):
     """The indices of one batch; the worker receives a plain list and seeds its generators.
 
     Args:
-        indices: The samples.
         seed: Whole numbers from 0 that are unique to this batch.
     """
 
@@ -49,7 +48,6 @@ class SeededBatches(BatchSampler):
     """A batch sampler that adds a seed to the batches of another one.
 
     Args:
-        batches: The batch sampler.
         seed: Returns whole numbers from 0 that are unique to this rank and epoch; called at the start of an epoch.
     """
 

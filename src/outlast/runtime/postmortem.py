@@ -74,8 +74,7 @@ class Remains:
 class Postmortem:
     """The agent's side: the memory files of one cycle's workers, by local rank.
 
-    Raises:
-        OSError: They cannot be created.
+    Raises: OSError: They cannot be created.
     """
 
     def __init__(self, num_ranks: int) -> None:

@@ -62,11 +62,7 @@ class Group:
 
     @property
     def open_group(self) -> torch.distributed.ProcessGroup:
-        """The group, for a collective.
-
-        Raises:
-            PeerLost: It was closed by this rank.
-        """
+        """The group, for a collective. Raises: PeerLost: It was closed by this rank."""
         if self.process_group is None:
             raise PeerLost("this rank has left the process group; see its log")
         return self.process_group
@@ -80,11 +76,9 @@ class Group:
     def open(cls, *, timeout_s: float) -> Group:
         """Create a gloo group of all ranks, in addition to the default group.
 
-        Raises:
-            RendezvousError: The ranks did not find each other.
+        Raises: RendezvousError: The ranks did not find each other.
 
-        Collective: all ranks of the default group.
-        Blocks: up to ``timeout_s``.
+        Collective: all ranks of the default group. Blocks: up to ``timeout_s``.
         """
         import torch.distributed as dist
 
@@ -109,12 +103,10 @@ class Group:
         Args:
             timeout_s: Of its collectives; users with another one share another group.
 
-        Raises:
-            RendezvousError: The ranks did not find each other.
+        Raises: RendezvousError: The ranks did not find each other.
 
         Collective: all ranks of the default group, in the same order of calls and of :meth:`close`.
-        Thread: that of the training loop.
-        Blocks: up to ``timeout_s`` if it creates the group.
+        Thread: that of the training loop. Blocks: up to ``timeout_s`` if it creates the group.
         """
         import torch.distributed as dist
 
@@ -130,8 +122,7 @@ class Group:
     def cut(self) -> None:
         """End every wait on the group's connections, here and at peers; the group is unusable afterwards. Idempotent.
 
-        Blocks: a few milliseconds, at most 30 ms.
-        Thread: any.
+        Blocks: a few milliseconds, at most 30 ms. Thread: any.
         """
         self._is_cut = True
         with self._lock:
@@ -199,15 +190,13 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     A later ``init_process_group()`` of the script keeps the group, or fails with the difference.
 
     Args:
-        place: This worker's place.
         timeout_s: Seconds until a collective, or this call, fails because a peer does not take part.
 
     Raises:
         ConfigError: The meeting point is unknown.
         RendezvousError: The ranks did not find each other.
 
-    Collective: all ranks of the world.
-    Blocks: up to ``timeout_s``, until all ranks have connected.
+    Collective: all ranks of the world. Blocks: up to ``timeout_s``, until all ranks have connected.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -267,8 +256,7 @@ def _replace_init() -> None:
 def _keep_world(asked: Mapping[str, Any]) -> None:
     """Keep the default group, with the timeout of the script's ``init_process_group()``.
 
-    Raises:
-        ConfigError: The script requests a different group.
+    Raises: ConfigError: The script requests a different group.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -310,8 +298,7 @@ def current_place(place: env.WorkerEnv | None = None) -> env.WorkerEnv:
     Args:
         place: Place according to the environment; ``None``: read it now.
 
-    Raises:
-        ConfigError: An environment variable that must be a number is not one.
+    Raises: ConfigError: An environment variable that must be a number is not one.
     """
     place = env.read_worker() if place is None else place
     if not is_initialised():
@@ -362,11 +349,9 @@ def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[byt
     The data goes up a tree to rank 0 and is broadcast from there: nothing is padded, and more ranks add levels, not
     steps of a ring.
 
-    Raises:
-        RuntimeError: A peer is gone, or was not in time.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
-    Collective: all ranks of the group.
-    Blocks: up to the group's timeout.
+    Collective: all ranks of the group. Blocks: up to the group's timeout.
     """
     gathered = gather_on_first(group, data)
     packed = msgspec.msgpack.encode(gathered) if gathered is not None else b""
@@ -376,8 +361,7 @@ def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[byt
 def gather_on_first(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes] | None:
     """Return on rank 0 of a gloo group the data of every rank, in the order of the ranks; ``None`` elsewhere.
 
-    Raises:
-        RuntimeError: A peer is gone, or was not in time.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
     Collective: all ranks of the group.
     Blocks: up to the group's timeout; a leaf of the tree only until its data is sent.
@@ -397,11 +381,9 @@ def gather_on_first(group: torch.distributed.ProcessGroup, data: bytes) -> list[
 def find_first(group: torch.distributed.ProcessGroup, data: bytes) -> bytes:
     """Return, on all ranks of a gloo group, the non-empty data of the lowest rank that has any; else nothing.
 
-    Raises:
-        RuntimeError: A peer is gone, or was not in time.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
-    Collective: all ranks of the group.
-    Blocks: up to the group's timeout.
+    Collective: all ranks of the group. Blocks: up to the group's timeout.
     """
     gathered = gather_on_first(group, data)
     return broadcast_bytes(group, next(filter(None, gathered or ()), b""), 0)
@@ -429,11 +411,9 @@ def _receive(group: torch.distributed.ProcessGroup, of: int) -> bytes:
 def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: int) -> bytes:
     """Return the data of the rank ``source`` (its number in the gloo group); that of other ranks is ignored.
 
-    Raises:
-        RuntimeError: A peer is gone, or was not in time.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
-    Collective: all ranks of the group, with the same ``source``.
-    Blocks: up to the group's timeout.
+    Collective: all ranks of the group, with the same ``source``. Blocks: up to the group's timeout.
     """
     import torch
     import torch.distributed as dist

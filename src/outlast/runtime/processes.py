@@ -78,7 +78,6 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
 
     Args:
         parent_pid: The parent at the start of this process; if it is gone already, this process exits at once.
-        sig: The signal.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
         code = ctypes.get_errno()
@@ -296,8 +295,7 @@ class DatagramSocket:
         address: Abstract address (first byte zero).
         max_bytes: Longer datagrams are cut.
 
-    Raises:
-        OSError: The address is in use, or no descriptor is left.
+    Raises: OSError: The address is in use, or no descriptor is left.
     """
 
     def __init__(self, address: bytes, max_bytes: int) -> None:
@@ -400,7 +398,6 @@ class ChildProcess:
     """One child process.
 
     Args:
-        module: Full name of the module that it runs.
         *arguments: Its arguments; no secrets.
         task: Sent to the child as the first message on :attr:`channel`, whose other end the child gets with
             :func:`channel_to_parent`; ``None``: no channel.
@@ -411,12 +408,10 @@ class ChildProcess:
         environment: The child's whole environment; ``None``: that of this process, and the location of this package.
         quiet: Discard the child's output; otherwise it goes where this process's goes.
         stdin: As for :class:`subprocess.Popen`; ``None``: this process's.
-        stdout: As for :class:`subprocess.Popen`.
         own_session: Run in a new session and process group: Ctrl-C does not reach it, and :meth:`kill` also ends the
             processes that it started.
 
-    Raises:
-        OSError: No process can be started.
+    Raises: OSError: No process can be started.
 
     Blocks: until the process exists, a few milliseconds.
     Thread: any; the kernel may tie a child to the thread that starts it (``die_with_parent``).
@@ -537,12 +532,7 @@ def raise_descriptor_limit() -> None:
 
 
 def channel_to_parent(fd: str, receives: Any) -> MessageChannel[Any]:
-    """Return the child's end of the channel to its parent, on which the task comes first.
-
-    Args:
-        fd: The first command line argument.
-        receives: Union of the messages from the parent, the task included.
-    """
+    """Return the child's end of the channel to its parent, on which the task comes first."""
     connection = socket.socket(fileno=int(fd))
     connection.set_inheritable(False)
     return MessageChannel(connection, receives)

@@ -112,7 +112,6 @@ class _SeenState:
 
     Args:
         memory: Returns the complete memory of the state; ``None`` = unknown.
-        ask: Captures the state.
     """
 
     def __init__(self, memory: Callable[[], Any], ask: Callable[[], Any]) -> None:

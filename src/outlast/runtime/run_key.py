@@ -105,13 +105,9 @@ def find_run_key(run_id: str, run_dir: Path | None, *, key_file: str | None, is_
     """Return the key of a run; create that of its directory if it needs one.
 
     Args:
-        run_id: Name of the run.
-        run_dir: Its directory, if any.
-        key_file: Value of ``--run-key-file``.
         is_one_machine: All agents are on this machine.
 
-    Raises:
-        ConfigError: The file or variable of the key cannot be used.
+    Raises: ConfigError: The file or variable of the key cannot be used.
     """
     if key_file is not None:
         try:
@@ -127,11 +123,7 @@ def find_run_key(run_id: str, run_dir: Path | None, *, key_file: str | None, is_
 
 
 def key_of_environment() -> RunKey | None:
-    """Return the key in ``OUTLAST_RUN_KEY``; ``None``: not set.
-
-    Raises:
-        ConfigError: It is too short.
-    """
+    """Return the key in ``OUTLAST_RUN_KEY``; ``None``: not set. Raises: ConfigError: It is too short."""
     text = env.environ().get(env.RUN_KEY)
     if not text:
         return None
@@ -144,15 +136,7 @@ def key_of_environment() -> RunKey | None:
 
 
 def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
-    """Return the key in a run directory.
-
-    Args:
-        run_dir: The run directory.
-        make: Create one if there is none.
-
-    Raises:
-        ConfigError: It cannot be read or created.
-    """
+    """Return the key in a run directory. Raises: ConfigError: It cannot be read or created."""
     path = run_dir / FILE_NAME
     try:
         if make and not path.exists():
@@ -194,8 +178,7 @@ def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> lis
 
     The variable may be of another run, and the directory's key older than the variable, so both are returned.
 
-    Raises:
-        ConfigError: The given file, or the variable, cannot be used.
+    Raises: ConfigError: The given file, or the variable, cannot be used.
     """
     if key_file is not None:
         return [find_run_key("", None, key_file=key_file, is_one_machine=False)]
@@ -209,8 +192,7 @@ def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> lis
 def make_offer() -> str:
     """Return a new offer for a group, which one process sends to all others: version, random bytes, key fingerprint.
 
-    Raises:
-        ConfigError: ``OUTLAST_RUN_KEY`` is too short.
+    Raises: ConfigError: ``OUTLAST_RUN_KEY`` is too short.
     """
     version = __version__.replace(".", "_")
     return f"{version}:{secrets.token_hex(_OFFER_BYTES)}.{_own_fingerprint()}"
@@ -218,10 +200,6 @@ def make_offer() -> str:
 
 def accept_offer(offer: str, purpose: str) -> bytes:
     """Return the key that all processes derive from the same offer for the same purpose.
-
-    Args:
-        offer: Returned by :func:`make_offer` in one of them.
-        purpose: Use of the key.
 
     Raises:
         ConfigError: This process and the one that made the offer have different versions of the package or different
@@ -252,8 +230,6 @@ def describe_difference(theirs: str, *, whose: str, own: str) -> str | None:
 
     Args:
         theirs: Its version; empty: not reported, as by versions before 1.0.
-        whose: Names that process.
-        own: Names this process.
     """
     if theirs == __version__ or env.any_version():
         return None

@@ -210,8 +210,7 @@ def is_blocked(place: str) -> bool:
 def in_threads(work: Callable[[Any], R], items: list[Any], *, num_threads: int, name: str) -> list[R]:
     """Return the results of ``work`` for all items, in their order, computed by daemon threads.
 
-    Raises:
-        Exception: The first error in the order of the items; after an error no further item is started.
+    Raises: Exception: The first error in the order of the items; after an error no further item is started.
 
     Blocks: until all started calls have returned.
     """

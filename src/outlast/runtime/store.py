@@ -19,12 +19,7 @@ TCPStore = Any
 
 
 def host(endpoint: Endpoint, *, timeout_s: float) -> TCPStore | None:
-    """Host a TCPStore; return ``None`` if another process already listens there.
-
-    Args:
-        endpoint: Port 0 takes a free one.
-        timeout_s: Timeout of calls through the returned store.
-    """
+    """Host a TCPStore; return ``None`` if another process already listens there."""
     found = listening_addresses(endpoint.host, interface=env.interface())
     if not found:
         return None
@@ -51,14 +46,10 @@ def connect(endpoint: Endpoint, *, timeout_s: float, call_timeout_s: float) -> T
     """Connect to a TCPStore.
 
     Args:
-        endpoint: Where it is hosted.
         timeout_s: How long to try.
         call_timeout_s: Timeout of calls through it.
 
-    Raises:
-        RendezvousError: No store responds in time.
-
-    Blocks: up to ``timeout_s``.
+    Raises: RendezvousError: No store responds in time. Blocks: up to ``timeout_s``.
     """
     from torch.distributed import DistError
 
@@ -87,10 +78,8 @@ def open_cycle_store(addr: str, *, timeout_s: float = 600.0) -> TCPStore:
     Args:
         addr: This node's address, by which its own ranks reach the store as well. If it belongs to another machine (a
             gateway that forwards connections), the store listens on all addresses.
-        timeout_s: Timeout of calls through the returned store.
 
-    Raises:
-        RendezvousError: No port is free.
+    Raises: RendezvousError: No port is free.
     """
     here = [address for _, address in listening_addresses(addr)]
     everywhere = "::" if ":" in addr else "0.0.0.0"

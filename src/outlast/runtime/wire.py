@@ -103,10 +103,8 @@ class Handshake:
 
     Args:
         key: The shared key; ``None``: this side has none yet, and refuses every peer.
-        protocol: Name of the protocol; the same on both sides.
         is_server: The other side opened the connection.
         client_id: A number that the client states and proves, such as its rank.
-        version: Version of the protocol.
         introduction: Public bytes that the server sends first, of a length that the protocol fixes; on the client's
             side as many zeros.
         on_introduction: Called on the client's side with the server's introduction; returns the key, or raises.
@@ -257,15 +255,12 @@ class MessageChannel(Generic[R]):
         """Perform a handshake before the first message.
 
         Args:
-            handshake: This side's part.
-            within_s: Seconds for the whole handshake.
             sign: Sign all frames from now on; the same on both sides.
 
         Returns:
             ``False``: a client closed the connection without sending anything.
 
-        Raises:
-            AuthenticationFailed: The other side does not know the key, or rejected ours.
+        Raises: AuthenticationFailed: The other side does not know the key, or rejected ours.
         """
         end_s = clock.now_s() + within_s
         is_first, was_sent = True, bool(handshake.outgoing)
@@ -295,7 +290,6 @@ class MessageChannel(Generic[R]):
         """Send a message.
 
         Args:
-            message: The message.
             fds: Descriptors to send with it, on a Unix socket; they stay the caller's.
             within_s: Seconds for the whole message, instead of those without progress.
         """
@@ -444,8 +438,7 @@ class MessageReader(Generic[R]):
     def feed(self, data: bytes) -> list[R]:
         """Process the next bytes of the stream; return the complete messages.
 
-        Raises:
-            ProtocolError: A message is too large, or unreadable.
+        Raises: ProtocolError: A message is too large, or unreadable.
         """
         self._incoming += data
         found: list[R] = []
@@ -601,7 +594,6 @@ class SelectedChannel(Generic[R]):
 
     Args:
         selector: The loop's selector, whose data are callables that get the events.
-        channel: This object owns it.
         on_messages: Gets received messages; may be replaced.
         on_broken: Gets the error that broke the channel, from the loop or from :meth:`send`; may be replaced.
     """

@@ -134,7 +134,6 @@ class Zygote:
         preload: Modules to import before the first worker, not searched for in the working directory; empty for fresh
             interpreters only.
         own_preload: Further modules, also searched for in ``folder``.
-        folder: Where the script's own modules are.
         env: Its environment. Variables that libraries read when they are loaded (``OMP_NUM_THREADS``) must be here, not
             only in a worker's.
 
@@ -164,13 +163,11 @@ class Zygote:
         """Send a request.
 
         Args:
-            request: The request.
             fds: Descriptors of a worker's output, as :class:`Spawn` announces them; they stay the caller's. The fork
                 server opens no output file itself: a file system that does not respond would keep it from ending
                 workers.
 
-        Raises:
-            OutlastError: The fork server is gone, or the request is too large.
+        Raises: OutlastError: The fork server is gone, or the request is too large.
         """
         self._has_spawned |= isinstance(request, Spawn)
         try:
