@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import queue
 import secrets
 import socket
-import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outlast import clock, env
 from outlast.errors import ConfigError, RendezvousError
+from outlast.runtime.files import begin
 
 _ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route."""
@@ -290,24 +290,20 @@ def look_up(endpoint: Endpoint, timeout_s: float) -> Addresses | str | None:
 
     Blocks: up to ``timeout_s``.
     """
-    answers: queue.SimpleQueue[Addresses | str] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def resolve() -> Addresses | str:
         until_s = clock.now_s() + 3 * _AGAIN_S
         while True:
             try:
                 found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-                answers.put([(one[0], one[4]) for one in found])  # type: ignore[misc]
-                return
+                return [(one[0], one[4]) for one in found]  # type: ignore[misc]
             except (OSError, UnicodeError) as error:
                 passes = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
                 if not passes or clock.now_s() > until_s:
-                    answers.put(getattr(error, "strerror", None) or str(error))
-                    return
-            threading.Event().wait(_AGAIN_S)
+                    return getattr(error, "strerror", None) or str(error)
+            time.sleep(_AGAIN_S)
 
-    threading.Thread(target=ask, name="outlast-look-up", daemon=True).start()
     try:
-        return answers.get(timeout=timeout_s)
-    except queue.Empty:
+        return begin(resolve, "outlast-look-up").result(timeout_s)
+    except TimeoutError:
         return None

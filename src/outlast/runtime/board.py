@@ -198,8 +198,7 @@ class RankPage:
             self._warmup[self.intern(name)] = count
         text = settings.encode()
         if len(text) <= MAX_SETTINGS_BYTES:
-            _put_text(words, SETTINGS, text)
-            words[SETTINGS_LENGTH] = len(text)
+            _put_text(words, SETTINGS, text, SETTINGS_LENGTH)
         else:
             self._warn_once(
                 "settings",
@@ -210,9 +209,7 @@ class RankPage:
 
     def set_protection(self, text: str) -> None:
         """Report which failures the session protects against; a text that is too long is cut."""
-        data = text.encode()[:MAX_PROTECTION_BYTES]
-        _put_text(self._words, PROTECTION, data)
-        self._words[PROTECTION_LENGTH] = len(data)
+        _put_text(self._words, PROTECTION, text.encode()[:MAX_PROTECTION_BYTES], PROTECTION_LENGTH)
 
     def set_timeouts(self, text: str) -> None:
         """Report the timeouts that this worker calculated; they take precedence over those of every config.
@@ -225,9 +222,7 @@ class RankPage:
                 f"the calculated timeouts have {len(data)} bytes, more than the {MAX_TIMEOUTS_BYTES} that can be "
                 "enforced; calculate those of fewer sections"
             )
-        self._words[TIMEOUTS_LENGTH] = 0
-        _put_text(self._words, TIMEOUTS, data)
-        self._words[TIMEOUTS_LENGTH] = len(data)
+        _put_text(self._words, TIMEOUTS, data, TIMEOUTS_LENGTH)
 
     # -- hot path ------------------------------------------------------------------------------------------
 
@@ -424,10 +419,6 @@ class RankPage:
                 self._words[LONGEST_OUTSIDE] = self._outside = max(self._outside, now_ns() - self._left)
             self._words[FINISHED] = 1
 
-    @property
-    def depth(self) -> int:
-        return len(self._stack)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState(RankFacts):
@@ -517,15 +508,12 @@ class Board:
         board.fd = fd
         words = board._words
         for local_rank in range(num_ranks):
-            page = PAGE_WORDS * (local_rank + 1)
-            words[page + RANK] = words[page + COLLECTIVES] = -1
-            words[page + DURABLE] = words[page + COMMITTED] = words[page + COMMITTED_NODE] = -1
+            page = board.page(local_rank)
+            for at in (RANK, COLLECTIVES, DURABLE, COMMITTED, COMMITTED_NODE):
+                page[at] = -1
             before = kept[local_rank] if local_rank < len(kept) else KeptDurability()
-            words[page + DURABLE_AT], words[page + DURABLE_AT_ITERATION] = (
-                before.durable_at_ns,
-                before.durable_iteration,
-            )
-            words[page + OWED_ITERATION], words[page + OWED_SINCE] = before.owed_iteration, before.owed_since_ns
+            page[DURABLE_AT], page[DURABLE_AT_ITERATION] = before.durable_at_ns, before.durable_iteration
+            page[OWED_ITERATION], page[OWED_SINCE] = before.owed_iteration, before.owed_since_ns
         words[H_VERSION], words[H_RANKS] = VERSION, num_ranks
         words[H_TOKEN] = secrets.randbits(62)
         words[H_MAGIC] = MAGIC
@@ -601,12 +589,8 @@ class Board:
     def timeouts(self, local_rank: int) -> str | None:
         """Return the timeouts that a worker calculated, empty if none; ``None``: they are being changed."""
         page = self.page(local_rank)
-
-        def read() -> str:
-            return _text(page, TIMEOUTS, page[TIMEOUTS_LENGTH], MAX_TIMEOUTS_BYTES)
-
-        text = read()
-        return text if text == read() else None
+        first, again = (_text(page, TIMEOUTS, page[TIMEOUTS_LENGTH], MAX_TIMEOUTS_BYTES) for _ in range(2))
+        return first if first == again else None
 
     def retire(self, local_rank: int) -> None:
         """Record that the worker of a rank ended normally: no timeout is enforced on it any more."""
@@ -645,10 +629,14 @@ class Board:
             pass
 
 
-def _put_text(words: memoryview, at: int, text: bytes) -> None:
-    """Write a text, padded to whole words, from the word ``at``."""
-    text += bytes(-len(text) % 8)
-    words[at : at + len(text) // 8].cast("B")[:] = text
+def _put_text(words: memoryview, at: int, text: bytes, length_at: int | None = None) -> None:
+    """Write a text, padded to whole words, from the word ``at``; its length is 0 until all of it is written."""
+    padded = text + bytes(-len(text) % 8)
+    if length_at is not None:
+        words[length_at] = 0
+    words[at : at + len(padded) // 8].cast("B")[:] = padded
+    if length_at is not None:
+        words[length_at] = len(text)
 
 
 def _text(page: memoryview, at: int, length: int, max_bytes: int) -> str:

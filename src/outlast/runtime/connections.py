@@ -86,8 +86,8 @@ _lock = threading.RLock()
 _noted: set[tuple[int, int]] = set()
 _of_stores: set[tuple[int, int]] = set()
 """The subset of ``_noted`` that carries no tensor data; open as long as the store is referenced."""
-_pending: dict[int, frozenset[tuple[int, int]]] = {}
-_uncounted = 0
+_pending: list[frozenset[tuple[int, int]]] = []
+"""Connections that were open when a :func:`noting` in progress began."""
 
 
 def register(cuttable: Cuttable) -> None:
@@ -103,12 +103,9 @@ def noting(*, is_store: bool = False) -> Iterator[None]:
     Args:
         is_store: They belong to a store and carry no tensor data.
     """
-    global _uncounted
     before = connected_sockets()
     with _lock:
-        _uncounted += 1
-        number = _uncounted
-        _pending[number] = before
+        _pending.append(before)
     try:
         yield
     finally:
@@ -116,7 +113,8 @@ def noting(*, is_store: bool = False) -> Iterator[None]:
         if not is_store:
             opened = of_group(opened)
         with _lock:
-            _pending.pop(number, None)
+            if before in _pending:  # else cleared by forget()
+                _pending.remove(before)
             _noted.update(opened)
             if is_store:
                 _of_stores.update(opened)
@@ -130,9 +128,7 @@ def cut_all(*, both_ways: bool = False) -> int:
     Blocks: never. Thread: any.
     """
     with _lock:
-        noted = set(_noted)
-        pending = list(_pending.values())
-        registered = list(_registered)
+        noted, pending, registered = set(_noted), list(_pending), list(_registered)
     for before in pending:
         noted |= connected_sockets() - before
     with _lock:

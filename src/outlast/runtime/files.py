@@ -91,17 +91,18 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     return is_made
 
 
-def begin(work: Callable[[], T]) -> Future[T]:
-    """Start work that a hung disk may block in a thread of its own; return its outcome. Thread: any."""
+def begin(work: Callable[[], T], name: str = "outlast-disk") -> Future[T]:
+    """Start work that may hang in a daemon thread of its own; return its outcome. Thread: any."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(work())
         except BaseException as error:  # noqa: BLE001  raised by result()
-            outcome.set_exception(error)
+            # Without the entry of this frame, whose variables would form a cycle with the error.
+            outcome.set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
 
-    threading.Thread(target=run, name="outlast-disk", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
 
 

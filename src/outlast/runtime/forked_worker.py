@@ -73,29 +73,23 @@ class Preloaded:
     """
 
     def __init__(self, name: str, modules: Mapping[str, types.ModuleType], read: set[str]) -> None:
-        self._name, self._modules, self._read = name, dict(modules), read - _COMMON
+        self._name, self.modules, self._read = name, dict(modules), read - _COMMON
         self._values: dict[str, str] = {}
 
     def hide(self) -> None:
         """Remove the modules from ``sys.modules``, and save the environment."""
         self._values = env.environ()
-        for name in self._modules:
+        for name in self.modules:
             sys.modules.pop(name, None)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._modules
-
-    def __getitem__(self, name: str) -> types.ModuleType:
-        return self._modules[name]
 
     def reveal(self) -> None:
         """Restore the modules; apply environment variables that the script has set since, or warn about them."""
-        for name, module in self._modules.items():
+        for name, module in self.modules.items():
             sys.modules.setdefault(name, module)
         values = env.environ()
         changed = {name for name in {*values, *self._values} if values.get(name) != self._values.get(name)}
         unheeded = changed & self._read
-        if "torch" in self:
+        if "torch" in self.modules:
             if not changed.isdisjoint(_THREADS):
                 _set_torch_threads(values)
             unheeded |= {name for name in changed.difference(_THREADS) if name.startswith(_NATIVE_PREFIXES)}
@@ -116,7 +110,7 @@ class _Finder:
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        module = next((group[name] for group in self._groups if name in group), None)
+        module = next((group.modules[name] for group in self._groups if name in group.modules), None)
         if module is None:
             return None
         self._specs[name] = own = getattr(module, "__spec__", None)
@@ -125,8 +119,8 @@ class _Finder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        last = next(index for index, group in enumerate(self._groups) if spec.name in group)
-        module = self._groups[last][spec.name]
+        last = next(index for index, group in enumerate(self._groups) if spec.name in group.modules)
+        module = self._groups[last].modules[spec.name]
         # A later import may need the earlier ones.
         revealed, self._groups[:] = self._groups[: last + 1], self._groups[last + 1 :]
         for group in revealed:
@@ -183,13 +177,9 @@ def free_groups_last() -> None:
         for holder in (getattr(self, "reducer", None), getattr(self, "logger", None)):
             if holder is not None:
                 # The reference is dropped after the holder's C++ object is destroyed.
-                weakref.finalize(holder, _drop, self.process_group).atexit = False
+                weakref.finalize(holder, lambda _: None, self.process_group).atexit = False
 
     model_class.__init__ = __init__
-
-
-def _drop(_: object) -> None:
-    """Drop a reference."""
 
 
 def become_worker(

@@ -89,9 +89,8 @@ def armed(point: str, hook: Callable[..., object]) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del _armed[point]
-        else:
+        del _armed[point]
+        if before is not None:
             _armed[point] = before
 
 

@@ -98,7 +98,7 @@ class Journal:
         **data: Any,
     ) -> Event:
         """Append one event and return it."""
-        event = self._event(kind, cycle=cycle, rank=rank, iteration=iteration, data=data)
+        event = self._event(kind, data, cycle, rank, iteration)
         if kind == EventKind.INCIDENT and (incident := data.get("incident")) is not None:
             self.incidents[str(incident["kind"] if isinstance(incident, dict) else incident.kind)] += 1
         if self._file is not None:
@@ -115,7 +115,12 @@ class Journal:
             self._file.finish()
 
     def _event(
-        self, kind: EventKind, *, data: dict[str, Any], cycle: int | None, rank: int | None, iteration: int | None
+        self,
+        kind: EventKind,
+        data: dict[str, Any],
+        cycle: int | None = None,
+        rank: int | None = None,
+        iteration: int | None = None,
     ) -> Event:
         wall_ns = clock.wall_ns()
         return Event(
@@ -134,7 +139,7 @@ class Journal:
         )
 
     def _describe_lost(self, num: int) -> bytes:
-        return _encode(self._event(EventKind.EVENTS_LOST, cycle=None, rank=None, iteration=None, data={"num": num}))
+        return _encode(self._event(EventKind.EVENTS_LOST, {"num": num}))
 
 
 def _encode(event: Event) -> bytes:
@@ -237,17 +242,14 @@ class _JournalWriter(QueuedWriter):
         """Return the file's descriptor; negative: not open."""
         return self._fd
 
-    def leave_to_parent(self) -> None:
-        """Close the file in a forked child, which would keep it locked after its parent has ended."""
-        self._free()
-
 
 _writers: weakref.WeakSet[_JournalWriter] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
+    """Close the files in a forked child, which would keep them locked after its parent has ended."""
     for writer in list(_writers):
-        writer.leave_to_parent()
+        writer._free()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -193,8 +193,10 @@ class Lease:
         on_lost: Callable[[InUse], None] = lambda lost: None,
     ) -> None:
         self._records, self._follow, self._on_lost = records, follow, on_lost
-        self._own = msgspec.structs.replace(own, renew_s=records.renew_s)
-        self._number = 0
+        self.owner = msgspec.structs.replace(own, renew_s=records.renew_s)
+        """This owner's record."""
+        self.number = 0
+        """Number of this owner's record; 0 = none. Later owners have higher numbers."""
         self._lost: InUse | None = None
         self._is_over = self._is_released = self._is_withdrawn = False
         self._stop = threading.Event()
@@ -204,19 +206,9 @@ class Lease:
         """Counts the polls of :meth:`acquire`, which may wait for an owner."""
 
     @property
-    def owner(self) -> LeaseOwner:
-        """This owner's record."""
-        return self._own
-
-    @property
     def is_held(self) -> bool:
         """Whether this owner held the directory at the last check."""
         return self._thread is not None and self._lost is None
-
-    @property
-    def number(self) -> int:
-        """Number of this owner's record; 0 = none. Later owners have higher numbers."""
-        return self._number
 
     def acquire(self, *, leads: bool = False) -> None:
         """Take the directory unless it is held already, or join the owner's other processes.
@@ -250,14 +242,14 @@ class Lease:
         """
         if self._lost is not None:
             raise self._lost
-        newest = _newest_of(self._records, self._number)
+        newest = _newest_of(self._records, self.number)
         if newest.owner is None:  # the records were deleted: one owner recreates them
-            self._make(self._number)
+            self._make(self.number)
             log.warning("%s was removed or emptied while this run uses it; what it held is lost", self._records.url)
-            newest = _newest_of(self._records, self._number)
+            newest = _newest_of(self._records, self.number)
         owner = newest.owner or UNREADABLE
-        if newest.number != self._number or owner.token not in (self._own.token, UNREADABLE.token):
-            _held.discard(self._own.token)
+        if newest.number != self.number or owner.token not in (self.owner.token, UNREADABLE.token):
+            _held.discard(self.owner.token)
             self._lost = InUse(self._records.url, owner, was_lost=True)
             raise self._lost
 
@@ -281,13 +273,13 @@ class Lease:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        _held.discard(self._own.token)
+        _held.discard(self.owner.token)
         if thread is not threading.current_thread():
             thread.join(RELEASE_S)
 
     def withdraw(self) -> None:
         """Release the directory as if it had not been taken, as nothing was written. Blocks: as :meth:`release`."""
-        self._is_withdrawn = self._number == 1  # else the older record would be lost
+        self._is_withdrawn = self.number == 1  # else the older record would be lost
         self.release()
 
     # -- taking it ---------------------------------------------------------------------------------------------
@@ -303,7 +295,7 @@ class Lease:
             if newest.number != watched:
                 silence, watched = Silence(), newest.number
             standing = self._judge_life(newest, silence)
-            step = judge_owner(newest.owner, self._own, standing, leads=leads)
+            step = judge_owner(newest.owner, self.owner, standing, leads=leads)
             if step is LeaseStep.ENTER:
                 return
             if step is LeaseStep.REFUSE:
@@ -312,7 +304,7 @@ class Lease:
             if step is LeaseStep.TAKE:
                 if newest.owner is not None and self._follow is not None:
                     own = self._follow(newest.owner)
-                    self._own = msgspec.structs.replace(own, renew_s=self._records.renew_s)
+                    self.owner = msgspec.structs.replace(own, renew_s=self._records.renew_s)
                 if self._take(newest, silence):
                     return
                 continue
@@ -333,10 +325,10 @@ class Lease:
         owner = newest.owner
         if owner is None:
             return OwnerStanding()
-        process = owner.token in _held if owner.process == self._own.process else is_alive(owner.process)
+        process = owner.token in _held if owner.process == self.owner.process else is_alive(owner.process)
         job: bool | None = None
         mark: tuple[bytes, ...] = (newest.data,)
-        own = self._own
+        own = self.owner
         if own.is_of_job(owner):
             job = False  # this job itself: it does not keep the owner alive
         elif own.outlives and own.run_dir is not None and owner.run_dir == own.run_dir:
@@ -365,8 +357,8 @@ class Lease:
     def _take(self, newest: _Newest, silence: Silence) -> bool:
         """Create the next record; return whether this process was the first."""
         number, before = newest.number + 1, newest.owner
-        self._own = msgspec.structs.replace(self._own, token=secrets.token_hex(8))
-        _held.add(self._own.token)
+        self.owner = msgspec.structs.replace(self.owner, token=secrets.token_hex(8))
+        _held.add(self.owner.token)
         try:
             is_made = self._make(number)
             numbers = self._records.numbers() if is_made else []
@@ -374,13 +366,13 @@ class Lease:
                 self._records.remove(number)
                 is_made = False
         except BaseException:  # nothing is held
-            _held.discard(self._own.token)
+            _held.discard(self.owner.token)
             raise
         if not is_made:
-            _held.discard(self._own.token)
+            _held.discard(self.owner.token)
             return False
-        self._number = number
-        is_job = before is not None and self._own.is_of_job(before)
+        self.number = number
+        is_job = before is not None and self.owner.is_of_job(before)
         if before is not None and not before.released and not is_job:
             why = "has stopped sending heartbeats" if silence.silent_s >= before.expires_s else "has ended"
             log.info("%s is taken over from %s, which %s", self._records.url, before.describe(), why)
@@ -390,16 +382,17 @@ class Lease:
         for old in numbers:
             if old < kept:
                 self._remove(old)
-        self._thread = threading.Thread(target=self._keep, args=(number, self._own), name="outlast-lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep, args=(number, self.owner), name="outlast-lease", daemon=True)
         self._thread.start()
         return True
 
     def _make(self, number: int) -> bool:
         """Create this owner's record; return whether it exists."""
-        if self._records.create(number, encode_owner(self._own)):
+        if self._records.create(number, encode_owner(self.owner)):
             return True
         try:  # an object store may repeat the request and find its own record
-            return self._is_ours(decode_owner(self._records.read(number)))
+            owner = decode_owner(self._records.read(number))
+            return owner is not None and owner.token == self.owner.token
         except FileNotFoundError:
             return False
 
@@ -411,7 +404,7 @@ class Lease:
         while not self._stop.wait(self._records.renew_s):
             try:
                 with self._lock:
-                    if self._own.token != own.token:
+                    if self.owner.token != own.token:
                         return
                     self.check()
                     own = msgspec.structs.replace(own, renewals=own.renewals + 1)
@@ -432,7 +425,7 @@ class Lease:
                         *(self._records.url, error),
                     )
                 is_failing = True
-        if self._own.token != own.token:
+        if self.owner.token != own.token:
             return
         if self._is_withdrawn and self._lost is None:
             self._remove(number)
@@ -449,12 +442,9 @@ class Lease:
         except (OSError, OutlastError) as error:
             log.debug("record %d of %s stays: %s", number, self._records.url, error)
 
-    def _is_ours(self, owner: LeaseOwner | None) -> bool:
-        return owner is not None and owner.token == self._own.token
-
     def _is_of_this_job(self, owner: LeaseOwner) -> bool:
         """Return whether an owner shares the directory with this one."""
-        return self._own.shares and self._own.is_of_job(owner)
+        return self.owner.shares and self.owner.is_of_job(owner)
 
 
 def _newest_of(records: Records, own_number: int = 0) -> _Newest:

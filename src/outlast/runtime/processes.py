@@ -274,8 +274,7 @@ def kill_group(pgid: int, sig: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        # A member changed its user; the others got the signal.
-        return True
+        pass  # a member changed its user; the others got the signal
     return True
 
 
@@ -402,7 +401,6 @@ class ChildProcess:
         task: Sent to the child as the first message on :attr:`channel`, whose other end the child gets with
             :func:`channel_to_parent`; ``None``: no channel.
         receives: Union of the messages from the child.
-        packets: Each message on the channel is one packet; see :func:`~outlast.runtime.wire.socket_pair`.
         fds: Descriptors that the child inherits under the same numbers; they stay the caller's.
         interpreter: Options of the interpreter and code to run instead of the module.
         environment: The child's whole environment; ``None``: that of this process, and the location of this package.
@@ -423,7 +421,6 @@ class ChildProcess:
         *arguments: str,
         task: msgspec.Struct | None = None,
         receives: Any = None,
-        packets: bool = False,
         fds: Sequence[int] = (),
         interpreter: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -433,11 +430,8 @@ class ChildProcess:
         own_session: bool = True,
     ) -> None:
         self._own_session = own_session
-        ours: socket.socket | None = None
-        theirs: socket.socket | None = None
+        ours, theirs = socket_pair() if task is not None else (None, None)
         try:
-            if task is not None:
-                ours, theirs = socket_pair(packets=packets)
             channel_fds = [] if theirs is None else [theirs.fileno()]
             self._process = subprocess.Popen(
                 [sys.executable, *(interpreter or ("-P", "-m", module)), *map(str, channel_fds), *arguments],

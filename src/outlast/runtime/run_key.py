@@ -246,15 +246,12 @@ def _own_fingerprint() -> str:
 
 def is_network_file_system(path: Path) -> bool:
     """Return whether other machines may share a folder."""
-    return _file_system_type(path) in _NETWORK_FILE_SYSTEMS
-
-
-def _file_system_type(path: Path) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(256)  # struct statfs begins with the type, a word
     if libc.statfs(os.fsencode(path), buffer) != 0:
-        return 0
-    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
+        return False
+    kind = int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return kind & 0xFFFFFFFF in _NETWORK_FILE_SYSTEMS
 
 
 def _check(data: bytes, source: str) -> bytes:

@@ -70,13 +70,9 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def socket_pair(*, packets: bool = False) -> tuple[socket.socket, socket.socket]:
-    """Return two connected Unix sockets.
-
-    Args:
-        packets: Each message is one packet (of up to some 200 KiB): an interrupted sender leaves no torn one.
-    """
-    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if packets else socket.SOCK_STREAM)
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected Unix sockets with large buffers."""
+    pair = socket.socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BUFFER_BYTES)
     return pair
@@ -306,36 +302,12 @@ class MessageChannel(Generic[R]):
         Args:
             within_s: Seconds for the whole message, instead of those without progress.
         """
-        received = self._receive(_end_s(within_s), 0)
+        received = self.receive_with_fds(0, within_s=within_s)
         return None if received is None else received[0]
 
     def receive_with_fds(self, max_fds: int = 1, *, within_s: float | None = None) -> tuple[R, list[int]] | None:
         """Wait for a message and its descriptors, which the caller owns; ``None``: the connection ended."""
-        return self._receive(_end_s(within_s), max_fds)
-
-    # -- bulk data ---------------------------------------------------------------------------------------------
-
-    def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Send a part of a file or memfd as raw bytes, without copying it.
-
-        Raises:
-            ConnectionAbortedError: The file ends too early. The other side waits for the rest: close the connection.
-        """
-        end = offset + num_bytes
-        while offset < end:
-            sendfile = partial(os.sendfile, self._socket.fileno(), fd, offset, end - offset)
-            num = self._wait(socket.SO_SNDTIMEO, None, sendfile)
-            if not num:
-                raise ConnectionAbortedError(f"the file ends {end - offset} bytes too early")
-            offset += num
-
-    def receive_into(self, into: memoryview) -> None:
-        """Fill a buffer with raw bytes."""
-        self._fill(into, None)
-
-    # -- the socket --------------------------------------------------------------------------------------------
-
-    def _receive(self, end_s: float | None, max_fds: int) -> tuple[R, list[int]] | None:
+        end_s = _end_s(within_s)
         fds: list[int] = []
         try:
             more = self._max_bytes + _SIGNATURE_BYTES if self._is_packets else 0
@@ -362,6 +334,28 @@ class MessageChannel(Generic[R]):
             for fd in fds:
                 os.close(fd)
             raise
+
+    # -- bulk data ---------------------------------------------------------------------------------------------
+
+    def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Send a part of a file or memfd as raw bytes, without copying it.
+
+        Raises:
+            ConnectionAbortedError: The file ends too early. The other side waits for the rest: close the connection.
+        """
+        end = offset + num_bytes
+        while offset < end:
+            sendfile = partial(os.sendfile, self._socket.fileno(), fd, offset, end - offset)
+            num = self._wait(socket.SO_SNDTIMEO, None, sendfile)
+            if not num:
+                raise ConnectionAbortedError(f"the file ends {end - offset} bytes too early")
+            offset += num
+
+    def receive_into(self, into: memoryview) -> None:
+        """Fill a buffer with raw bytes."""
+        self._fill(into, None)
+
+    # -- the socket --------------------------------------------------------------------------------------------
 
     def _extend(self, data: bytearray, size: int, end_s: float | None) -> None:
         """Receive until ``data`` has this size."""
