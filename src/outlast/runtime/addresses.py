@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from outlast import clock, env
@@ -272,10 +273,8 @@ def _outward_addresses(interface: str | None) -> list[tuple[socket.AddressFamily
         return interface_addresses(interface)
     found = []
     for family, elsewhere in _ELSEWHERE.items():
-        try:
+        with suppress(OSError):  # there is no network of this family beyond this machine
             found.append((socket.AddressFamily(family), _source_address(family, (elsewhere, _DISCARD_PORT))))
-        except OSError:
-            pass  # there is no network of this family beyond this machine
     return [one for one in found if not is_loopback(one[1])]
 
 

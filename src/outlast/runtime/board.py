@@ -622,11 +622,9 @@ class Board:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        try:
+        with suppress(BufferError):  # pages are still in use; the mapping is freed with the last of them
             self._words.release()
             self._map.close()
-        except BufferError:  # pages are still in use; the mapping is freed with the last of them
-            pass
 
 
 def _put_text(words: memoryview, at: int, text: bytes, length_at: int | None = None) -> None:

@@ -42,7 +42,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -148,10 +148,8 @@ def shut_down(fd: int, inode: int, *, how: int = socket.SHUT_RDWR) -> bool:
     with _borrowed(fd, inode) as connection:
         if connection is None:
             return False
-        try:
+        with suppress(OSError):  # already closed by the peer
             connection.shutdown(how)
-        except OSError:
-            pass  # already closed by the peer
     return True
 
 

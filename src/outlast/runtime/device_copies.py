@@ -160,15 +160,13 @@ class DeviceCopies:
             places.append(slice(begin, end))
         fitting = list(zip(shapes, places, strict=False))
         tensors: list[torch.Tensor] = []
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):  # the cached memory is fragmented
             if together and fitting:
                 piece = torch.empty(places[-1].stop, dtype=torch.uint8, device=self.device)
                 tensors = [piece[place].view(dtype).view(shape) for (shape, dtype), place in fitting]
-            elif fitting:
+            else:
                 for (shape, dtype), _ in fitting:
                     tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
-        except torch.OutOfMemoryError:
-            pass  # the cached memory is fragmented
         # The memory may have belonged to tensors that queued kernels still use.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return tensors

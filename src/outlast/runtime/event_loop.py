@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from outlast import clock
@@ -34,16 +35,13 @@ class Mailbox(Generic[T]):
 
     def take_all(self) -> list[T]:
         """Remove and return all items, oldest first. Blocks: never."""
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
         items: list[T] = []
-        while True:
-            try:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        with suppress(queue.Empty):
+            while True:
                 items.append(self._queue.get_nowait())
-            except queue.Empty:
-                return items
+        return items
 
     def close(self) -> None:
         """Free the descriptor; items added later are lost."""

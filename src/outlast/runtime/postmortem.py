@@ -19,6 +19,7 @@ import struct
 import sys
 import sysconfig
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +50,7 @@ _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<na
 class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """The exception of a worker, as it is stored."""
 
-    cause: Cause
+    cause: Cause | None = None
     trace: str = ""
 
 
@@ -98,20 +99,17 @@ class Postmortem:
             return Remains(None, "", "", ())
         fd = self._fds[local_rank]
         written, length = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
-        record = None
+        record = _Record()
         if 0 < length <= _RECORD_BYTES:
-            try:
+            with suppress(msgspec.DecodeError):  # the worker ended during the write
                 record = _decoder.decode(os.pread(fd, length, _RECORD_AT))
-            except msgspec.DecodeError:  # the worker ended during the write
-                record = None
         fault = os.pread(fd, 1 << 16, _FAULT_AT).decode(errors="replace")
         ring = os.pread(fd, _RING_BYTES, _RING_AT)
         start = written % _RING_BYTES
         text = ring[:written] if written <= _RING_BYTES else (ring[start:] + ring[:start]).partition(b"\n")[2]
-        cause = record.cause if record is not None else None
         return Remains(
-            cause=_cause_of_fault(fault) or cause,
-            trace=record.trace if record is not None else "",
+            cause=_cause_of_fault(fault) or record.cause,
+            trace=record.trace,
             fault=fault,
             output=tuple(text.decode(errors="replace").splitlines()),
         )

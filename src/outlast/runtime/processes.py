@@ -451,13 +451,10 @@ class ChildProcess:
                 theirs.close()
         self.pid = self._process.pid
         self._channel: MessageChannel[Any] | None = None
-        if ours is not None:
-            assert task is not None
+        if ours is not None and task is not None:
             self._channel = MessageChannel(ours, receives)
-            try:
+            with contextlib.suppress(ConnectionError):  # it has ended already; poll() returns how
                 self._channel.send(task)
-            except ConnectionError:
-                pass  # it has ended already; poll() returns how
 
     @property
     def channel(self) -> MessageChannel[Any]:

@@ -128,10 +128,8 @@ def key_of_environment() -> RunKey | None:
     if not text:
         return None
     if text.startswith("hex:"):
-        try:
+        with contextlib.suppress(ValueError):  # not hexadecimal: a plain secret
             return RunKey(bytes.fromhex(text.removeprefix("hex:")), KeySource.VARIABLE)
-        except ValueError:
-            pass  # not hexadecimal: a plain secret
     return RunKey(_check(text.encode(), env.RUN_KEY), KeySource.VARIABLE)
 
 

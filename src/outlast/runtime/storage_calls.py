@@ -31,23 +31,9 @@ LOG_S = 10.0
 _POLL_S = 0.25
 _OUTAGE = frozenset(
     {
-        errno.EIO,
-        errno.ENXIO,
-        errno.ENODEV,
-        errno.ESTALE,
-        errno.EREMOTEIO,
-        errno.ENOLINK,
-        errno.ECOMM,
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-        errno.ETIMEDOUT,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
+        *(errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ENOLINK),
+        *(errno.ECOMM, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET),
+        *(errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
     }
 )
 """Errors of a file system whose server, disk or network fails; whether a file exists is unknown then."""

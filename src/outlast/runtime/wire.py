@@ -30,6 +30,7 @@ import selectors
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -242,10 +243,8 @@ class MessageChannel(Generic[R]):
 
     def abort(self) -> None:
         """End the calls of another thread on this connection; that thread closes it. Idempotent. Blocks: never."""
-        try:
+        with suppress(OSError):  # already ended
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # already ended
 
     def authenticate(self, handshake: Handshake, *, within_s: float, sign: bool = False) -> bool:
         """Perform a handshake before the first message.
@@ -485,11 +484,8 @@ class BufferedChannel(MessageReader[R]):
         self._held = bytearray()
         self.received_ns = clock.now_ns()
         """When data last arrived."""
-        if self._outgoing:
-            try:
-                self.flush()
-            except OSError:
-                pass  # the next call raises it again
+        with suppress(OSError):  # the next call raises it again
+            self.flush()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -526,11 +522,9 @@ class BufferedChannel(MessageReader[R]):
 
     def flush(self) -> None:
         """Send queued data, as far as the connection accepts it."""
-        try:
+        with suppress(BlockingIOError):
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing)]
-        except BlockingIOError:
-            return
 
     def receive(self) -> list[R]:
         """Return the messages that have arrived; call it when the connection is readable."""
@@ -567,12 +561,10 @@ class BufferedChannel(MessageReader[R]):
         end_s = clock.now_s() + timeout_s
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
-        try:
+        with suppress(OSError):
             while self._outgoing and (left_s := end_s - clock.now_s()) > 0:
                 poll.poll(left_s * 1e3)
                 self.flush()
-        except OSError:
-            return
 
     def close(self) -> None:
         self._socket.close()

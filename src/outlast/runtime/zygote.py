@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -247,14 +247,12 @@ def main(fd: str) -> None:
     children = _Children()
     preloaded: list[Preloaded] = []
     spawn: Spawn | None = None
-    try:
+    with suppress(ConnectionError):
         task = channel.receive()
         if isinstance(task, Preload):
             ready, preloaded = _preload(task)
             channel.send(ready)
             spawn = _serve(channel, wake_read, children)
-    except ConnectionError:
-        pass
     if spawn is None:
         # The agent is gone or needs no workers any more: none may outlive it.
         children.signal(signal.SIGKILL)
