@@ -117,6 +117,9 @@ class EndRequest(IntEnum):
     """Restart no worker."""
 
 
+_REQUESTS = frozenset(EndRequest)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCopy:
     """The checkpoint copy that the ranks loaded at the start of a cycle."""
@@ -741,9 +744,6 @@ class MarkChanged(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     iteration: int | None = None
     """Optimizer steps done at the time of the change, if the worker reports them. When the agent reads the page, it may
     show those of the next call."""
-
-
-_REQUESTS = frozenset(EndRequest)
 
 
 def agent_address(token: int) -> bytes:

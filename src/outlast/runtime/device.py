@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     import torch.profiler
 
 _QUERY_S = 0.002
-
-
+_CAPTURE_RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
+_driver_threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event | None]()
+_END_S = 10.0
+"""Seconds that all driver threads get in total when the interpreter ends."""
 _BUILT_FOR = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=\s*(.+?)\s*$", re.MULTILINE)
 _SUBSYSTEM = "/dev/dxg"
 """GPUs of all makes under the Windows Subsystem for Linux."""
@@ -231,10 +234,6 @@ def beside_training(device: torch.device) -> Iterator[None]:
             exchange(ctypes.byref(mode))
 
 
-_CAPTURE_RELAXED = 2
-"""cudaStreamCaptureModeRelaxed."""
-
-
 @cache
 def _capture_mode() -> Callable[[Any], int] | None:
     """Return CUDA's function that exchanges this thread's capture mode; ``None``: torch's runtime is not found."""
@@ -261,11 +260,6 @@ def start_driver_thread(work: Callable[[], object], name: str, stop: threading.E
     _driver_threads[thread] = stop
     thread.start()
     return thread
-
-
-_driver_threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event | None]()
-_END_S = 10.0
-"""Seconds that all of them get in total when the interpreter ends."""
 
 
 @atexit.register

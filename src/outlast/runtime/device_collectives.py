@@ -16,6 +16,19 @@ from outlast.errors import ConfigError
 from outlast.runtime.device import beside_training, start_driver_thread
 
 log = logging.getLogger(__name__)
+_SETTLE_S, _ABORT_S = 10.0, 60.0
+_ABORTS = "outlast-abort"
+_NEEDED = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Variables that NCCL needs to be aborted without ending its process: its watchdog must neither rethrow errors that the
+abort causes nor end the process, and NVLS communicators cannot be aborted."""
+_FROM_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""Values that torchrun and outlast run set for every worker, so not a choice of the user."""
+_aborting: list[Any] = []
+"""Backends that are being aborted."""
 
 
 def abort_collectives() -> int:
@@ -39,10 +52,6 @@ def abort_collectives() -> int:
         if settling.is_alive():
             log.warning("collectives were aborted, but a device is still busy after %g s", _SETTLE_S)
     return len(found)
-
-
-_SETTLE_S, _ABORT_S = 10.0, 60.0
-_ABORTS = "outlast-abort"
 
 
 def is_aborting() -> bool:
@@ -99,17 +108,6 @@ def _settle_devices() -> None:
                 torch.cuda.synchronize()  # a kernel's error is raised at the next use of the device
 
 
-_NEEDED = {
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "NCCL_NVLS_ENABLE": "0",
-}
-"""Variables that NCCL needs to be aborted without ending its process: its watchdog must neither rethrow errors that the
-abort causes nor end the process, and NVLS communicators cannot be aborted."""
-_FROM_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""Values that torchrun and outlast run set for every worker, so not a choice of the user."""
-
-
 def settle_collectives() -> dict[str, str | None]:
     """Set the variables that NCCL needs for :func:`abort_collectives`, if there are devices.
 
@@ -157,7 +155,3 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
             f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} must be longer than hard_timeout={hard_timeout_s:g}; "
             "unset it"
         )
-
-
-_aborting: list[Any] = []
-"""Backends that are being aborted."""

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     import torch.profiler
 
 log = logging.getLogger(__name__)
+_COPIES_TOGETHER = 32
+"""Copies per call of torch, each of which releases the GIL; the device starts with the first ones meanwhile."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for all GPUs of this process."""
+_LEFT_FREE = 20
+""":meth:`DeviceCopies.make_room` leaves one part in so many of a device's memory free."""
+_ALIGNED = 512
+"""Alignment in bytes of tensors within one allocation, as in the allocator's own."""
 
 
 class Copied:
@@ -184,16 +192,6 @@ class DeviceCopies:
 
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
-
-
-_COPIES_TOGETHER = 32
-"""Copies per call of torch, each of which releases the GIL; the device starts with the first ones meanwhile."""
-_PORTABLE = 1
-"""cudaHostRegisterPortable: for all GPUs of this process."""
-_LEFT_FREE = 20
-""":meth:`DeviceCopies.make_room` leaves one part in so many of a device's memory free."""
-_ALIGNED = 512
-"""Alignment in bytes of tensors within one allocation, as in the allocator's own."""
 
 
 @cache

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+_TRY_S = 10.0
+"""Seconds that the device gets for the first digest, which is compared with the host's."""
+_found: dict[tuple[torch.device, int], ChunkDigests | None] = {}
+_lock = threading.Lock()
+_lost: list[tuple[torch.Tensor, torch.Tensor]] = []
+"""Memory to which the device may still write."""
 MAX_CHUNKS = 64
 """Chunks per call."""
 _LANES = 32
@@ -176,10 +182,6 @@ def kernel_source(num_bytes: int) -> str:
     return source
 
 
-_found: dict[tuple[torch.device, int], ChunkDigests | None] = {}
-_lock = threading.Lock()
-
-
 def find_digests(device: torch.device, num_bytes: int) -> ChunkDigests | None:
     """Return the digests for chunks of ``num_bytes`` (a multiple of 16 KiB) on a device; ``None``: the host computes
     them.
@@ -213,7 +215,3 @@ def _try(digests: ChunkDigests, device: torch.device, num_bytes: int) -> ChunkDi
     if (value := int(found.item()) % (1 << 64)) != (right := xxhash.xxh3_64_intdigest(chunk.numpy().data.cast("B"))):
         raise RuntimeError(f"the device digests a chunk to {value:016x}, which is {right:016x}")
     return digests
-
-
-_TRY_S = 10.0
-_lost: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     import torch
     import torch.profiler
 
+_COLLECTIVE = (
+    *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
+    *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
+)
+"""Parts of the names of collectives and of waits for them."""
+
 
 def timing_event() -> Any:
     """Return a new event that measures time in the current device's streams; needs a device."""
@@ -92,10 +98,3 @@ def time_on_device(work: Callable[[], object], device: torch.device, *, in_strea
     work()
     settle()
     return (clock.now_ns() - begin_ns) / 1e9
-
-
-_COLLECTIVE = (
-    *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
-    *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
-)
-"""Parts of the names of collectives and of waits for them."""
