@@ -181,7 +181,7 @@ def listening_addresses(host: str, *, interface: str | None = None) -> list[tupl
     Raises: ConfigError: There is no such interface. Blocks: for the name lookup.
     """
     if host in ("0.0.0.0", "::"):
-        return [(Endpoint(host, 0).family, host)]  # as it was told to
+        return [(Endpoint(host, 0).family, host)]  # listen on all addresses
     if is_loopback(host):
         literal = "127.0.0.1" if host == "localhost" else host
         return [(Endpoint(literal, 0).family, literal)]

@@ -9,7 +9,7 @@ a group that is still connecting.
 Other objects that wait for peers are added by :func:`register`. A reused descriptor is recognised by its inode.
 Listening sockets are left alone: gloo aborts the process when its listener fails.
 
-A group's connections are those opened while it was made. Connections that other threads open meanwhile are told apart
+A group's connections are those opened while it was made. Connections that other threads open then are distinguished
 by marks (:func:`of_group`): gloo's sockets are inherited by child processes and have the group's timeout, those of
 Python and of store clients do not.
 

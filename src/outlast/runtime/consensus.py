@@ -217,7 +217,7 @@ def authenticate_peers(
 ) -> dict[int, socket.socket]:
     """Prove the key on connections that this rank opened, and accept those of expected ranks that prove it.
 
-    Connections that do not prove the key, or come from another rank, delay nobody.
+    Connections that do not prove the key, or come from another rank, do not delay the others.
 
     Args:
         look: Called now and then during the wait; raises ``OSError`` if waiting is pointless.

@@ -361,7 +361,7 @@ def _start(request: Spawn, fds: Sequence[int], parent_pid: int) -> int:
             for sig in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(sig, signal.SIG_DFL)
             os.execvpe(request.argv[0], list(request.argv), request.env)
-    except BaseException as error:  # noqa: BLE001  a child must never return into the zygote's loop
+    except BaseException as error:  # noqa: BLE001  a child must never return into the fork server's loop
         sys.stderr.write(f"outlast: cannot start {os.fsdecode(request.argv[0])}: {error}\n")
         sys.stderr.flush()
         os._exit(127)
