@@ -67,13 +67,9 @@ def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdz
         name = name.strip("[]")
         if not name:
             raise ConfigError(f"{where}={text!r} names no host; write host:port[,host:port...]")
-        try:
-            port = int(port_text) if port_text else default_port
-        except ValueError:
-            port = 65536
-        if port_text and not 0 <= port < 65536:
+        if port_text and not (port_text.strip().isdecimal() and int(port_text) < 65536):
             raise ConfigError(f"{where}={text!r}: {port_text!r} is not a port; write host:port[,host:port...]")
-        endpoints.append(Endpoint(name, port))
+        endpoints.append(Endpoint(name, int(port_text) if port_text else default_port))
     return tuple(endpoints)
 
 
@@ -212,19 +208,16 @@ def interface_addresses(names: str) -> list[tuple[socket.AddressFamily, str]]:
     """
     import psutil
 
-    has = psutil.net_if_addrs()
-    for name in filter(None, (part.strip() for part in names.split(","))):
-        found = [
-            (one.family, one.address) for one in has.get(name, ()) if one.family in (socket.AF_INET, socket.AF_INET6)
-        ]
-        if found:
-            return sorted(found, key=lambda one: one[1].startswith("fe80:"))
-    with_address = [
-        name for name, all_of in has.items() if any(one.family in (socket.AF_INET, socket.AF_INET6) for one in all_of)
-    ]
-    raise ConfigError(
-        f"--interface={names}: no such interface with an address here; there are {', '.join(with_address)}"
-    )
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: addresses
+        for name, all_of in psutil.net_if_addrs().items()
+        if (addresses := [(one.family, one.address) for one in all_of if one.family in families])
+    }
+    for name in (part.strip() for part in names.split(",")):
+        if name in found:
+            return sorted(found[name], key=lambda one: one[1].startswith("fe80:"))
+    raise ConfigError(f"--interface={names}: no such interface with an address here; there are {', '.join(found)}")
 
 
 def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1) -> range:
@@ -248,21 +241,16 @@ def listen_at(host: str, *, backlog: int, port: int = 0) -> socket.socket:
         ConfigError: The range is invalid.
         OSError: The address is not this machine's, or no port of the range is free.
     """
-    if port:
-        try:
-            return socket.create_server((host, port), family=Endpoint(host, 0).family, backlog=backlog)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
     text = env.port_range()
     ports: Sequence[int] = (0,) if text is None else parse_port_range(text, where=env.PORT_RANGE)
     first = secrets.randbelow(len(ports))  # processes that start together try different ones
-    for number in range(len(ports)):
-        port = ports[(first + number) % len(ports)]
+    wanted = [port] if port else []
+    for number in (*wanted, *ports[first:], *ports[:first]):
         try:
-            return socket.create_server((host, port), family=Endpoint(host, 0).family, backlog=backlog)
+            return socket.create_server((host, number), family=Endpoint(host, 0).family, backlog=backlog)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or text is None:
+            is_taken = error.errno == errno.EADDRINUSE or (error.errno == errno.EACCES and number not in wanted)
+            if not is_taken or (text is None and number not in wanted):
                 raise
     raise OSError(errno.EADDRINUSE, f"no port of {text} is free at {host}; name a wider range (--port-range)")
 

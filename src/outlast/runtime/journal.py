@@ -25,6 +25,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,8 @@ class Journal:
         self.path: Path | None = None
         self._file: _JournalWriter | None = None
         if run_dir is not None:
-
-            def path_of(number: int) -> Path:
-                return name_file(run_dir, job=job, node=node, proc=proc, number=number)
-
-            self.path = path_of(1)
+            path_of = partial(name_file, run_dir, job=job, node=node, proc=proc)
+            self.path = path_of(number=1)
             self._file = _JournalWriter(path_of, self._describe_lost)
 
     @property
@@ -159,9 +157,9 @@ class _JournalWriter(QueuedWriter):
     Raises: OSError: The path cannot be used.
     """
 
-    def __init__(self, path_of: Callable[[int], Path], describe_lost: Callable[[int], bytes]) -> None:
+    def __init__(self, path_of: Callable[..., Path], describe_lost: Callable[[int], bytes]) -> None:
         self._path_of, self._describe_lost = path_of, describe_lost
-        self._path = path_of(1)
+        self._path = path_of(number=1)
         self._state = OptionalFile("events of the journal", self._path, "they are lost until there is room")
         self.num_lost = 0
         self._num_untold = 0
@@ -266,13 +264,13 @@ def _share(fd: int) -> int | None:
     return None
 
 
-def _open_alone(path_of: Callable[[int], Path]) -> tuple[int, Path]:
+def _open_alone(path_of: Callable[..., Path]) -> tuple[int, Path]:
     """Open the first file that no other process holds, for appending; return its descriptor and path.
 
     If this process holds the file already, both descriptors share one open file, and so its lock.
     """
     for number in range(1, MAX_FILES + 1):
-        path = path_of(number)
+        path = path_of(number=number)
         fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
