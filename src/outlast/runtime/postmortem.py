@@ -242,11 +242,8 @@ def _encodable(text: str) -> str:
 
 
 def _comes_from_a_parser(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if os.path.basename(trace.tb_frame.f_code.co_filename) in ("argparse.py", "optparse.py"):
-            return True
-        trace = trace.tb_next
-    return False
+    files = (os.path.basename(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
+    return any(name in ("argparse.py", "optparse.py") for name in files)
 
 
 def _text_of(error: BaseException) -> str:
@@ -261,11 +258,9 @@ def _text_of(error: BaseException) -> str:
 
 def _users_frame(trace: TracebackType | None) -> str:
     found = ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not _is_library_file(code.co_filename):
-            found = f"{_short(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
+    for frame, line in traceback.walk_tb(trace):
+        if not _is_library_file(frame.f_code.co_filename):
+            found = f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
     return found.removesuffix(" in <module>")
 
 

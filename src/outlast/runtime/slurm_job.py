@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from outlast import env
 from outlast.env import expand_nodes, read_counts, read_number
+from outlast.wording import count
 
 log = logging.getLogger(__name__)
 _logged: set[tuple[str, int]] = set()
@@ -46,10 +47,9 @@ class SLURMInfo:
     def describe(self) -> str:
         """Return one line for people."""
         array = f", array task {self.array_task_id}" if self.array_task_id is not None else ""
-        times = "time" if self.restart_count == 1 else "times"
-        again = f", re-queued {self.restart_count} {times}" if self.is_requeued else ""
-        where = f"{self.num_nodes} node{'' if self.num_nodes == 1 else 's'} ({self.node_list})"
-        per_node = f"{self.ntasks_per_node} task{'' if self.ntasks_per_node == 1 else 's'} each"
+        again = f", re-queued {count(self.restart_count, 'time')}" if self.is_requeued else ""
+        where = f"{count(self.num_nodes, 'node')} ({self.node_list})"
+        per_node = f"{count(self.ntasks_per_node, 'task')} each"
         partition = f", partition {self.partition}" if self.partition else ""
         return f"Slurm job {self.job_id} {self.job_name!r}{array}: {where}, {per_node}{partition}{again}"
 
