@@ -4,14 +4,13 @@ One mapping per node and cycle: a header page, then one page per local rank, wri
 through :class:`Board`. A worker writes its own page with aligned 8-byte stores: no system call, no lock, nothing that
 can block training. The page outlives the worker, for the post-mortem. All times are ``CLOCK_MONOTONIC`` nanoseconds.
 
-A *sequence lock* protects the words that must agree (the stack of open sections): the writer increments the last of
-these words, makes the update, and sets the first to the same number; a reader copies all of them and retries, a bounded
-number of times, while the two differ. If the writer was stopped or killed in an update, the result is marked
-``RankState.torn``. Readers that act on a result read twice, which also covers machines that reorder stores.
+A *sequence lock* protects the stack of open sections: the writer increments the last of these words, makes the update,
+and sets the first to the same number; a reader copies all of them and retries, a bounded number of times, while the two
+differ. If the writer was stopped or killed in an update, the result is marked ``RankState.torn``. Readers that act on a
+result read twice, which also covers machines that reorder stores.
 
-A process with in-process restarts writes an :class:`InProcessMark` to its page. The mark exists before any
-:class:`outlast.monitor.RankMonitor` attaches and outlives all of them. Each change also sends the agent a datagram with
-the faults behind it; the datagram may be lost, the words on the page cannot.
+A process with in-process restarts also writes an :class:`InProcessMark`, which outlives every attached monitor. Each
+change sends the agent a datagram with the faults behind it, which may be lost; the words on the page cannot.
 
 Rejected: a ``multiprocessing.shared_memory`` block (its resource tracker removes it too early), a socket per rank
 (several microseconds a heartbeat, and it can block), ctypes structures (three times slower).

@@ -1,27 +1,20 @@
 """The connections over which this process waits for its peers, and how they are cut.
 
 A gloo collective ends only with its peers, its timeout or its connections: neither ``abort()`` nor destroying the group
-wakes it (torch 2.13, measured), and an abandoned one still writes to its tensors when a late peer arrives. To be able
-to leave a group at any time, its sockets must be known: while a :class:`Noting` is active, the sockets of every process
-group and store client that ``torch.distributed`` makes are recorded, and :func:`cut_all` shuts them down, also those of
-a group that is still connecting.
+wakes it (torch 2.13), and an abandoned one still writes to its tensors when a late peer arrives. So while a
+:class:`Noting` is active, the sockets of every process group and store client that ``torch.distributed`` makes are
+recorded, and :func:`cut_all` shuts them down, together with the objects of :func:`register`. A reused descriptor is
+recognised by its inode; listening sockets are left alone, as gloo aborts the process when its listener fails. Sockets
+that other threads open while a group is made are separated from its own by the marks in :func:`of_group`.
 
-Other objects that wait for peers are added by :func:`register`. A reused descriptor is recognised by its inode.
-Listening sockets are left alone: gloo aborts the process when its listener fails.
-
-A group's connections are those opened while it was made. Connections that other threads open then are distinguished
-by marks (:func:`of_group`): gloo's sockets are inherited by child processes and have the group's timeout, those of
-Python and of store clients do not.
-
-At first only the reading side is shut down: gloo then detects the end, closes the connection without losing outgoing
-data, and wakes every thread that waits for a message on it, except one whose message was half sent or half received
-(torch 2.8 to 2.13: ``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such a thread sleeps on the
-condition variable of an ``UnboundBuffer`` until the group's timeout, and destroying the group waits for it.
-``UnboundBuffer::abortWaitRecv`` ends the wait, but Python cannot reach it, so the buffer is found from outside: the
-kernel shows the address on which a thread sleeps (``/proc/self/task/*/syscall``), and the buffer around this address is
-recognised by its virtual table. If any of this is not as expected, nothing is done. :func:`end_waits` may only be used
-when every connection of the groups is closed and the collectives are given up: gloo continues as if the message had
-arrived, until it next uses a connection.
+At first only the reading side is shut down: gloo then closes the connection without losing outgoing data and wakes
+every thread that waits on it, except one whose message was half transferred (torch 2.8 to 2.13:
+``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such a thread sleeps on the condition variable of an
+``UnboundBuffer`` until the group's timeout. Python cannot call ``UnboundBuffer::abortWaitRecv``, so the buffer is found
+from outside: ``/proc/self/task/*/syscall`` shows the address on which a thread sleeps, and the buffer around it is
+recognised by its virtual table. If any of this is not as expected, nothing is done. :func:`end_waits` requires that
+every connection of the groups is closed and their collectives are given up: gloo continues as if the message had
+arrived.
 
 Rejected: comparing ``/proc/self/fd`` over the whole life of a group (cuts the user's own connections as well).
 """

@@ -1,21 +1,20 @@
 """Consensus: decisions that all ranks make together, for one small reduction a step.
 
 A rank that must exit must not exit alone: its peers would wait for it in the next collective. So each rank passes its
-requests (a few integers) at the begin of a step, their maximum over all ranks is computed alongside the step, and every
-rank reads the same result at its end, where the step's own collectives have synchronised the ranks anyway. Events
-during a step are passed at the begin of the next one.
+requests (a few integers) at the begin of a step, and every rank reads their maximum at its end, when the step's own
+collectives have synchronised the ranks anyway.
 
-The reduction needs no device, must not be ordered behind gradients, and can be abandoned at any moment, so it has
-connections of its own. A gloo all-reduce of eight bytes takes 0.1 ms in a tight loop and three times that after a real
-step, since its threads must be woken (measured, torch 2.13, two ranks on one machine); a message over a connection
-takes 0.03 ms. Gloo can also miss that its connections were cut and then waits for its timeout; a socket cannot.
+The reduction has connections of its own: it must not be ordered behind gradients, and can be abandoned at any moment. A
+gloo all-reduce of eight bytes takes 0.1 ms, and 0.3 ms after a real step, since its threads must be woken (torch 2.13,
+two ranks on one machine); a message over a connection takes 0.03 ms. Gloo can also miss that its connections were cut
+and then waits for its timeout.
 
 The algorithm is the dissemination barrier of Hensgen, Finkel and Manber (1988), with numbers: in round k each rank
-sends its values to the rank 2^k after it and receives those of the rank 2^k before it. After ceil(log2 n) rounds every
-rank has all values; duplicates do not change a maximum, so any world size works.
+sends its values to the rank 2^k after it and receives those of the rank 2^k before it; after ceil(log2 n) rounds every
+rank has all values. Duplicates do not change a maximum, so any world size works.
 
-Rejected: a star (its centre sends to all), recursive doubling (needs a special case for worlds that are not a power of
-two), a tree (twice the rounds).
+Rejected: a star (its centre sends to all), recursive doubling (only worlds that are a power of two), a tree (twice the
+rounds).
 """
 
 from __future__ import annotations

@@ -1,24 +1,20 @@
 """Interrupting a function in the thread that runs it, wherever that thread is.
 
-An exception is raised in the thread repeatedly until the function has been left, as its code may swallow it. There are
-two deliveries:
+An exception is raised in the thread repeatedly until the function has been left, as its code may swallow it:
 
-* :class:`SignalInterruption`, for the main thread: a real-time signal whose Python handler raises the exception. A
-  signal interrupts sleeps, locks and queue waits, and its handler runs wherever bytecode runs.
-* :class:`AsyncInterruption`, for any other thread, where signals are not handled (Ray runs an actor's methods in one):
-  the exception is set for the thread (``PyThreadState_SetAsyncExc``) and raised at its next line of Python.
-  ``time.sleep`` and similar calls finish first; a thread that does not return in time is unusable.
+* :class:`SignalInterruption`, for the main thread: by the Python handler of a real-time signal, which also interrupts
+  sleeps, locks and queue waits.
+* :class:`AsyncInterruption`, for any other thread (Ray runs an actor's methods in one): by
+  ``PyThreadState_SetAsyncExc``, at the thread's next line of Python; a thread whose C call does not return in time is
+  unusable.
 
-A wait in a collective returns to bytecode because its connections are cut (:mod:`outlast.runtime.connections`): after
-an asynchronous exception was set, so that a wait that gloo ends as if its message had arrived raises too.
+Waits in collectives end because their connections are cut (:mod:`outlast.runtime.connections`): after an asynchronous
+exception was set, so that a wait that gloo ends as if its message had arrived raises too.
 
-A loop whose body is wrapped in a bare ``except:`` swallows every exception raised inside the ``try``; a signal that
-always arrives there never ends it. After some attempts :class:`_Escape` therefore searches for a better instruction: a
-trace function sees every instruction, also the few outside the ``try``, such as the jump back to the loop's head, and
-raises at such a jump. The code's exception table gives the protection of an instruction: the number of handlers, in all
-frames up to the boundary, that would see an exception one after the other. Only jumps back are used: an exception
-raised in the code that ends a handler would keep the handled exception and its frames alive. Tracing slows the code
-down by far, which no longer matters.
+A loop whose body is in a bare ``try: ... except:`` swallows every exception of a signal that arrives there. After some
+attempts :class:`_Escape` therefore traces instructions and raises at a jump back to a loop's head with the fewest
+handlers, according to the code's exception tables, in all frames up to the boundary. Only at jumps back: an exception
+raised in the code that ends a handler would keep the handled exception and its frames alive.
 
 Rejected: asynchronous exceptions for the main thread (delivered only when a C call has returned, so never in
 ``time.sleep``).

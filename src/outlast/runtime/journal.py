@@ -1,17 +1,13 @@
 """The journal: append-only JSON lines, one file per process, under ``<run_dir>/journal/``.
 
-Reports and post-mortems are derived from it alone. A line is one ``write`` to a descriptor opened for appending, so
-readers see whole lines and a SIGKILL loses at most the line being written. A full or missing disk must not end
-training: a failed write, or a file that cannot be created yet, is logged once and counted, and a torn line does not
-corrupt the next one.
+A line is one ``write`` to a descriptor opened for appending, so readers see whole lines and a SIGKILL loses at most the
+line being written; a torn line does not corrupt the next one. Each process locks its own file; if another process holds
+the lock, such as an agent of the same name, the next file by number is used.
 
-Each process locks its own file. If another process holds the lock, such as an agent of the same name, the next file by
-number is used.
-
-A hung disk must not block training either. A thread writes, which ends when the queue is empty; a caller waits until
-its event is written, so that the event exists before the next action. Once a write has blocked a caller for
-``PATIENCE_S``, no caller waits until it returns: events queue up, and those beyond the queue's limit are counted. The
-count is written as an event (``events_lost``) when writing works again.
+A full, missing or hung disk must not end or block training: failed writes are logged once and counted. A thread writes;
+a caller waits until its event is written, so that the event exists before the next action. Once a write has blocked a
+caller for ``PATIENCE_S``, no caller waits until it returns: events queue up, and those beyond the queue's limit are
+counted, in an event of their own (``events_lost``) when writing works again.
 """
 
 from __future__ import annotations

@@ -1,22 +1,19 @@
 """The run key: the secret of a run, with which all its connections are authenticated.
 
-Sources, in this order: the file of ``--run-key-file``, the variable ``OUTLAST_RUN_KEY``, the file ``run.key`` of a run
-directory that all agents share (the first one creates it, readable by its owner only), else the run's id. The last is
-not a secret: it prevents accidents (another run at the same port), not attacks.
-
-Every node decides in the same way, before it contacts another, whether the run directory is shared: all agents are on
-one machine, or the directory is on a network file system. The key is never on a command line, in a log, in the journal,
-or in a child's arguments; workers get it in their environment.
+Sources, in this order: the file of ``--run-key-file``, ``OUTLAST_RUN_KEY``, the file ``run.key`` of a run directory
+that all agents share (on one machine, or on a network file system; the first agent creates it, readable by its owner
+only), else the run's id, which is not a secret: it prevents accidents (another run at the same port), not attacks. The
+key is never on a command line, in a log, in the journal, or in a child's arguments; workers get it in their
+environment.
 
 Workers that connect to each other derive the key of these connections from the run key and an *offer*, which one of
-them draws and passes on through the ranks' TCPStore or a collective (:func:`make_offer`, :func:`accept_offer`). With a
-run key the offer may be public: it only makes the keys of two groups, and so of two cycles, differ. Where no worker has
-a run key (``torchrun``, ``srun``) the offer itself is the secret.
+them draws and passes on through the ranks' TCPStore or a collective. With a run key the offer may be public: it only
+makes the keys of two groups, and so of two cycles, differ. Without one (``torchrun``, ``srun``) the offer itself is the
+secret.
 
 Rejected: requesting the key from the first agent (any process that responds at the endpoint could give one); accepting
-the run's id in addition to a secret (the id is public).
-Rejected for offers: the number of the cycle instead (agents of ``torchrun`` count restarts separately); the run key
-alone where there is one (for a run without a secret, the id would suffice).
+the run's id in addition to a secret (the id is public). Rejected for offers: the number of the cycle instead (agents of
+``torchrun`` count restarts separately); the run key alone (for a run without a secret, the id would suffice).
 """
 
 from __future__ import annotations

@@ -1,22 +1,17 @@
 """Messages between processes of this package: framing, authentication, descriptors and bulk data on sockets.
 
 A frame is the body's length in four bytes, the body (a tagged ``msgspec.Struct`` as MessagePack) and, if the connection
-signs its frames, a signature. Each package defines its own messages; a connection decodes a union of them. The parts:
-
-* :class:`MessageChannel`, a blocking connection with timeouts: sockets, socket pairs (also ``SOCK_SEQPACKET``, where a
-  frame must be sent whole or not at all), descriptors with messages, bulk data between them without a copy.
-* :class:`BufferedChannel`, a connection that never blocks, and :class:`SelectedChannel`, which registers one with a
-  selector.
-* :class:`Handshake`, in which both sides of a TCP connection prove that they know a key. Before it is over, only hellos
-  of fixed size are read, and nothing is decoded.
+signs its frames, a signature. :class:`MessageChannel` blocks, with timeouts; :class:`BufferedChannel` never blocks, and
+:class:`SelectedChannel` registers one with a selector. In a :class:`Handshake` both sides of a TCP connection prove
+that they know a key; before it is over, only hellos of fixed size are read, and nothing is decoded.
 
 A proof is the HMAC-SHA256, under the key, of both sides' nonces, the protocol's name, the server's introduction and the
 proving side: it cannot be replayed, used for another protocol, or reflected. From the same nonces each side derives the
 keys under which frames may be signed. Nothing is encrypted.
 
 Rejected: one process-wide event loop (a rank's threads block in C, and a writer feeds the network from files); pickles;
-TLS (keys of one run need no certificates); Python's own socket timeouts (two system calls per call). Timeouts are the
-kernel's (``SO_RCVTIMEO``, ``SO_SNDTIMEO``). Nothing here imports torch.
+TLS (keys of one run need no certificates); Python's own socket timeouts (two system calls per call; these are the
+kernel's, ``SO_RCVTIMEO`` and ``SO_SNDTIMEO``). Nothing here imports torch.
 """
 
 from __future__ import annotations
