@@ -229,7 +229,6 @@ class RankPage:
     # -- hot path ------------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Record that this rank is alive. Thread: any."""
         now = now_ns()
         words, last = self._words, self._beat
         self._beat = words[BEAT] = now

@@ -275,7 +275,6 @@ class Noting:
         self._originals: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def start(self) -> None:
-        """Start recording. Idempotent."""
         if self._originals:
             return
         for module, name in _MAKERS:
@@ -284,7 +283,6 @@ class Noting:
             setattr(sys.modules[module], name, self._noted_within(maker))
 
     def stop(self) -> None:
-        """Stop recording. Idempotent."""
         for (module, name), maker in self._originals.items():
             setattr(sys.modules[module], name, maker)
         self._originals.clear()

@@ -181,7 +181,6 @@ def describe_device() -> str:
 
 
 def device_word() -> str:
-    """Return ``GPU`` or ``CPU``, for people."""
     return "GPU" if training_device().type == "cuda" else "CPU"
 
 

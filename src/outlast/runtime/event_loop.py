@@ -72,7 +72,6 @@ class Timers:
         return None if next_s is None else max(0.0, next_s - clock.now_s())
 
     def fire(self) -> None:
-        """Call the actions that are due."""
         now_s = clock.now_s()
         for name in [name for name, (at_s, _) in self._deadlines.items() if now_s >= at_s]:
             at_s, action = self._deadlines.get(name, (now_s + 1, None))

@@ -170,7 +170,6 @@ class Interruption:
             self._left, self._ordered_ns = number, clock.now_ns()
 
     def _may_raise(self, frame: FrameType | None) -> bool:
-        """Return whether the thread may be interrupted in this frame."""
         if not self.is_wanted or self._num_atomic or self.is_put_off or self._is_unsafe(frame):
             return False
         return frame is None or frame.f_code not in self._boundary  # there it is outside the call

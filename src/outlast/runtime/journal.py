@@ -79,7 +79,6 @@ class Journal:
 
     @property
     def num_lost(self) -> int:
-        """Lines that could not be written."""
         return self._file.num_lost if self._file is not None else 0
 
     def write(
@@ -91,7 +90,6 @@ class Journal:
         iteration: int | None = None,
         **data: Any,
     ) -> Event:
-        """Append one event and return it."""
         event = self._event(kind, data, cycle, rank, iteration)
         if kind == EventKind.INCIDENT and (incident := data.get("incident")) is not None:
             self.incidents[str(incident["kind"] if isinstance(incident, dict) else incident.kind)] += 1
@@ -233,7 +231,6 @@ class _JournalWriter(QueuedWriter):
             self._fd = -1
 
     def fileno(self) -> int:
-        """Return the file's descriptor; negative: not open."""
         return self._fd
 
 

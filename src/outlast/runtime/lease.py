@@ -143,7 +143,6 @@ class FolderRecords:
 
 
 def encode_owner(owner: LeaseOwner) -> bytes:
-    """Return a record's bytes."""
     data = msgspec.json.encode(owner)
     return data + b" " * (-(len(data) + 1) % RECORD_BYTES) + b"\n"
 

@@ -48,8 +48,6 @@ _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<na
 
 
 class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The exception of a worker, as it is stored."""
-
     cause: Cause | None = None
     trace: str = ""
 
@@ -115,7 +113,6 @@ class Postmortem:
         )
 
     def close(self) -> None:
-        """Release the files; idempotent."""
         for fd in self._fds:
             os.close(fd)
         self._fds = []
@@ -139,7 +136,6 @@ class Recorder:
             faulthandler.enable(file=self._fd, all_threads=False)
 
     def output(self, data: bytes | memoryview) -> None:
-        """Record the last output."""
         data = bytes(data[-_RING_BYTES:])
         written = _HEAD.unpack_from(self._map, 0)[0]
         at = written % _RING_BYTES

@@ -332,13 +332,10 @@ def meeting_point(place: env.WorkerEnv) -> str:
 
 
 class _Making:
-    """A group that is being created."""
-
     def __init__(self) -> None:
         self._connections, self._threads = connections.connected_sockets(), connections.group_threads()
 
     def end(self, process_group: torch.distributed.ProcessGroup | None, timeout_s: float) -> Group:
-        """Return the group, with the connections and threads created since."""
         opened = connections.of_group(connections.connected_sockets() - self._connections, timeout_s)
         return Group(process_group, opened, connections.group_threads() - self._threads)
 

@@ -64,8 +64,6 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 class KeySource(StrEnum):
-    """Source of a run key."""
-
     FILE = "the file of --run-key-file"
     VARIABLE = "OUTLAST_RUN_KEY"
     RUN_DIRECTORY = "run.key of the run directory"
@@ -74,8 +72,6 @@ class KeySource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """A run's key."""
-
     secret: bytes = field(repr=False)
     source: KeySource
 

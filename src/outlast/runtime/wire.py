@@ -346,7 +346,6 @@ class MessageChannel(Generic[R]):
             offset += num
 
     def receive_into(self, into: memoryview) -> None:
-        """Fill a buffer with raw bytes."""
         self._fill(into, None)
 
     # -- the socket --------------------------------------------------------------------------------------------
@@ -506,7 +505,6 @@ class BufferedChannel(MessageReader[R]):
         self.send_frame(encode_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Send a frame of :func:`encode_frame`; see :meth:`send`."""
         if not self.is_authenticated:
             self._held += frame
             return
@@ -592,11 +590,9 @@ class SelectedChannel(Generic[R]):
         selector.register(channel, self._events, self._on_event)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, now or as soon as the channel accepts it."""
         self.send_frame(encode_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Send a frame of :func:`encode_frame`; see :meth:`send`."""
         try:
             self.channel.send_frame(frame)
         except OSError as error:

@@ -93,22 +93,16 @@ class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker runs."""
-
     key: int
     pid: int
 
 
 class FailedToStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker could not be started."""
-
     key: int
     error: str
 
 
 class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker ended."""
-
     key: int
     pid: int
     exit_code: int
@@ -118,8 +112,6 @@ class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Every worker is gone and reaped."""
-
     token: int = 0
 
 
@@ -201,8 +193,6 @@ class Zygote:
 
 
 class _Children:
-    """The workers that were started and not yet cleared."""
-
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self.ended: set[int] = set()
