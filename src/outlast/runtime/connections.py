@@ -358,15 +358,13 @@ def _is_open(fd: int, inode: int) -> bool:
 
 def named_threads(name: str) -> dict[int, str]:
     """Return the threads of this process with a given name, each with its ``/proc`` status."""
-    found = {}
+    return {thread: status for thread, status in _read_threads("status") if status.startswith(f"Name:\t{name}\n")}
+
+
+def _read_threads(file: str) -> Iterator[tuple[int, str]]:
     for thread in os.listdir("/proc/self/task"):
-        try:
-            status = Path(f"/proc/self/task/{thread}/status").read_text()
-        except OSError:
-            continue  # ended meanwhile
-        if status.startswith(f"Name:\t{name}\n"):
-            found[int(thread)] = status
-    return found
+        with suppress(OSError):  # ended meanwhile
+            yield int(thread), Path(f"/proc/self/task/{thread}/{file}").read_text()
 
 
 class _Gloo(NamedTuple):
@@ -401,14 +399,11 @@ def waiting_threads() -> dict[int, int]:
         return {}
     found = {}
     number = str(_FUTEX[os.uname().machine])
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            words = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
-            buffer = _buffer_around(int(words[1], 16), gloo.table) if words[0] == number else None
-        except (OSError, ValueError, IndexError):
-            continue  # ended, or running
-        if buffer is not None:
-            found[int(thread)] = buffer
+    for thread, call in _read_threads("syscall"):
+        words = call.split()
+        with suppress(OSError, ValueError, IndexError):  # ended, or running
+            if words[0] == number and (buffer := _buffer_around(int(words[1], 16), gloo.table)) is not None:
+                found[thread] = buffer
     return found
 
 
