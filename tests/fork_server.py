@@ -518,7 +518,7 @@ def _run_main(kind: str, rest: list[str], *, is_safe: bool) -> None:
 
 def _forget(name: str, preloaded: Preloaded) -> None:
     module = sys.modules.pop(name)
-    preloaded._modules.pop(name, None)
+    preloaded.modules.pop(name, None)
     parent, _, child = name.rpartition(".")
     if getattr(sys.modules.get(parent), child, None) is module:
         delattr(sys.modules[parent], child)

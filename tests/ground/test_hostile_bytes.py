@@ -295,7 +295,7 @@ LISTED = {
     "checkpoint.directory", "checkpoint.manifest", "checkpoint.shard", "checkpoint.state",
     "config.launching", "config.sources", "inprocess.protocol", "integrations.slurm.jobs", "journal", "launch.cycle",
     "launch.in_process_recovery", "launch.ladder_file",
-    "monitor.examination", "monitor.watchdog", "policy.recovery_point",
+    "monitor.examination", "monitor.watchdog", "policy.recovery_point", "runtime.diagnoses",
     "ray.actor_state", "runtime.lease", "runtime.postmortem", "runtime.process_groups", "runtime.wire",
     "status.evidence",  # ladder.json
 }  # fmt: skip

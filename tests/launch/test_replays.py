@@ -26,7 +26,7 @@ from outlast.policy.recovery_point import Tier
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 from outlast.runtime.board import LoadedCopy
 from outlast.runtime.device import device_name
-from outlast.runtime.postmortem import write_diagnosis
+from outlast.runtime.diagnoses import write_diagnosis
 
 place, what, folder = env.read_worker(), sys.argv[1], pathlib.Path(sys.argv[2])
 device = device_name(place.device or place.node, place.local_rank)

@@ -80,7 +80,7 @@ def limit(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {"bad": [], "logged": []}
     handler = logging.Handler()
     handler.emit = lambda record: told["logged"].append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("outlast.runtime.postmortem").addHandler(handler)
+    logging.getLogger("outlast.runtime.diagnoses").addHandler(handler)
     losses = [math.nan, math.inf, 1.0, math.nan, -math.inf, math.nan]
     try:
         for iteration, loss in enumerate(losses):

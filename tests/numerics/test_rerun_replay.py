@@ -15,7 +15,7 @@ from outlast.errors import OutlastError
 from outlast.numerics import ReplayableIterator, RerunStateMachine
 from outlast.numerics.rerun_machine import RerunMachine
 from outlast.policy.rerun import Diagnosis, Finding, Replay
-from outlast.runtime.postmortem import read_diagnosis
+from outlast.runtime.diagnoses import read_diagnosis
 
 BAD = 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outlast.policy.rerun import Diagnosis, Finding
-from outlast.runtime.postmortem import read_diagnosis, write_diagnosis
+from outlast.runtime.diagnoses import read_diagnosis, write_diagnosis
 
 DIAGNOSIS = Diagnosis(finding=Finding.CORRECT, rank=3, node="n1", device="n1/cpu-1", iteration=7, first="nan")
 

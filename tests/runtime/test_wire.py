@@ -44,9 +44,10 @@ messages = st.one_of(st.builds(Number, st.integers(-(2**63), 2**63 - 1)), st.bui
 Pair = tuple[MessageChannel[Any], MessageChannel[Any]]
 
 
-@pytest.fixture(params=["stream", "packets"])
+@pytest.fixture(params=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET], ids=["stream", "packets"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    one, other = (MessageChannel[Any](end, Any, timeout_s=5) for end in socket_pair(packets=request.param == "packets"))
+    ends = socket.socketpair(socket.AF_UNIX, request.param)
+    one, other = (MessageChannel[Any](end, Any, timeout_s=5) for end in ends)
     with one, other:
         yield one, other
 
@@ -226,7 +227,7 @@ def test_descriptors_of_an_unreadable_message_do_not_leak() -> None:
 @pytest.mark.parametrize("packet", [b"x", b"\1\0\0", b"\2\0\0\0x", b"\1\0\0\0xy"])
 def test_a_packet_of_another_length_is_an_error(packet: bytes) -> None:
     """A packet that is shorter or longer than it announces, even without room for a length, is no message."""
-    ours, theirs = socket_pair(packets=True)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with MessageChannel[Any](ours, Any) as channel, theirs:
         theirs.send(packet)
         with pytest.raises(ProtocolError, match="a packet of"):

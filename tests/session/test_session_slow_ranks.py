@@ -14,7 +14,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind, IncidentKind
 from outlast.journal import read
 from outlast.policy.rerun import Finding
-from outlast.runtime.postmortem import read_diagnosis
+from outlast.runtime.diagnoses import read_diagnosis
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 SLOWED_AT = 28

@@ -17,8 +17,8 @@ from outlast.policy.rerun import Finding
 from outlast.policy.slowness import OUTSIDE, Basis, Timing
 from outlast.policy.stragglers import Findings, Straggler
 from outlast.runtime.consensus import Consensus
+from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.journal import Journal
-from outlast.runtime.postmortem import read_diagnosis
 from outlast.session.checks import SlowRanks
 from outlast.straggler import Report
 

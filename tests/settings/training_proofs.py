@@ -33,7 +33,7 @@ from outlast.errors import CheckpointError, ConfigError
 from outlast.inprocess import Wrapper
 from outlast.journal import read
 from outlast.numerics.validation import StepValidation
-from outlast.runtime.postmortem import read_diagnosis
+from outlast.runtime.diagnoses import read_diagnosis
 from outlast.session.inprocess_scope import InProcessScope
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Config(Settings):
-    """All settings of a session. A section may be given as a mapping, too, as it stands in a file.
+    """All settings of a session. A section may also be given as a mapping, as in a file.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
@@ -82,7 +82,6 @@ class Config(Settings):
 
     @classmethod
     def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return values with sections as configs; ``in_process`` is on where ``in_process_restart.enabled`` is."""
         settled = settle_sections(cls, values)
         restart = settled.get("in_process_restart")
         return {**settled, "in_process": True} if restart is not None and restart.enabled else settled

@@ -1,8 +1,8 @@
-"""How settings are made from mappings, texts and flags, checked, and described.
+"""Configs: created from mappings, texts and flags, checked, and described.
 
-Every config is a keyword-only frozen dataclass that validates itself when it is made. The text under a field
-is its documentation: the command line's help and the tables in the docs are generated from it. Some settings may also
-be given by the names that users of another system know (:data:`KNOWN_NAMES`).
+Every config is a keyword-only frozen dataclass that validates itself when it is created. The text under a field is its
+documentation, from which the command line's help and the tables in the docs are generated. Some settings also have the
+names that users of another system know (:data:`KNOWN_NAMES`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ T = TypeVar("T")
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of every config: a keyword-only frozen dataclass that knows which of its fields it was given.
+    """Base of every config: a keyword-only frozen dataclass that records which of its fields were given.
 
-    Settings that come from several sources are put together field by field, and a default never replaces what
-    another source gives. :meth:`changed` makes one from another.
+    Settings of several sources are merged field by field, and a default never replaces a value that another source
+    gives. :meth:`changed` makes one from another.
     """
 
     _given_names: InitVar[frozenset[str] | None] = None
@@ -60,19 +60,11 @@ class Settings:
 
     @classmethod
     def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return values as they are kept, for example under their own names.
-
-        Raises:
-            ConfigError: They contradict each other.
-        """
+        """Normalise values before they are stored, for example other names of fields. Raises: ConfigError."""
         return values
 
     def _check(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: A value is out of range or contradicts another.
-        """
+        """Check the values. Raises: ConfigError."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -81,7 +73,7 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
 
     def changed(self, **changes: Any) -> Self:
-        """Return the same with other values; what was given stays given, defaults included.
+        """Return a copy with other values; given values stay given, defaults included.
 
         Raises:
             ConfigError: A value is out of range or contradicts another.
@@ -92,9 +84,9 @@ class Settings:
 class Changeable:
     """Mixin for a config of another system whose attributes are set one by one: it may be changed until it is read.
 
-    A class derives from this one and from the frozen config that holds fields, defaults and checks. A name that is not
-    a field is refused when it is set. Values are checked when the config is read, since until then a script may have
-    set only some of those that belong together; from then on it cannot be changed.
+    A class derives from this one and from the frozen config with its fields, defaults and checks. Setting an unknown
+    name is refused. Values are checked when the config is read, since a script may set related values one after the
+    other; from then on it cannot be changed.
     """
 
     _checked: type
@@ -104,7 +96,7 @@ class Changeable:
         cls._checked = cls.__bases__[1]
 
     def __post_init__(self, *_: object) -> None:
-        """Check nothing yet."""
+        """Defer the checks."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
@@ -119,7 +111,7 @@ class Changeable:
         object.__setattr__(self, name, value)
 
     def finalize(self) -> None:
-        """Check the values as they are now, as Megatron-Bridge does before a training; they can still be changed.
+        """Check the present values, as Megatron-Bridge does before a training; they can still be changed.
 
         Raises:
             ConfigError: A value is out of range or contradicts another.
@@ -127,7 +119,7 @@ class Changeable:
         self.checked()
 
     def checked(self) -> Any:
-        """Return the frozen config with the values as they are now; they can still be changed here.
+        """Return the frozen config with the present values; this one can still be changed.
 
         Raises:
             ConfigError: A value is out of range or contradicts another.
@@ -137,12 +129,12 @@ class Changeable:
         return self._checked(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})  # type: ignore[arg-type]
 
     def freeze(self) -> None:
-        """Refuse changes from now on: the values were read."""
+        """Refuse changes from now on."""
         self.__dict__["_frozen"] = True
 
 
 def frozen(config: Any) -> Any:
-    """Return a config as it is in force: a :class:`Changeable` one is checked and cannot be changed any more."""
+    """Return a config for use: a :class:`Changeable` one is checked and frozen."""
     if not isinstance(config, Changeable):
         return config
     checked = config.checked()
@@ -160,7 +152,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FieldDoc:
-    """One field of a config, for people."""
+    """Documentation of one field of a config."""
 
     name: str
     type_name: str
@@ -175,28 +167,28 @@ def require(condition: bool, message: str) -> None:
 
 
 def closest(name: str, known: Iterable[str], likeness: float = 0.5) -> str | None:
-    """Return the name that another one may be meant to be; ``None`` = none is at least so alike, from 0 to 1."""
+    """Return the known name that is most similar to ``name``; ``None`` = none reaches ``likeness``, from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=likeness)), None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint that names the closest of ``known``, or all of them when none is close."""
+    """Return a hint with the most similar of the known names, or with all of them if none is similar."""
     names = sorted(known)
     close = closest(name, names)
     return f"did you mean {close!r}?" if close else f"known: {', '.join(names)}"
 
 
 _LAUNCHER_OPTIONS = frozenset({"max_restarts", "max_restarts_total", "nnodes", "nproc_per_node", "rdzv_endpoint"})
-"""Options of ``outlast run`` that are looked for in a config file."""
+"""Options of ``outlast run`` that users expect in a config file."""
 _SETTING = re.compile(r"(?<![\w.-])(?P<name>[a-z_]+)(?:\['(?P<key>[^']*)'\])?=(?P<value>'[^']*'|[^\s:;,]+)")
 
 
 def as_written(message: str, write: Callable[[str, str], str | None]) -> str:
-    """Return an error's message with each ``setting=value`` in it as it was given.
+    """Return an error's message with each ``setting=value`` in it as the user wrote it.
 
     Args:
-        message: What a config refused, with its own names of settings.
-        write: Gets a setting and its value; returns how that was given, ``None`` where it should stay as it is.
+        message: A config's error, with its own names of settings.
+        write: Returns how a setting and its value were written; ``None`` = unchanged.
     """
 
     def replace(found: re.Match[str]) -> str:
@@ -214,27 +206,27 @@ def from_mapping(
     *,
     where: str | Callable[[tuple[str, ...]], str],
 ) -> T:
-    """Make a config from plain values.
+    """Create a config from plain values.
 
     Args:
         cls: A config dataclass.
-        values: Field name (``-`` and ``_`` alike) to value; texts are converted to the field's type, and the
+        values: Field name (``-`` and ``_`` are equivalent) to value; texts are converted to the field's type, and the
             text ``none`` means ``None`` where a field allows it.
-        where: What to call the source in an error, such as a file's name; or a function that gets the keys that lead to
-            a value and returns the source with the line.
+        where: Name of the source for errors, such as a file's name; or a function from the keys that lead to a value to
+            the source with the line.
 
     Raises:
-        ConfigError: An unknown key (the nearest valid one is named), a value of the wrong type, or one that
+        ConfigError: An unknown key (the error has the most similar known one), a value of the wrong type, or one that
             the config refuses.
     """
     return _Reader(where).read(cls, values, ())
 
 
 def settle_sections(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's values with each section that is a mapping, as in a file, as the config that it stands for.
+    """Return a config's values with each section that is a mapping converted to its config.
 
     Raises:
-        ConfigError: A section is neither that nor a mapping, or its settings are refused.
+        ConfigError: A section is neither a config nor a mapping, or its settings are refused.
     """
     hints, settled = typing.get_type_hints(cls), dict(values)
     for name, value in values.items():
@@ -250,7 +242,7 @@ def settle_sections(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reader:
-    """Make configs from one source."""
+    """Create configs from one source."""
 
     where: str | Callable[[tuple[str, ...]], str]
 
@@ -297,7 +289,7 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
     """Convert ``value`` (from a file or the command line) to the type ``hint``.
 
     Raises:
-        ConfigError: It does not fit; the message begins with ``where`` and names what does.
+        ConfigError: It does not fit; the message begins with ``where`` and describes the type.
     """
     wanted = strip_none(hint)
     given, lax = value, isinstance(value, str)
@@ -318,7 +310,7 @@ def parse_text(hint: Any, value: Any, *, where: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it: a long one is cut."""
+    """Return a value as an error shows it, cut to a maximum length."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
@@ -328,7 +320,7 @@ _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", 
 
 
 def is_none(value: Any) -> bool:
-    """Return whether ``value`` is a text that stands for ``None``."""
+    """Return whether ``value`` is a text that means ``None``."""
     return isinstance(value, str) and value.strip().lower() in ("none", "null")
 
 
@@ -384,7 +376,7 @@ def require_at_least(config: Any, least: int, *names: str, what: str = "") -> No
 
 
 def require_utf8(name: str, path: str | None) -> None:
-    """Raise :class:`ConfigError` when a path holds bytes that are not UTF-8: no record could name it."""
+    """Raise :class:`ConfigError` if a path has bytes that are not UTF-8, which no record could contain."""
     try:
         (path or "").encode()
     except UnicodeEncodeError:
@@ -407,7 +399,7 @@ def strip_none(hint: Any) -> Any:
 
 @cache
 def describe_fields(cls: type) -> tuple[FieldDoc, ...]:
-    """Return name, type, default and text of every field of a config, read from its source."""
+    """Return name, type, default and documentation of every field of a config, read from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
     texts: dict[str, str] = {}
@@ -438,12 +430,12 @@ KNOWN_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "nccl_health_check_interval": ("health", "process_group_interval"),
     },
 }
-"""Section and key as another system has them, to section and key of ours; unit and the meaning of 0 are the same. What
-else stands in a section of another system belongs to that system: the training script reads it."""
+"""Section and key in another system to our section and key; unit and meaning of 0 are the same. Other keys of such a
+section belong to the other system: the training script reads them."""
 
 
 def take_known_names(values: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return what a config was given with its own names in place of another system's.
+    """Return a config's values with its own names in place of another system's.
 
     Raises:
         ConfigError: A setting has different values under its two names.

@@ -16,14 +16,14 @@ from outlast.config.base import (
 )
 
 Interval = int | Literal["auto"]
-"""Iterations between two saves; 0 = never by itself; ``"auto"`` = from a save's cost and the failure rate."""
+"""Iterations between two saves; 0 = only on request; ``"auto"`` = computed from a save's cost and the failure rate."""
 
 
 class CheckpointConfig(Settings):
     """Where and how often checkpoints are saved, and how many are kept.
 
-    Two places, either or both: ``directory`` is the global tier, ``local_directory`` the node's own. With an agent
-    (``outlast run``) a third needs no setting: the newest checkpoint stays in the node's memory.
+    Two tiers can be configured, one or both: ``directory`` is the global tier, ``local_directory`` the node-local one.
+    With an agent (``outlast run``) a third needs no setting: the newest checkpoint stays in the node's memory.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
@@ -154,7 +154,6 @@ class CheckpointConfig(Settings):
 
     @classmethod
     def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return values with Megatron's names replaced by ours."""
         return take_known_names(values, "checkpoint")
 
     def _check(self) -> None:
@@ -245,6 +244,6 @@ class CheckpointConfig(Settings):
 
 
 def check_missing(value: object) -> object:
-    """Return what to do about state that a checkpoint lacks. Raises: ConfigError, if it is neither keep nor error."""
+    """Return ``value`` if it is ``keep`` or ``error``. Raises: ConfigError."""
     require(value in ("keep", "error"), f"missing={value!r} must be 'error' or 'keep'")
     return value

@@ -164,15 +164,15 @@ class FaultToleranceConfig(Settings):
         )
 
     def to_json(self) -> str:
-        """Return the fields that were given as JSON, for another process."""
+        """Return the given fields as JSON, for another process."""
         return json.dumps(self.given)
 
     @classmethod
     def from_json(cls, text: str) -> FaultToleranceConfig:
-        """Read what :meth:`to_json` wrote.
+        """Read the result of :meth:`to_json`.
 
         Raises:
-            ConfigError: It is something else, or was cut.
+            ConfigError: The text is something else, or was cut.
         """
         try:
             values = parse_json(text)
@@ -268,8 +268,8 @@ _EXIT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 class PreemptionConfig(Settings):
     """Which events request a shutdown of a run, and how long the shutdown may take.
 
-    The names are those of Megatron-LM, and so are their defaults, except for ``exit_signal_handler``: a session handles
-    signals unless it is switched off.
+    Names and defaults are those of Megatron-LM, except for ``exit_signal_handler``: a session handles signals by
+    default.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
@@ -320,7 +320,7 @@ class PreemptionConfig(Settings):
 
     @classmethod
     def _settle(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return values with ``signal.SIGTERM`` itself as its name."""
+        """Accept ``signal.SIGTERM`` itself as well as its name."""
         number = values.get("exit_signal")
         return {**values, "exit_signal": signal.Signals(number).name} if isinstance(number, int) else values
 
@@ -366,7 +366,7 @@ class PreemptionConfig(Settings):
 
     @property
     def signal_names(self) -> tuple[str, ...] | None:
-        """The signals by name, each once; ``None`` = the default ones."""
+        """Names of the signals, each once; ``None`` = the default ones."""
         if self.exit_signal is None:
             return None
         return tuple(dict.fromkeys(name.strip() for name in self.exit_signal.split(",")))

@@ -1,11 +1,11 @@
-"""Where settings come from: config files, options, the script; and which source comes first.
+"""Sources of settings (config files, options, the script) and their precedence.
 
-A file is TOML, YAML or JSON. Its keys are the fields of :class:`~outlast.config.Config`; its sections are the fields of
-the configs within. A few settings may go by the names that users of another system know. An error is one line that
-begins with the file, and with the line where that is known.
+A file is TOML, YAML or JSON. Its keys are the fields of :class:`~outlast.config.Config`, and its sections the fields of
+the nested configs. Some settings also have the names that users of another system know. An error is one line that
+begins with the file and, if known, the line.
 
-Fault tolerance settings from several sources are put together field by field: an option of ``outlast run`` comes before
-its config file, that before the script's own config, and that before the defaults.
+Fault tolerance settings of several sources are merged field by field; precedence: options of ``outlast run``, its
+config file, the script's own config, the defaults.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         path: A file that ends in ``.toml``, ``.yaml``, ``.yml`` or ``.json``; YAML needs ``outlast[yaml]``.
 
     Raises:
-        ConfigError: The file is of another type, cannot be read, is not well-formed, has an unknown or
-            repeated key, or a value that the config refuses.
+        ConfigError: The file is of another type, cannot be read, is not well-formed, has an unknown or repeated key, or
+            a value that the config refuses.
     """
     values, text = load_values(path)
     origins: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -60,13 +60,13 @@ def load_config(path: str | os.PathLike[str]) -> Config:
 
 
 _CHECKPOINT_OF_KEMPNERFORGE = {"dir": "directory", "interval": "save_interval", "keep_last_n": "most_recent_k"}
-"""Keys of such a section ``checkpoint``, known by ``dir`` and no ``directory``, to ours."""
+"""Keys of KempnerForge's section ``checkpoint``, recognised by ``dir`` without ``directory``, to our keys."""
 
 
 def _drop_foreign_sections(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a file's values without the sections that belong to the training script; rank 0 logs their names.
 
-    A section whose name is close to that of one of ours stays, and is refused by name: it may be misspelt.
+    A section with a name similar to one of ours is kept, and refused by name, as it may be misspelt.
     """
     own = {field.name for field in dataclasses.fields(Config)} | KNOWN_NAMES.keys()
 
@@ -90,12 +90,12 @@ def _translate(
     place: Callable[[tuple[str, ...]], str],
     origins: dict[tuple[str, ...], tuple[str, ...]],
 ) -> Mapping[str, Any]:
-    """Return a file's values with the sections of other systems put into ours; log which of their keys are not read.
+    """Return a file's values with the sections of other systems merged into ours; log which of their keys are not used.
 
     Args:
-        values: What a file holds.
-        place: Returns file and line of keys that stand there.
-        origins: Gets, for keys of ours, the keys that stand in the file for them.
+        values: Content of a file.
+        place: Returns file and line of keys in the file.
+        origins: Gets, for keys of ours, the corresponding keys in the file.
 
     Raises:
         ConfigError: Such a section has no keys, or a setting is given under both names.
@@ -140,11 +140,11 @@ def _translate(
 
 
 def load_values(path: str | os.PathLike[str], otherwise: str | None = None) -> tuple[Mapping[str, Any], str]:
-    """Read a file of keys and values; return them as they stand there, and the file's text.
+    """Read a file of keys and values; return its values and its text.
 
     Args:
         path: As for :func:`load_config`.
-        otherwise: The form of a file whose name has another ending; ``None`` = such a file is refused.
+        otherwise: Format of a file with another suffix; ``None`` = such a file is refused.
 
     Raises:
         ConfigError: The file is of another type, cannot be read, is not well-formed, or repeats a key.
@@ -187,7 +187,7 @@ _FORMATS = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 
 def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
-    """Return the line of a key below its sections; works for all three formats, as they spell keys alike."""
+    """Return the line of a key below its sections; the pattern fits all three formats."""
     if not keys:
         return None
     position = 0
@@ -201,7 +201,7 @@ def _find_line(text: str, keys: tuple[str, ...]) -> int | None:
 
 
 def ft_option(field: str) -> str:
-    """Return how the option of a field is written in help and documents."""
+    """Return the option of a field, as help and documents write it."""
     return f"--ft-{field.replace('_', '-')}"
 
 
@@ -212,28 +212,28 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredSettings:
-    """What each source gives, by field, and what is in force."""
+    """The values of each source, by field, and their merged result."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``outlast run``."""
     typed: Mapping[str, str] = field(default_factory=dict)
-    """How they were written, such as ``--ft-safety-factor=3``, for errors."""
+    """The options as the user wrote them, such as ``--ft-safety-factor=3``, for errors."""
     file: Mapping[str, Any] = field(default_factory=dict)
-    """Its config file."""
+    """Values of its config file."""
     file_name: str = ""
     script: Mapping[str, Any] = field(default_factory=dict)
-    """The config that the script gave to its session, or its ``RankMonitor``; empty until it runs."""
+    """The config of the script's session or ``RankMonitor``; empty until it runs."""
     derived: Mapping[str, Any] = field(default_factory=dict)
     """Defaults that follow from the size of the job."""
 
     @property
     def launcher(self) -> FaultToleranceConfig:
-        """What ``outlast run`` was given."""
+        """The settings given to ``outlast run``."""
         return self._put_together({**self.file, **self.options})
 
     @property
     def config(self) -> FaultToleranceConfig:
-        """What is in force.
+        """The merged settings.
 
         Raises:
             ConfigError: A value of one source contradicts that of another.
@@ -243,10 +243,10 @@ class LayeredSettings:
         )
 
     def with_script(self, text: str) -> LayeredSettings:
-        """Return the same with what the script's config gives, as ``FaultToleranceConfig.to_json`` wrote it.
+        """Return a copy with the script's config, as ``FaultToleranceConfig.to_json`` wrote it.
 
         Raises:
-            ConfigError: It contradicts itself, or what another source gives.
+            ConfigError: It contradicts itself or another source.
         """
         own = FaultToleranceConfig.from_json(text)
         layered = dataclasses.replace(self, script=own.given)
@@ -254,7 +254,7 @@ class LayeredSettings:
         return layered
 
     def source(self, name: str) -> str:
-        """Return where the value of a field comes from, in words."""
+        """Return the source of a field's value, in words."""
         places = ((OPTION, self.options), (self.file_name, self.file), (SCRIPT, self.script))
         return next((place for place, values in places if name in values), DEFAULT)
 
@@ -266,7 +266,7 @@ class LayeredSettings:
             raise ConfigError(message if message != str(error) else f"{self._describe()}: {message}") from None
 
     def written(self, name: str) -> str:
-        """Return how a field that is in force was given: ``--ft-min-nodes=3``, or ``min_nodes=3 (run.toml)``."""
+        """Return how the value of a field was written: ``--ft-min-nodes=3``, or ``min_nodes=3 (run.toml)``."""
         value = getattr(self.config, name)
         return self._written(name, str(value)) or f"{name}={value}"
 
@@ -282,14 +282,14 @@ class LayeredSettings:
 
 
 def merge_under(text: str | None, config: FaultToleranceConfig | None) -> FaultToleranceConfig:
-    """Return a script's settings with those of its launcher in their place, field by field.
+    """Return a script's settings overridden by those of its launcher, field by field.
 
     Args:
-        text: What the launcher was given, as ``FaultToleranceConfig.to_json`` wrote it; ``None`` = nothing.
-        config: The script's own; ``None`` = it has none.
+        text: The launcher's settings, as ``FaultToleranceConfig.to_json`` wrote them; ``None`` = none.
+        config: The script's own, if any.
 
     Raises:
-        ConfigError: Both contradict each other, or the launcher's text was cut or comes from another version.
+        ConfigError: They contradict each other, or the launcher's text was cut or comes from another version.
     """
     config = frozen(config)
     own = {} if config is None else config.given

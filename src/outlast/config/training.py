@@ -31,7 +31,7 @@ class InProcessRestartConfig(Settings):
     """Faults that ``outlast.inprocess.Wrapper`` detects, its timeouts, and how often it calls the function again.
 
     Raises:
-        ConfigError: A value is out of range or contradicts another; the message is the inequality that broke.
+        ConfigError: A value is out of range or contradicts another; the message has the violated inequality.
     """
 
     enabled: bool = False
@@ -213,9 +213,9 @@ class ReplicaDigestConfig(Settings):
 class RerunStateMachineConfig(Settings):
     """Which results are invalid, and the action on an invalid result.
 
-    The names are Megatron's, and so are the defaults, but for ``rerun_mode``: Megatron's loop is built into every
-    training and has to be switched on there; here a script chooses itself what is validated, by ``run.attempts()``
-    and ``attempt.validate()``. A script that does not use them pays nothing.
+    Names and defaults are Megatron's, except for ``rerun_mode``: Megatron's loop is built into every training and must
+    be switched on there; here a script selects the values to validate, by ``run.attempts()`` and
+    ``attempt.validate()``. A script that does not use them pays nothing.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
@@ -286,8 +286,8 @@ class RerunStateMachineConfig(Settings):
 class StragglerDetectionConfig(Settings):
     """How slow ranks are detected, and the action on a detected one.
 
-    The names are those of Megatron-Bridge and NeMo, and so are the defaults. ``gpu`` in a name stands for whatever the
-    ranks compute on; on a machine without GPUs it is the CPU.
+    Names and defaults are those of Megatron-Bridge and NeMo. ``gpu`` in a name means the device that the ranks compute
+    on; on a machine without GPUs it is the CPU.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.

@@ -39,7 +39,7 @@ from outlast.integrations.bridge_config import (
     TrainingConfig,
 )
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor, yield_to_next
-from outlast.runtime.postmortem import leave_diagnosis
+from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.session.checks import FiniteEnd
 
 log = logging.getLogger(__name__)

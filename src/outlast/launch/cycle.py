@@ -46,8 +46,9 @@ from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
 from outlast.runtime.board import Board, EndRequest, KeptDurability
+from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.files import in_time, make_private_folder, open_private, write_optional
-from outlast.runtime.postmortem import Postmortem, read_diagnosis
+from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.zygote import Exited, Spawn, Started
 
 log = logging.getLogger(__name__)

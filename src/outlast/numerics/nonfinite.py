@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from outlast.errors import ConfigError, ExitReason, NotFinite
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
-from outlast.runtime.postmortem import leave_diagnosis
+from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.runtime.process_groups import current_place
 
 log = logging.getLogger(__name__)

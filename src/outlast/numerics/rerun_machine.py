@@ -47,7 +47,7 @@ from outlast.policy.rerun import (
 )
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
-from outlast.runtime.postmortem import journal_diagnosis, leave_diagnosis
+from outlast.runtime.diagnoses import journal_diagnosis, leave_diagnosis
 from outlast.runtime.process_groups import current_place, is_initialised
 
 if TYPE_CHECKING:

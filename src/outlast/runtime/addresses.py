@@ -1,28 +1,29 @@
-"""Addresses: reading and writing ``host:port``, and the address under which peers reach this machine.
+"""Addresses: parsing and formatting ``host:port``, and the address at which peers reach this machine.
 
-A machine has several addresses, and its own name often leads to a loopback one (Debian's ``/etc/hosts``). The address
-that counts is that of the interface on the way to an endpoint that all peers know, in that endpoint's family.
+A machine has several addresses, and its own name often resolves to a loopback one (Debian's ``/etc/hosts``). The
+address used is that of the interface on the route to an endpoint that all peers know, in that endpoint's family.
 """
 
 from __future__ import annotations
 
 import errno
 import ipaddress
-import queue
 import secrets
 import socket
-import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from outlast import clock, env
 from outlast.errors import ConfigError, RendezvousError
+from outlast.runtime.files import begin
 
 _ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
+"""Documentation addresses (RFC 5737, RFC 3849): the route to them is the default route."""
 _DISCARD_PORT = 9
 _AGAIN_S = 0.3
-"""Between two of the four queries to a name server that responds with a temporary failure."""
+"""Seconds between two of the four queries to a name server that responds with a temporary failure."""
 
 Addresses = list[tuple[int, tuple[str, int]]]
 """Family and address."""
@@ -30,7 +31,7 @@ Addresses = list[tuple[int, tuple[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where something listens, or may."""
+    """A host and port on which a process listens, or may listen."""
 
     host: str
     port: int
@@ -40,15 +41,14 @@ class Endpoint:
 
     @property
     def family(self) -> socket.AddressFamily:
-        """The family of sockets that listen there; a name means IPv4."""
+        """Family of the sockets that listen there; a name means IPv4."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Return the endpoint that :class:`Endpoint` wrote as ``host:port``.
+    """Parse one ``host:port``, as :class:`Endpoint` formats it.
 
-    Raises:
-        ConfigError: It is another text.
+    Raises: ConfigError: The text is not such an endpoint.
     """
     endpoints = parse_endpoints(text, default_port=-1, where="address")
     if len(endpoints) != 1 or endpoints[0].port <= 0:
@@ -57,15 +57,9 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdzv-endpoint") -> tuple[Endpoint, ...]:
-    """Return the endpoints in ``host[:port][,host[:port]...]``.
+    """Parse ``host[:port][,host[:port]...]``.
 
-    Args:
-        text: The endpoints.
-        default_port: What a host without a port gets.
-        where: What the text was given as, for errors.
-
-    Raises:
-        ConfigError: A port is not a number between 0 and 65535, or there is no host.
+    Raises: ConfigError: A port is not a number between 0 and 65535, or a host is missing.
     """
     endpoints = []
     for part in text.split(","):
@@ -73,13 +67,9 @@ def parse_endpoints(text: str, *, default_port: int = 29400, where: str = "--rdz
         name = name.strip("[]")
         if not name:
             raise ConfigError(f"{where}={text!r} names no host; write host:port[,host:port...]")
-        try:
-            port = int(port_text) if port_text else default_port
-        except ValueError:
-            port = 65536
-        if port_text and not 0 <= port < 65536:
+        if port_text and not (port_text.strip().isdecimal() and int(port_text) < 65536):
             raise ConfigError(f"{where}={text!r}: {port_text!r} is not a port; write host:port[,host:port...]")
-        endpoints.append(Endpoint(name, port))
+        endpoints.append(Endpoint(name, int(port_text) if port_text else default_port))
     return tuple(endpoints)
 
 
@@ -88,7 +78,7 @@ def _has_port(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, as it was given, means whatever machine one is on."""
+    """Return whether a host name or address always means the local machine."""
     if host == "localhost":
         return True
     try:
@@ -98,19 +88,19 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address under which peers reach this machine; nothing is sent.
+    """Return the address at which peers reach this machine; nothing is sent.
 
     Args:
-        towards: A host that the peers reach as well: name or address. If it is this machine, the answer is the address
-            of the default route, or a loopback one where there is no network. ``None``: all peers are on this machine.
-            Where ``--interface`` names one, the answer is its address, in the family of the host.
+        towards: Host (name or address) that the peers reach as well. If it is this machine, the result is the address
+            of the default route, or a loopback one without a network. ``None``: all peers are on this machine. With
+            ``--interface``, the result is an address of that interface, in the family of the host.
 
     Raises:
-        ConfigError: The interface that was named is not here.
-        RendezvousError: The host's name is not known here, there is no route to it, or the interface that was named
-            has no address of its family.
+        ConfigError: The interface does not exist here.
+        RendezvousError: The host name is unknown, there is no route to it, or the interface has no address of its
+            family.
 
-    Blocks: while the name is looked up.
+    Blocks: for the name lookup.
     """
     if towards is None or is_loopback(towards):
         return "::1" if towards is not None and ":" in towards else "127.0.0.1"
@@ -146,17 +136,16 @@ def own_address(towards: str | None) -> str:
 
 
 def address_for_peers(endpoints: Sequence[Endpoint], *, is_one_machine: bool) -> str:
-    """Return the address under which the agents of a job reach this machine.
+    """Return the address at which the agents of a job reach this machine.
 
     Args:
-        endpoints: Where they may meet; of those whose host is known here, the first one counts.
-        is_one_machine: There are no others.
+        endpoints: Where the agents may meet; the first one whose host is known here is used.
 
     Raises:
-        ConfigError: The interface that was named is not here, or the address is a loopback one and there are others.
+        ConfigError: The interface does not exist here, or the address is a loopback one and there are other machines.
         RendezvousError: No host is known here, or none can be reached.
 
-    Blocks: while the names are looked up.
+    Blocks: for the name lookups.
     """
     first_error: RendezvousError | None = None
     for endpoint in endpoints:
@@ -176,21 +165,19 @@ def address_for_peers(endpoints: Sequence[Endpoint], *, is_one_machine: bool) ->
 
 
 def listening_addresses(host: str, *, interface: str | None = None) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of this machine at which the host of an endpoint is to listen; none: it is another machine.
+    """Return the addresses of this machine at which the host of an endpoint must listen; empty: it is another machine.
 
-    A name that leads to a loopback address here (127.0.1.1) leads the peers to another one, so both are returned.
+    A name that resolves to a loopback address here (127.0.1.1) resolves to another one on the peers, so both are
+    returned.
 
     Args:
         host: Name or address.
-        interface: Names the interface of that other address; ``None``: the default route does.
+        interface: Interface of that other address; ``None``: that of the default route.
 
-    Raises:
-        ConfigError: There is no such interface.
-
-    Blocks: while the name is looked up.
+    Raises: ConfigError: There is no such interface. Blocks: for the name lookup.
     """
     if host in ("0.0.0.0", "::"):
-        return [(Endpoint(host, 0).family, host)]  # as it was told to
+        return [(Endpoint(host, 0).family, host)]  # listen on all addresses
     if is_loopback(host):
         literal = "127.0.0.1" if host == "localhost" else host
         return [(Endpoint(literal, 0).family, literal)]
@@ -215,42 +202,26 @@ def listening_addresses(host: str, *, interface: str | None = None) -> list[tupl
 
 
 def interface_addresses(names: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of the first of some interfaces that this machine has; link-local ones come last.
+    """Return the addresses of the first interface of a list that this machine has; link-local addresses come last.
 
-    Args:
-        names: ``NAME[,NAME]``.
-
-    Raises:
-        ConfigError: The machine has none of them, or that one has no address; those that it has are named.
+    Raises: ConfigError: The machine has none of them, or it has no address; the error lists the interfaces.
     """
     import psutil
 
-    has = psutil.net_if_addrs()
-    for name in filter(None, (part.strip() for part in names.split(","))):
-        found = [
-            (one.family, one.address) for one in has.get(name, ()) if one.family in (socket.AF_INET, socket.AF_INET6)
-        ]
-        if found:
-            return sorted(found, key=lambda one: one[1].startswith("fe80:"))
-    with_address = [
-        name for name, all_of in has.items() if any(one.family in (socket.AF_INET, socket.AF_INET6) for one in all_of)
-    ]
-    raise ConfigError(
-        f"--interface={names}: no such interface with an address here; there are {', '.join(with_address)}"
-    )
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: addresses
+        for name, all_of in psutil.net_if_addrs().items()
+        if (addresses := [(one.family, one.address) for one in all_of if one.family in families])
+    }
+    for name in (part.strip() for part in names.split(",")):
+        if name in found:
+            return sorted(found[name], key=lambda one: one[1].startswith("fe80:"))
+    raise ConfigError(f"--interface={names}: no such interface with an address here; there are {', '.join(found)}")
 
 
 def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1) -> range:
-    """Return the ports in ``LOW-HIGH``.
-
-    Args:
-        text: The range.
-        where: What the text was given as, for errors.
-        needed: How many ports it must have.
-
-    Raises:
-        ConfigError: It is another text, or too small.
-    """
+    """Parse the ports in ``LOW-HIGH``. Raises: ConfigError: The text is not a range, or the range is too small."""
     low, _, high = text.partition("-")
     if not (low.strip().isdecimal() and high.strip().isdecimal() and 0 < int(low) <= int(high) < 65536):
         raise ConfigError(f"{where}={text} is not LOW-HIGH with 0 < LOW <= HIGH < 65536; write for example 30000-30099")
@@ -261,46 +232,37 @@ def parse_port_range(text: str, *, where: str = "--port-range", needed: int = 1)
 
 
 def listen_at(host: str, *, backlog: int, port: int = 0) -> socket.socket:
-    """Return a socket that listens at one address, at a free port, of ``--port-range`` where there is one.
+    """Return a socket that listens at one address, on a free port, within ``--port-range`` if there is one.
 
     Args:
-        host: An address of this machine.
-        backlog: How many connections may wait.
-        port: The port to use if it is free; 0 = any.
+        port: Port to use if it is free; 0 = any.
 
     Raises:
-        ConfigError: The range is not one.
+        ConfigError: The range is invalid.
         OSError: The address is not this machine's, or no port of the range is free.
     """
-    if port:
-        try:
-            return socket.create_server((host, port), family=Endpoint(host, 0).family, backlog=backlog)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
     text = env.port_range()
     ports: Sequence[int] = (0,) if text is None else parse_port_range(text, where=env.PORT_RANGE)
     first = secrets.randbelow(len(ports))  # processes that start together try different ones
-    for number in range(len(ports)):
-        port = ports[(first + number) % len(ports)]
+    wanted = [port] if port else []
+    for number in (*wanted, *ports[first:], *ports[:first]):
         try:
-            return socket.create_server((host, port), family=Endpoint(host, 0).family, backlog=backlog)
+            return socket.create_server((host, number), family=Endpoint(host, 0).family, backlog=backlog)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or text is None:
+            is_taken = error.errno == errno.EADDRINUSE or (error.errno == errno.EACCES and number not in wanted)
+            if not is_taken or (text is None and number not in wanted):
                 raise
     raise OSError(errno.EADDRINUSE, f"no port of {text} is free at {host}; name a wider range (--port-range)")
 
 
 def _outward_addresses(interface: str | None) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of an interface, or those of the default routes; none where there is no network."""
+    """Return the addresses of an interface, or of the default routes; empty without a network."""
     if interface is not None:
         return interface_addresses(interface)
     found = []
     for family, elsewhere in _ELSEWHERE.items():
-        try:
+        with suppress(OSError):  # there is no network of this family beyond this machine
             found.append((socket.AddressFamily(family), _source_address(family, (elsewhere, _DISCARD_PORT))))
-        except OSError:
-            pass  # there is no network of this family beyond this machine
     return [one for one in found if not is_loopback(one[1])]
 
 
@@ -311,28 +273,24 @@ def _source_address(family: int, address: tuple[object, ...]) -> str:
 
 
 def look_up(endpoint: Endpoint, timeout_s: float) -> Addresses | str | None:
-    """Return the addresses of an endpoint, or why there are none; ``None``: no name server answered in time.
+    """Return the addresses of an endpoint, or why there are none; ``None``: no name server responded in time.
 
     Blocks: up to ``timeout_s``.
     """
-    answers: queue.SimpleQueue[Addresses | str] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def resolve() -> Addresses | str:
         until_s = clock.now_s() + 3 * _AGAIN_S
         while True:
             try:
                 found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-                answers.put([(one[0], one[4]) for one in found])  # type: ignore[misc]
-                return
+                return [(one[0], one[4]) for one in found]  # type: ignore[misc]
             except (OSError, UnicodeError) as error:
                 passes = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
                 if not passes or clock.now_s() > until_s:
-                    answers.put(getattr(error, "strerror", None) or str(error))
-                    return
-            threading.Event().wait(_AGAIN_S)
+                    return getattr(error, "strerror", None) or str(error)
+            time.sleep(_AGAIN_S)
 
-    threading.Thread(target=ask, name="outlast-look-up", daemon=True).start()
     try:
-        return answers.get(timeout=timeout_s)
-    except queue.Empty:
+        return begin(resolve, "outlast-look-up").result(timeout_s)
+    except TimeoutError:
         return None

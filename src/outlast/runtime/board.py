@@ -1,22 +1,19 @@
-"""The heartbeat board: what the workers of a node are doing, in shared memory.
+"""The heartbeat memory of a node: the state of its workers, in shared memory.
 
-One mapping per node and cycle: a header page, then one page per local rank, which a :class:`RankPage` writes and a
-:class:`Board` reads. A worker writes its own page with aligned 8-byte stores: no system call, no lock, and nothing that
-could block training; the page survives the worker for the post-mortem. All times are ``CLOCK_MONOTONIC`` nanoseconds,
-one clock for a node's processes.
+One mapping per node and cycle: a header page, then one page per local rank, written through :class:`RankPage` and read
+through :class:`Board`. A worker writes its own page with aligned 8-byte stores: no system call, no lock, nothing that
+can block training. The page outlives the worker, for the post-mortem. All times are ``CLOCK_MONOTONIC`` nanoseconds.
 
-A *sequence lock* guards the few words that must agree (the stack of open sections). Its writer numbers an update in the
-last of these words, makes it, and numbers it again in the first; a reader copies them all at once, and when the two
-numbers differ it reads again, boundedly often, since a writer may have been stopped or killed in the middle; it then
-returns what it read, marked as torn (``RankState.torn``). Readers that act on what they saw read twice, which also
-covers machines that reorder stores.
+A *sequence lock* protects the stack of open sections: the writer increments the last of these words, makes the update,
+and sets the first to the same number; a reader copies all of them and retries, a bounded number of times, while the two
+differ. If the writer was stopped or killed in an update, the result is marked ``RankState.torn``. Readers that act on a
+result read twice, which also covers machines that reorder stores.
 
-A process that can restart within writes an :class:`InProcessMark` on its page: what its agent must know of that. The
-mark is there before any :class:`outlast.monitor.RankMonitor`, and outlives each of them. Whenever it changes, the agent
-gets a datagram with the faults behind the change; the datagram may be lost, the words on the page cannot.
+A process with in-process restarts also writes an :class:`InProcessMark`, which outlives every attached monitor. Each
+change sends the agent a datagram with the faults behind it, which may be lost; the words on the page cannot.
 
-Rejected: a ``multiprocessing.shared_memory`` block (its resource tracker removes it too early), a socket per
-rank (several microseconds a heartbeat, and it can block), ctypes structures (three times slower).
+Rejected: a ``multiprocessing.shared_memory`` block (its resource tracker removes it too early), a socket per rank
+(several microseconds a heartbeat, and it can block), ctypes structures (three times slower).
 """
 
 from __future__ import annotations
@@ -50,11 +47,11 @@ log = logging.getLogger(__name__)
 _MEMORY_NAME = "outlast-board"
 
 MAX_DEPTH = 8
-"""Open sections that are recorded; deeper ones are only counted."""
+"""Number of nested open sections that are recorded; deeper ones are only counted."""
 MAX_NAMES = 32
-"""Section names of one worker with a slot of their own; further ones share :data:`OTHER`."""
+"""Section names of one worker that have a slot; all others share :data:`OTHER`."""
 OTHER = "(other)"
-"""Stands for every section name beyond the first :data:`MAX_NAMES`."""
+"""The name for all section names after the first :data:`MAX_NAMES`."""
 PAGE_BYTES = 8192
 
 MAGIC = int.from_bytes(b"OUTLBRD1", "little")
@@ -72,27 +69,26 @@ NAMES = HOT_WORDS  # (MAX_NAMES + 1) x (NAME_WORDS of text, longest, count)
 NAME_WORDS = 5
 SLOT_WORDS = NAME_WORDS + 2
 MAX_NAME_BYTES = 8 * NAME_WORDS - 1
-# What was loaded: written before RESTORED says so.
+# Which checkpoint was loaded; written before RESTORED is set.
 LOAD_GENERATION = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
 LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_GENERATION + 1, LOAD_GENERATION + 4)
 ATTEMPT_WORDS = 32
 MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
-# What is committed in any tier, and what survives the loss of a node (DURABLE survives the end of the job); when
-# DURABLE was committed, and its iteration then; the save that is due in the tier that outlives the job, and since when.
+# Iterations committed in any tier and in a tier that survives the loss of a node (DURABLE survives the end of the job);
+# when DURABLE was committed, and its iteration then; the save that is due in the durable tier, and since when.
 COMMITTED = LOAD_ATTEMPT + ATTEMPT_WORDS
 COMMITTED_NODE, DURABLE_AT, DURABLE_AT_ITERATION, OWED_ITERATION, OWED_SINCE = range(COMMITTED + 1, COMMITTED + 6)
-# How the worker stands with restarts inside its process; written by :class:`InProcessMark`. These words
-# belong to the process, and outlive each attachment of it.
+# In-process restart state, written by :class:`InProcessMark`. It belongs to the process and outlives each attachment.
 IN_PROCESS = OWED_SINCE + 1
 IN_PROCESS_RESTART_COUNT, IN_PROCESS_CALL, IN_PROCESS_SINCE, IN_PROCESS_PATIENCE = range(IN_PROCESS + 1, IN_PROCESS + 5)
-# What the worker's own config sets, as text: its length is written last.
+# Settings of the worker's own config, as text; the length is written last.
 SETTINGS_LENGTH = IN_PROCESS_PATIENCE + 1
-# What its session protects against, as text; the same way.
+# Failures that the session protects against, as text; the length is written last.
 PROTECTION_LENGTH = SETTINGS_LENGTH + 1
 PROTECTION = PROTECTION_LENGTH + 1
 PROTECTION_WORDS = 64
 MAX_PROTECTION_BYTES = 8 * PROTECTION_WORDS
-# Timeouts that the worker calculated itself, as text; the same way, but it may change while it is read.
+# Timeouts that the worker calculated, as text; the length is written last, but the text may change during a read.
 TIMEOUTS_LENGTH = PROTECTION + PROTECTION_WORDS
 TIMEOUTS = TIMEOUTS_LENGTH + 1
 TIMEOUTS_WORDS = 256
@@ -111,49 +107,51 @@ _get_ident = threading.get_ident
 
 
 class EndRequest(IntEnum):
-    """What a worker asks of its launcher, in case that a worker fails."""
+    """A worker's request to its launcher, for the case that a worker fails."""
 
     NONE = 0
     REPLACE_NODE = 1
-    """A spare takes this node's slot."""
+    """Give this node's slot to a spare."""
     STOP = 2
-    """No worker is restarted."""
+    """Restart no worker."""
+
+
+_REQUESTS = frozenset(EndRequest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCopy:
-    """What the ranks loaded at a cycle's start."""
+    """The checkpoint copy that the ranks loaded at the start of a cycle."""
 
     generation: int
     attempt: str
-    """The attempt that had saved it."""
+    """The attempt that saved it."""
     tier: Tier
     """The tier by which the load of all ranks is judged."""
     suspect_window: int
-    """Iterations after it in which an invalid result casts doubt on it."""
+    """Iterations after ``generation`` in which an invalid result makes the copy suspect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptDurability:
-    """What a worker of the next cycle has to know of the commits of this one. Times are monotonic nanoseconds."""
+    """Commits of this cycle that a worker of the next cycle needs. Times are monotonic nanoseconds."""
 
     durable_at_ns: int = 0
-    """When the newest checkpoint that survives the end of the job was committed, or, where an earlier job committed
-    it, loaded; 0 = there is none."""
+    """When the newest checkpoint that survives the end of the job was committed, or loaded if an earlier job committed
+    it; 0 = there is none."""
     durable_iteration: int = -1
-    """The iteration of that checkpoint."""
+    """Iteration of that checkpoint."""
     owed_iteration: int = 0
-    """The oldest save that is due in the tier that outlives the job."""
+    """Iteration of the oldest save that is due in the tier that outlives the job."""
     owed_since_ns: int = 0
-    """When it began; 0 = none is due."""
+    """When that save began; 0 = none is due."""
 
 
 class RankPage:
     """The writing side of one rank's page.
 
-    Thread: sections belong to the thread that called :meth:`attach`; those that another thread opens or
-    closes are not recorded (logged once). :meth:`heartbeat` and the single-word setters may be called from any
-    thread.
+    Thread: sections belong to the thread that called :meth:`attach`; sections of other threads are not recorded (logged
+    once). :meth:`heartbeat` and the single-word setters: any.
     """
 
     __slots__ = (
@@ -181,18 +179,15 @@ class RankPage:
     def attach(
         self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None, settings: str = ""
     ) -> None:
-        """Claim the page for this process and thread, and clear what an earlier monitor of it recorded.
+        """Claim the page for this process and thread, and clear the records of earlier monitors.
 
-        Training progress stays on the page (iterations, the newest checkpoint, what was loaded): it holds for the whole
-        cycle. A checkpoint manager may have written it before the first monitor attached, and the agent may read it
-        only after a restart in process, when the next call has attached already.
+        Training progress (iterations, the newest checkpoint, the loaded copy) is kept for the whole cycle: a checkpoint
+        manager may have written it before the first monitor attached, and the agent may read it only after an
+        in-process restart, when the next call has attached already.
 
         Args:
-            pid: This process.
-            global_rank: Its rank in the world.
-            cycle: Number of the cycle.
             warmup: Section name to the number of first durations that do not count as its longest.
-            settings: What this worker's own config sets, for the agent; one that is too long is logged instead.
+            settings: Settings of this worker's own config, for the agent; a text that is too long is logged instead.
         """
         words = self._words
         for at in set(range(IN_PROCESS)).difference(_PROGRESS):
@@ -205,8 +200,7 @@ class RankPage:
             self._warmup[self.intern(name)] = count
         text = settings.encode()
         if len(text) <= MAX_SETTINGS_BYTES:
-            _put_text(words, SETTINGS, text)
-            words[SETTINGS_LENGTH] = len(text)
+            _put_text(words, SETTINGS, text, SETTINGS_LENGTH)
         else:
             self._warn_once(
                 "settings",
@@ -216,16 +210,13 @@ class RankPage:
         words[ATTACHED] = now_ns()
 
     def set_protection(self, text: str) -> None:
-        """Tell the agent what the session protects against; a text that is too long is cut."""
-        data = text.encode()[:MAX_PROTECTION_BYTES]
-        _put_text(self._words, PROTECTION, data)
-        self._words[PROTECTION_LENGTH] = len(data)
+        """Report which failures the session protects against; a text that is too long is cut."""
+        _put_text(self._words, PROTECTION, text.encode()[:MAX_PROTECTION_BYTES], PROTECTION_LENGTH)
 
     def set_timeouts(self, text: str) -> None:
-        """Say which timeouts this worker calculated; they come before those of every config.
+        """Report the timeouts that this worker calculated; they take precedence over those of every config.
 
-        Raises:
-            ConfigError: The text is longer than :data:`MAX_TIMEOUTS_BYTES`.
+        Raises: ConfigError: The text is longer than :data:`MAX_TIMEOUTS_BYTES`.
         """
         data = text.encode()
         if len(data) > MAX_TIMEOUTS_BYTES:
@@ -233,14 +224,11 @@ class RankPage:
                 f"the calculated timeouts have {len(data)} bytes, more than the {MAX_TIMEOUTS_BYTES} that can be "
                 "enforced; calculate those of fewer sections"
             )
-        self._words[TIMEOUTS_LENGTH] = 0
-        _put_text(self._words, TIMEOUTS, data)
-        self._words[TIMEOUTS_LENGTH] = len(data)
+        _put_text(self._words, TIMEOUTS, data, TIMEOUTS_LENGTH)
 
     # -- hot path ------------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Record that this rank is alive. Thread: any."""
         now = now_ns()
         words, last = self._words, self._beat
         self._beat = words[BEAT] = now
@@ -282,7 +270,7 @@ class RankPage:
             self._outside = words[LONGEST_OUTSIDE] = now - left
 
     def shut(self, index: int) -> None:
-        """Leave the innermost open section of this name; nothing happens when there is none."""
+        """Leave the innermost open section of this name, if there is one."""
         if _get_ident() != self._owner:
             return
         stack = self._stack
@@ -296,7 +284,7 @@ class RankPage:
         _, start, ordinal = stack.pop(at)
         depth = len(stack)
         words[BEGUN] = seq = self._seq + 1
-        if at < depth:  # it was not the innermost one: those within move up
+        if at < depth:  # not the innermost one: those inside move up
             for level, (name, begun, nth) in enumerate(stack[at:MAX_DEPTH], at):
                 words[STACK + 2 * level] = name | nth << 8
                 words[STACK + 1 + 2 * level] = begun
@@ -314,8 +302,7 @@ class RankPage:
     def intern(self, name: str) -> int:
         """Return the number of a section name, for :meth:`open` and :meth:`shut`.
 
-        Raises:
-            ConfigError: The name is empty or longer than 39 bytes.
+        Raises: ConfigError: The name is empty or longer than 39 bytes.
         """
         if (index := self._names.get(name)) is not None:
             return index
@@ -335,7 +322,6 @@ class RankPage:
         return index
 
     def enter(self, name: str) -> None:
-        """Enter a section by name."""
         self.open(self.intern(name))
 
     def leave(self, name: str | None = None) -> bool:
@@ -360,7 +346,6 @@ class RankPage:
     # -- facts ---------------------------------------------------------------------------------------------
 
     def set_iteration(self, iteration: int) -> None:
-        """Record the number of optimizer steps done."""
         if iteration != self._words[ITERATION]:
             self._words[ENTRIES_AT_ITERATION] = self._words[ENTRIES]
             self._words[ITERATION] = iteration
@@ -389,16 +374,16 @@ class RankPage:
 
     @property
     def owed(self) -> tuple[int, int] | None:
-        """What :meth:`set_owed` recorded, in this cycle of the job or in an earlier one."""
+        """The value of :meth:`set_owed`, of this cycle of the job or an earlier one."""
         since_ns = self._words[OWED_SINCE]
         return (self._words[OWED_ITERATION], since_ns) if since_ns > 0 else None
 
     def report_progress(self) -> None:
-        """Say that this worker will report what is durable, though nothing is yet."""
+        """Announce that this worker will report durable checkpoints, though there is none yet."""
         self._words[REPORTS] = 1
 
     def set_restored(self, loaded: LoadedCopy | None = None) -> None:
-        """Say that this worker loaded a checkpoint in this cycle, and which, where that is known."""
+        """Record that this worker loaded a checkpoint in this cycle, and which one, if known."""
         words = self._words
         if loaded is not None:
             attempt = loaded.attempt.encode()
@@ -413,15 +398,15 @@ class RankPage:
         words[RESTORED] = 1
 
     def promise_heartbeats(self, promised: bool) -> None:
-        """Say whether this worker sends heartbeats as long as it is healthy."""
+        """Record whether this worker sends heartbeats as long as it is healthy."""
         self._words[PROMISES] = int(promised)
 
     def set_leaving(self, exit_code: int) -> None:
-        """Say with which exit code, other than 0, this process is about to end."""
+        """Announce the exit code, not 0, with which this process is about to exit."""
         self._words[LEAVING] = exit_code
 
     def request(self, wanted: EndRequest) -> None:
-        """Say what the launcher is to do once a worker fails."""
+        """Request an action of the launcher for the case that a worker fails."""
         self._words[REQUESTED] = wanted
 
     def set_collectives(self, count: int) -> None:
@@ -429,21 +414,16 @@ class RankPage:
         self._words[COLLECTIVES] = count
 
     def finish(self) -> None:
-        """Say that this rank is done; nothing is enforced on it any more."""
+        """Record that this rank is done: no timeout is enforced on it any more."""
         if not self._words[FINISHED]:
             if self._left and not self._stack:
                 self._words[LONGEST_OUTSIDE] = self._outside = max(self._outside, now_ns() - self._left)
             self._words[FINISHED] = 1
 
-    @property
-    def depth(self) -> int:
-        """Number of open sections."""
-        return len(self._stack)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState(RankFacts):
-    """One worker's page at one moment. Times are monotonic nanoseconds of the node; 0 = never."""
+    """A snapshot of one worker's page. Times are monotonic nanoseconds of the node; 0 = never."""
 
     cycle: int = 0
     durable_iteration: int | None = None
@@ -453,41 +433,40 @@ class RankState(RankFacts):
     node_durable_iteration: int | None = None
     """Highest iteration whose checkpoint survives the loss of a node."""
     kept: KeptDurability = KeptDurability()
-    """What the next cycle of the job continues from."""
+    """State that the next cycle of the job continues from."""
     reports_progress: bool = False
-    """``durable_iteration`` means something, even while it is ``None``."""
+    """``durable_iteration`` is valid, even while it is ``None``."""
     restored: bool = False
     """The worker loaded a checkpoint in this cycle."""
     loaded: LoadedCopy | None = None
-    """Which one, if known."""
+    """The loaded copy, if known."""
     leaving_with: int = 0
-    """Exit code that the worker announced; 0 = none."""
+    """Announced exit code; 0 = none."""
     requested: EndRequest = EndRequest.NONE
     num_heartbeats: int = 0
     num_entries: int = 0
-    """Sections entered in this cycle."""
     num_entries_in_iteration: int = 0
     """Sections entered since the iteration changed."""
     collectives: int = -1
-    """Collectives entered, as last asked for; -1 = never asked or not known."""
+    """Collectives entered, as of the last examination; -1 = not known."""
     longest_s: Mapping[str, float] = field(default_factory=dict)
     """Longest duration of each closed section; ``""`` stands for the time outside all sections."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """How often each section was closed."""
+    """Number of closings per section."""
     initial_heartbeat_s: float = 0.0
     """Seconds from the attachment to the first heartbeat; 0 = none yet."""
     longest_heartbeat_gap_s: float = 0.0
     torn: bool = False
-    """The writer stopped in the middle of an update; sections may not fit together."""
+    """The writer stopped in the middle of an update; sections may be inconsistent."""
 
     @property
     def reports_iteration(self) -> bool:
-        """Whether ``iteration`` means something: a monitor is attached, or a checkpoint manager writes to the page."""
+        """Whether ``iteration`` is valid: a monitor is attached, or a checkpoint manager writes to the page."""
         return self.attached or self.reports_progress
 
     @property
     def standing(self) -> str:
-        """What the worker does, in a word; ``starting``: it has no session, or none yet."""
+        """One word for the state of the worker; ``starting``: no session yet."""
         if self.finished:
             return "finished"
         inside = {InProcessState.RESTARTING: "restarting", InProcessState.SPARE: "spare"}
@@ -496,34 +475,33 @@ class RankState(RankFacts):
 
 
 class Board:
-    """The pages of a node's workers; made by the agent, opened by the workers.
+    """The pages of a node's workers; created by the agent, opened by the workers.
 
     Use :meth:`create` or :meth:`open`.
     """
 
     def __init__(self, path: str, fd: int, num_ranks: int, *, is_written: bool = True) -> None:
         self.path = path
-        """Where other processes of the node open the board."""
+        """Path at which other processes of the node open the memory."""
         self.num_ranks = num_ranks
         self.fd = -1
-        """Descriptor of a board that this process made."""
+        """Descriptor, in the process that created the memory; -1 elsewhere."""
         access = mmap.ACCESS_WRITE if is_written else mmap.ACCESS_READ
         self._map = mmap.mmap(fd, PAGE_BYTES * (num_ranks + 1), access=access)
         self._words = memoryview(self._map).cast("q")
 
     @classmethod
     def create(cls, *, num_ranks: int = 1, kept: Sequence[KeptDurability] = ()) -> Board:
-        """Make a board without a file, which therefore cannot be left behind; it lives as long as its users.
+        """Create a heartbeat memory without a file, so none can be left behind; it exists as long as its users.
 
-        Other processes of the user open it at :attr:`path` while this one lives, or inherit its descriptor.
+        Other processes of the user open it at :attr:`path` while this process lives, or inherit its descriptor.
 
         Args:
-            num_ranks: Workers of the node.
-            kept: What the pages of the cycle before recorded, by local rank.
+            kept: State of the pages of the previous cycle, by local rank.
         """
         fd = memory_file(_MEMORY_NAME)
         try:
-            os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))  # no memory left is an error now, not SIGBUS later
+            os.posix_fallocate(fd, 0, PAGE_BYTES * (num_ranks + 1))  # without memory: fail now, not with SIGBUS later
             board = cls(f"/proc/{os.getpid()}/fd/{fd}", fd, num_ranks)
         except BaseException:
             os.close(fd)
@@ -531,15 +509,12 @@ class Board:
         board.fd = fd
         words = board._words
         for local_rank in range(num_ranks):
-            page = PAGE_WORDS * (local_rank + 1)
-            words[page + RANK] = words[page + COLLECTIVES] = -1
-            words[page + DURABLE] = words[page + COMMITTED] = words[page + COMMITTED_NODE] = -1
+            page = board.page(local_rank)
+            for at in (RANK, COLLECTIVES, DURABLE, COMMITTED, COMMITTED_NODE):
+                page[at] = -1
             before = kept[local_rank] if local_rank < len(kept) else KeptDurability()
-            words[page + DURABLE_AT], words[page + DURABLE_AT_ITERATION] = (
-                before.durable_at_ns,
-                before.durable_iteration,
-            )
-            words[page + OWED_ITERATION], words[page + OWED_SINCE] = before.owed_iteration, before.owed_since_ns
+            page[DURABLE_AT], page[DURABLE_AT_ITERATION] = before.durable_at_ns, before.durable_iteration
+            page[OWED_ITERATION], page[OWED_SINCE] = before.owed_iteration, before.owed_since_ns
         words[H_VERSION], words[H_RANKS] = VERSION, num_ranks
         words[H_TOKEN] = secrets.randbits(62)
         words[H_MAGIC] = MAGIC
@@ -547,14 +522,12 @@ class Board:
 
     @classmethod
     def open(cls, path: str, *, is_written: bool = True) -> Board:
-        """Open a board that another process made.
+        """Open a heartbeat memory that another process created.
 
         Args:
-            path: Where it is.
             is_written: This process is one of its workers; otherwise it only reads.
 
-        Raises:
-            OutlastError: There is none, or it is of another format or size.
+        Raises: OutlastError: There is none, or it has another format or size.
         """
         try:
             fd = os.open(path, (os.O_RDWR if is_written else os.O_RDONLY) | os.O_CLOEXEC)
@@ -581,15 +554,11 @@ class Board:
 
     @property
     def token(self) -> int:
-        """A number that no other board has."""
+        """A random number that identifies this memory."""
         return self._words[H_TOKEN]
 
     def page(self, local_rank: int) -> memoryview:
-        """Return the words of a rank's page.
-
-        Raises:
-            OutlastError: The board has no such rank.
-        """
+        """Return the words of a rank's page. Raises: OutlastError: There is no such rank."""
         if not 0 <= local_rank < self.num_ranks:
             raise OutlastError(
                 f"heartbeat memory {self.path} has {self.num_ranks} ranks, but not local rank {local_rank}"
@@ -601,35 +570,31 @@ class Board:
         return RankPage(self.page(local_rank), local_rank)
 
     def assign(self, local_rank: int, *, pid: int, global_rank: int, cycle: int) -> None:
-        """Note whose page it is before the worker attaches: one that never does can still be examined."""
+        """Record the owner of a page before it attaches, so that a worker that never attaches can be examined."""
         words = self.page(local_rank)
         if not words[ATTACHED]:
             words[RANK], words[CYCLE], words[PID] = global_rank, cycle, pid
 
     def settings(self, local_rank: int) -> str | None:
-        """Return what an attached worker's own config sets, empty for nothing; ``None`` while it has not attached."""
+        """Return the settings of an attached worker's own config, empty if none; ``None`` while it has not attached."""
         page = self.page(local_rank)
         if not page[ATTACHED]:
             return None
         return _text(page, SETTINGS, page[SETTINGS_LENGTH], MAX_SETTINGS_BYTES)
 
     def protection(self, local_rank: int) -> str:
-        """Return what a worker's session protects against; empty until a session has written it."""
+        """Return the failures that a worker's session protects against; empty until a session has written them."""
         page = self.page(local_rank)
         return _text(page, PROTECTION, page[PROTECTION_LENGTH], MAX_PROTECTION_BYTES)
 
     def timeouts(self, local_rank: int) -> str | None:
-        """Return the timeouts that a worker calculated, empty where it has none; ``None``: it is changing them."""
+        """Return the timeouts that a worker calculated, empty if none; ``None``: they are being changed."""
         page = self.page(local_rank)
-
-        def read() -> str:
-            return _text(page, TIMEOUTS, page[TIMEOUTS_LENGTH], MAX_TIMEOUTS_BYTES)
-
-        text = read()
-        return text if text == read() else None
+        first, again = (_text(page, TIMEOUTS, page[TIMEOUTS_LENGTH], MAX_TIMEOUTS_BYTES) for _ in range(2))
+        return first if first == again else None
 
     def retire(self, local_rank: int) -> None:
-        """Note that the worker of a rank ended as it should: nothing is enforced on it any more."""
+        """Record that the worker of a rank ended normally: no timeout is enforced on it any more."""
         self.page(local_rank)[FINISHED] = 1
 
     def read(self, local_rank: int) -> RankState:
@@ -642,38 +607,39 @@ class Board:
         for attempt in range(60):
             words = HOT.unpack(bytes(hot))
             if torn := words[DONE] != words[BEGUN]:
-                if attempt >= 40:  # the writer was preempted: it needs a processor, not another look
+                if attempt >= 40:  # the writer was preempted and needs a processor
                     time.sleep(0.0005)
                 continue
             break
-        # Names and durations are single words, written before (a name) or after the sections that use them.
+        # Names and durations are single words; a name is written before the sections that use it, durations after them.
         whole = bytes(page)
         return _decode(local_rank, words + PAGE.unpack(whole)[HOT_WORDS:], whole, torn=torn)
 
     def read_all(self) -> list[RankState]:
-        """Return a snapshot of every rank, by local rank."""
         return [self.read(local_rank) for local_rank in range(self.num_ranks)]
 
     def close(self) -> None:
-        """Free the mapping; idempotent. Pages handed out must not be used afterwards."""
+        """Free the mapping; idempotent. Pages returned before must not be used afterwards."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        try:
+        with suppress(BufferError):  # pages are still in use; the mapping is freed with the last of them
             self._words.release()
             self._map.close()
-        except BufferError:  # pages are still held; the mapping goes with the last of them
-            pass
 
 
-def _put_text(words: memoryview, at: int, text: bytes) -> None:
-    """Write a text from a word on, filled up to whole words."""
-    text += bytes(-len(text) % 8)
-    words[at : at + len(text) // 8].cast("B")[:] = text
+def _put_text(words: memoryview, at: int, text: bytes, length_at: int | None = None) -> None:
+    """Write a text, padded to whole words, from the word ``at``; its length is 0 until all of it is written."""
+    padded = text + bytes(-len(text) % 8)
+    if length_at is not None:
+        words[length_at] = 0
+    words[at : at + len(padded) // 8].cast("B")[:] = padded
+    if length_at is not None:
+        words[length_at] = len(text)
 
 
 def _text(page: memoryview, at: int, length: int, max_bytes: int) -> str:
-    """Return a text whose length was written last; empty for a length that cannot be."""
+    """Return a text whose length was written last; empty if the length is invalid."""
     return bytes(page[at:])[: length if 0 < length <= max_bytes else 0].decode(errors="replace")
 
 
@@ -755,10 +721,10 @@ def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool
 
 
 class InProcessFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A fault that made the ranks leave the function."""
+    """A fault that made the ranks leave the wrapped function."""
 
     rank: int
-    """The initial rank that it was seen on."""
+    """Initial rank on which the fault was detected."""
     kind: IncidentKind
     summary: str = ""
     is_consequence: bool = False
@@ -766,7 +732,7 @@ class InProcessFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class MarkChanged(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's mark changed."""
+    """A worker's in-process mark changed."""
 
     local_rank: int
     call: int
@@ -774,29 +740,19 @@ class MarkChanged(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     state: InProcessState
     faults: tuple[InProcessFault, ...] = ()
     iteration: int | None = None
-    """Optimizer steps that the worker had done then, if it reports them. By the time the agent reads the page, it may
+    """Optimizer steps done at the time of the change, if the worker reports them. When the agent reads the page, it may
     show those of the next call."""
 
 
-_REQUESTS = frozenset(EndRequest)
-
-
 def agent_address(token: int) -> bytes:
-    """Return where the agent of the board with this token receives changes."""
+    """Return the socket address at which the agent of the memory with this token receives changes."""
     return b"\0outlast-%016x-agent" % token
 
 
 class InProcessMark:
-    """The writing side of one process's mark.
+    """The writing side of one process's in-process mark.
 
-    Args:
-        path: A board (``OUTLAST_BOARD``) that an agent made.
-        local_rank: This process's rank on it.
-
-    Raises:
-        OutlastError: There is no such board, or no such rank on it.
-
-    Thread: any, one at a time; no call blocks.
+    Raises: OutlastError: There is no such memory, or no such rank in it. Thread: any, one at a time; no call blocks.
     """
 
     def __init__(self, path: str, local_rank: int) -> None:
@@ -812,9 +768,9 @@ class InProcessMark:
         """Record that a wrapped function is about to run.
 
         Args:
-            call: Which of the process's calls of a wrapped function it is, from 0.
-            patience_s: Seconds after which a restart inside the processes that did not come about is given up by the
-                agent; the sum of the barrier's and the hard timeout.
+            call: Number of the process's call of a wrapped function, from 0.
+            patience_s: Seconds after which the agent gives up a restart inside the processes that was not completed:
+                the sum of the barrier's and the hard timeout.
         """
         self._words[IN_PROCESS_PATIENCE] = round(patience_s * 1e9)
         self._words[IN_PROCESS_CALL] = call
@@ -823,12 +779,10 @@ class InProcessMark:
     def set(
         self, state: InProcessState, restart_count: int | None = None, faults: Sequence[InProcessFault] = ()
     ) -> None:
-        """Record how this process stands with restarts.
+        """Record the in-process restart state of this process.
 
         Args:
-            state: From now on.
-            restart_count: The restart that this process is in, or begins; ``None``: as before.
-            faults: Those behind the change.
+            restart_count: The restart that this process is in, or begins; ``None``: unchanged.
         """
         if os.getpid() != self._pid:  # a forked child is not the worker
             return
@@ -849,15 +803,15 @@ class InProcessMark:
         )
         try:
             self._socket.sendto(_encoder.encode(change), agent_address(self._board.token))
-        except OSError as error:  # nobody listens, or its buffer is full: the words on the page have it, too
+        except OSError as error:  # no receiver, or its buffer is full: the page has the state, too
             log.debug("the agent got no datagram that local rank %d is %s: %s", self._local_rank, state.name, error)
 
     def set_leaving(self, exit_code: int) -> None:
-        """Record with which exit code, other than 0, this process is about to end."""
+        """Announce the exit code, not 0, with which this process is about to exit."""
         self._words[LEAVING] = exit_code
 
     def close(self) -> None:
-        """Release the board; what was written last stays. Idempotent."""
+        """Release the memory; its content stays. Idempotent."""
         self._socket.close()
         self._words.release()
         self._board.close()
@@ -867,7 +821,7 @@ def held_pages(pid: int) -> list[RankState]:
     """Return the assigned pages of all heartbeat memories that an agent of this machine holds, oldest cycle first."""
     pages: list[RankState] = []
     for path in memory_files(pid, _MEMORY_NAME):
-        with suppress(OutlastError):  # its cycle ended meanwhile
+        with suppress(OutlastError):  # its cycle ended
             board = Board.open(path, is_written=False)
             pages += [page for page in board.read_all() if page.pid]
             board.close()

@@ -1,30 +1,22 @@
-"""The connections over which this process waits for its peers, and the cutting of them.
+"""The connections over which this process waits for its peers, and how they are cut.
 
-A collective of gloo ends only with its peers, its timeout or its connections: neither ``abort()`` nor destroying the
-group wakes it (torch 2.13, measured), and one that nobody waits for any more still writes into its tensors when a late
-peer comes. So what may leave a group at any time has to know its sockets. While a :class:`Noting` is in
-force, every process group and every store client that ``torch.distributed`` makes has its sockets noted, and
-:func:`cut_all` shuts them down, those of a group whose ranks are still looking for each other, too.
+A gloo collective ends only with its peers, its timeout or its connections: neither ``abort()`` nor destroying the group
+wakes it (torch 2.13), and an abandoned one still writes to its tensors when a late peer arrives. So while a
+:class:`Noting` is active, the sockets of every process group and store client that ``torch.distributed`` makes are
+recorded, and :func:`cut_all` shuts them down, together with the objects of :func:`register`. A reused descriptor is
+recognised by its inode; listening sockets are left alone, as gloo aborts the process when its listener fails. Sockets
+that other threads open while a group is made are separated from its own by the marks in :func:`of_group`.
 
-Other things that wait on peers are added by :func:`register`. A descriptor that meanwhile belongs to something else is
-recognised by its inode. Listening sockets are left alone: gloo ends the process when its listener fails.
+At first only the reading side is shut down: gloo then closes the connection without losing outgoing data and wakes
+every thread that waits on it, except one whose message was half transferred (torch 2.8 to 2.13:
+``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such a thread sleeps on the condition variable of an
+``UnboundBuffer`` until the group's timeout. Python cannot call ``UnboundBuffer::abortWaitRecv``, so the buffer is found
+from outside: ``/proc/self/task/*/syscall`` shows the address on which a thread sleeps, and the buffer around it is
+recognised by its virtual table. If any of this is not as expected, nothing is done. :func:`end_waits` requires that
+every connection of the groups is closed and their collectives are given up: gloo continues as if the message had
+arrived.
 
-A group's connections are those that were not there before. What another thread opens meanwhile is distinguished
-by marks (:func:`of_group`): libraries that train open connections which child processes inherit, and gloo gives
-them the group's timeout; Python, and the clients of stores, do neither.
-
-Only the reading side is shut down at first: gloo then sees the connection's end and closes it by itself, with nothing
-lost on the way out, and wakes every thread that waits for a message on it, except one whose message was half sent
-or half received (torch 2.8 to 2.13: ``Pair::signalException`` skips what ``tx_`` and ``rx_`` point to). Such
-a thread sleeps on the condition variable of an ``UnboundBuffer`` until the group's timeout has passed, and destroying
-the group waits for it. gloo can end such a wait, ``UnboundBuffer::abortWaitRecv``, and PyTorch exports that, but there
-is no way to it from Python. So the buffer is found from the outside: the kernel shows on which address a thread sleeps
-(``/proc/self/task/*/syscall``), and the buffer that this address lies in is recognised by its virtual table. Where
-any of this is not as expected, nothing is done. :func:`end_waits` is only for when every connection of the groups is
-closed and the collectives are given up: gloo continues as if the message had come, until it looks at a connection
-again.
-
-Rejected: to diff ``/proc/self/fd`` over the whole life of a group (cuts the user's own connections as well).
+Rejected: comparing ``/proc/self/fd`` over the whole life of a group (cuts the user's own connections as well).
 """
 
 from __future__ import annotations
@@ -43,7 +35,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -56,7 +48,7 @@ _MAKERS = (
     ("torch.distributed.rendezvous", "_create_c10d_store"),
     ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
 )
-"""What opens connections in ``torch.distributed``: module and name."""
+"""Functions that open connections in ``torch.distributed``: module and name."""
 _RESTING_LOOKS = 3
 COLLECTIVES_THREAD = "pt_gloo_runloop"
 """Name of gloo's threads that run collectives."""
@@ -65,17 +57,17 @@ _MAX_OFFSET = 0x100
 """Bytes of a buffer before the futex words of its condition variables; 0x9c in torch 2.13."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _TRY_S = 0.3
-"""Of connecting to a store."""
+"""Timeout of one attempt to connect to a store."""
 _PAUSE_S = 0.01
 _CLOSING_S = 0.03
-"""Seconds in which gloo closes connections whose reading side was shut down, unless it does not look at them."""
+"""Seconds in which gloo closes connections whose reading side was shut down, if it still polls them."""
 _TIMEVAL = struct.Struct("@ll")
 _TICK_S = 0.02
-"""How coarsely the kernel keeps a socket's timeout."""
+"""Precision with which the kernel keeps a socket's timeout."""
 
 
 class Cuttable(Protocol):
-    """Something that waits on peers and can be cut at any time, from any thread."""
+    """An object that waits for peers and can be cut at any time, from any thread."""
 
     def cut(self) -> None:
         """Make every wait fail at once. Idempotent."""
@@ -86,30 +78,27 @@ _registered: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()
 _noted: set[tuple[int, int]] = set()
 _of_stores: set[tuple[int, int]] = set()
-"""Those of ``_noted`` through which nothing comes into a tensor; they live as long as somebody holds the store."""
-_pending: dict[int, frozenset[tuple[int, int]]] = {}
-_uncounted = 0
+"""The subset of ``_noted`` that carries no tensor data; open as long as the store is referenced."""
+_pending: list[frozenset[tuple[int, int]]] = []
+"""Connections that were open when a :func:`noting` in progress began."""
 
 
 def register(cuttable: Cuttable) -> None:
-    """Have :func:`cut_all` cut this, too, for as long as it exists. Thread: any."""
+    """Have :func:`cut_all` cut this object as well, as long as it exists. Thread: any."""
     with _lock:
         _registered.add(cuttable)
 
 
 @contextmanager
 def noting(*, is_store: bool = False) -> Iterator[None]:
-    """Note the connections that are opened within, by whatever thread.
+    """Record the connections that any thread opens within this context.
 
     Args:
-        is_store: They are those of a store: nothing comes into a tensor through them.
+        is_store: They belong to a store and carry no tensor data.
     """
-    global _uncounted
     before = connected_sockets()
     with _lock:
-        _uncounted += 1
-        number = _uncounted
-        _pending[number] = before
+        _pending.append(before)
     try:
         yield
     finally:
@@ -117,27 +106,22 @@ def noting(*, is_store: bool = False) -> Iterator[None]:
         if not is_store:
             opened = of_group(opened)
         with _lock:
-            _pending.pop(number, None)
+            if before in _pending:  # else cleared by forget()
+                _pending.remove(before)
             _noted.update(opened)
             if is_store:
                 _of_stores.update(opened)
 
 
 def cut_all(*, both_ways: bool = False) -> int:
-    """Shut down every noted connection and cut whatever is registered; return the number of connections.
+    """Shut down every recorded connection and cut every registered object; return the number of connections.
 
-    Idempotent; repeat it while somebody still waits, since a group may be about to open another connection.
+    Idempotent; repeat while a thread still waits, since a group may be about to open another connection.
 
-    Args:
-        both_ways: Also shut down the writing side.
-
-    Blocks: never.
-    Thread: any.
+    Blocks: never. Thread: any.
     """
     with _lock:
-        noted = set(_noted)
-        pending = list(_pending.values())
-        registered = list(_registered)
+        noted, pending, registered = set(_noted), list(_pending), list(_registered)
     for before in pending:
         noted |= connected_sockets() - before
     with _lock:
@@ -150,31 +134,28 @@ def cut_all(*, both_ways: bool = False) -> int:
 
 
 def shut_down(fd: int, inode: int, *, how: int = socket.SHUT_RDWR) -> bool:
-    """Shut down a connection unless its descriptor is something else by now; return whether it was there.
+    """Shut down a connection unless its descriptor was reused; return whether it was open.
 
-    Blocks: never.
-    Thread: any.
+    Blocks: never. Thread: any.
     """
     with _borrowed(fd, inode) as connection:
         if connection is None:
             return False
-        try:
+        with suppress(OSError):  # already closed by the peer
             connection.shutdown(how)
-        except OSError:
-            pass  # its other end was faster
     return True
 
 
 @contextmanager
 def _borrowed(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """Lend a connection under a descriptor of its own; ``None``: it is closed, or something else by now."""
+    """Yield a duplicate of a connection; ``None``: it is closed, or its descriptor was reused."""
     try:
         copy = os.dup(fd)
     except OSError:
         yield None
         return
     if os.fstat(copy).st_ino != inode:
-        os.close(copy)  # perhaps no socket at all
+        os.close(copy)  # may not be a socket
         yield None
         return
     with socket.socket(fileno=copy) as connection:
@@ -182,14 +163,11 @@ def _borrowed(fd: int, inode: int) -> Iterator[socket.socket | None]:
 
 
 def of_group(opened: frozenset[tuple[int, int]], timeout_s: float | None = None) -> frozenset[tuple[int, int]]:
-    """Return those of the connections that bear the marks of a process group; all where none does.
+    """Return the connections that have the marks of a process group; all of them if none has.
 
     Args:
         opened: Connections that were opened while a group was made.
-        timeout_s: The timeout of a group of gloo; ``None``: it is not known.
-
-    Blocks: never.
-    Thread: any.
+        timeout_s: Timeout of a gloo group; ``None``: unknown.
     """
     return frozenset(one for one in opened if _is_marked(*one, timeout_s)) or opened
 
@@ -209,42 +187,38 @@ def _is_marked(fd: int, inode: int, timeout_s: float | None) -> bool:
 
 
 def cut_group(opened: Collection[tuple[int, int]], threads: frozenset[int]) -> None:
-    """End whatever waits on the connections of one group, here or at a peer; the group is unusable afterwards.
+    """End every wait on the connections of one group, here and at peers; the group is unusable afterwards.
 
     Args:
-        opened: Its connections.
-        threads: Its threads that run collectives. One that gloo forgets goes on as if its message had come, so who
-            waits for a collective meanwhile has to know that the group was cut.
+        threads: Its threads that run collectives. A wait that gloo does not end by itself continues as if its message
+            had arrived, so a caller that waits for a collective must check whether the group was cut.
 
-    Blocks: a few milliseconds; up to 30 ms where gloo does not look at a connection any more.
-    Thread: any.
+    Blocks: a few milliseconds; up to 30 ms where gloo no longer polls a connection. Thread: any.
     """
     end_ns = clock.now_ns() + int(_CLOSING_S * 1e9)
     left = [one for one in opened if shut_down(*one, how=socket.SHUT_RD)]
     while left and clock.now_ns() < end_ns:
-        time.sleep(0.001)  # with the interpreter's lock free
+        time.sleep(0.001)  # releases the GIL
         left = [one for one in left if _is_open(*one)]
     for one in left:
         shut_down(*one)
     if opened and threads & waiting_threads().keys():
-        time.sleep(_CLOSING_S / 10)  # gloo wakes those that it does not forget
+        time.sleep(_CLOSING_S / 10)  # gloo wakes the other threads
         end_waits(threads)
 
 
 def end_lost_waits() -> int:
-    """Wake those who wait for messages of closed connections, whom gloo forgot; return how many there were.
+    """Wake the threads that wait for messages of closed connections and that gloo did not wake; return their number.
 
-    To be called once the connections were cut, and with the main thread about to leave. Where connections are still
-    open nothing is done.
+    Call it once the connections are cut and the main thread is about to exit. Does nothing while connections are open.
 
-    Blocks: never.
-    Thread: any.
+    Blocks: never. Thread: any.
     """
     return 0 if num_open() else end_waits()
 
 
 def num_open() -> int:
-    """Return how many of the noted connections through which something may come into a tensor are open."""
+    """Return how many recorded connections that may carry tensor data are open."""
     with _lock:
         _noted.difference_update([noted for noted in _noted if not _is_open(*noted)])
         _of_stores.intersection_update(_noted)
@@ -254,12 +228,12 @@ def num_open() -> int:
 def wait_until_at_rest(timeout_s: float, *, patience_s: float = 0.03) -> bool:
     """Wait until no collective runs any more; return whether that is so.
 
-    Gloo closes a connection once it has seen that it was shut down, and from then on no byte of a peer reaches a
-    tensor. What it read before is dealt with by the threads that run collectives: they have to sleep, and not for a
-    message, at several looks in a row. Connections that are still open after ``patience_s`` (gloo forgets to look at
-    one whose message nobody waits for any more) are not waited for; destroying their group closes them.
+    Gloo closes a connection once it has detected its shutdown, and from then on no byte of a peer reaches a tensor.
+    Data read before is processed by the threads that run collectives: they must sleep, and not for a message, in
+    several successive checks. Connections still open after ``patience_s`` (gloo no longer polls one whose message was
+    abandoned) are not waited for; destroying their group closes them.
 
-    Blocks: a few milliseconds where there are groups, at most ``timeout_s``.
+    Blocks: a few milliseconds if there are groups, at most ``timeout_s``.
     """
     begin_ns = clock.now_ns()
     num_resting = 0
@@ -276,22 +250,22 @@ def wait_until_at_rest(timeout_s: float, *, patience_s: float = 0.03) -> bool:
             return True
         if passed_s > timeout_s:
             return False
-        time.sleep(0.001)  # with the interpreter's lock free, which gloo's threads need
+        time.sleep(0.001)  # releases the GIL, which gloo's threads need
 
 
 def forget() -> None:
-    """Forget what was noted: for a new beginning, once all groups are gone. Thread: any."""
+    """Clear all records, once all groups are gone. Thread: any."""
     with _lock:
         _noted.clear()
         _of_stores.clear()
-        _pending.clear()  # of a noting that was interrupted in its end: it would count whatever is opened from now on
+        _pending.clear()  # left by an interrupted noting(): it would record everything opened from now on
 
 
 class Noting:
-    """Note what ``torch.distributed`` opens, from :meth:`start` to :meth:`stop`.
+    """Record the connections that ``torch.distributed`` opens, from :meth:`start` to :meth:`stop`.
 
     Args:
-        check: Called with backend and timeout in seconds of each group that is about to be made; it may raise.
+        check: Called with backend and timeout in seconds of each group that is about to be made; may raise.
 
     Thread: the main thread.
     """
@@ -301,7 +275,6 @@ class Noting:
         self._originals: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def start(self) -> None:
-        """Begin to note. Idempotent."""
         if self._originals:
             return
         for module, name in _MAKERS:
@@ -310,7 +283,6 @@ class Noting:
             setattr(sys.modules[module], name, self._noted_within(maker))
 
     def stop(self) -> None:
-        """Note no more. Idempotent."""
         for (module, name), maker in self._originals.items():
             setattr(sys.modules[module], name, maker)
         self._originals.clear()
@@ -332,9 +304,9 @@ class Noting:
 
 
 def _connect_to_store(maker: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a client of a store in tries so short that whoever waits here can be interrupted between two of them.
+    """Create a store client in attempts so short that the waiting thread can be interrupted between them.
 
-    In one try torch waits for a store that is gone until the group's own timeout, and nothing gets it out of that.
+    In a single attempt torch waits uninterruptibly for an absent store until the group's own timeout.
     """
     import torch.distributed as dist
 
@@ -358,7 +330,7 @@ def _connect_to_store(maker: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def connected_sockets() -> frozenset[tuple[int, int]]:
-    """Return descriptor and inode of every TCP connection of this process, also of those being made."""
+    """Return descriptor and inode of every TCP connection of this process, also of those being set up."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -385,21 +357,19 @@ def _is_open(fd: int, inode: int) -> bool:
 
 
 def named_threads(name: str) -> dict[int, str]:
-    """Return the threads of this process that bear a name, each with its ``/proc`` status."""
-    found = {}
+    """Return the threads of this process with a given name, each with its ``/proc`` status."""
+    return {thread: status for thread, status in _read_threads("status") if status.startswith(f"Name:\t{name}\n")}
+
+
+def _read_threads(file: str) -> Iterator[tuple[int, str]]:
     for thread in os.listdir("/proc/self/task"):
-        try:
-            status = Path(f"/proc/self/task/{thread}/status").read_text()
-        except OSError:
-            continue  # ended meanwhile
-        if status.startswith(f"Name:\t{name}\n"):
-            found[int(thread)] = status
-    return found
+        with suppress(OSError):  # ended meanwhile
+            yield int(thread), Path(f"/proc/self/task/{thread}/{file}").read_text()
 
 
 class _Gloo(NamedTuple):
     table: int
-    """What a buffer's first word is."""
+    """First word of a buffer."""
     abort_receive: ctypes._NamedFuncPointer
     abort_send: ctypes._NamedFuncPointer
 
@@ -423,39 +393,35 @@ def _gloo() -> _Gloo | None:
 
 
 def waiting_threads() -> dict[int, int]:
-    """Return, by thread, the address of the buffer that it waits for. Blocks: never. Thread: any."""
+    """Return each thread that waits for a buffer, with the buffer's address. Blocks: never. Thread: any."""
     gloo = _gloo()
     if gloo is None:
         return {}
     found = {}
     number = str(_FUTEX[os.uname().machine])
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            words = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
-            buffer = _buffer_around(int(words[1], 16), gloo.table) if words[0] == number else None
-        except (OSError, ValueError, IndexError):
-            continue  # ended, or running
-        if buffer is not None:
-            found[int(thread)] = buffer
+    for thread, call in _read_threads("syscall"):
+        words = call.split()
+        with suppress(OSError, ValueError, IndexError):  # ended, or running
+            if words[0] == number and (buffer := _buffer_around(int(words[1], 16), gloo.table)) is not None:
+                found[thread] = buffer
     return found
 
 
 def group_threads() -> frozenset[int]:
     """Return the threads of this process; those that are new after a group was made run its collectives.
 
-    A thread that was just started does not bear its name yet; :func:`end_waits` looks at the names.
+    A thread that was just started has no name yet; :func:`end_waits` checks the names.
     """
     return frozenset(int(thread) for thread in os.listdir("/proc/self/task"))
 
 
 def end_waits(threads: frozenset[int] | None = None) -> int:
-    """End the waits for messages that cannot come any more; return the number of threads that waited.
+    """End waits for messages that cannot arrive any more; return the number of threads that waited.
 
     Args:
-        threads: Those of a group, to end the waits of no other one; ``None``: all.
+        threads: The threads of a group, to end only its waits; ``None``: all.
 
-    Blocks: never.
-    Thread: any.
+    Blocks: never. Thread: any.
     """
     gloo = _gloo()
     waiting = waiting_threads()
@@ -471,10 +437,10 @@ def end_waits(threads: frozenset[int] | None = None) -> int:
 
 
 def _buffer_around(futex: int, table: int) -> int | None:
-    """Return the address of the buffer that a futex word is part of; ``None``: it is part of something else."""
+    """Return the address of the buffer that contains a futex word; ``None``: it is not in a buffer."""
     start = (futex & ~7) - _MAX_OFFSET
     with open("/proc/self/mem", "rb", buffering=0) as memory:
-        data = os.pread(memory.fileno(), _MAX_OFFSET, start)  # fails, and does no harm, where nothing is mapped
+        data = os.pread(memory.fileno(), _MAX_OFFSET, start)  # fails harmlessly where nothing is mapped
     words = struct.unpack(f"={len(data) // 8}Q", data)
     for index in range(len(words) - 1, -1, -1):
         if words[index] == table:

@@ -1,22 +1,20 @@
-"""Consensus: what all ranks decide together, for one small reduction a step.
+"""Consensus: decisions that all ranks make together, for one small reduction a step.
 
-A rank that has to leave must not leave alone: its peers would wait for it in the next collective forever. So each rank
-gives at a step's begin what it asks for, the largest of a few integers is found beside the step, and at the step's end
-every rank reads the same answer. Nobody waits extra: by then a step's own collectives have brought the ranks together
-anyway. What becomes known during a step is given at the next one's begin.
+A rank that must exit must not exit alone: its peers would wait for it in the next collective. So each rank passes its
+requests (a few integers) at the begin of a step, and every rank reads their maximum at its end, when the step's own
+collectives have synchronised the ranks anyway.
 
-The reduction must cost next to nothing, needs no device, must not be ordered behind gradients, and can be left at any
-moment: it has connections of its own. A gloo all-reduce of eight bytes takes 0.1 ms in a tight loop and thrice that
-after a real step, since its threads have to be woken (measured, torch 2.13, two ranks on one machine); a message over a
-connection takes 0.03 ms. And gloo can miss that its connections were cut while data was on its way, and then waits out
-its timeout; a socket cannot.
+The reduction has connections of its own: it must not be ordered behind gradients, and can be abandoned at any moment. A
+gloo all-reduce of eight bytes takes 0.1 ms, and 0.3 ms after a real step, since its threads must be woken (torch 2.13,
+two ranks on one machine); a message over a connection takes 0.03 ms. Gloo can also miss that its connections were cut
+and then waits for its timeout.
 
 The algorithm is the dissemination barrier of Hensgen, Finkel and Manber (1988), with numbers: in round k each rank
-sends what it knows to the one 2^k further, and receives what the one 2^k before knows. After ceil(log2 n) rounds every
-rank has the numbers of all; as the largest of numbers does not change when some come twice, any world size will do.
+sends its values to the rank 2^k after it and receives those of the rank 2^k before it; after ceil(log2 n) rounds every
+rank has all values. Duplicates do not change a maximum, so any world size works.
 
-Rejected: a star (its centre sends to all), recursive doubling (needs a special case for worlds that are not a power of
-two), a tree (twice the rounds).
+Rejected: a star (its centre sends to all), recursive doubling (only worlds that are a power of two), a tree (twice the
+rounds).
 """
 
 from __future__ import annotations
@@ -43,25 +41,25 @@ from outlast.runtime.wire import BufferedChannel, Handshake, MessageChannel
 _PROTOCOL = "consensus"
 _MAX_BYTES = 1 << 16
 _FIRST_LOOK_S, _LAST_LOOK_S = 1.0, 30.0
-"""Seconds until a rank that waits for others looks whether one has failed; each wait is twice as long as the last."""
+"""Seconds until a waiting rank checks whether another one has failed; each wait is twice as long as the last."""
 
 
 class _RoundNumbers(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank knows in a round."""
+    """The values of a rank in one round."""
 
     ordinal: int
     values: list[int]
 
 
 class Dissemination:
-    """Find the largest of each of all ranks' numbers.
+    """Find the maximum of each of all ranks' numbers.
 
     Args:
         to: For each round, the connection to the rank that receives from this one.
-        of: For each round, the connection from the rank whose numbers this one receives.
+        of: For each round, the connection to the rank that sends to this one.
         timeout_s: Seconds that a peer may be late.
 
-    Thread: one at a time; :meth:`cut` from any.
+    Thread: one at a time; :meth:`cut` any.
     """
 
     def __init__(self, to: Sequence[socket.socket], of: Sequence[socket.socket], *, timeout_s: float) -> None:
@@ -74,7 +72,7 @@ class Dissemination:
         )
         self._timeout_s = timeout_s
         self.waited_s = 0.0
-        """How long this rank has waited for others, in all."""
+        """Total seconds for which this rank has waited for others."""
         self._ordinal = 0
         self._pending: list[int] | None = None
         self._first_error: OSError | None = None
@@ -83,8 +81,7 @@ class Dissemination:
     def start(self, values: Sequence[int]) -> None:
         """Send this rank's numbers, each within 64 bits, to the first peer; if it is gone, :meth:`result` raises.
 
-        Collective: all ranks, with as many numbers, followed by :meth:`result`.
-        Blocks: never.
+        Collective: all ranks, with equally many numbers, followed by :meth:`result`. Blocks: never.
         """
         assert self._pending is None, "start() again before result()"
         self._pending = list(values)
@@ -97,14 +94,13 @@ class Dissemination:
                 self._first_error = error
 
     def result(self) -> list[int]:
-        """Return the largest of all ranks' numbers, one by one.
+        """Return the maximum of all ranks' numbers, one by one.
 
         Raises:
-            PeerLost: A peer is gone, or did not come in time.
+            PeerLost: A peer is gone, or was not in time.
             OutlastError: The ranks agree on different things.
 
-        Collective: all ranks, after :meth:`start`.
-        Blocks: until all ranks have started; up to the timeout.
+        Collective: all ranks, after :meth:`start`. Blocks: until all ranks have started; up to the timeout.
         """
         assert self._pending is not None, "result() without start()"
         values, self._pending = self._pending, None
@@ -138,33 +134,32 @@ class Dissemination:
 
     @property
     def pending(self) -> bool:
-        """Whether a reduction was begun and not read."""
+        """Whether a reduction was started and its result not read."""
         return self._pending is not None
 
     def cut(self) -> None:
-        """Shut down the connections: whatever waits on them, here or at a peer, fails at once. Idempotent."""
+        """Shut down the connections, so that every wait on them, here or at a peer, fails at once. Idempotent."""
         for connection in (*self._to, *self._of):
             connection.abort()
 
     def close(self) -> None:
-        """Leave, however the peers fare: those that wait for this rank fail. Idempotent. Blocks: never."""
+        """Close the connections; peers that wait for this rank fail. Idempotent. Blocks: never."""
         self.cut()
         for connection in (*self._to, *self._of):
             connection.close()
 
 
 def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.socket]]:
-    """Connect all ranks of the default group; return what :class:`Dissemination` takes.
+    """Connect all ranks of the default group; return the arguments of :class:`Dissemination`.
 
-    The ranks find each other through the group's store, and prove to each other that they know a key: one derived from
-    the run key, or without one a key from there.
+    The ranks find each other through the group's store and authenticate with a key that is derived from the run key or,
+    without one, from an offer in the store.
 
     Raises:
         ConfigError: This rank has another run key than rank 0.
         RendezvousError: The ranks did not find each other.
 
-    Collective: all ranks of the default group, in the same order.
-    Blocks: up to ``timeout_s``.
+    Collective: all ranks of the default group, in the same order. Blocks: up to ``timeout_s``.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -175,7 +170,7 @@ def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.so
     after = [(rank + distance) % world_size for distance in rounds]
     before = [(rank - distance) % world_size for distance in rounds]
     store: Any = _get_default_store()
-    # Counted in the store: a process that joins a restart has made fewer than its peers.
+    # Counted in the store, as a process that joins a restart has made fewer than its peers.
     try:
         name = f"outlast/dissemination/{store.add(f'outlast/dissemination/made-by/{rank}', 1)}"
     except (RuntimeError, OSError) as error:
@@ -202,7 +197,7 @@ def connect_peers(timeout_s: float) -> tuple[list[socket.socket], list[socket.so
             opened.pop_all()
         return to, [came[peer] for peer in before]
     except (RuntimeError, OSError, ValueError) as error:
-        with suppress(RuntimeError, OSError):  # for those that wait for this rank
+        with suppress(RuntimeError, OSError):  # for ranks that wait for this one
             store.compare_set(f"{name}/failed", "", f"rank {rank}: {error}")
         if isinstance(error, ConfigError):
             raise
@@ -221,22 +216,15 @@ def authenticate_peers(
 ) -> dict[int, socket.socket]:
     """Prove the key on connections that this rank opened, and accept those of expected ranks that prove it.
 
-    Who does not prove it, or is another one, keeps nobody waiting.
+    Connections that do not prove the key, or come from another rank, do not delay the others.
 
     Args:
-        listener: Where the others connect.
-        to: The connections that this rank opened.
-        expected: The ranks that connect to this one.
-        rank: This rank.
-        key: What all ranks know.
-        end_s: When to give up.
-        look: Called now and then while others are waited for; raises ``OSError`` where it is in vain.
+        look: Called now and then during the wait; raises ``OSError`` if waiting is pointless.
 
     Returns:
         The connection of each expected rank.
 
-    Raises:
-        OSError: A peer that this rank connected to does not prove the key, or not all came in time.
+    Raises: OSError: A peer that this rank connected to does not prove the key, or not all ranks were in time.
     """
     opened = [BufferedChannel[_RoundNumbers](one, _RoundNumbers, handshake=_handshake(key, rank)) for one in to]
     came: dict[int, socket.socket] = {}
@@ -289,19 +277,16 @@ def _left_s(end_s: float) -> float:
 
 
 class Consensus(Dissemination):
-    """Agree on the largest of what any rank asked for, once a step.
+    """Agree on the maximum of each rank's requests, once a step.
 
     Args:
-        questions: Names of what is asked, the same in the same order on all ranks.
+        questions: Names of the requests, the same in the same order on all ranks.
         world_size: Number of ranks; 1 needs no ``torch.distributed``.
-        timeout_s: Seconds after which a reduction fails because a peer did not take part.
 
-    Raises:
-        RendezvousError: The ranks did not find each other.
+    Raises: RendezvousError: The ranks did not find each other.
 
     Collective: with more than one rank, all ranks of the default group must make it (they connect).
-    Blocks: up to ``timeout_s``, until all ranks have come.
-    Thread: one at a time.
+    Blocks: up to ``timeout_s``, until all ranks have connected. Thread: one at a time.
     """
 
     def __init__(self, questions: Sequence[str], *, world_size: int = 1, timeout_s: float = 1800.0) -> None:
@@ -312,35 +297,26 @@ class Consensus(Dissemination):
         super().__init__(to, of, timeout_s=timeout_s)
 
     def begin(self, asked: Mapping[str, int]) -> None:
-        """Start the step's reduction with what this rank knows now.
+        """Start the step's reduction.
 
         Args:
-            asked: Question to a number, 0 or absent for "no"; the largest of all ranks is agreed on.
+            asked: Request to a number, 0 or absent for "no"; the maximum of all ranks is agreed on.
 
-        Collective: once a step on every rank, followed by :meth:`finish`.
-        Blocks: never.
+        Collective: once a step on every rank, followed by :meth:`finish`. Blocks: never.
         """
         self.start([int(asked.get(question, 0)) for question in self.questions])
 
     def finish(self) -> dict[str, int]:
-        """Return what all ranks agreed on: each question's largest number.
-
-        Raises:
-            PeerLost: A peer is gone, or did not come in time.
+        """Return each request's maximum over all ranks. Raises and blocks as :meth:`result`.
 
         Collective: once a step on every rank, after :meth:`begin`.
-        Blocks: until all ranks have begun the same step; up to the timeout.
         """
         return dict(zip(self.questions, self.result(), strict=True))
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of all ranks' numbers, one by one, at once.
+        """Return the maximum of all ranks' numbers, one by one, at once. Raises and blocks as :meth:`result`.
 
-        Raises:
-            PeerLost: A peer is gone, or did not come in time.
-
-        Collective: all ranks, with as many numbers; not between :meth:`begin` and :meth:`finish`.
-        Blocks: until all ranks have come; up to the timeout.
+        Collective: all ranks, with equally many numbers; not between :meth:`begin` and :meth:`finish`.
         """
         self.start(values)
         return self.result()

@@ -1,8 +1,7 @@
-"""The accelerator: which one there is, and what it is given to do. This module and its neighbours ``device_*`` alone
-name CUDA.
+"""The accelerator of this process. Only this module and its ``device_*`` neighbours name CUDA.
 
-Everything here also works where there is none, and returns ``None`` or ``cpu`` then. Importing the module
-does not import torch, and asking creates no CUDA context in a process that has none.
+Everything also works without an accelerator and returns ``None`` or ``cpu`` then. Importing the module does not import
+torch, and queries create no CUDA context in a process that has none.
 """
 
 from __future__ import annotations
@@ -27,18 +26,21 @@ if TYPE_CHECKING:
     import torch.profiler
 
 _QUERY_S = 0.002
-
-
+_CAPTURE_RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
+_driver_threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event | None]()
+_END_S = 10.0
+"""Seconds that all driver threads get in total when the interpreter ends."""
 _BUILT_FOR = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=\s*(.+?)\s*$", re.MULTILINE)
 _SUBSYSTEM = "/dev/dxg"
 """GPUs of all makes under the Windows Subsystem for Linux."""
 
 
 def why_absent(kind: str) -> str | None:
-    """Return why torch has certainly no ``gpu`` (or ``xpu``) here; ``None`` = there may be one: torch knows.
+    """Return why torch certainly has no ``gpu`` (or ``xpu``) here; ``None`` = torch may have one.
 
-    Takes milliseconds, where asking torch takes the seconds of its import: looks at what the installed torch was built
-    for, and for the files of drivers.
+    Takes milliseconds instead of the seconds of torch's import: it checks for which devices the installed torch was
+    built, and the files of drivers.
     """
     built_for = _torch_built_for()
     if built_for is None:
@@ -60,7 +62,7 @@ def why_absent(kind: str) -> str | None:
 
 
 def _torch_built_for() -> set[str] | None:
-    """Return what the installed torch computes on beside CPUs; ``None`` = its version file does not tell."""
+    """Return the kinds of accelerators that the installed torch supports; ``None`` = not shown by its version file."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None
     try:
@@ -96,21 +98,19 @@ def training_device(local_rank: int = 0) -> torch.device:
 
 
 def training_backend() -> str:
-    """Return the backend for collectives among training devices: ``nccl`` with GPUs, else ``gloo``."""
     import torch
 
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def device_name(node: str, local_rank: int = 0) -> str:
-    """Return a name for the hardware that a worker computes on; another name is other hardware.
+    """Return a name that identifies the hardware on which a worker computes.
 
     Args:
-        node: Names this node where there is no GPU: ``WorkerEnv.device`` or, without it, the node's name.
-        local_rank: The worker's rank on its node.
+        node: Name of this node where there is no GPU: ``WorkerEnv.device`` or, without it, the node's name.
 
     Returns:
-        A GPU's UUID, which is the same on whatever node it is seen; else ``<node>/cpu-<local_rank>``.
+        A GPU's UUID, which is the same on every node; else ``<node>/cpu-<local_rank>``.
     """
     device = training_device(local_rank)
     if device.type == "cuda":
@@ -121,7 +121,7 @@ def device_name(node: str, local_rank: int = 0) -> str:
 
 
 def use_device(local_rank: int = 0) -> None:
-    """Make the worker's device the default of CUDA calls; does nothing without one."""
+    """Make the worker's GPU, if it has one, the default of CUDA calls."""
     device = training_device(local_rank)
     if device.type == "cuda":
         import torch
@@ -130,7 +130,7 @@ def use_device(local_rank: int = 0) -> None:
 
 
 def device_rng_state() -> bytes | None:
-    """Return the state of the current device's random numbers; ``None`` where no device is in use."""
+    """Return the state of the current device's random numbers; ``None`` if no device is in use."""
     import torch
 
     if not (torch.cuda.is_initialized() and torch.cuda.is_available()):
@@ -139,7 +139,7 @@ def device_rng_state() -> bytes | None:
 
 
 def set_device_rng_state(state: bytes) -> None:
-    """Set the current device's random numbers to a state of :func:`device_rng_state`; does nothing without a device."""
+    """Restore a state of :func:`device_rng_state`; does nothing without a device."""
     import torch
 
     if torch.cuda.is_available():
@@ -147,7 +147,7 @@ def set_device_rng_state(state: bytes) -> None:
 
 
 def empty_cache() -> None:
-    """Give back the memory that the allocator caches; does nothing where no device is in use."""
+    """Free the memory that the allocator caches; does nothing if no device is in use."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -155,7 +155,7 @@ def empty_cache() -> None:
 
 
 def architecture_of(device: torch.device) -> str | None:
-    """Return what kernels are compiled for, as NVIDIA's compilers name it; ``None``: not a device of theirs."""
+    """Return the compilation target of a device as NVIDIA's compilers name it; ``None``: not an NVIDIA device."""
     import torch
 
     if device.type != "cuda" or torch.version.hip:
@@ -165,7 +165,7 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def describe_device() -> str:
-    """Return what this process computes on, with the versions that matter, for people."""
+    """Describe the device of this process, with the versions that matter, for people."""
     import torch
 
     if not torch.cuda.is_available():
@@ -181,15 +181,11 @@ def describe_device() -> str:
 
 
 def device_word() -> str:
-    """Return what this machine trains on, for people: ``GPU`` or ``CPU``."""
     return "GPU" if training_device().type == "cuda" else "CPU"
 
 
 def mark_work() -> Any:
-    """Return a mark behind the work that the current device was given so far; ``None`` = there is no device.
-
-    Give it to :func:`is_done`. Blocks: never.
-    """
+    """Return an event behind the current device's work so far, for :func:`is_done`; ``None`` = there is no device."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -200,10 +196,10 @@ def mark_work() -> Any:
 
 
 def is_done(mark: Any, *, timeout_s: float) -> bool:
-    """Return whether the work before a mark is done. Blocks: until it is, up to ``timeout_s`` seconds. Thread: any."""
+    """Return whether the work before a mark is done. Blocks: until it is, up to ``timeout_s``. Thread: any."""
     end_s, pause_s = clock.now_s() + timeout_s, _QUERY_S / 64
     while True:
-        with beside_training(mark.device):  # for the question alone: training captures nothing while it waits for us
+        with beside_training(mark.device):  # only for the query: training captures nothing while it waits
             if mark.query():
                 return True
         if clock.now_s() >= end_s:
@@ -214,11 +210,11 @@ def is_done(mark: Any, *, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def beside_training(device: torch.device) -> Iterator[None]:
-    """Have the calls of a thread other than training's harm nothing.
+    """Make the device calls of a thread other than training's harmless.
 
-    A thread begins on the first GPU, where its first call would take memory for a context. And while training captures
-    a graph, calls of any thread that could wait for the device end the capture, unless the thread says that what it
-    asks has nothing to do with it.
+    A thread starts on the first GPU, where its first call would allocate memory for a context. And while training
+    captures a graph, a call of any thread that could wait for the device ends the capture, unless that thread's capture
+    mode is relaxed.
     """
     import torch
 
@@ -227,7 +223,7 @@ def beside_training(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         exchange = _capture_mode()
-        mode = ctypes.c_int(_CAPTURE_RELAXED)  # and then what it was
+        mode = ctypes.c_int(_CAPTURE_RELAXED)  # then the previous mode
         if exchange is None or exchange(ctypes.byref(mode)):
             yield
             return
@@ -237,13 +233,9 @@ def beside_training(device: torch.device) -> Iterator[None]:
             exchange(ctypes.byref(mode))
 
 
-_CAPTURE_RELAXED = 2
-"""cudaStreamCaptureModeRelaxed."""
-
-
 @cache
 def _capture_mode() -> Callable[[Any], int] | None:
-    """Return what exchanges this thread's mode of captures with another; ``None``: torch's runtime is not found."""
+    """Return CUDA's function that exchanges this thread's capture mode; ``None``: torch's runtime is not found."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             path = next(line.split(maxsplit=5)[-1].strip() for line in maps if "/libcudart" in line)
@@ -254,25 +246,19 @@ def _capture_mode() -> Callable[[Any], int] | None:
 
 
 def start_driver_thread(work: Callable[[], object], name: str, stop: threading.Event | None = None) -> threading.Thread:
-    """Start a thread that calls the device's driver for long, beside training.
+    """Start a thread that spends long in calls of the device's driver.
 
     When the interpreter ends, the thread is stopped and waited for, up to 10 s: torch aborts a process whose
-    interpreter cuts a thread off in such a call.
+    interpreter cuts off a thread in such a call.
 
     Args:
-        work: What it does.
-        name: Of the thread.
-        stop: Has it end soon; set when the interpreter ends, if not before. ``None`` = it ends by itself.
+        stop: Requests the thread to end soon; set at the latest when the interpreter ends. ``None`` = it ends by
+            itself.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     _driver_threads[thread] = stop
     thread.start()
     return thread
-
-
-_driver_threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event | None]()
-_END_S = 10.0
-"""Seconds that they get in all when the interpreter ends."""
 
 
 @atexit.register
@@ -286,19 +272,19 @@ def _end_driver_threads() -> None:
         thread.join(max(0.0, end_s - clock.now_s()))
 
 
-# -- copies between a device and the host ------------------------------------------------------------------------------
+# -- captured graphs ---------------------------------------------------------------------------------------------------
 
 
 def is_capturing() -> bool:
-    """Return whether what this thread gives the device is captured as a graph, instead of being done."""
+    """Return whether this thread's device work is captured as a graph instead of being executed."""
     import torch
 
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def has_graphs() -> bool:
-    """Return whether this process holds a CUDA graph. Blocks: some 50 ms for each million of Python objects."""
+    """Return whether this process has a CUDA graph. Blocks: some 50 ms per million Python objects."""
     import torch
 
-    # By type(): some objects run code of their own when they are asked for their class.
+    # By type(), as some objects run code of their own when asked for their class.
     return torch.cuda.is_initialized() and any(issubclass(type(one), torch.cuda.CUDAGraph) for one in gc.get_objects())

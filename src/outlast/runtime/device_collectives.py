@@ -1,4 +1,4 @@
-"""Collectives on devices: end those that are under way, and set what torch needs so that they can be ended.
+"""Aborting collectives on devices, and the settings of torch that allow it.
 
 Importing the module does not import torch.
 """
@@ -16,20 +16,32 @@ from outlast.errors import ConfigError
 from outlast.runtime.device import beside_training, start_driver_thread
 
 log = logging.getLogger(__name__)
+_SETTLE_S, _ABORT_S = 10.0, 60.0
+_ABORTS = "outlast-abort"
+_NEEDED = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Variables that NCCL needs to be aborted without ending its process: its watchdog must neither rethrow errors that the
+abort causes nor end the process, and NVLS communicators cannot be aborted."""
+_FROM_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""Values that torchrun and outlast run set for every worker, so not a choice of the user."""
+_aborting: list[Any] = []
+"""Backends that are being aborted."""
 
 
 def abort_collectives() -> int:
-    """End every collective that devices take part in, here; return the number of groups that are aborted.
+    """Abort every collective of this process on devices; return the number of groups that are aborted.
 
-    NCCL's kernels wait on the device, where no connection can be cut: its communicators have to be aborted, all at
-    once, since an abort may wait for another communicator's kernel that cannot end before its own. Kernels end soon,
-    but NCCL's own threads look only every half second whether they are to end: that goes on beside what comes next.
-    Until then these groups must not be shut down, only forgotten (:func:`is_aborting`, :func:`await_aborts`).
+    NCCL's kernels wait on the device, where no connection can be cut, so its communicators are aborted: all at once,
+    since one abort may wait for another communicator's kernel. Kernels end soon, but NCCL's own threads check only
+    every half second whether they must end, which continues in the background. Until then these groups must not be shut
+    down, only dropped (:func:`is_aborting`, :func:`await_aborts`).
 
-    Blocks: until the devices have done all that they were given, collectives in vain; up to 10 s.
-    Thread: any.
+    Blocks: until the devices have finished all their work, aborted collectives included; up to 10 s. Thread: any.
     """
-    # A thread for each: torch has the abort made by a thread of its own, which a group of NCCL's calls does not cover.
+    # One thread per group: torch aborts in a thread of its own, which an NCCL group call does not cover.
     found = _nccl_groups()
     _aborting.extend(found)
     for backend in found:
@@ -42,25 +54,21 @@ def abort_collectives() -> int:
     return len(found)
 
 
-_SETTLE_S, _ABORT_S = 10.0, 60.0
-_ABORTS = "outlast-abort"
-
-
 def is_aborting() -> bool:
-    """Return whether a group that torch knows is still being aborted: to shut it down would wait for that."""
+    """Return whether a group that torch knows is still being aborted: shutting it down would wait for the abort."""
     under_way = list(_aborting)
     return bool(under_way) and any(backend is one for backend in _nccl_groups() for one in under_way)
 
 
 def await_aborts() -> None:
-    """Wait until no group is being aborted any more. Blocks: some 0.7 s after an abort; up to 60 s. Thread: any."""
+    """Wait until no group is being aborted. Blocks: some 0.7 s after an abort; up to 60 s. Thread: any."""
     end_s = clock.now_s() + _ABORT_S
     for thread in [thread for thread in threading.enumerate() if thread.name == _ABORTS]:
         thread.join(max(0.0, end_s - clock.now_s()))
 
 
 def _nccl_groups() -> list[Any]:
-    """Return what torch's groups have for collectives on NVIDIA's or AMD's devices."""
+    """Return torch's NCCL (or RCCL) backends."""
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
@@ -72,15 +80,15 @@ def _nccl_groups() -> list[Any]:
         try:
             backend = group._get_backend(torch.device("cuda"))
         except RuntimeError:
-            continue  # a group of CPUs only
-        backend = getattr(backend, "wrapped_pg", backend)  # what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it
+            continue  # a CPU-only group
+        backend = getattr(backend, "wrapped_pg", backend)  # wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL
         if isinstance(backend, dist.ProcessGroupNCCL):
             found.append(backend)
     return found
 
 
 def _abort(backend: Any) -> None:
-    """Abort a group; where it is forgotten by then, it goes with this thread."""
+    """Abort a group; if it was dropped meanwhile, it is freed with this thread."""
     try:
         backend.abort()
     except RuntimeError as error:
@@ -90,37 +98,25 @@ def _abort(backend: Any) -> None:
 
 
 def _settle_devices() -> None:
-    """Wait until all devices that this process uses have done what they were given."""
+    """Wait until all devices that this process uses are idle."""
     import torch
 
     has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     for index in range(torch.cuda.device_count()):
         if has_context(index):
             with contextlib.suppress(RuntimeError), beside_training(torch.device("cuda", index)):
-                torch.cuda.synchronize()  # what a kernel did wrong, whoever uses the device next is told
-
-
-_NEEDED = {
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "NCCL_NVLS_ENABLE": "0",
-}
-"""Variables that NCCL needs to be aborted without taking its process along: its watchdog must not rethrow what the
-abort causes nor end the process, and NVLS communicators cannot be aborted."""
-_FROM_LAUNCHERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""What torchrun and outlast run set for every worker by themselves; nobody asked for it."""
+                torch.cuda.synchronize()  # a kernel's error is raised at the next use of the device
 
 
 def settle_collectives() -> dict[str, str | None]:
-    """Set the variables that NCCL needs for :func:`abort_collectives`, where there are devices.
+    """Set the variables that NCCL needs for :func:`abort_collectives`, if there are devices.
 
     NCCL reads them when a group is made.
 
     Returns:
-        What they were before, for :func:`outlast.env.update`.
+        Their previous values, for :func:`outlast.env.update`.
 
-    Raises:
-        ConfigError: Somebody has set one to something else.
+    Raises: ConfigError: The user has set one to another value.
     """
     import torch
 
@@ -139,12 +135,10 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
     """Check that NCCL does not end a process before it could be interrupted.
 
     Args:
-        backend: The backend that a group is made of, as ``torch.distributed`` is told.
-        timeout_s: The group's timeout; NCCL's watchdog goes by it.
+        timeout_s: The group's timeout, which NCCL's watchdog uses.
         hard_timeout_s: Seconds after which a process that cannot be interrupted is ended.
 
-    Raises:
-        ConfigError: The group's timeout, or that of NCCL's own heartbeat, is not longer.
+    Raises: ConfigError: The group's timeout, or that of NCCL's own heartbeat, is not longer.
     """
     import torch
 
@@ -161,7 +155,3 @@ def check_collectives(backend: str, timeout_s: float, *, hard_timeout_s: float) 
             f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} must be longer than hard_timeout={hard_timeout_s:g}; "
             "unset it"
         )
-
-
-_aborting: list[Any] = []
-"""What is being aborted."""

@@ -1,4 +1,4 @@
-"""Copies between a device and the host, in a stream apart from training's.
+"""Copies between a device and the host, in a stream separate from training's.
 
 Importing the module does not import torch.
 """
@@ -19,14 +19,22 @@ if TYPE_CHECKING:
     import torch.profiler
 
 log = logging.getLogger(__name__)
+_COPIES_TOGETHER = 32
+"""Copies per call of torch, each of which releases the GIL; the device starts with the first ones meanwhile."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for all GPUs of this process."""
+_LEFT_FREE = 20
+""":meth:`DeviceCopies.make_room` leaves one part in so many of a device's memory free."""
+_ALIGNED = 512
+"""Alignment in bytes of tensors within one allocation, as in the allocator's own."""
 
 
 class Copied:
-    """Copies that were queued behind each other.
+    """A sequence of queued copies.
 
     Args:
-        mark: Behind the last of them.
-        sources: What is copied; it must live until then, as its memory would be used again.
+        mark: Event behind the last of them.
+        sources: Tensors being copied, kept alive until then, as their memory would be reused.
     """
 
     def __init__(self, mark: torch.cuda.Event, sources: list[torch.Tensor]) -> None:
@@ -34,34 +42,33 @@ class Copied:
         self._is_done = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether they are done. Blocks: until they are, up to ``timeout_s`` seconds. Thread: any."""
+        """Return whether the copies are done. Blocks: until they are, up to ``timeout_s``. Thread: any."""
         if not self._is_done and is_done(self._mark, timeout_s=timeout_s):
             self._is_done, self._sources = True, []
         return self._is_done
 
     def hold_back(self, timeout_s: float) -> bool:
-        """Have the device do what it is given from now on in its current stream only after them.
+        """Order the device's further work in its current stream behind these copies.
 
         Returns:
-            Whether it will; ``False``: a graph is being captured, and they are not done in time.
+            Whether that holds; ``False``: a graph is being captured, and the copies were not done in time.
 
-        Blocks: never; while a graph is captured until they are done, up to ``timeout_s`` seconds.
-        Thread: training's.
+        Blocks: never; during a graph capture until they are done, up to ``timeout_s``. Thread: training's.
         """
         import torch
 
         if self._is_done:
             return True
         if is_capturing():
-            return self.wait(timeout_s)  # what is captured is done later, and again, with nothing before it
+            return self.wait(timeout_s)  # captured work runs later and repeatedly, without this dependency
         torch.cuda.current_stream(self._mark.device).wait_event(self._mark)
         return True
 
 
 class DeviceCopies:
-    """Copies between one device and the host, in a stream of their own, beside what the device computes.
+    """Copies between one device and the host, in a stream of their own, concurrent with the device's work.
 
-    Thread: any, for each call; what is queued by several threads is done one after the other.
+    Thread: any, for each call; copies queued by several threads are made one after the other.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,12 +79,12 @@ class DeviceCopies:
             self._stream = torch.cuda.Stream(device)
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Register memory of this process: copies then go straight into its pages. Undo it before it is unmapped.
+        """Register memory of this process for direct copies; :meth:`unpin` it before it is unmapped.
 
         Returns:
-            Whether it was; otherwise copies take a detour through memory of the driver's, and wait for it.
+            Whether it was registered; otherwise copies go through memory of the driver and wait for it.
 
-        Blocks: some 0.1 s a GiB, more where the kernel has not provided the pages yet.
+        Blocks: some 0.1 s per GiB, longer if the kernel has not provided the pages yet.
         """
         import torch
 
@@ -97,7 +104,7 @@ class DeviceCopies:
                 self._forget_error()
 
     def note_work(self) -> torch.cuda.Event:
-        """Return a mark behind all that the device was given so far in this thread's current stream."""
+        """Return an event behind the device's work so far in this thread's current stream."""
         import torch
 
         mark = torch.cuda.Event()
@@ -113,13 +120,13 @@ class DeviceCopies:
         """Queue copies to the host, to the device, or within it.
 
         Args:
-            pairs: What is copied, and where to. Drawn here: what the device has to do to make a source is done in the
+            pairs: Source and target of each copy. Iterated here, so the device work that produces a source runs in the
                 copies' stream.
-            behind: What comes before: of the device's work, from :meth:`note_work`, or of other copies; ``None`` = only
-                the copies that were queued here.
-            launch: Gives the copies' stream, by its handle, something else to do first.
+            behind: What the copies must follow: an event of :meth:`note_work`, or other copies; ``None`` = only the
+                copies queued here before.
+            launch: Queues other work first; gets the handle of the copies' stream.
 
-        Blocks: hardly, where the host's memory is pinned; else while the copies are made.
+        Blocks: hardly if the host's memory is pinned; else while the copies are made.
         """
         import torch
 
@@ -141,13 +148,12 @@ class DeviceCopies:
     def make_room(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *, together: bool = False
     ) -> list[torch.Tensor]:
-        """Return new tensors of the device that copies may fill: the first ones, as far as there is memory for them.
+        """Return new device tensors for copies: the first of these shapes that fit, with some memory left free.
 
         Args:
-            shapes: Their shapes and element types.
-            together: In one piece of memory, which is taken at once, and free once none of them is in use.
+            together: In one allocation, which is freed once none of them is in use.
 
-        Some memory is left for others. Thread: training's.
+        Thread: training's.
         """
         import torch
 
@@ -162,53 +168,40 @@ class DeviceCopies:
             places.append(slice(begin, end))
         fitting = list(zip(shapes, places, strict=False))
         tensors: list[torch.Tensor] = []
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):  # the cached memory is fragmented
             if together and fitting:
                 piece = torch.empty(places[-1].stop, dtype=torch.uint8, device=self.device)
                 tensors = [piece[place].view(dtype).view(shape) for (shape, dtype), place in fitting]
-            elif fitting:
+            else:
                 for (shape, dtype), _ in fitting:
                     tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
-        except torch.OutOfMemoryError:
-            pass  # what is cached lies in pieces
-        # Their memory may have been other tensors', which kernels that are still queued use.
+        # The memory may have belonged to tensors that queued kernels still use.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return tensors
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return new pinned memory of the host, as bytes."""
+        """Return new pinned host memory, as bytes."""
         import torch
 
         with beside_training(self.device):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _forget_error(self) -> None:
-        """Take a refused call's error back: the runtime keeps it, and would report it at the next kernel's start."""
+        """Clear the error of a refused call: the runtime keeps it and would report it at the next kernel launch."""
         import torch
 
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
 
-_COPIES_TOGETHER = 32
-"""Given to torch in one call, as each gives Python's lock away; with the first ones the device begins meanwhile."""
-_PORTABLE = 1
-"""cudaHostRegisterPortable: for all GPUs of this process."""
-_LEFT_FREE = 20
-"""One part of so many of a device's memory is left free by :meth:`DeviceCopies.make_room`."""
-_ALIGNED = 512
-"""Bytes at a multiple of which a tensor begins in a piece of memory, as in the allocator's own."""
-
-
 @cache
 def copies_of(device: torch.device) -> DeviceCopies | None:
-    """Return what copies between this device and the host; ``None``: its memory is the host's, or torch has no streams
-    for it that we use."""
+    """Return the copies of a device; ``None``: it shares the host's memory, or its streams are not supported."""
     return DeviceCopies(device) if device.type == "cuda" else None
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as bytes in one dimension: a view where they are stored in order, else a copy."""
+    """Return a tensor's elements as bytes in one dimension: a view if they are stored in order, else a copy."""
     import torch
 
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,11 +1,10 @@
-"""Digests of a checkpoint's chunks, computed by the device that holds them: xxh3_64, as the host computes it.
+"""Digests of a checkpoint's chunks, computed by the device that holds them: xxh3_64, as on the host.
 
-A load reads what it proves anyway into the device's memory, where a digest costs next to nothing, while it takes a
-core of the host as long as reading does. And what arrived is compared, not what was sent.
+A load reads the data into the device's memory anyway, where a digest costs next to nothing, while on the host it takes
+a core for as long as reading does. It also covers the data as it arrived, not as it was sent.
 
-The kernel is compiled by NVRTC, a library that comes with torch for CUDA: in a fraction of a second, without a
-compiler on the machine. Its first digest in a process is compared with the host's. Where any of this does not work,
-the host computes.
+NVRTC, which comes with torch for CUDA, compiles the kernel in a fraction of a second, without a compiler on the
+machine. The first digest in a process is compared with the host's. If any of this fails, the host computes the digests.
 """
 
 from __future__ import annotations
@@ -28,23 +27,29 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+_TRY_S = 10.0
+"""Seconds that the device gets for the first digest, which is compared with the host's."""
+_found: dict[tuple[torch.device, int], ChunkDigests | None] = {}
+_lock = threading.Lock()
+_lost: list[tuple[torch.Tensor, torch.Tensor]] = []
+"""Memory to which the device may still write."""
 MAX_CHUNKS = 64
-"""Of one call."""
+"""Chunks per call."""
 _LANES = 32
-"""Threads that digest a chunk."""
+"""Threads per chunk."""
 _AHEAD = 16
-"""KiB that they read ahead; in fewer, most of the time is the memory's latency."""
+"""KiB of read-ahead; with less, memory latency dominates."""
 _NUM_STREAMS = 4
-"""A digest of a chunk keeps a small part of a device busy, for about a millisecond."""
+"""Streams in use: the digest of one chunk keeps a small part of a device busy, for about a millisecond."""
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
     "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-"""XXH3's own, without a seed. This, and what the kernel does, is by its specification (xxHash, doc/xxhash_spec.md):
-a block of 1 KiB is 16 stripes of eight words; each stripe is added to eight sums, with the secret shifted on by a word,
-and after each block the sums are stirred. The last stripe has a key of its own, and nothing is stirred after it."""
+"""H3's default secret, without a seed. This and the kernel follow the specification (xxHash, doc/xxhash_spec.md): a
+block of 1 KiB is 16 stripes of eight words; each stripe is added to eight sums, with the secret shifted on by a word,
+and after each block the sums are scrambled. The last stripe has a key of its own and is not followed by scrambling."""
 _SOURCE = """
 typedef unsigned long long u64;
 struct Chunks { const u64* at[MAX_CHUNKS]; };
@@ -103,14 +108,7 @@ extern "C" __global__ void digest_chunks(Chunks chunks, u64* digests) {
 
 
 class ChunkDigests:
-    """Digests of chunks that lie on one device, in streams of their own.
-
-    Args:
-        device: Which.
-        kernel: Compiled for it.
-
-    Thread: any, one at a time.
-    """
+    """Digests of chunks on one device, in streams of their own. Thread: any, one at a time."""
 
     def __init__(self, device: torch.device, kernel: _Kernel) -> None:
         self._kernel, self._copies = kernel, itertools.cycle([DeviceCopies(device) for _ in range(_NUM_STREAMS)])
@@ -122,28 +120,23 @@ class ChunkDigests:
         behind: Copied,
         pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> Copied:
-        """Queue digests of chunks, and copies within the device.
+        """Queue digests of chunks, and copies within the device; return a mark behind all of them. Blocks: never.
 
         Args:
-            chunks: At most MAX_CHUNKS on the device, of the length it was compiled for; must live until it is done.
-            into: As many int64 there, which take the digests' bits; likewise.
-            behind: What has to be done before.
-            pairs: What is copied, and where to.
-
-        Returns:
-            A mark behind all of it. Blocks: never.
+            chunks: At most MAX_CHUNKS chunks on the device, of the kernel's length; must stay alive until done.
+            into: As many int64 on the device for the digests' bits; must stay alive as well.
         """
         launch = partial(self._kernel.launch, [chunk.data_ptr() for chunk in chunks], into.data_ptr())
         return next(self._copies).queue(pairs, behind, launch)
 
 
 class _Kernel:
-    """The kernel, loaded into a device's context. Raises: RuntimeError, OSError, AttributeError, when it cannot be."""
+    """The kernel, loaded into a device's context. Raises: RuntimeError, OSError, AttributeError if that fails."""
 
     def __init__(self, device: torch.device, architecture: str, num_bytes: int) -> None:
         import torch
 
-        # Has NVRTC and the driver among what it needs, wherever they lie.
+        # Links NVRTC and the driver, wherever they are installed.
         self._library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
         torch.zeros(1, device=device)  # the driver's calls need the device's context in this thread
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -152,7 +145,6 @@ class _Kernel:
         self._call("cuModuleGetFunction", ctypes.byref(self._function), module, b"digest_chunks")
 
     def launch(self, addresses: Sequence[int], digests: int, stream: int) -> None:
-        """Give a stream of the device the digests of chunks."""
         chunks = (ctypes.c_uint64 * MAX_CHUNKS)(*addresses)
         into = ctypes.c_uint64(digests)
         given = (ctypes.c_void_p * 2)(ctypes.addressof(chunks), ctypes.addressof(into))
@@ -178,7 +170,7 @@ class _Kernel:
 
 
 def kernel_source(num_bytes: int) -> str:
-    """Return the kernel for chunks of so many bytes, a multiple of what it reads ahead."""
+    """Return the kernel's source for chunks of ``num_bytes``, a multiple of the read-ahead."""
 
     def words(begin: int, number: int) -> str:
         places = range(begin, begin + 8 * number, 8)
@@ -190,18 +182,11 @@ def kernel_source(num_bytes: int) -> str:
     return source
 
 
-_found: dict[tuple[torch.device, int], ChunkDigests | None] = {}
-_lock = threading.Lock()
-
-
 def find_digests(device: torch.device, num_bytes: int) -> ChunkDigests | None:
-    """Return what digests chunks of so many bytes on a device; ``None``: it cannot here, the host has to.
+    """Return the digests for chunks of ``num_bytes`` (a multiple of 16 KiB) on a device; ``None``: the host computes
+    them.
 
-    Args:
-        device: Which.
-        num_bytes: A multiple of 16 KiB.
-
-    Blocks: some tenths of a second the first time, while the kernel is compiled and tried. Thread: any.
+    Blocks: some tenths of a second the first time, while the kernel is compiled and tested. Thread: any.
     """
     with _lock:
         key = device, num_bytes
@@ -218,7 +203,7 @@ def find_digests(device: torch.device, num_bytes: int) -> ChunkDigests | None:
 
 
 def _try(digests: ChunkDigests, device: torch.device, num_bytes: int) -> ChunkDigests:
-    """Return it, if it digests a chunk as the host does. Raises: RuntimeError."""
+    """Return ``digests`` if it agrees with the host on one chunk. Raises: RuntimeError."""
     import torch
 
     chunk = torch.arange(num_bytes // 8, dtype=torch.int64) * 0x1E3779B97F4A7C15  # differs everywhere
@@ -230,7 +215,3 @@ def _try(digests: ChunkDigests, device: torch.device, num_bytes: int) -> ChunkDi
     if (value := int(found.item()) % (1 << 64)) != (right := xxhash.xxh3_64_intdigest(chunk.numpy().data.cast("B"))):
         raise RuntimeError(f"the device digests a chunk to {value:016x}, which is {right:016x}")
     return digests
-
-
-_TRY_S = 10.0
-_lost: list[tuple[torch.Tensor, torch.Tensor]] = []

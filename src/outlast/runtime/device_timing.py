@@ -1,4 +1,4 @@
-"""How long work on a device takes: events in its streams, and what torch's profiler records of its kernels.
+"""Timing of device work: events in its streams, and kernel times of torch's profiler.
 
 Importing the module does not import torch.
 """
@@ -16,15 +16,21 @@ if TYPE_CHECKING:
     import torch
     import torch.profiler
 
+_COLLECTIVE = (
+    *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
+    *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
+)
+"""Parts of the names of collectives and of waits for them."""
+
 
 def timing_event() -> Any:
-    """Return a new event that keeps time in the current device's streams; needs a device."""
+    """Return a new event that measures time in the current device's streams; needs a device."""
     return _timing_event_class()(enable_timing=True)
 
 
 @cache
 def _timing_event_class() -> Any:
-    """Return torch's event with a tenth of what it costs the host: torch looks for the current stream in Python."""
+    """Return torch's event class at a tenth of its cost on the host: torch finds the current stream in Python."""
     import torch
 
     own: Any = torch._C
@@ -47,22 +53,19 @@ def _timing_event_class() -> Any:
 
 
 def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
-    """Return what torch's profiler is to look at for kernel times: the device, else the CPU."""
+    """Return the activities of torch's profiler that contain kernel times: the device's, else the CPU's."""
     from torch.profiler import ProfilerActivity
 
     return [ProfilerActivity.CUDA if training_device().type == "cuda" else ProfilerActivity.CPU]
 
 
 def kernel_seconds(event: Any) -> float | None:
-    """Return the seconds of a profiler's event, itself alone, if it is a kernel; without a device, an operator.
+    """Return the seconds of a profiler's event without its children, if it is a kernel (without a device: an operator).
 
-    Those of collectives do not count: they take as long as their ranks wait for each other.
+    Collectives return ``None``: they take as long as their ranks wait for each other.
 
     Args:
         event: Of ``torch.profiler.profile(...).events()``.
-
-    Returns:
-        Seconds; ``None`` = it is none of these.
     """
     name = event.name.lower()
     if any(part in name for part in _COLLECTIVE):
@@ -73,15 +76,12 @@ def kernel_seconds(event: Any) -> float | None:
 
 
 def time_on_device(work: Callable[[], object], device: torch.device, *, in_stream: bool = False) -> float:
-    """Return the seconds that work takes on a device, until it is done.
+    """Return the seconds until the device has done ``work``.
 
     Args:
-        work: Gives the device what it does, in the current stream.
-        device: Which.
-        in_stream: Wait only for what the current stream was given, as a training step that reads its loss does; what
-            other streams do goes on.
+        in_stream: Wait only for the current stream, as a training step that reads its loss does.
 
-    Blocks: until the device has done all that it was given. Not for use in a training step.
+    Blocks: until the device has done its queued work. Not for use in a training step.
     """
     import torch
 
@@ -98,10 +98,3 @@ def time_on_device(work: Callable[[], object], device: torch.device, *, in_strea
     work()
     settle()
     return (clock.now_ns() - begin_ns) / 1e9
-
-
-_COLLECTIVE = (
-    *("nccl", "rccl", "gloo", "c10d", "alltoall", "all_to_all", "allreduce", "all_reduce", "allgather", "all_gather"),
-    *("reduce_scatter", "broadcast", "sendrecv", "barrier", "wait"),
-)
-"""What the names of collectives, and of waiting for them, have in them."""

@@ -1,10 +1,11 @@
-"""What wakes the event loop of a process: a mailbox that other threads and signal handlers fill, and named timers."""
+"""Event sources of a process's loop: a mailbox for other threads and signal handlers, and named timers."""
 
 from __future__ import annotations
 
 import os
 import queue
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from outlast import clock
@@ -15,7 +16,7 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """An unbounded queue whose owner can wait for it with ``select``.
 
-    Thread: :meth:`put` any, and signal handlers; the rest the owner only.
+    Thread: :meth:`put` any, and signal handlers; all other methods the owner.
     """
 
     def __init__(self) -> None:
@@ -23,30 +24,27 @@ class Mailbox(Generic[T]):
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable while something is in the box."""
+        """Return a descriptor that is readable while the mailbox is not empty."""
         return self._fd
 
     def put(self, item: T) -> None:
-        """Put an item; never blocks."""
+        """Add an item. Blocks: never."""
         self._queue.put(item)
         if self._fd >= 0:
             os.eventfd_write(self._fd, 1)
 
     def take_all(self) -> list[T]:
-        """Return what is in the box, oldest first; never blocks."""
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
+        """Remove and return all items, oldest first. Blocks: never."""
         items: list[T] = []
-        while True:
-            try:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        with suppress(queue.Empty):
+            while True:
                 items.append(self._queue.get_nowait())
-            except queue.Empty:
-                return items
+        return items
 
     def close(self) -> None:
-        """Free the descriptor; items put later are kept nowhere."""
+        """Free the descriptor; items added later are lost."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -59,27 +57,24 @@ class Timers:
         self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
 
     def set(self, name: str, seconds: float, action: Callable[[], None]) -> None:
-        """Call an action in ``seconds``; it replaces the one that the name stood for."""
+        """Call ``action`` in ``seconds``, instead of the previous action of this name."""
         self._deadlines[name] = (clock.now_s() + seconds, action)
 
     def cancel(self, name: str) -> None:
-        """Drop a timer, if it is set."""
         self._deadlines.pop(name, None)
 
     def is_set(self, name: str) -> bool:
-        """Return whether a timer is set."""
         return name in self._deadlines
 
     def until_next_s(self) -> float | None:
-        """Return the seconds until the next one; ``None`` = there is none."""
+        """Return the seconds until the next timer; ``None`` = none is set."""
         next_s = min((at_s for at_s, _ in self._deadlines.values()), default=None)
         return None if next_s is None else max(0.0, next_s - clock.now_s())
 
     def fire(self) -> None:
-        """Call the actions that are due."""
         now_s = clock.now_s()
         for name in [name for name, (at_s, _) in self._deadlines.items() if now_s >= at_s]:
             at_s, action = self._deadlines.get(name, (now_s + 1, None))
-            if action is not None and now_s >= at_s:  # an earlier action may have dropped it, or set it anew
+            if action is not None and now_s >= at_s:  # an earlier action may have cancelled or reset it
                 del self._deadlines[name]
                 action()

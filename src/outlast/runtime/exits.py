@@ -1,15 +1,15 @@
-"""What this package does when the interpreter ends, while its threads can still work.
+"""Functions to call when the interpreter ends, while threads still work.
 
-``atexit`` is too late for that: by then ``concurrent.futures`` refuses work, and since Python 3.12 no thread can be
-started. A thread of ours that is at work then fails, and its traceback follows the user's own. So what was registered
-on the main thread is called as soon as that thread has ended. Other threads may train on after it, so what they
-registered is left to ``atexit``.
+``atexit`` is too late: by then ``concurrent.futures`` refuses work and, since Python 3.12, no thread can be started, so
+a working thread of this package would fail with a traceback after the user's own. Functions registered on the main
+thread are therefore called as soon as that thread has ended. Other threads may train on after it, so functions that
+they register go to ``atexit``.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - it registers its own end first, which then follows ours
+import concurrent.futures.thread  # noqa: F401 - registers its own hook first, which then runs after ours
 import logging
 import os
 import threading
@@ -21,9 +21,9 @@ _registered: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
 
 def at_exit(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function when the interpreter ends, before those that were registered earlier.
+    """Register a function to call when the interpreter ends, in reverse order of registration; not in forked children.
 
-    It is not called in forked children. Thread: any; see above for the difference.
+    Thread: any; the module's head describes the difference.
     """
     if threading.current_thread() is threading.main_thread():
         _registered.append((function, args))
@@ -32,7 +32,7 @@ def at_exit(function: Callable[..., Any], *args: Any) -> None:
 
 
 def forget_at_exit(function: Callable[..., Any]) -> None:
-    """Call a function no more when the interpreter ends. Idempotent. Thread: any."""
+    """Remove a function registered by :func:`at_exit`. Idempotent. Thread: any."""
     _registered[:] = [one for one in _registered if one[0] != function]
     atexit.unregister(function)
 
@@ -46,6 +46,6 @@ def _run_all() -> None:
             log.exception("the end of the process: %s failed", getattr(function, "__qualname__", function))
 
 
-# What multiprocessing forks ends its threads, too, and must not end what is its parent's.
+# multiprocessing's forked children end their threads as well, and must not run the parent's functions.
 os.register_at_fork(after_in_child=_registered.clear)
 threading._register_atexit(_run_all)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Files that are whole or not there, on disks that may hang or be full, and files in memory.
+"""Atomic and durable files on disks that may hang or be full, and files in memory.
 
-Everything that a run writes besides checkpoints is optional: training continues without it. Each such write goes
-through :func:`write_optional`, or reports to :class:`OptionalFile`: one warning with the path, a count of what was not
-written, and one line when writing works again.
+Everything that a run writes except checkpoints is optional: training continues without it. Such writes go through
+:func:`write_optional` or report to :class:`OptionalFile`, which log one warning with the path, count the failed writes,
+and log one line when writing works again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from outlast.wording import count
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 DISK_S = 2.0
-"""How long a process that has more urgent things to do waits for a disk."""
+"""Seconds for which a process with more urgent work waits for a disk."""
 _overdue: dict[str, Future[Any]] = {}
-"""Mount point to what hangs there."""
+"""Mount point to the call that hangs there."""
 
 NOT_ALLOWED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
-"""What a system call answers that the kernel does not have, or that a container may not make."""
+"""Errors of a system call that the kernel lacks or the container forbids."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of a file system, or a quota, that takes no more."""
+"""Errors of a file system or quota that is full."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 """Errors of a file system without hard links."""
 PRIVATE = 0o600
@@ -43,15 +43,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file by ``data``: readers see the old one or the new one, also after a crash.
+    """Replace a file by ``data``: readers see the old or the new content, also after a crash.
 
     Args:
-        path: The file.
-        data: What it is to hold.
-        mode: Permissions, before the umask; ``PRIVATE`` for what holds command lines or output.
+        mode: Permissions before the umask; ``PRIVATE`` for command lines or output.
 
-    Raises:
-        OSError: The disk is full, or the folder is not writable; the old file stays.
+    Raises: OSError: The disk is full, or the folder is not writable; the old file stays.
     """
     temporary = _temporary(path)
     try:
@@ -64,21 +61,15 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
-    """Make a new file of ``data``; of several processes that try at once, on any machines, one succeeds.
+    """Create a file with ``data``; of several concurrent calls, on any machines, exactly one succeeds.
 
-    The file gets its name by a hard link once it is whole and durable, so that nobody reads half of it. Where there are
-    no links it is made by its name, and may be read before it is whole.
-
-    Args:
-        path: The file.
-        data: What it holds.
-        mode: Who may read and write it, as far as the process's mask permits.
+    The file gets its name by a hard link once it is complete and durable. On file systems without links it is created
+    under its name, and may be read while incomplete.
 
     Returns:
-        Whether this call made it; otherwise it was there, and is what it was.
+        Whether this call created it; otherwise the existing file is unchanged.
 
-    Raises:
-        OSError: The disk is full, or the folder is not writable.
+    Raises: OSError: The disk is full, or the folder is not writable.
     """
     temporary = _temporary(path)
     try:
@@ -87,7 +78,7 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
             os.link(temporary, path)
             is_made = True
         except FileExistsError:
-            # NFS repeats a request whose answer was lost, and then finds its own link: the count of links shows it.
+            # NFS repeats a request whose reply was lost, and then finds its own link: the link count shows it.
             is_made = os.stat(temporary).st_nlink > 1
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -100,38 +91,29 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     return is_made
 
 
-def begin(work: Callable[[], T]) -> Future[T]:
-    """Begin what a hung disk may keep from ending, in a thread of its own; return its outcome.
-
-    Thread: any.
-    """
+def begin(work: Callable[[], T], name: str = "outlast-disk") -> Future[T]:
+    """Start work that may hang in a daemon thread of its own; return its outcome. Thread: any."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is waited for
-            outcome.set_exception(error)
+        except BaseException as error:  # noqa: BLE001  raised by result()
+            # Without the entry of this frame, whose variables would form a cycle with the error.
+            outcome.set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
 
-    threading.Thread(target=run, name="outlast-disk", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return outcome
 
 
 def in_time(path: str | os.PathLike[str], work: Callable[[], T], timeout_s: float | None = None) -> T:
-    """Do what a hung disk may keep from ending, and go on without it if it takes too long; it ends when it can.
+    """Run work that a hung disk may block, and abandon it after a timeout; its thread ends when the disk responds.
 
-    While something earlier still hangs on the same file system, nothing more is tried there.
+    While earlier work hangs on the same file system, nothing more is tried there.
 
-    Args:
-        path: A file or folder that the work is about.
-        work: What to do.
-        timeout_s: How long to wait; ``None`` = :data:`DISK_S`.
+    Raises: TimeoutError: This or earlier work exceeded its timeout; an ``OSError``.
 
-    Raises:
-        TimeoutError: It took longer, or something earlier still does; it is an ``OSError``.
-
-    Blocks: up to that.
-    Thread: any.
+    Blocks: up to the timeout. Thread: any.
     """
     where = _mount_point(path)
     if (earlier := _overdue.get(where)) is not None:
@@ -147,12 +129,11 @@ def in_time(path: str | os.PathLike[str], work: Callable[[], T], timeout_s: floa
 
 
 class OptionalFile:
-    """Report writes of one kind that training does not need.
+    """Log and count failed writes of one kind of file that training does not need.
 
     Args:
         what: The kind of file, as a plural: the subject of the log lines.
-        path: The file or folder.
-        otherwise: What the failure means, as a clause.
+        otherwise: Consequence of a failure, as a clause.
 
     Thread: any; one at a time.
     """
@@ -162,23 +143,23 @@ class OptionalFile:
     ) -> None:
         self.what, self.path, self.otherwise = what, os.fspath(path), otherwise
         self.num_missed = 0
-        """Writes that have failed since the last one that succeeded."""
+        """Failed writes since the last success."""
 
     def note_missed(self, reason: object) -> None:
-        """Count a write that failed; the first of several is logged."""
+        """Count a failed write; the first of a series is logged."""
         self.num_missed += 1
         level = logging.WARNING if self.num_missed == 1 else logging.DEBUG
         log.log(level, "%s cannot be written to %s (%s); %s", self.what, self.path, reason, self.otherwise)
 
     def note_written(self) -> None:
-        """Note a write that succeeded; the first one after failures is logged, with the number of these."""
+        """Record a successful write; the first one after failures is logged with their number."""
         if self.num_missed:
             num, self.num_missed = self.num_missed, 0
             log.warning("%s are written to %s again; %s failed", self.what, self.path, count(num, "write"))
 
 
 _optional: dict[str, OptionalFile] = {}
-"""Kind of file to its state, of what :func:`write_optional` has failed to write."""
+"""State by kind of file, while :func:`write_optional` fails."""
 
 
 def write_optional(
@@ -189,20 +170,15 @@ def write_optional(
     otherwise: str = "training continues without them",
     timeout_s: float | None = None,
 ) -> T | None:
-    """Write files that training does not need: a disk that is full, read-only, gone or hung is logged and counted.
+    """Write files that training does not need; a full, read-only, missing or hung disk is logged and counted.
 
     Args:
-        what: The kind of file, as a plural.
-        path: The file or folder.
-        work: Writes it.
-        otherwise: What the failure means, as a clause.
-        timeout_s: How long to wait; ``None`` = :data:`DISK_S`.
+        otherwise: Consequence of a failure, as a clause.
 
     Returns:
-        What ``work`` returned; ``None`` = it is not written.
+        The result of ``work``; ``None`` = not written.
 
-    Blocks: up to that.
-    Thread: any.
+    Blocks: up to the timeout. Thread: any.
     """
     try:
         done = in_time(path, work, timeout_s)
@@ -215,7 +191,7 @@ def write_optional(
 
 
 def _mount_point(path: str | os.PathLike[str]) -> str:
-    """Return where the file system of a path is mounted, without asking that file system."""
+    """Return the mount point of a path without a call to its file system."""
     full = os.path.abspath(path)
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -228,13 +204,11 @@ def _mount_point(path: str | os.PathLike[str]) -> str:
 
 
 def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
-    """Return the descriptor of a new file in memory, which others open at ``/proc/<pid>/fd/<number>``.
+    """Return the descriptor of a new file in memory, which other processes open at ``/proc/<pid>/fd/<number>``.
 
-    Where the kernel, or what guards a container, lets nobody call ``memfd_create``, it is a file of ``/dev/shm``
-    without a name, which no seal can be put on.
+    Where ``memfd_create`` is missing or forbidden, it is an unnamed file of ``/dev/shm``, which cannot be sealed.
 
-    Raises:
-        OSError: There is no memory, or neither can be had.
+    Raises: OSError: There is no memory, or neither is possible.
     """
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_be_sealed else 0))
@@ -247,9 +221,9 @@ def memory_file(name: str, *, can_be_sealed: bool = False) -> int:
 
 
 def memory_files(pid: int, name: str) -> list[str]:
-    """Return the paths of the files that a process holds of :func:`memory_file`, each once.
+    """Return the paths of a process's open files of :func:`memory_file`, each once.
 
-    None where the process has ended, or belongs to another user.
+    Empty if the process has ended or belongs to another user.
     """
     folder = f"/proc/{pid}/fd"
     paths: dict[tuple[int, int], str] = {}
@@ -264,7 +238,7 @@ def memory_files(pid: int, name: str) -> list[str]:
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Make a new file of ``data`` that outlasts a crash once its folder does. Raises: OSError."""
+    """Create a file with ``data`` that survives a crash once its folder is durable. Raises: OSError."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
@@ -272,10 +246,10 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two files or folders in one step.
+    """Swap the names of two files or folders atomically.
 
     Returns:
-        Whether it is done; ``False``: the file system cannot do it.
+        ``False`` if the file system does not support it.
 
     Raises:
         FileNotFoundError: One of them does not exist; nothing is changed.
@@ -291,17 +265,13 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner can look into, if it does not exist; those above it get the usual mode."""
+    """Create a folder with access for its owner only; its parents get the usual mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder, if it exists, is not a link that was put in its place.
-
-    Raises:
-        NotADirectoryError: It is a symbolic link or a file; the text says so.
-    """
+    """Check that a folder, if it exists, is not a link. Raises: NotADirectoryError: It is a symbolic link or a file."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(mode := os.lstat(path).st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(mode) else "a file"
@@ -309,10 +279,9 @@ def check_folder(path: Path) -> None:
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file; a new one can only be read by its owner, as it may contain command lines and output.
+    """Open a file; a new one is readable by its owner only, as it may contain command lines and output.
 
-    Raises:
-        OSError: It cannot be opened, or another user put a link, a pipe or a device in its place.
+    Raises: OSError: It cannot be opened, or another user created a link, pipe or device in its place.
     """
     with contextlib.suppress(FileNotFoundError):
         found = os.lstat(path)
@@ -324,7 +293,6 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def fsync_folder(path: Path) -> None:
-    """Make a folder's entries durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -333,7 +301,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a name beside a file that no process of any machine takes at the same time."""
+    """Return a unique name in the same folder, across processes and machines."""
     return path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
 
 
@@ -343,6 +311,6 @@ def _make_new(path: Path, data: bytes, mode: int) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        path.unlink(missing_ok=True)  # a part of it must not stand for the whole
+        path.unlink(missing_ok=True)  # never leave an incomplete file
         raise
     return True

@@ -1,8 +1,9 @@
-"""A forked worker: it runs its script as a fresh interpreter would, from the first line to the last.
+"""A forked worker: runs its script as a fresh interpreter would.
 
-A fork inherits what the zygote has drawn, read and opened. What a fresh interpreter has of its own (random seeds, an
-authentication key, the folder for temporary files, the ``__main__`` module) is made anew here. What importing torch has
-read of the environment is compared when the script imports torch itself, see :class:`Preloaded`.
+A fork inherits random state, settings and open files of the fork server. Everything that a fresh interpreter creates
+for itself (random seeds, an authentication key, the folder for temporary files, the ``__main__`` module) is recreated
+here. Environment variables that torch read during its import are compared when the script imports torch itself, see
+:class:`Preloaded`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from outlast.runtime.files import NO_ROOM
 log = logging.getLogger(__name__)
 
 _NATIVE_PREFIXES = ("GOMP_", "GOTO_", "KMP_", "MKL_", "OMP_", "OPENBLAS_")
-"""Variables that libraries in C read when they are loaded; Python does not see that."""
+"""Variables that C libraries read when they are loaded, unseen by Python."""
 _THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-"""Those that torch can be given later as well; the first that is set counts."""
+"""Variables that torch can also apply later; the first one that is set counts."""
 _COMMON = frozenset({"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"})
-"""Variables that are read again when they are needed."""
+"""Variables that are read again whenever they are needed."""
 _FLUSHED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
 _INSTALLED = (
     *site.getsitepackages(),
@@ -58,45 +59,37 @@ _INSTALLED = (
 )
 _LAST_WRITE_S = 5.0
 _UNFLUSHED = 120
-"""Exit code of an interpreter that could not write the last of its output."""
+"""Exit code of an interpreter that could not write its last output."""
 
 
 class Preloaded:
-    """What was imported before the script, by one name that the zygote was given.
+    """Modules that the fork server imported before the script, for one name.
 
-    These modules are absent from ``sys.modules`` until the script imports one of them. A fresh interpreter would run
-    the import at that point, and so see the environment variables that the script has set before it.
+    They are absent from ``sys.modules`` until the script imports one of them. A fresh interpreter would run the import
+    at that point and see the environment variables that the script has set before.
 
     Args:
-        name: What was imported.
-        modules: The modules of its package that came with it.
-        read: Variables that Python code has read meanwhile.
+        read: Variables that Python code read during the import.
     """
 
     def __init__(self, name: str, modules: Mapping[str, types.ModuleType], read: set[str]) -> None:
-        self._name, self._modules, self._read = name, dict(modules), read - _COMMON
+        self._name, self.modules, self._read = name, dict(modules), read - _COMMON
         self._values: dict[str, str] = {}
 
     def hide(self) -> None:
-        """Take the modules out of sight, and remember the environment as it is."""
+        """Remove the modules from ``sys.modules``, and save the environment."""
         self._values = env.environ()
-        for name in self._modules:
+        for name in self.modules:
             sys.modules.pop(name, None)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._modules
-
-    def __getitem__(self, name: str) -> types.ModuleType:
-        return self._modules[name]
-
     def reveal(self) -> None:
-        """Bring the modules back; honour what the script has set in the environment before, or warn of it."""
-        for name, module in self._modules.items():
+        """Restore the modules; apply environment variables that the script has set since, or warn about them."""
+        for name, module in self.modules.items():
             sys.modules.setdefault(name, module)
         values = env.environ()
         changed = {name for name in {*values, *self._values} if values.get(name) != self._values.get(name)}
         unheeded = changed & self._read
-        if "torch" in self:
+        if "torch" in self.modules:
             if not changed.isdisjoint(_THREADS):
                 _set_torch_threads(values)
             unheeded |= {name for name in changed.difference(_THREADS) if name.startswith(_NATIVE_PREFIXES)}
@@ -110,14 +103,14 @@ class Preloaded:
 
 
 class _Finder:
-    """Find preloaded modules when the script imports them."""
+    """Import preloaded modules when the script imports them."""
 
     def __init__(self, groups: list[Preloaded]) -> None:
         self._groups = groups
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        module = next((group[name] for group in self._groups if name in group), None)
+        module = next((group.modules[name] for group in self._groups if name in group.modules), None)
         if module is None:
             return None
         self._specs[name] = own = getattr(module, "__spec__", None)
@@ -126,9 +119,9 @@ class _Finder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        last = next(index for index, group in enumerate(self._groups) if spec.name in group)
-        module = self._groups[last][spec.name]
-        # What was imported later may need what came before.
+        last = next(index for index, group in enumerate(self._groups) if spec.name in group.modules)
+        module = self._groups[last].modules[spec.name]
+        # A later import may need the earlier ones.
         revealed, self._groups[:] = self._groups[: last + 1], self._groups[last + 1 :]
         for group in revealed:
             group.reveal()
@@ -140,9 +133,9 @@ class _Finder:
 
 
 def preload(names: Iterable[str], failed: dict[str, str]) -> list[Preloaded]:
-    """Import modules; put into ``failed`` which could not be imported, and why."""
+    """Import modules; ``failed`` gets those that could not be imported, and why."""
     groups: list[Preloaded] = []
-    present = {name.partition(".")[0] for name in sys.modules}  # these are ours, and stay in sight
+    present = {name.partition(".")[0] for name in sys.modules}  # this package's own dependencies stay visible
     for name in names:
         before = set(sys.modules)
         with env.noting_reads() as read:
@@ -164,13 +157,13 @@ def preload(names: Iterable[str], failed: dict[str, str]) -> list[Preloaded]:
 def free_groups_last() -> None:
     """Make each ``DistributedDataParallel`` free its process group after its reducer and logger.
 
-    A reducer that holds the last reference to a gloo group destroys the group while it holds Python's global lock. The
-    destructor waits for the group's threads, and one of them may wait for that lock to drop a Python object: a deadlock
-    (torch 2.13). torch destroys a group without the lock if a Python reference is the last one.
+    A reducer that holds the last reference to a gloo group destroys the group under the GIL. The destructor waits for
+    the group's threads, one of which may wait for the GIL to drop a Python object: a deadlock (torch 2.13). torch
+    destroys a group without the GIL if a Python reference is the last one.
 
-    In a fresh interpreter the default group is usually never destroyed: torch.optim imports torch._dynamo after
-    init_process_group(), and functions that the import defines have the group as a default argument. A forked worker
-    has imported torch._dynamo before.
+    A fresh interpreter usually never destroys the default group: torch.optim imports torch._dynamo after
+    init_process_group(), and functions of that import have the group as a default argument. A forked worker has
+    imported torch._dynamo before.
     """
     module = sys.modules.get("torch.nn.parallel.distributed")
     if module is None:
@@ -184,13 +177,9 @@ def free_groups_last() -> None:
         for holder in (getattr(self, "reducer", None), getattr(self, "logger", None)):
             if holder is not None:
                 # The reference is dropped after the holder's C++ object is destroyed.
-                weakref.finalize(holder, _drop, self.process_group).atexit = False
+                weakref.finalize(holder, lambda _: None, self.process_group).atexit = False
 
     model_class.__init__ = __init__
-
-
-def _drop(_: object) -> None:
-    """Drop a reference."""
 
 
 def become_worker(
@@ -204,11 +193,7 @@ def become_worker(
     """Run a script as ``__main__`` of this process, as a fresh interpreter would.
 
     Args:
-        argv: The script, or the module, and its arguments.
-        is_module: Whether it is a module.
-        environment: The whole environment.
         on_start: ``module:function`` to call first; empty: none.
-        preloaded: What was imported before the fork.
     """
     env.replace_environ(environment)
     time.tzset()
@@ -230,11 +215,11 @@ def become_worker(
 
 
 def _by_lines(stream: Any) -> Any:
-    """Return a stream that writes line by line: ranks share one output, and print() hands over a line in parts.
+    """Return a stream that writes whole lines: ranks share one output, and print() writes a line in parts.
 
-    The zygote's own writes each part by itself, as ``python -u`` does.
+    The fork server's own stream writes each part separately, like ``python -u``.
     """
-    if stream is None:  # closed before the launcher was started
+    if stream is None:  # closed before the launcher started
         return None
     raw = _Output(stream.fileno(), "w", closefd=False)
     raw.name = stream.name
@@ -246,9 +231,9 @@ def _by_lines(stream: Any) -> Any:
 
 
 class _Output(io.FileIO):
-    """Keep the last of what is printed, and go on where nobody reads it any more: ``outlast run ... | head``.
+    """Record the last output, and continue when its reader is gone (``outlast run ... | head``).
 
-    Output to a file whose file system is full is dropped; the file has a line on that once there is room.
+    Output to a file on a full file system is dropped; a line in the file reports it once there is room.
     """
 
     _num_dropped = 0
@@ -275,7 +260,7 @@ class _Output(io.FileIO):
 
 
 class _LineBuffer(io.BufferedWriter):
-    """Write what ends a line, or goes back to its beginning as progress bars do, at once."""
+    """Flush after a newline or a carriage return (progress bars)."""
 
     def write(self, data: Any) -> int:
         written = super().write(data)
@@ -286,19 +271,19 @@ class _LineBuffer(io.BufferedWriter):
 
 
 def _draw_anew() -> None:
-    """Draw what a fresh interpreter draws for itself; python's own generator does so after a fork."""
+    """Renew the random state that a fresh interpreter draws; Python's own generator reseeds itself after a fork."""
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
     torch, numpy_random = sys.modules.get("torch"), sys.modules.get("numpy.random")
     if torch is not None:
-        torch.default_generator.seed()  # those of devices are made, and draw, when they are first used
+        torch.default_generator.seed()  # device generators are created and seeded at first use
     if numpy_random is not None:
         numpy_random.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
-    tempfile.tempdir = None  # found when it is first needed, by TMPDIR of then
+    tempfile.tempdir = None  # determined at first use, from TMPDIR at that time
 
 
 def _set_torch_threads(values: Mapping[str, str]) -> None:
-    """Let torch compute with the threads that the environment asks for, though it was loaded before."""
+    """Apply the number of threads in the environment to torch, which was loaded before."""
     text = next((values[name] for name in _THREADS if name in values), "").partition(",")[0].strip()
     num_threads = int(text) if text.isdecimal() else len(os.sched_getaffinity(0))
     if num_threads:
@@ -306,20 +291,20 @@ def _set_torch_threads(values: Mapping[str, str]) -> None:
 
 
 def _run_main(argv: list[str], *, is_module: bool) -> Any:
-    """Run the script; return what it gave to ``sys.exit``, ``None`` or an exit code, or the ``KeyboardInterrupt``."""
+    """Run the script; return its argument of ``sys.exit``, ``None`` or an exit code, or the ``KeyboardInterrupt``."""
     sys.argv = argv
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if is_module else []), *argv]
     processes.show_command(sys.orig_argv)
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
-    sys.modules["__mp_main__"] = main  # what spawned processes send back are objects of its classes
+    sys.modules["__mp_main__"] = main  # spawned processes send back objects of its classes
     try:
         if is_module:
             _put_first(os.getcwd())
             runpy._run_module_as_main(argv[0])  # type: ignore[attr-defined]  # what `python -m` calls
         elif pkgutil.get_importer(argv[0]) is not None:
-            sys.path.insert(0, argv[0])  # a folder or an archive with a __main__ in it
+            sys.path.insert(0, argv[0])  # a folder or archive with a __main__
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         else:
             return _run_script(argv[0], main)
@@ -327,13 +312,13 @@ def _run_main(argv: list[str], *, is_module: bool) -> Any:
         if leave.code:
             _record(leave)
         return leave.code
-    except BaseException as error:  # noqa: BLE001  what a fresh interpreter does with an uncaught exception
+    except BaseException as error:  # noqa: BLE001  treat an uncaught exception as a fresh interpreter does
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename == __file__:
             own = own.tb_next
         is_kept = _record(error.with_traceback(own))
         if is_kept and isinstance(error, OutlastError):
-            # Its message is enough for the log; the run directory has its traceback. Of a peer's end the agents tell.
+            # The message is enough for the log: the run directory has the traceback, and agents report lost peers.
             level = logging.INFO if isinstance(error, PeerLost) else logging.ERROR
             log.log(level, "%s: %s", type(error).__qualname__, error)
             return 1
@@ -342,7 +327,7 @@ def _run_main(argv: list[str], *, is_module: bool) -> Any:
 
 
 def _record(error: BaseException) -> bool:
-    """Keep for the agent why this worker ends; return whether there is one that keeps it."""
+    """Record for the agent why this worker ends; return whether there is a recorder."""
     kept = postmortem.recorder()
     if kept is not None:
         kept.exception(error)
@@ -355,7 +340,6 @@ def _put_first(folder: str) -> None:
 
 
 def _run_script(path: str, main: types.ModuleType) -> int:
-    """Execute a file as ``__main__``; return the exit code."""
     full = os.path.join(os.getcwd(), path)
     main.__file__, main.__cached__ = full, None  # type: ignore[attr-defined]
     if path.endswith(".pyc"):
@@ -371,7 +355,7 @@ def _run_script(path: str, main: types.ModuleType) -> int:
             return 2
         code = compile(source, full, "exec", dont_inherit=True)
     _put_first(os.path.dirname(os.path.realpath(path)))
-    exec(code, vars(main))  # the script that the user asked us to run
+    exec(code, vars(main))  # the user's script
     return 0
 
 
@@ -394,16 +378,14 @@ def _report(error: BaseException) -> Any:
 
 
 def _leave(code: Any, known: set[str]) -> NoReturn:
-    """End as an interpreter does, but for taking every module apart.
+    """End the process as an interpreter does, except for the teardown of installed modules.
 
-    Threads are waited for, exit handlers run, what the script and its own modules hold is freed, so that its
-    ``__del__`` run and its files are written. Tearing down what torch has imported costs a forked process seconds (it
-    copies every page that it only wanted to free), and the kernel frees it anyway; forked children of
-    ``multiprocessing`` leave the same way.
+    Threads are joined, exit handlers run, and the objects of the script and its own modules are freed, so that
+    ``__del__`` methods run and files are written. Tearing down torch would cost a forked process seconds (it copies
+    every page that it frees), and the kernel frees it anyway; ``multiprocessing``'s forked children exit the same way.
 
     Args:
-        code: As for ``SystemExit``, or a ``KeyboardInterrupt`` to end by its signal.
-        known: Packages that were there before the script.
+        code: As for ``SystemExit``, or a ``KeyboardInterrupt`` to end by SIGINT.
     """
     interrupted = isinstance(code, KeyboardInterrupt)
     if code is not None and not interrupted and not isinstance(code, int):
@@ -420,9 +402,9 @@ def _leave(code: Any, known: set[str]) -> NoReturn:
     for step in (threading._shutdown, atexit._run_exitfuncs, flush, lambda: _let_go(known), flush):  # type: ignore[attr-defined]
         try:
             step()
-        except BaseException as error:  # noqa: BLE001  what an interpreter does at its end: report it and continue
+        except BaseException as error:  # noqa: BLE001  report it and continue, as an interpreter does
             _report(error)
-    ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
+    ctypes.CDLL(None).fflush(None)  # output of C libraries
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -430,13 +412,13 @@ def _leave(code: Any, known: set[str]) -> NoReturn:
 
 
 def _let_go(known: set[str]) -> None:
-    """Drop what the script's own modules hold, and write what it left in open files."""
+    """Free the objects of the script's own modules, and flush open files."""
     others = threading.active_count() > 1
-    if others:  # daemons: an interpreter would stop them here, so what they raise now is of no interest
+    if others:  # daemon threads: an interpreter would stop them here, so ignore their exceptions
         threading.excepthook = lambda args: None
         writer = threading.Thread(target=_flush_files, daemon=True)
         writer.start()
-        writer.join(_LAST_WRITE_S)  # one of them may hold a file for good
+        writer.join(_LAST_WRITE_S)  # a daemon thread may hold a file's lock forever
     else:
         _flush_files()
     sys.last_value = sys.last_traceback = None
@@ -452,7 +434,7 @@ def _let_go(known: set[str]) -> None:
 
 
 def _is_own(name: str, module: object, known: set[str]) -> bool:
-    """Whether a module is one that the script brings, not one of those that are installed."""
+    """Return whether a module belongs to the script rather than to an installed package."""
     if not isinstance(module, types.ModuleType):
         return False
     if name in ("__main__", "__mp_main__"):
@@ -464,12 +446,12 @@ def _is_own(name: str, module: object, known: set[str]) -> bool:
 def _flush_files() -> None:
     for thing in gc.get_objects():
         if type(thing) in _FLUSHED:
-            with contextlib.suppress(Exception):  # as an interpreter: what cannot be written now is lost
+            with contextlib.suppress(Exception):  # lost, as in an interpreter
                 thing.flush()
 
 
 def _flush_output() -> bool:
-    """Write what was printed; return whether that worked."""
+    """Flush the standard streams; return whether that worked."""
     worked = True
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,9 +1,8 @@
-"""Injection points: named places in the code where a fault can be made to happen, by chaos and by tests.
+"""Injection points: named places in the code where chaos and tests can make a fault happen.
 
-A point is one line, ``reach("checkpoint.rename", attempt=...)``, and costs a look into an empty dictionary while
-nothing is armed. What happens there is armed from outside: in this process by :func:`armed`, in processes that it
-starts by :func:`armed_in_children`, through the environment. No public constructor has an argument for it, so that no
-user can meet one by mistake.
+A point is one line, ``reach("checkpoint.rename", attempt=...)``, and costs a lookup in an empty dictionary while
+nothing is armed. :func:`armed` arms a point in this process, :func:`armed_in_children` in processes that it starts,
+through the environment. No public constructor has an argument for it, so users cannot trigger one by mistake.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _armed: dict[str, Callable[..., object]] = {}
 
 
 class DiskTrouble(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens to a file while it is written."""
+    """A fault of writes to a folder."""
 
     folder: str
-    """In which it lies, at any depth."""
+    """Applies to files at any depth below it."""
     delay_s: float = 0.0
-    """Writing it takes so much longer; 0 = it fails: the disk is full."""
+    """Seconds by which each write is delayed; 0 = writes fail, as if the disk were full."""
 
 
 def _trouble_disk(troubles: str, path: str) -> None:
-    """Do to a file what is to be done at present. Raises: OSError."""
+    """Apply the disk faults that the file ``troubles`` lists to a write. Raises: OSError."""
     try:
         with open(troubles, "rb") as file:
             listed = from_json(file.read(), tuple[DiskTrouble, ...])
@@ -49,25 +48,18 @@ def _trouble_disk(troubles: str, path: str) -> None:
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens at a point of a process that was started with it."""
+    """A fault at a point of a process that was started with it."""
 
     point: str
     do: Literal["kill", "wait", "disk"]
-    """``kill``: end the process by SIGKILL; ``wait``: until somebody opens the FIFO ``path`` for writing; ``disk``:
-    what the file ``path`` says of the folder in which the point's ``path`` lies, a list of :class:`DiskTrouble`."""
+    """``kill``: end the process by SIGKILL; ``wait``: until another process opens the FIFO ``path`` for writing;
+    ``disk``: apply the :class:`DiskTrouble` list of the file ``path`` to the point's ``path``."""
     path: str = ""
     once: str = ""
-    """A file that is made when it happens, and while it is there it does not happen again; empty: each time."""
+    """A file that is created when the fault happens, and prevents another one while it exists; empty: each time."""
 
     def happen(self, facts: Mapping[str, object]) -> None:
-        """Do it.
-
-        Args:
-            facts: Those of the point.
-
-        Raises:
-            OSError: A disk is to be full.
-        """
+        """Inject the fault. Raises: OSError: The disk is to appear full."""
         if self.do == "disk":
             return _trouble_disk(self.path, os.fspath(facts["path"]))  # type: ignore[call-overload]
         if self.once:
@@ -81,12 +73,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reach(point: str, **facts: object) -> None:
-    """Have happen what is armed at a point.
-
-    Args:
-        point: Its name, ``capability.place``.
-        facts: What whoever armed it may want to know.
-    """
+    """Inject the faults that are armed at a point."""
     if (hook := _armed.get(point)) is not None:
         hook(**facts)
     for injection in _from_environment():
@@ -96,21 +83,20 @@ def reach(point: str, **facts: object) -> None:
 
 @contextmanager
 def armed(point: str, hook: Callable[..., object]) -> Iterator[None]:
-    """Have ``hook`` called with a point's facts whenever this process reaches it; what it raises is raised there."""
+    """Call ``hook`` with a point's facts whenever this process reaches it; its exceptions are raised there."""
     before = _armed.get(point)
     _armed[point] = hook
     try:
         yield
     finally:
-        if before is None:
-            del _armed[point]
-        else:
+        del _armed[point]
+        if before is not None:
             _armed[point] = before
 
 
 @contextmanager
 def armed_in_children(*injections: Injection) -> Iterator[None]:
-    """Arm points in the processes that this one starts meanwhile."""
+    """Arm points in the processes that this one starts within this context."""
     before = env.update({env.INJECTIONS: msgspec.json.encode(injections).decode()})
     try:
         yield
@@ -120,7 +106,6 @@ def armed_in_children(*injections: Injection) -> Iterator[None]:
 
 @cache
 def _from_environment() -> tuple[Injection, ...]:
-    """Return what this process was started with."""
     text = env.environ().get(env.INJECTIONS)
     return from_json(text.encode(), tuple[Injection, ...]) if text else ()
 

@@ -1,24 +1,20 @@
-"""Getting a thread out of a function that it runs, wherever it is.
+"""Interrupting a function in the thread that runs it, wherever that thread is.
 
-An exception is raised in the thread, again and again until the function has been left, as its code may swallow it.
-There are two deliveries:
+An exception is raised in the thread repeatedly until the function has been left, as its code may swallow it:
 
-* :class:`SignalInterruption`, for the main thread: a real-time signal whose Python handler raises the exception. A
-  signal interrupts sleeps, locks and queue waits, and its handler runs wherever bytecode runs.
-* :class:`AsyncInterruption`, for any other thread, where no signal is handled (Ray runs the methods of an actor in
-  one): the exception is set for the thread (``PyThreadState_SetAsyncExc``) and rises with its next line of Python.
-  ``time.sleep`` and the like end first; a thread that does not come out in time is unusable.
+* :class:`SignalInterruption`, for the main thread: by the Python handler of a real-time signal, which also interrupts
+  sleeps, locks and queue waits.
+* :class:`AsyncInterruption`, for any other thread (Ray runs an actor's methods in one): by
+  ``PyThreadState_SetAsyncExc``, at the thread's next line of Python; a thread whose C call does not return in time is
+  unusable.
 
-What waits in a collective comes back to bytecode because its connections are cut (:mod:`outlast.runtime.connections`):
-for an asynchronous exception after it was set, so that a wait that gloo ends as if its message had come raises too.
+Waits in collectives end because their connections are cut (:mod:`outlast.runtime.connections`): after an asynchronous
+exception was set, so that a wait that gloo ends as if its message had arrived raises too.
 
-A loop whose body is wrapped in a bare ``except:`` swallows every exception that is raised inside the ``try``; a signal
-that always finds it there never gets it out. So after some attempts :class:`_Escape` looks for a better place: a trace
-function sees every instruction, also the few outside, such as the jump back to the loop's head, and raises at such a
-jump. How well an instruction is guarded is read from its code's exception table: the number of handlers that would see
-an exception one after the other, in all frames from there to the boundary. Only at jumps back: an exception out of the
-code that ends a handler would leave the handled one behind, and with it all its frames. Tracing slows the code down by
-far, which no longer matters: the function is being left.
+A loop whose body is in a bare ``try: ... except:`` swallows every exception of a signal that arrives there. After some
+attempts :class:`_Escape` therefore traces instructions and raises at a jump back to a loop's head with the fewest
+handlers, according to the code's exception tables, in all frames up to the boundary. Only at jumps back: an exception
+raised in the code that ends a handler would keep the handled exception and its frames alive.
 
 Rejected: asynchronous exceptions for the main thread (delivered only when a C call has returned, so never in
 ``time.sleep``).
@@ -44,63 +40,63 @@ from outlast.errors import ConfigError
 _UNSAFE_FILES = frozenset({logging.__file__, importlib.__file__})
 _UNSAFE_PREFIX = "<frozen importlib"
 _UNSAFE_NS = 3_000_000_000
-"""How long an import or a line of log is waited for: half-done ones break what runs later."""
+"""How long to wait for the end of an import or a log line, which later code needs whole."""
 _UPDATE_NS = 1_000_000_000
-"""How long the end of an update is waited for: a state that is left in the middle of one is unusable."""
+"""How long to wait for the end of an update, as a half-updated state is unusable."""
 _NUM_FRAMES = 40
 _PLAIN_RAISES = 4
-"""How often the exception is raised where the code happens to be, before a place is looked for."""
+"""Attempts at the current instruction before the search for a better one."""
 
 
 class Abandoned(BaseException):
-    """What runs here was given up; not to be caught."""
+    """The running call was given up; not to be caught."""
 
 
 class _Nothing(BaseException):
-    """Rises in :func:`clear_async_exceptions` alone."""
+    """Raised in :func:`clear_async_exceptions` only."""
 
 
 def set_async_exception(thread: int, kind: type[BaseException]) -> None:
-    """Have an exception rise in a thread with its next line of Python; it replaces one that has not risen yet.
+    """Raise an exception in a thread at its next line of Python, replacing one that is still pending.
 
     Args:
-        thread: Its identity, as :func:`threading.get_ident` gives it; one that has ended is ignored.
-        kind: Made without arguments.
+        thread: Its :func:`threading.get_ident`; ignored if it has ended.
+        kind: Created without arguments.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 def clear_async_exceptions() -> None:
-    """Drop what is set for this thread, and have the interpreter forget that something was set for any.
+    """Drop the pending exception of this thread, and reset the interpreter's flag that one is pending.
 
-    CPython 3.11 keeps that in mind until an exception rises: it looks for one at every jump until then, and with a
-    trace function it never gets beyond the beginning of the next function. Taking the exception back does not end it,
-    nor does the end of its thread. One that is set for another thread rises there a little later.
+    CPython 3.11 keeps this flag until an exception is raised: it checks at every jump until then, and with a trace
+    function it never gets past the start of the next function. Neither withdrawing the exception nor the end of its
+    thread resets it. An exception pending for another thread is raised there a little later.
     """
     try:
         set_async_exception(threading.get_ident(), _Nothing)
-        while True:  # it rises at the next jump
+        while True:  # raised at the next jump
             pass
     except _Nothing:
         pass
 
 
 class Interruption:
-    """When a thread may be interrupted, whatever the delivery. Calls of the function are numbered in rising order.
+    """Whether a thread may be interrupted, independent of the delivery. Calls of the function have rising numbers.
 
     Args:
-        exception: What is raised; made without arguments.
-        boundary: Code that is not interrupted: of what calls the function.
+        exception: The exception to raise; created without arguments.
+        boundary: Code of the function's caller, which is not interrupted.
 
-    Thread: :meth:`order`, :meth:`poke` and the properties any; everything else the thread that runs the function.
+    Thread: :meth:`order`, :meth:`poke` and the properties any; all others the thread that runs the function.
     """
 
     def __init__(self, exception: type[BaseException], boundary: Iterable[CodeType]) -> None:
         self._exception, self._boundary = exception, frozenset(boundary)
         self._number = -1
-        """The call that the thread is inside of; -1: it is outside."""
+        """The call that the thread is in; -1: none."""
         self._left = -1
-        """Every call up to this one has to be left."""
+        """Every call up to this one must be left."""
         self._ordered_ns = 0
         self._num_atomic = self._num_updates = 0
         self._deferred_since_ns: int | None = None
@@ -108,37 +104,34 @@ class Interruption:
     # -- the thread that runs the function ----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the exception if the call has to be left, unless an atomic part runs."""
+        """Raise the exception if the call must be left, except in an atomic part."""
         if self.is_wanted and not self._num_atomic:
             raise self._exception
 
     def enter_atomic(self) -> None:
-        """Forbid interruptions until :meth:`leave_atomic`; may be nested. Raises: the call had to be left before."""
+        """Forbid interruptions until :meth:`leave_atomic`; may be nested. Raises: as :meth:`check`."""
         self.check()
         self._num_atomic += 1
 
     def leave_atomic(self) -> None:
-        """Allow interruptions again. Raises: the call has to be left since."""
+        """Allow interruptions again. Raises: as :meth:`check`."""
         self._num_atomic -= 1
         self.check()
 
     def begin_update(self) -> None:
-        """Defer interruptions by up to 1 s until :meth:`end_update`; may be called repeatedly.
-
-        Raises: the call had to be left before.
-        """
+        """Defer interruptions by up to 1 s until :meth:`end_update`; may be repeated. Raises: as :meth:`check`."""
         if not self._num_updates:
             self.check()
         self._num_updates = 1
 
     def end_update(self) -> None:
-        """Defer interruptions no more. Raises: the call has to be left since."""
+        """Stop deferring interruptions. Raises: as :meth:`check`."""
         self._num_updates = 0
         self.check()
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Defer interruptions by up to 1 s within; may be nested. Raises: the call has to be left, before or since."""
+        """Defer interruptions by up to 1 s within this context; may be nested. Raises: as :meth:`check`."""
         self.check()
         self._num_updates += 1
         try:
@@ -151,12 +144,11 @@ class Interruption:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the thread is inside and has to leave."""
+        """Whether the thread must leave its current call."""
         return 0 <= self._number <= self._left
 
     @property
     def is_atomic(self) -> bool:
-        """Whether the thread must not be interrupted now."""
         return self._num_atomic > 0
 
     @property
@@ -165,23 +157,22 @@ class Interruption:
         return self._num_updates > 0 and clock.now_ns() - self._ordered_ns < _UPDATE_NS
 
     def is_left(self, number: int) -> bool:
-        """Whether this call has to be left."""
+        """Return whether this call must be left."""
         return number <= self._left
 
     def is_in(self, number: int) -> bool:
-        """Whether the thread is in this call, and may stay there."""
+        """Return whether the thread is in this call and may stay in it."""
         return self._number == number and not self.is_left(number)
 
     def order(self, number: int) -> None:
-        """Have every call up to this one left."""
+        """Require the thread to leave every call up to this one."""
         if number > self._left:
             self._left, self._ordered_ns = number, clock.now_ns()
 
     def _may_raise(self, frame: FrameType | None) -> bool:
-        """Return whether the thread, which is in this frame, is to be interrupted right there."""
         if not self.is_wanted or self._num_atomic or self.is_put_off or self._is_unsafe(frame):
             return False
-        return frame is None or frame.f_code not in self._boundary  # there it is out, or not in yet
+        return frame is None or frame.f_code not in self._boundary  # there it is outside the call
 
     def _is_unsafe(self, frame: FrameType | None) -> bool:
         for _ in range(_NUM_FRAMES):
@@ -202,8 +193,7 @@ class SignalInterruption(Interruption):
     """Interrupt the main thread by a real-time signal.
 
     Args:
-        exception: What is raised; made without arguments.
-        boundary: The function that calls the one to leave; it is never interrupted itself.
+        boundary: The caller of the function to leave; never interrupted itself.
     """
 
     def __init__(self, exception: type[BaseException], boundary: CodeType) -> None:
@@ -215,10 +205,9 @@ class SignalInterruption(Interruption):
         self._earlier_unraisable: Callable[[Any], object] | None = None
 
     def install(self) -> None:
-        """Take a real-time signal that nobody uses.
+        """Reserve an unused real-time signal.
 
-        Raises:
-            ConfigError: Not on the main thread, or all real-time signals are in use.
+        Raises: ConfigError: Not on the main thread, or all real-time signals are in use.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
@@ -235,7 +224,7 @@ class SignalInterruption(Interruption):
         sys.unraisablehook = self._on_unraisable
 
     def uninstall(self) -> None:
-        """Give the signal back. Idempotent. Nobody may call :meth:`poke` any more."""
+        """Release the signal. Idempotent. :meth:`poke` must not be called any more."""
         if self._signal:
             self._escape.stop()
             signal.signal(self._signal, signal.SIG_DFL)
@@ -244,7 +233,7 @@ class SignalInterruption(Interruption):
                 sys.unraisablehook = self._earlier_unraisable
 
     def enter(self, number: int) -> bool:
-        """Allow interruptions of this call from here on; return ``False`` if it has to be left already."""
+        """Allow interruptions of this call from now on; return ``False`` if it must be left already."""
         self._num_atomic = self._num_updates = self._num_raised = 0
         self._deferred_since_ns = None
         self._number = number
@@ -254,12 +243,12 @@ class SignalInterruption(Interruption):
         return True
 
     def leave(self) -> None:
-        """Allow interruptions no more. Never raises the exception once it has begun."""
+        """Forbid interruptions. Never raises the exception once it has begun."""
         self._number = -1
         self._escape.stop()
 
     def poke(self) -> None:
-        """Interrupt the main thread if it has to leave; repeat it until it has."""
+        """Interrupt the main thread if it must leave its call; repeat until it has."""
         if self.is_wanted and not self._num_atomic and not self.is_put_off:
             signal.pthread_kill(self._main, self._signal)
 
@@ -272,13 +261,13 @@ class SignalInterruption(Interruption):
         raise self._exception
 
     def _on_unraisable(self, unraisable: Any) -> None:
-        # A destructor that was interrupted is not worth a report, and the signal comes again.
+        # An interrupted destructor needs no report, as the signal comes again.
         if not isinstance(unraisable.exc_value, self._exception) and self._earlier_unraisable is not None:
             self._earlier_unraisable(unraisable)
 
 
 class CallOutcome:
-    """What a function ended with: a value, or an exception."""
+    """Result of a function: a value or an exception."""
 
     def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
         self.value, self.error = value, error
@@ -294,16 +283,11 @@ class AsyncInterruption(Interruption):
         self._outside.set()
         self._was_poked = False
         self.thread = 0
-        """Identity of the thread that ran a function last; 0 = none yet."""
+        """Identity of the last thread that ran a function; 0 = none yet."""
 
     def run(self, number: int, function: Callable[[], Any]) -> CallOutcome:
-        """Call a function that may be interrupted; return what it ended with. Never raises.
-
-        Args:
-            number: Of the call that it belongs to.
-            function: What to call.
-        """
-        # Whatever is set for this thread rises within one of the two ``try``: nothing between them is a call.
+        """Call an interruptible function; return its outcome. Never raises."""
+        # A pending exception is raised within one of the two ``try``: there is no call between them.
         outcome = CallOutcome()
         try:
             self._enter(number)
@@ -319,21 +303,20 @@ class AsyncInterruption(Interruption):
         return outcome
 
     def order(self, number: int) -> None:
-        """Have every call up to this one left."""
         with self._lock:
             super().order(number)
 
     def poke(self) -> None:
-        """Interrupt the thread if it has to leave; repeat it until it has. Blocks: never."""
+        """Interrupt the thread if it must leave its call; repeat until it has. Blocks: never."""
         with self._lock:
-            # The thread may move on meanwhile, but not out of run(), which needs the lock.
+            # The thread may continue meanwhile, but cannot leave run(), which needs the lock.
             frame = sys._current_frames().get(self.thread) if self.is_wanted else None
             if frame is not None and self._may_raise(frame):
                 self._was_poked = True
                 set_async_exception(self.thread, Abandoned)
 
     def wait_outside(self, timeout_s: float) -> bool:
-        """Wait until the thread is outside of every call; return whether it is. Blocks: up to ``timeout_s``."""
+        """Wait until the thread is outside every call; return whether it is. Blocks: up to ``timeout_s``."""
         return self._outside.wait(timeout_s)
 
     def _enter(self, number: int) -> None:
@@ -347,7 +330,7 @@ class AsyncInterruption(Interruption):
     def _leave(self, outcome: CallOutcome) -> None:
         with self._lock:
             if self.is_wanted and not isinstance(outcome.error, Abandoned):
-                outcome.value, outcome.error = None, Abandoned()  # what it brought may be no message of a peer
+                outcome.value, outcome.error = None, Abandoned()  # the result may not come from a peer
             self._number = -1
             if self._was_poked:
                 clear_async_exceptions()
@@ -356,14 +339,7 @@ class AsyncInterruption(Interruption):
 
 
 class _Escape:
-    """Look for an instruction that is guarded less, and raise there.
-
-    Args:
-        exception: What is raised; made without arguments.
-        boundary: Functions in which the search ends; they are not interrupted.
-
-    Thread: the main thread.
-    """
+    """Find an instruction with less protection, and raise there. Thread: the main thread."""
 
     def __init__(self, exception: type[BaseException], boundary: frozenset[CodeType]) -> None:
         self._exception, self._boundary = exception, boundary
@@ -373,15 +349,15 @@ class _Escape:
         self._known: dict[CodeType, _Guards] = {}
 
     def start(self, frame: FrameType) -> None:
-        """Begin to look, from this frame on and in the frames that called it; again: accept more handlers."""
+        """Start the search in this frame and its callers; when repeated, accept more handlers."""
         if self._active and not self._has_raised:
-            self._allowed += 1  # nothing was found since
-        clear_async_exceptions()  # if one is set, tracing never gets on
+            self._allowed += 1  # no instruction was found since
+        clear_async_exceptions()  # a pending one would stop tracing
         self._active, self._has_raised = True, False
         self._trace_from(frame)
 
     def stop(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop the search. Idempotent."""
         if self._active:
             self._active = False
             sys.setprofile(None)
@@ -402,7 +378,7 @@ class _Escape:
         frame.f_trace_opcodes = True
         if event == "opcode" and self._active and self._may_raise(frame):
             self._has_raised = True
-            # Python ends tracing when a trace function raises; it goes on in the frame that gets the exception.
+            # Python ends tracing when a trace function raises; resume it in the frame that gets the exception.
             sys.setprofile(self._on_return)
             raise self._exception
         return self._trace
@@ -431,11 +407,11 @@ class _Escape:
 
 
 class _Guards(NamedTuple):
-    """What is known of a function's instructions, by their offsets."""
+    """Properties of a function's instructions, by offset."""
 
     jumps_back: frozenset[int]
     num_handlers: dict[int, int]
-    """How many handlers would see an exception one after the other; 0 when not in it."""
+    """Handlers that would see an exception one after the other; absent = 0."""
 
     @classmethod
     def read(cls, code: CodeType) -> _Guards:

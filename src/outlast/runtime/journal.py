@@ -1,17 +1,13 @@
 """The journal: append-only JSON lines, one file per process, under ``<run_dir>/journal/``.
 
-Everything that is reported later is derived from here and from nothing else. A line is written with one
-``write`` to a descriptor opened for appending, so that a reader sees whole lines and a SIGKILL loses at most
-the line being written. A full or vanished disk must not end training: a failed write, or a file that cannot be
-made yet, is logged once and counted, and a line torn by it, or by a kill, does not swallow the one after it.
+A line is one ``write`` to a descriptor opened for appending, so readers see whole lines and a SIGKILL loses at most the
+line being written; a torn line does not corrupt the next one. Each process locks its own file; if another process holds
+the lock, such as an agent of the same name, the next file by number is used.
 
-Two processes never share a file: each locks its own. Where another process holds the lock, such as an agent of the same
-name, the next file by number is used.
-
-A disk that hangs must not stop it either. A thread writes, which ends when there is nothing to write; whoever has an
-event waits until it is written, so that an event is there before what is done next. Once a write has kept somebody
-waiting for ``PATIENCE_S``, nobody waits any more until it returns: events queue up, and what finds no room is counted.
-The count is an event itself (``events_lost``), written when writing works again.
+A full, missing or hung disk must not end or block training: failed writes are logged once and counted. A thread writes;
+a caller waits until its event is written, so that the event exists before the next action. Once a write has blocked a
+caller for ``PATIENCE_S``, no caller waits until it returns: events queue up, and those beyond the queue's limit are
+counted, in an event of their own (``events_lost``) when writing works again.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +36,11 @@ from outlast.runtime.files import OptionalFile, make_private_folder, open_privat
 log = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
 PATIENCE_S = 1.0
-"""How long the first event that a hung disk does not take keeps its process waiting."""
+"""How long the first event that a hung disk does not accept blocks its process."""
 MAX_FILES = 1000
 """Files of one name, for processes that hold them at the same time."""
 MAX_QUEUED = 4096
-"""Lines that wait for a hung disk; further ones are lost."""
+"""Lines queued for a hung disk; further ones are lost."""
 _OPEN_S = 5.0
 _CLOSE_S = 2.0
 _UNUSABLE = (PermissionError, FileExistsError, NotADirectoryError)
@@ -55,14 +52,11 @@ class Journal:
 
     Args:
         run_dir: The run directory; ``None`` makes every write a no-op (a session without a run directory).
-        run_id: Name of the run.
-        job: Name of the job.
-        node: Name of the node.
         proc: Name of the process, as in :class:`outlast.incidents.Event`.
 
     Raises:
         OSError: The path cannot be used (permissions, or a part of it is not a folder). A disk that is full, read-only,
-            gone or hung raises nothing: each write tries to make the file.
+            missing or hung raises nothing: each write tries to create the file.
 
     Blocks: a write until it is done, at most :data:`PATIENCE_S` once a disk hangs.
     Thread: any; lines of several threads do not mix. A forked child may write, too.
@@ -71,24 +65,20 @@ class Journal:
     def __init__(self, run_dir: str | os.PathLike[str] | None, *, run_id: str, job: str, node: str, proc: str) -> None:
         self.run_id, self.job, self.node, self.proc = run_id, job, node, proc
         self.cycle: int | None = None
-        """Written into every event that does not name another."""
+        """Default cycle of every event."""
         self.opened_wall_ns, self.opened_ns = clock.wall_ns(), clock.now_ns()
-        """When it was opened, by the wall clock and the monotonic one."""
+        """When it was opened, by the wall clock and the monotonic clock."""
         self.incidents = Counter[str]()
         """Incidents that this process wrote, by kind."""
         self.path: Path | None = None
         self._file: _JournalWriter | None = None
         if run_dir is not None:
-
-            def path_of(number: int) -> Path:
-                return name_file(run_dir, job=job, node=node, proc=proc, number=number)
-
-            self.path = path_of(1)
+            path_of = partial(name_file, run_dir, job=job, node=node, proc=proc)
+            self.path = path_of(number=1)
             self._file = _JournalWriter(path_of, self._describe_lost)
 
     @property
     def num_lost(self) -> int:
-        """Lines that could not be written."""
         return self._file.num_lost if self._file is not None else 0
 
     def write(
@@ -100,8 +90,7 @@ class Journal:
         iteration: int | None = None,
         **data: Any,
     ) -> Event:
-        """Append one event and return it."""
-        event = self._event(kind, cycle=cycle, rank=rank, iteration=iteration, data=data)
+        event = self._event(kind, data, cycle, rank, iteration)
         if kind == EventKind.INCIDENT and (incident := data.get("incident")) is not None:
             self.incidents[str(incident["kind"] if isinstance(incident, dict) else incident.kind)] += 1
         if self._file is not None:
@@ -109,16 +98,21 @@ class Journal:
         return event
 
     def tell_time(self) -> str:
-        """Return the time as the journal writes it, for what is kept beside it."""
+        """Return the current time in the journal's format, for records stored alongside it."""
         return clock.as_iso(clock.wall_ns())
 
     def close(self) -> None:
-        """Write what is left and close the file; later writes are no-ops. Idempotent. Blocks: up to 2 s."""
+        """Write the queued events and close the file; later writes are no-ops. Idempotent. Blocks: up to 2 s."""
         if self._file is not None:
             self._file.finish()
 
     def _event(
-        self, kind: EventKind, *, data: dict[str, Any], cycle: int | None, rank: int | None, iteration: int | None
+        self,
+        kind: EventKind,
+        data: dict[str, Any],
+        cycle: int | None = None,
+        rank: int | None = None,
+        iteration: int | None = None,
     ) -> Event:
         wall_ns = clock.wall_ns()
         return Event(
@@ -137,13 +131,13 @@ class Journal:
         )
 
     def _describe_lost(self, num: int) -> bytes:
-        return _encode(self._event(EventKind.EVENTS_LOST, cycle=None, rank=None, iteration=None, data={"num": num}))
+        return _encode(self._event(EventKind.EVENTS_LOST, {"num": num}))
 
 
 def _encode(event: Event) -> bytes:
     try:
         return _encoder.encode(event) + b"\n"
-    except UnicodeEncodeError:  # a file's name, or an argument, that is not UTF-8: its strange bytes become "?"
+    except UnicodeEncodeError:  # a file name or argument that is not UTF-8: invalid bytes become "?"
         return json.dumps(msgspec.to_builtins(event), ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
@@ -151,21 +145,19 @@ class _JournalWriter(QueuedWriter):
     """The file of a journal.
 
     Args:
-        path_of: Returns the path of the file with a number, from 1; the folder is made. The first file is used that no
-            other process holds.
-        describe_lost: Returns the line which tells that so many are lost.
+        path_of: Path of the file with a number, from 1; the first file that no other process holds is used.
+        describe_lost: Returns the line that reports a number of lost lines.
 
-    Raises:
-        OSError: The path cannot be used.
+    Raises: OSError: The path cannot be used.
     """
 
-    def __init__(self, path_of: Callable[[int], Path], describe_lost: Callable[[int], bytes]) -> None:
+    def __init__(self, path_of: Callable[..., Path], describe_lost: Callable[[int], bytes]) -> None:
         self._path_of, self._describe_lost = path_of, describe_lost
-        self._path = path_of(1)
+        self._path = path_of(number=1)
         self._state = OptionalFile("events of the journal", self._path, "they are lost until there is room")
         self.num_lost = 0
         self._num_untold = 0
-        """Number of lost lines that the journal does not report yet."""
+        """Lost lines that the journal does not report yet."""
         self._fd, self._is_torn = -1, False
         self._open_error: OSError | None = None
         _writers.add(self)
@@ -176,10 +168,10 @@ class _JournalWriter(QueuedWriter):
     def _begin(self) -> None:
         super()._begin()
         if self._fd < 0:
-            self.write(b"", _OPEN_S)  # opens it, and no more
+            self.write(b"", _OPEN_S)  # only opens the file
 
     def write(self, line: bytes, patience_s: float = -1.0) -> None:
-        """Write a line, or leave it to be written once the disk answers."""
+        """Write a line, or queue it while the disk does not respond."""
         wait_s = PATIENCE_S if patience_s < 0 else patience_s
         if not self.append(line, wait_s):
             log.warning(
@@ -187,13 +179,13 @@ class _JournalWriter(QueuedWriter):
             )
 
     def finish(self) -> None:
-        """Write what is left, and close the file; a hung disk gets two seconds for it. Idempotent."""
+        """Write the queue and close the file; a hung disk gets two seconds. Idempotent."""
         if not self.close(_CLOSE_S):
             text = "journal %s: the disk does not respond; %d events were not written"
             log.warning(text, self._path, len(self._lines) + self._num_untold)
 
     def _put(self, line: bytes) -> None:
-        """Write one line, and then how many before it were lost. Blocks: as long as the disk does."""
+        """Write one line, then the number of lost lines before it. Blocks: as long as the disk does."""
         try:
             if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
                 log.debug("journal %s was removed; it begins again", self._path)
@@ -212,11 +204,11 @@ class _JournalWriter(QueuedWriter):
             self._state.note_written()
             num, self._num_untold = self._num_untold, 0
             if not self._append(self._describe_lost(num)):
-                self._num_untold += num - 1  # the line which tells of them is no event of the process
+                self._num_untold += num - 1  # the report itself is not a lost event
                 self.num_lost -= 1
 
     def _append(self, line: bytes) -> bool:
-        data = b"\n" + line if self._is_torn else line  # a torn line must not swallow the next one
+        data = b"\n" + line if self._is_torn else line  # end a torn line first
         try:
             written = os.write(self._fd, data)
             problem = None if written == len(data) else "the disk is full"
@@ -239,27 +231,23 @@ class _JournalWriter(QueuedWriter):
             self._fd = -1
 
     def fileno(self) -> int:
-        """Return the file's descriptor; negative: it is not open."""
         return self._fd
-
-    def leave_to_parent(self) -> None:
-        """Give up the file in a forked child: the child would keep it locked after its parent has ended."""
-        self._free()
 
 
 _writers: weakref.WeakSet[_JournalWriter] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
+    """Close the files in a forked child, which would keep them locked after its parent has ended."""
     for writer in list(_writers):
-        writer.leave_to_parent()
+        writer._free()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _share(fd: int) -> int | None:
-    """Return another descriptor of the open file through which this process holds a journal; ``None``: it does not."""
+    """Return a duplicate of this process's descriptor of the same open file; ``None``: it has none."""
     for writer in list(_writers):
         with contextlib.suppress(OSError):  # it is being closed
             own = os.dup(writer.fileno())
@@ -269,13 +257,13 @@ def _share(fd: int) -> int | None:
     return None
 
 
-def _open_alone(path_of: Callable[[int], Path]) -> tuple[int, Path]:
-    """Return a descriptor for appending to the first file that no other process holds, and its path.
+def _open_alone(path_of: Callable[..., Path]) -> tuple[int, Path]:
+    """Open the first file that no other process holds, for appending; return its descriptor and path.
 
-    Where this process holds it already, both descriptors are of one open file, and so is its lock.
+    If this process holds the file already, both descriptors share one open file, and so its lock.
     """
     for number in range(1, MAX_FILES + 1):
-        path = path_of(number)
+        path = path_of(number=number)
         fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

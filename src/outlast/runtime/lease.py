@@ -1,11 +1,11 @@
-"""A lease on a directory: one owner at a time, which renews it from a thread of its own. Nothing here imports torch.
+"""A lease on a directory: one owner at a time, which renews it in a thread of its own.
 
-The records lie in the folder ``owner`` of the directory, one numbered file for each owner; the highest number is the
-owner's, and its file stays when it ends, so that no number is used twice. Making a file under a new name
-is the one thing that file systems and object stores do for one process alone; nothing else here depends on that.
+The records are numbered files in the folder ``owner`` of the directory, one per owner; the highest number belongs to
+the current owner, and its file stays when the owner ends, so that no number is reused. The only exclusive operation is
+the creation of a file under a new name, which both file systems and object stores support.
 
-Everything is decided in :mod:`outlast.policy.lease`. Training never waits for a renewal: where a file system does not
-answer, the thread waits, and training goes on.
+All decisions are made in :mod:`outlast.policy.lease`. Training never waits for a renewal: if a file system does not
+respond, only the thread waits. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAY_S = 10.0
 """Time between two log lines of a process that waits for a lease."""
 RELEASE_S = 2.0
 RECORD_BYTES = 1024
-"""A record is filled up to a multiple of it, so that a renewal never changes the file's length."""
+"""Records are padded to a multiple of this size, so that a renewal never changes the file's length."""
 MAX_RECORD_BYTES = 1 << 16
 MAX_TRIES = 100
 MAX_LOOKS = 10_000
@@ -49,20 +49,15 @@ MAX_TORN = 3
 UNREADABLE = LeaseOwner(
     token="", process=Process(host="an unknown machine", machine="", pid=0, started=0), run="unknown"
 )
-"""In place of a record that is torn: whether somebody renews it shows in its bytes."""
+"""Stands for a torn record: its bytes still show whether it is renewed."""
 _RECORD = re.compile(r"(\d+)\.json")
 
 _held: set[str] = set()
-"""Tokens of what this process holds: of its own records, only these are of a living owner."""
+"""Tokens of this process's current leases; any other record of this process is of an owner that has ended."""
 
 
 class InUse(OutlastError):
-    """Another owner has the directory.
-
-    Args:
-        owner: Who.
-        was_lost: It was ours, and was taken over.
-    """
+    """The directory belongs to another owner."""
 
     def __init__(self, url: str, owner: LeaseOwner, *, was_lost: bool = False) -> None:
         what = "was taken over by" if was_lost else "is in use by"
@@ -79,30 +74,26 @@ class Records(Protocol):
     def url(self) -> str: ...
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the records that are there."""
+        """Return the numbers of the existing records."""
 
     def read(self, number: int) -> bytes:
         """Return a record. Raises: FileNotFoundError."""
 
     def create(self, number: int, data: bytes) -> bool:
-        """Make a record, unless its number is taken; return whether this call did."""
+        """Create a record unless its number is taken; return whether this call did."""
 
     def renew(self, number: int, data: bytes) -> None:
-        """Replace a record of one's own. Raises: FileNotFoundError, where it can be known."""
+        """Replace one's own record. Raises: FileNotFoundError, if that can be detected."""
 
     def remove(self, number: int) -> None:
-        """Delete a record, if it is there."""
+        """Delete a record, if it exists."""
 
     def forget(self) -> None:
-        """Remove what held the records, if there are none."""
+        """Remove the container of the records, if it is empty."""
 
 
 class FolderRecords:
-    """Records in a folder of a file system.
-
-    Args:
-        directory: The directory that they are about.
-    """
+    """Records in a folder of ``directory``."""
 
     renew_s = RENEW_S
 
@@ -127,8 +118,8 @@ class FolderRecords:
         return create_atomically(self._path(number), data, mode=PRIVATE)
 
     def renew(self, number: int, data: bytes) -> None:
-        # In place, and as long as before: nothing is made that would have to be made durable, and what is not there
-        # any more is not made again. Closing a file is what hands it to the other clients of a network file system.
+        # In place and at the same length: nothing new must be made durable, and a deleted record is not recreated.
+        # Closing the file publishes it to the other clients of a network file system.
         with open(open_file(self._path(number), os.O_RDWR), "r+b", buffering=0) as file:
             file.write(data)
 
@@ -144,7 +135,6 @@ class FolderRecords:
             os.close(fd)
 
     def forget(self) -> None:
-        """Remove the folder, if it is empty."""
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 
@@ -153,13 +143,12 @@ class FolderRecords:
 
 
 def encode_owner(owner: LeaseOwner) -> bytes:
-    """Return a record's bytes."""
     data = msgspec.json.encode(owner)
     return data + b" " * (-(len(data) + 1) % RECORD_BYTES) + b"\n"
 
 
 def decode_owner(data: bytes) -> LeaseOwner | None:
-    """Return who a record names; ``None``: it cannot be read."""
+    """Return the owner in a record; ``None``: unreadable."""
     try:
         return from_json(data, LeaseOwner)
     except msgspec.DecodeError:
@@ -168,18 +157,15 @@ def decode_owner(data: bytes) -> LeaseOwner | None:
 
 @dataclass(frozen=True, slots=True)
 class _Newest:
-    """The newest record."""
-
     number: int = 0
     data: bytes = b""
     owner: LeaseOwner | None = None
 
 
 def newest_owner(records: Records) -> LeaseOwner | None:
-    """Return whom the newest record names; ``None`` = there is no record.
+    """Return the owner in the newest record; ``None`` = there is none.
 
-    Raises:
-        OSError, OutlastError: The records cannot be read.
+    Raises: OSError, OutlastError: The records cannot be read.
     """
     return _newest_of(records).owner
 
@@ -188,10 +174,10 @@ class Lease:
     """Hold a directory for a job, or for this process.
 
     Args:
-        records: Of the directory's owners.
-        own: What this owner writes of itself; token, interval and count are set here.
-        follow: Called with the last owner before the directory is taken over from it, whether it ended in order or
-            not; returns what this owner writes of itself then, or raises what is to be raised instead.
+        records: Records of the directory's owners.
+        own: This owner's record; token, interval and count are set here.
+        follow: Called with the previous owner before the directory is taken over, whether it was released or not;
+            returns this owner's new record, or raises an error to raise instead.
         on_lost: Called once, in the lease's thread, when another owner has taken the directory over.
 
     Thread: any.
@@ -206,45 +192,37 @@ class Lease:
         on_lost: Callable[[InUse], None] = lambda lost: None,
     ) -> None:
         self._records, self._follow, self._on_lost = records, follow, on_lost
-        self._own = msgspec.structs.replace(own, renew_s=records.renew_s)
-        self._number = 0
+        self.owner = msgspec.structs.replace(own, renew_s=records.renew_s)
+        """This owner's record."""
+        self.number = 0
+        """Number of this owner's record; 0 = none. Later owners have higher numbers."""
         self._lost: InUse | None = None
         self._is_over = self._is_released = self._is_withdrawn = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self.progress = CallProgress()
-        """Counts the looks of :meth:`acquire`, which may wait for an owner."""
-
-    @property
-    def owner(self) -> LeaseOwner:
-        """What this owner writes of itself."""
-        return self._own
+        """Counts the polls of :meth:`acquire`, which may wait for an owner."""
 
     @property
     def is_held(self) -> bool:
-        """Whether the directory was this owner's when it was last looked at."""
+        """Whether this owner held the directory at the last check."""
         return self._thread is not None and self._lost is None
 
-    @property
-    def number(self) -> int:
-        """The number of this owner's record; 0 = it has none. A later owner's is higher."""
-        return self._number
-
     def acquire(self, *, leads: bool = False) -> None:
-        """Take the directory, unless it is held already, or enter it beside the owner's other processes.
+        """Take the directory unless it is held already, or join the owner's other processes.
 
         Args:
             leads: This process acts for its job from now on.
 
         Raises:
-            InUse: Another owner has it.
+            InUse: Another owner holds it.
             OSError, OutlastError: The records cannot be read or written.
 
-        Blocks: where only time shows whether the owner lives, until it has missed some renewals.
+        Blocks: if only time shows whether the owner lives, until it has missed some renewals.
         """
         with self._lock:
-            if leads and self._thread is not None:  # another node may have led it since the last look
+            if leads and self._thread is not None:  # another node may have led it since the last check
                 with contextlib.suppress(OSError, OutlastError):
                     self.check()
             if self._lost is not None and leads and self._is_of_this_job(self._lost.owner):
@@ -255,7 +233,7 @@ class Lease:
                 self._acquire(leads)
 
     def check(self) -> None:
-        """Compare the newest record with one's own; a record that somebody deleted is made again.
+        """Compare the newest record with one's own; recreate a record that was deleted.
 
         Raises:
             InUse: The directory was taken over.
@@ -263,14 +241,14 @@ class Lease:
         """
         if self._lost is not None:
             raise self._lost
-        newest = _newest_of(self._records, self._number)
-        if newest.owner is None:  # somebody deleted the records: they are made again, by one
-            self._make(self._number)
+        newest = _newest_of(self._records, self.number)
+        if newest.owner is None:  # the records were deleted: one owner recreates them
+            self._make(self.number)
             log.warning("%s was removed or emptied while this run uses it; what it held is lost", self._records.url)
-            newest = _newest_of(self._records, self._number)
+            newest = _newest_of(self._records, self.number)
         owner = newest.owner or UNREADABLE
-        if newest.number != self._number or owner.token not in (self._own.token, UNREADABLE.token):
-            _held.discard(self._own.token)
+        if newest.number != self.number or owner.token not in (self.owner.token, UNREADABLE.token):
+            _held.discard(self.owner.token)
             self._lost = InUse(self._records.url, owner, was_lost=True)
             raise self._lost
 
@@ -285,22 +263,22 @@ class Lease:
         """Release the directory. Idempotent.
 
         Args:
-            is_idle: This owner writes nothing more for certain; otherwise its record does not show that it has ended.
+            is_idle: This owner certainly writes nothing more; otherwise its record does not show that it has ended.
 
-        Blocks: up to 2 s where the file system does not answer.
+        Blocks: up to 2 s if the file system does not respond.
         """
         self._is_over, self._is_released = True, is_idle
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        _held.discard(self._own.token)
+        _held.discard(self.owner.token)
         if thread is not threading.current_thread():
             thread.join(RELEASE_S)
 
     def withdraw(self) -> None:
-        """Release the directory as if it had not been taken: nothing was written there. Blocks: as a release."""
-        self._is_withdrawn = self._number == 1  # else an older record would be gone without a trace
+        """Release the directory as if it had not been taken, as nothing was written. Blocks: as :meth:`release`."""
+        self._is_withdrawn = self.number == 1  # else the older record would be lost
         self.release()
 
     # -- taking it ---------------------------------------------------------------------------------------------
@@ -316,7 +294,7 @@ class Lease:
             if newest.number != watched:
                 silence, watched = Silence(), newest.number
             standing = self._judge_life(newest, silence)
-            step = judge_owner(newest.owner, self._own, standing, leads=leads)
+            step = judge_owner(newest.owner, self.owner, standing, leads=leads)
             if step is LeaseStep.ENTER:
                 return
             if step is LeaseStep.REFUSE:
@@ -325,7 +303,7 @@ class Lease:
             if step is LeaseStep.TAKE:
                 if newest.owner is not None and self._follow is not None:
                     own = self._follow(newest.owner)
-                    self._own = msgspec.structs.replace(own, renew_s=self._records.renew_s)
+                    self.owner = msgspec.structs.replace(own, renew_s=self._records.renew_s)
                 if self._take(newest, silence):
                     return
                 continue
@@ -346,14 +324,14 @@ class Lease:
         owner = newest.owner
         if owner is None:
             return OwnerStanding()
-        process = owner.token in _held if owner.process == self._own.process else is_alive(owner.process)
+        process = owner.token in _held if owner.process == self.owner.process else is_alive(owner.process)
         job: bool | None = None
         mark: tuple[bytes, ...] = (newest.data,)
-        own = self._own
+        own = self.owner
         if own.is_of_job(owner):
-            job = False  # that is us, and we are asking
+            job = False  # this job itself: it does not keep the owner alive
         elif own.outlives and own.run_dir is not None and owner.run_dir == own.run_dir:
-            job = False  # the run directory is our launcher's now: its record vouches for nobody before it
+            job = False  # the run directory belongs to this launcher now
         elif owner.outlives and owner.run_dir is not None and owner.run_dir != self._records.url:
             launcher = self._look_at_launcher(owner.run_dir)
             mark += (launcher.data,)
@@ -368,7 +346,7 @@ class Lease:
         )
 
     def _look_at_launcher(self, run_dir: str) -> _Newest:
-        """Return the record of a run directory's owner, which lives as long as its job, if it can be seen from here."""
+        """Return the record of a run directory's owner, which lives as long as its job, if it can be read here."""
         try:
             return _newest_of(FolderRecords(run_dir))
         except OSError as error:
@@ -376,42 +354,44 @@ class Lease:
             return _Newest()
 
     def _take(self, newest: _Newest, silence: Silence) -> bool:
-        """Make the next record; return whether this process was the first to."""
+        """Create the next record; return whether this process was the first."""
         number, before = newest.number + 1, newest.owner
-        self._own = msgspec.structs.replace(self._own, token=secrets.token_hex(8))
-        _held.add(self._own.token)
+        self.owner = msgspec.structs.replace(self.owner, token=secrets.token_hex(8))
+        _held.add(self.owner.token)
         try:
             is_made = self._make(number)
             numbers = self._records.numbers() if is_made else []
-            if is_made and max(numbers, default=number) > number:  # in place of one that had come and gone
+            if is_made and max(numbers, default=number) > number:  # the number had been used and removed
                 self._records.remove(number)
                 is_made = False
-        except BaseException:  # nothing is held, whatever failed
-            _held.discard(self._own.token)
+        except BaseException:  # nothing is held
+            _held.discard(self.owner.token)
             raise
         if not is_made:
-            _held.discard(self._own.token)
+            _held.discard(self.owner.token)
             return False
-        self._number = number
-        is_job = before is not None and self._own.is_of_job(before)
+        self.number = number
+        is_job = before is not None and self.owner.is_of_job(before)
         if before is not None and not before.released and not is_job:
             why = "has stopped sending heartbeats" if silence.silent_s >= before.expires_s else "has ended"
             log.info("%s is taken over from %s, which %s", self._records.url, before.describe(), why)
-        # Who wakes up finds its record gone; that of who has ended in order says who had the directory before.
+        # A suspended owner that resumes finds its record gone; the record of an owner that released stays, as it shows
+        # who had the directory before.
         kept = newest.number if before is not None and before.released else number
         for old in numbers:
             if old < kept:
                 self._remove(old)
-        self._thread = threading.Thread(target=self._keep, args=(number, self._own), name="outlast-lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep, args=(number, self.owner), name="outlast-lease", daemon=True)
         self._thread.start()
         return True
 
     def _make(self, number: int) -> bool:
-        """Make this owner's record; return whether it is there."""
-        if self._records.create(number, encode_owner(self._own)):
+        """Create this owner's record; return whether it exists."""
+        if self._records.create(number, encode_owner(self.owner)):
             return True
-        try:  # an object store may ask twice, and find what it made itself
-            return self._is_ours(decode_owner(self._records.read(number)))
+        try:  # an object store may repeat the request and find its own record
+            owner = decode_owner(self._records.read(number))
+            return owner is not None and owner.token == self.owner.token
         except FileNotFoundError:
             return False
 
@@ -423,7 +403,7 @@ class Lease:
         while not self._stop.wait(self._records.renew_s):
             try:
                 with self._lock:
-                    if self._own.token != own.token:
+                    if self.owner.token != own.token:
                         return
                     self.check()
                     own = msgspec.structs.replace(own, renewals=own.renewals + 1)
@@ -435,7 +415,7 @@ class Lease:
                     self._on_lost(lost)
                 return
             except FileNotFoundError:
-                continue  # the next look finds who deleted it
+                continue  # the next check detects who deleted it
             except (OSError, OutlastError) as error:
                 if not is_failing:
                     log.warning(
@@ -444,7 +424,7 @@ class Lease:
                         *(self._records.url, error),
                     )
                 is_failing = True
-        if self._own.token != own.token:
+        if self.owner.token != own.token:
             return
         if self._is_withdrawn and self._lost is None:
             self._remove(number)
@@ -461,21 +441,17 @@ class Lease:
         except (OSError, OutlastError) as error:
             log.debug("record %d of %s stays: %s", number, self._records.url, error)
 
-    def _is_ours(self, owner: LeaseOwner | None) -> bool:
-        return owner is not None and owner.token == self._own.token
-
     def _is_of_this_job(self, owner: LeaseOwner) -> bool:
-        """Return whether an owner writes beside this one."""
-        return self._own.shares and self._own.is_of_job(owner)
+        """Return whether an owner shares the directory with this one."""
+        return self.owner.shares and self.owner.is_of_job(owner)
 
 
 def _newest_of(records: Records, own_number: int = 0) -> _Newest:
     """Return the newest record.
 
     Args:
-        records: The directory's.
-        own_number: A record to read although a listing does not have it: on a network file system listings are
-            remembered for a while, but not what becomes of a file that is opened.
+        own_number: A record to read even if a listing lacks it: network file systems cache listings, but not the
+            content of a file that is opened.
     """
     torn = 0
     for _ in range(MAX_TRIES):
@@ -488,7 +464,7 @@ def _newest_of(records: Records, own_number: int = 0) -> _Newest:
         except FileNotFoundError:
             if listed < number:
                 return _Newest()
-            continue  # its successor has removed it
+            continue  # removed by its successor
         owner = decode_owner(data)
         if owner is None and torn < MAX_TORN:
             torn += 1  # it was being renewed

@@ -1,12 +1,11 @@
-"""Random numbers of a data loader's workers that depend on the batch alone.
+"""Random numbers of data-loader workers that depend on the batch alone.
 
-A worker's generators are seeded once, when it starts, and what it draws then depends on all batches that it has made. A
-training that resumes within an epoch does not make those again. So each batch brings a seed of its own: the indices
-are sent to the worker as :class:`SeededBatch`, which seeds the worker's generators as it arrives there, before the
-dataset is asked for the samples.
+A worker's generators are seeded once, at its start, so its numbers depend on all its earlier batches, which a training
+that resumes within an epoch does not repeat. So each batch carries a seed: the indices are sent to the worker as
+:class:`SeededBatch`, which seeds the worker's generators on arrival, before the dataset is asked for the samples.
 
-Rejected: to save each worker's generators with every batch and to give them back to the workers that take over. It
-costs more, and batches would still be made by other workers than before.
+Rejected: saving each worker's generators with every batch and restoring them in the new workers. It costs more, and
+batches would still be made by other workers than before.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from torch.utils.data import BatchSampler, get_worker_info
 
 
 class SeededBatch(list[Any]):
-    """The indices of one batch; a loader's worker gets a plain list of them, and seeds its generators.
+    """The indices of one batch; the worker receives a plain list and seeds its generators.
 
     Args:
-        indices: The samples.
-        seed: Whole numbers from 0 that tell this batch from all others.
+        seed: Whole numbers from 0 that are unique to this batch.
     """
 
     def __init__(self, indices: Sequence[Any], seed: Sequence[int]) -> None:
@@ -47,11 +45,10 @@ def _arrive(indices: list[Any], seed: tuple[int, ...]) -> list[Any]:
 
 
 class SeededBatches(BatchSampler):
-    """A batch sampler whose batches bring a seed to the workers; in all else it is the given one.
+    """A batch sampler that adds a seed to the batches of another one.
 
     Args:
-        batches: The batch sampler.
-        seed: Returns whole numbers from 0 that tell this rank's epoch from all others; called as an epoch begins.
+        seed: Returns whole numbers from 0 that are unique to this rank and epoch; called at the start of an epoch.
     """
 
     def __init__(self, batches: Any, seed: Callable[[], Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Objects in nested containers: training states and batches are mappings, lists and tuples of them."""
+"""Searching nested containers: training states and batches are mappings, lists and tuples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Path = tuple[str | int, ...]
 
 
 def find_nested(value: Any, is_wanted: Callable[[Any], bool], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the wanted objects with the keys, as texts, and indices that lead to them; none is looked into."""
+    """Yield the wanted objects with their path of keys (as text) and indices; wanted objects are not descended into."""
     if is_wanted(value):
         yield path, value
     elif isinstance(value, Mapping):
@@ -21,5 +21,5 @@ def find_nested(value: Any, is_wanted: Callable[[Any], bool], path: Path = ()) -
 
 
 def find_kind(value: Any, kind: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the instances of a class, or of several; see :func:`find_nested`."""
+    """Yield the instances of a class or classes; see :func:`find_nested`."""
     return find_nested(value, lambda one: isinstance(one, kind), path)

@@ -1,24 +1,17 @@
-"""What a worker leaves behind for its agent: its last exception, a fatal signal's stack, the last of its output; and
-a diagnosis, if it leaves because of an invalid result or a slow rank.
+"""Post-mortem of a worker, for its agent: its last exception, a fatal signal's stack, its last output.
 
-Each worker of an agent has a memory file that the agent made: it outlives the worker however that ends, costs no disk
-(which may be what is full), and goes with the agent. The worker writes, the agent reads once the worker has ended or
-is about to. Nothing here imports torch.
+The agent creates a memory file for each worker: it outlives the worker however that ends, needs no disk (which may be
+full), and is freed with the agent. The worker writes; the agent reads once the worker has ended or is about to. The
+file has a header, the exception as JSON, a ring of the last output, and at the end, growing as needed, the output of
+``faulthandler``. Nothing here imports torch.
 
-The file: a header, the exception as JSON, a ring of the last output, and at the end what ``faulthandler`` writes when a
-signal ends the process; that part grows as needed.
-
-A diagnosis goes to the log, to the journal, and to ``<run_dir>/diagnoses/<job>-cycle-<c>-rank-<r>.json``: the agent of
-a worker that leaves with exit code 16, 17 or 18 sees only the code, and reads the rest there.
-
-Rejected: a pipe for each worker's output, which the agent copies to its own (a worker that prints would wait for a slow
-agent, and would no longer write to the terminal that a script may look for).
+Rejected: a pipe per worker's output that the agent copies to its own (a printing worker would wait for a slow agent,
+and would no longer write to the terminal that a script may look for).
 """
 
 from __future__ import annotations
 
 import faulthandler
-import logging
 import mmap
 import os
 import re
@@ -26,8 +19,8 @@ import struct
 import sys
 import sysconfig
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,40 +28,27 @@ from typing import Any
 import msgspec
 
 from outlast import clock, env
-from outlast.decoding import MAX_STATE_BYTES, from_json, json_decoder, read_file
-from outlast.env import WorkerEnv, clean_name
+from outlast.decoding import json_decoder
 from outlast.errors import OutlastError
-from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Verdict
-from outlast.policy.rerun import Diagnosis
-from outlast.runtime.files import (
-    PRIVATE,
-    in_time,
-    make_private_folder,
-    memory_file,
-    write_atomically,
-    write_optional,
-)
-from outlast.runtime.journal import Journal
+from outlast.incidents import Cause
+from outlast.runtime.files import memory_file
 
 _HEAD = struct.Struct("<QQ")
-"""Bytes of output written in all; length of the exception's JSON."""
+"""Total bytes of output; length of the exception's JSON."""
 _RECORD_AT, _RECORD_BYTES = 64, 24 * 1024 - 64
 _RING_AT, _RING_BYTES = 24 * 1024, 24 * 1024
 _FAULT_AT = _RING_AT + _RING_BYTES
 _MAX_TEXT = 600
-_DIAGNOSIS_S = 10.0
 _MAX_TRACE = 12_000
 _MARK = "_outlast_kept"
-"""Of an exception: its number among those that this process kept."""
+"""Attribute of a recorded exception: its number in this process."""
 _OUTLAST = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple({_OUTLAST, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib"))})
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 
 
 class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker writes of its exception."""
-
-    cause: Cause
+    cause: Cause | None = None
     trace: str = ""
 
 
@@ -78,26 +58,22 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What a worker left."""
+    """The post-mortem of a worker."""
 
     cause: Cause | None
-    """Its exception, or its fatal signal; ``None`` = it left neither."""
+    """Its exception or fatal signal; ``None`` = neither."""
     trace: str
-    """The exception's traceback; empty without one."""
+    """Traceback of the exception; empty without one."""
     fault: str
-    """What ``faulthandler`` wrote; empty without a fatal signal."""
+    """Output of ``faulthandler``; empty without a fatal signal."""
     output: tuple[str, ...]
-    """The last lines that it printed, oldest first."""
+    """Its last lines of output, oldest first."""
 
 
 class Postmortem:
     """The agent's side: the memory files of one cycle's workers, by local rank.
 
-    Args:
-        num_ranks: Workers of this node.
-
-    Raises:
-        OSError: They cannot be made.
+    Raises: OSError: They cannot be created.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -112,48 +88,38 @@ class Postmortem:
             raise
 
     def path(self, local_rank: int) -> str:
-        """Return where a worker opens its file."""
+        """Return the path at which a worker opens its file."""
         return f"/proc/{os.getpid()}/fd/{self._fds[local_rank]}"
 
     def read(self, local_rank: int) -> Remains:
-        """Return what a worker has left so far; nothing once this is closed."""
+        """Return what a worker has recorded so far; empty once this is closed."""
         if not self._fds:
             return Remains(None, "", "", ())
         fd = self._fds[local_rank]
         written, length = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
-        record = None
+        record = _Record()
         if 0 < length <= _RECORD_BYTES:
-            try:
+            with suppress(msgspec.DecodeError):  # the worker ended during the write
                 record = _decoder.decode(os.pread(fd, length, _RECORD_AT))
-            except msgspec.DecodeError:  # it ended while it wrote
-                record = None
         fault = os.pread(fd, 1 << 16, _FAULT_AT).decode(errors="replace")
         ring = os.pread(fd, _RING_BYTES, _RING_AT)
         start = written % _RING_BYTES
         text = ring[:written] if written <= _RING_BYTES else (ring[start:] + ring[:start]).partition(b"\n")[2]
-        cause = record.cause if record is not None else None
         return Remains(
-            cause=_cause_of_fault(fault) or cause,
-            trace=record.trace if record is not None else "",
+            cause=_cause_of_fault(fault) or record.cause,
+            trace=record.trace,
             fault=fault,
             output=tuple(text.decode(errors="replace").splitlines()),
         )
 
     def close(self) -> None:
-        """Release the files; idempotent."""
         for fd in self._fds:
             os.close(fd)
         self._fds = []
 
 
 class Recorder:
-    """The worker's side.
-
-    Args:
-        path: As :meth:`Postmortem.path` says.
-
-    Raises:
-        OSError: The file cannot be opened.
+    """The worker's side, for the file of :meth:`Postmortem.path`. Raises: OSError, if it cannot be opened.
 
     Thread: any. Output of several threads, and of forked processes that print too, may mix.
     """
@@ -164,13 +130,12 @@ class Recorder:
         self._pid, self._num_kept = os.getpid(), 0
 
     def catch_fatal_signals(self) -> None:
-        """Have ``faulthandler`` write here, unless it is on already and writes elsewhere."""
+        """Enable ``faulthandler`` for this file, unless it is already enabled elsewhere."""
         if not faulthandler.is_enabled():
             os.lseek(self._fd, _FAULT_AT, os.SEEK_SET)
             faulthandler.enable(file=self._fd, all_threads=False)
 
     def output(self, data: bytes | memoryview) -> None:
-        """Keep the last of what was printed."""
         data = bytes(data[-_RING_BYTES:])
         written = _HEAD.unpack_from(self._map, 0)[0]
         at = written % _RING_BYTES
@@ -180,14 +145,14 @@ class Recorder:
         struct.pack_into("<Q", self._map, 0, written + len(data))
 
     def exception(self, error: BaseException) -> None:
-        """Keep an exception that is about to end this process; of one that is told again, when it was told first.
+        """Record an exception that is about to end this process; one that was recorded before keeps its first record.
 
-        A forked child's own exceptions are not kept.
+        Exceptions of forked children are not recorded.
         """
         if os.getpid() != self._pid or vars(error).get(_MARK) == self._num_kept:
             return
         self._num_kept += 1
-        # No reference to it, as what its frames hold may be needed elsewhere; nor its id, which the next one may get.
+        # Mark the exception itself: a reference would keep its frames alive, and its id may be reused.
         vars(error)[_MARK] = self._num_kept
         trace = _encodable("".join(traceback.format_exception(error)))
         if len(trace) > _MAX_TRACE:
@@ -198,10 +163,10 @@ class Recorder:
         if len(data) > _RECORD_BYTES:  # control characters take six bytes each
             data = _encoder.encode(_Record(cause))
         self._map[_RECORD_AT : _RECORD_AT + len(data)] = data
-        struct.pack_into("<Q", self._map, 8, len(data))  # last: a reader sees the whole or nothing
+        struct.pack_into("<Q", self._map, 8, len(data))  # written last: a reader sees all or nothing
 
     def forget(self) -> None:
-        """Forget an exception that did not end this process after all."""
+        """Clear an exception that did not end this process."""
         struct.pack_into("<Q", self._map, 8, 0)
         self._num_kept += 1
 
@@ -210,14 +175,14 @@ _recorder: Recorder | None = None
 
 
 def recorder() -> Recorder | None:
-    """Return what keeps this process's post-mortem; ``None`` without an agent of ours."""
+    """Return this process's recorder; ``None`` without an agent of this package."""
     return _recorder
 
 
 def begin() -> Recorder | None:
-    """Keep a post-mortem of this process from now on, if an agent of ours asks for one; idempotent.
+    """Start recording a post-mortem of this process, if an agent requests one; idempotent.
 
-    An interpreter that the agent did not fork learns of its exceptions by ``sys.excepthook``.
+    An interpreter that the agent did not fork records its exceptions by ``sys.excepthook``.
     """
     global _recorder
     path = env.postmortem_path()
@@ -225,14 +190,14 @@ def begin() -> Recorder | None:
         return _recorder
     try:
         _recorder = Recorder(path)
-    except OSError:  # the agent is gone: so is whoever would read it
+    except OSError:  # the agent is gone
         return None
     _recorder.catch_fatal_signals()
     return _recorder
 
 
 def begin_with_hook() -> None:
-    """Keep a post-mortem of an interpreter that the agent may not have forked; what was kept before is forgotten."""
+    """Start recording in an interpreter that the agent may not have forked; an exception recorded before is cleared."""
     if _recorder is not None:
         _recorder.forget()
     elif (kept := begin()) is not None:
@@ -246,7 +211,7 @@ def begin_with_hook() -> None:
 
 
 def describe_exception(error: BaseException) -> Cause:
-    """Return what is kept of an exception: its type, its text, and the innermost line of the user's code."""
+    """Return the cause of an exception: its type, its text, and the innermost line of the user's code."""
     frame, text, is_usage_error = _users_frame(error.__traceback__), _text_of(error), False
     if isinstance(error, SyntaxError) and error.filename:
         frame, text = f"{_short(error.filename)}:{error.lineno}", error.msg
@@ -254,7 +219,7 @@ def describe_exception(error: BaseException) -> Cause:
         is_usage_error = error.code == 2 and _comes_from_a_parser(error.__traceback__)
         if isinstance(error.code, int):
             text = ""
-        if isinstance(error.__cause__, OutlastError):  # a session leaves for it
+        if isinstance(error.__cause__, OutlastError):  # the session exited because of it
             text, error = _text_of(error.__cause__), error.__cause__
     module, name = type(error).__module__, type(error).__qualname__
     return Cause(
@@ -268,16 +233,13 @@ def describe_exception(error: BaseException) -> Cause:
 
 
 def _encodable(text: str) -> str:
-    """Return a text whose bytes that are not UTF-8, as of a file's name, are written as escapes."""
+    """Return a text with escapes for bytes that are not UTF-8, as of file names."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _comes_from_a_parser(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if os.path.basename(trace.tb_frame.f_code.co_filename) in ("argparse.py", "optparse.py"):
-            return True
-        trace = trace.tb_next
-    return False
+    files = (os.path.basename(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
+    return any(name in ("argparse.py", "optparse.py") for name in files)
 
 
 def _text_of(error: BaseException) -> str:
@@ -292,11 +254,9 @@ def _text_of(error: BaseException) -> str:
 
 def _users_frame(trace: TracebackType | None) -> str:
     found = ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not _is_library_file(code.co_filename):
-            found = f"{_short(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
+    for frame, line in traceback.walk_tb(trace):
+        if not _is_library_file(frame.f_code.co_filename):
+            found = f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
     return found.removesuffix(" in <module>")
 
 
@@ -305,7 +265,7 @@ def _is_library_file(name: str) -> bool:
 
 
 def _short(path: str) -> str:
-    """Return a path as the user would write it: relative where it lies below the working directory."""
+    """Return a path relative to the working directory, if it is below it, else the file's name."""
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):
@@ -322,76 +282,3 @@ def _cause_of_fault(text: str) -> Cause | None:
     users = next((one for one in frames if not _is_library_file(one["file"])), None)
     frame = f"{_short(users['file'])}:{users['line']} in {users['name']}".removesuffix(" in <module>") if users else ""
     return Cause(type="fatal signal", text=head, frame=frame)
-
-
-log = logging.getLogger(__name__)
-
-
-def leave_diagnosis(place: WorkerEnv, diagnosis: Diagnosis, journal: Journal | None = None) -> None:
-    """Log and journal why this process is about to end, on the rank it names, and write it for the node's agent.
-
-    Args:
-        place: This worker's place; without a run directory nothing is written.
-        diagnosis: The same on all ranks; each writes it.
-        journal: Where the incident is written; ``None`` = nowhere.
-    """
-    if diagnosis.rank == place.global_rank:
-        log.error("%s", diagnosis.describe())
-        journal_diagnosis(journal, place, diagnosis)
-    if place.run_dir is None:
-        return
-    write = partial(write_diagnosis, place.run_dir, place.job, place.cycle, place.global_rank, diagnosis)
-    write_optional(
-        "diagnoses",
-        Path(place.run_dir) / "diagnoses",
-        write,
-        otherwise="the launcher uses the exit code alone",
-        timeout_s=_DIAGNOSIS_S,
-    )
-
-
-def journal_diagnosis(
-    journal: Journal | None, place: WorkerEnv, diagnosis: Diagnosis, verdict: Verdict | None = None
-) -> None:
-    """Write an invalid result of this rank to the journal as an incident, with the verdict if there is one."""
-    if journal is None:
-        return
-    incident = Incident(
-        kind=IncidentKind.INVALID_RESULT,
-        job=place.job,
-        cycle=place.cycle,
-        node=place.node,
-        rank=place.global_rank,
-        iteration=diagnosis.iteration,
-        evidence={"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)},
-    )
-    more: dict[str, Any] = {} if verdict is None else {"verdict": verdict}
-    journal.write(EventKind.INCIDENT, rank=place.global_rank, iteration=diagnosis.iteration, incident=incident, **more)
-
-
-def write_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int, diagnosis: Diagnosis) -> Path:
-    """Write a rank's diagnosis for its agent; return its path.
-
-    Raises:
-        OSError: The run directory cannot be written.
-    """
-    path = _path(run_dir, job, cycle, rank)
-    make_private_folder(path.parent)
-    write_atomically(path, msgspec.json.encode(diagnosis), mode=PRIVATE)
-    return path
-
-
-def read_diagnosis(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int) -> Diagnosis | None:
-    """Return what a rank left; ``None`` when it left nothing, or nothing that can be read (which is logged)."""
-    path = _path(run_dir, job, cycle, rank)
-    try:
-        return from_json(in_time(path, lambda: read_file(path, max_bytes=MAX_STATE_BYTES)), Diagnosis)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("diagnosis %s cannot be read (%s); the launcher uses the exit code alone", path, error)
-        return None
-
-
-def _path(run_dir: str | os.PathLike[str], job: str, cycle: int, rank: int) -> Path:
-    return Path(run_dir) / "diagnoses" / f"{clean_name(job)}-cycle-{cycle}-rank-{rank}.json"

@@ -1,12 +1,11 @@
-"""Process groups that can be left at any time, what is gathered over them, and where this worker is in them.
+"""Process groups that can be abandoned at any time, gathering over them, and this worker's place in them.
 
-Gloo waits for the peers of an unfinished collective when its group is destroyed, as the interpreter does in
-the end; a rank that crashed would stay alive as long as a hung peer does (torch 2.13, measured; ``abort()``
-and ``shutdown()`` do not help). What helps is to shut down the connections that the group opened: every wait
-on them ends within milliseconds. A :class:`Group` notes its connections and threads when it is made, so that it can
-:meth:`~Group.cut` them; :mod:`outlast.runtime.connections` does that.
+Destroying a gloo group, as the interpreter does at its end, waits for the peers of an unfinished collective, so a
+crashed rank would stay alive as long as a hung peer does (torch 2.13, measured; ``abort()`` and ``shutdown()`` do not
+help). Shutting down the group's connections ends every wait on them within milliseconds. A :class:`Group` records its
+connections and threads when it is made, so that :meth:`~Group.cut` can do that (:mod:`outlast.runtime.connections`).
 
-Rejected: ``torch.distributed``'s own gather of objects. It passes pickles, which nobody should read from a network.
+Rejected: ``torch.distributed``'s own gather of objects. It passes pickles, which must not be read from a network.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _FAN_OUT = 16
-"""Of the tree that bytes are gathered by."""
+"""Of the tree over which bytes are gathered."""
 _TAG = 0x6F75
-"""Of messages of the tree: they match no others between the same ranks."""
+"""Separates messages of the tree from others between the same ranks."""
 
 
 class Group:
-    """A process group with what it opened.
+    """A process group with its connections.
 
     Args:
         process_group: The group; ``None`` for the default one.
@@ -63,29 +62,23 @@ class Group:
 
     @property
     def open_group(self) -> torch.distributed.ProcessGroup:
-        """The group, for a collective.
-
-        Raises:
-            PeerLost: It was closed by this rank.
-        """
+        """The group, for a collective. Raises: PeerLost: It was closed by this rank."""
         if self.process_group is None:
             raise PeerLost("this rank has left the process group; see its log")
         return self.process_group
 
     @property
     def is_cut(self) -> bool:
-        """Whether the group was cut; what a collective brings then is worth nothing, even if it seems to succeed."""
+        """Whether the group was cut; the result of a collective is invalid then, even if it seems to succeed."""
         return self._is_cut
 
     @classmethod
     def open(cls, *, timeout_s: float) -> Group:
-        """Make a gloo group of all ranks, beside the default group.
+        """Create a gloo group of all ranks, in addition to the default group.
 
-        Raises:
-            RendezvousError: The ranks did not find each other.
+        Raises: RendezvousError: The ranks did not find each other.
 
-        Collective: all ranks of the default group.
-        Blocks: up to ``timeout_s``.
+        Collective: all ranks of the default group. Blocks: up to ``timeout_s``.
         """
         import torch.distributed as dist
 
@@ -100,27 +93,25 @@ class Group:
 
     @classmethod
     def share(cls, *, timeout_s: float) -> Group:
-        """Return the group of all ranks that this world's training threads have in common; the first call makes it.
+        """Return the gloo group of all ranks that the training threads share; the first call creates it.
 
-        For users whose collectives come in the same order on all ranks because the training thread makes them all. Who
-        asks from another thread, or cuts the group while the others go on, opens one of its own: the check of all ranks
-        (:mod:`outlast.health.process_group`) must leave everybody else's connections alone, and what a restart in
-        process exchanges is over before these users begin.
+        For users whose collectives come in the same order on all ranks because the training thread makes them all.
+        Users in another thread, or that cut the group while others continue, open one of their own: the health check of
+        all ranks (:mod:`outlast.health.process_group`) must not affect other connections, and the exchange of an
+        in-process restart is over before these users begin.
 
         Args:
             timeout_s: Of its collectives; users with another one share another group.
 
-        Raises:
-            RendezvousError: The ranks did not find each other.
+        Raises: RendezvousError: The ranks did not find each other.
 
         Collective: all ranks of the default group, in the same order of calls and of :meth:`close`.
-        Thread: that of the training loop.
-        Blocks: up to ``timeout_s`` where it is made.
+        Thread: that of the training loop. Blocks: up to ``timeout_s`` if it creates the group.
         """
         import torch.distributed as dist
 
         group = _shared.get(timeout_s)
-        # A world that was destroyed takes its groups along; the next world's ranks all make another.
+        # Destroying the world destroys its groups; all ranks of the next world create another one.
         known = dist.distributed_c10d._world.pg_map
         if group is None or group.is_cut or group.process_group not in known:
             group = _shared[timeout_s] = cls.open(timeout_s=timeout_s)
@@ -129,12 +120,9 @@ class Group:
         return group
 
     def cut(self) -> None:
-        """End whatever waits on the group's connections, here or at a peer.
+        """End every wait on the group's connections, here and at peers; the group is unusable afterwards. Idempotent.
 
-        Idempotent. The group is unusable afterwards.
-
-        Blocks: a few milliseconds, at most 30 ms.
-        Thread: any.
+        Blocks: a few milliseconds, at most 30 ms. Thread: any.
         """
         self._is_cut = True
         with self._lock:
@@ -142,9 +130,9 @@ class Group:
         connections.cut_group(opened, self._threads)
 
     def close(self) -> None:
-        """Cut the group and destroy it; one that is shared, when its last user closes it.
+        """Cut and destroy the group; a shared group, when its last user closes it. Peers that still wait in it fail.
 
-        Blocks: as :meth:`cut` does; peers that still wait in the group fail.
+        Blocks: as :meth:`cut`.
         """
         import torch.distributed as dist
 
@@ -159,17 +147,17 @@ class Group:
 
 
 _shared: WeakValueDictionary[float, Group] = WeakValueDictionary()
-"""Of this world, or one that was destroyed, by the timeout of their collectives; their users hold them."""
+"""Groups of this world or a destroyed one, by the timeout of their collectives; owned by their users."""
 
 
 def settle(timeout_s: float = 0.5) -> bool:
     """Wait until gloo's threads have freed the collectives that a cut ended; return whether they have.
 
-    Once the interpreter is being taken down, a thread that frees a collective's tensors ends the process with SIGABRT
-    (torch 2.13). Gloo offers nothing to wait for, so this looks at its threads: those that serve connections must
-    have looked at them since the call, and then those that run collectives must have come to rest.
+    During the interpreter's teardown, a thread that frees a collective's tensors ends the process with SIGABRT (torch
+    2.13). Gloo offers nothing to wait for, so this checks its threads: those that serve connections must have run since
+    the call, then those that run collectives must have come to rest.
 
-    Blocks: about 20 ms where there are gloo groups, at most ``timeout_s``.
+    Blocks: about 20 ms if there are gloo groups, at most ``timeout_s``.
     """
     end_ns = clock.now_ns() + int(timeout_s * 1e9)
     before = _count_switches("gloo_tcp_loop")
@@ -184,7 +172,7 @@ def settle(timeout_s: float = 0.5) -> bool:
         looked = all(count >= before.get(thread, 0) + 2 for thread, count in _count_switches("gloo_tcp_loop").items())
         num_same = num_same + 1 if looked and running == at_rest else 0
         at_rest = running
-        time.sleep(0.003)  # with the interpreter's lock free, which gloo's threads need
+        time.sleep(0.003)  # releases the GIL, which gloo's threads need
     return True
 
 
@@ -199,18 +187,16 @@ def _count_switches(thread_name: str) -> dict[int, int]:
 def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
     """Initialise ``torch.distributed``: NCCL where there are GPUs, gloo for everything on the CPU.
 
+    A later ``init_process_group()`` of the script keeps the group, or fails with the difference.
+
     Args:
-        place: This worker's place.
         timeout_s: Seconds until a collective, or this call, fails because a peer does not take part.
 
     Raises:
-        ConfigError: It is not known where the ranks meet.
+        ConfigError: The meeting point is unknown.
         RendezvousError: The ranks did not find each other.
 
-    A script's ``init_process_group()`` after it keeps the group, or fails with what differs.
-
-    Collective: all ranks of the world.
-    Blocks: up to ``timeout_s``, until all ranks have come.
+    Collective: all ranks of the world. Blocks: up to ``timeout_s``, until all ranks have connected.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -240,14 +226,14 @@ def connect_world(place: env.WorkerEnv, *, timeout_s: float = 1800.0) -> Group:
 
 
 _worlds: WeakSet[torch.distributed.ProcessGroup] = WeakSet()
-"""The default groups that :func:`connect_world` made."""
+"""The default groups that :func:`connect_world` created."""
 
 
 @functools.cache
 def _replace_init() -> None:
-    """Have a script's ``init_process_group()`` keep the default group that :func:`connect_world` made.
+    """Make a script's ``init_process_group()`` keep the default group of :func:`connect_world`.
 
-    Scripts import the function by name before they call it, so every loaded module that has it gets the new one.
+    Scripts import the function by name before they call it, so it is replaced in every loaded module.
     """
     import torch.distributed as dist
 
@@ -268,10 +254,9 @@ def _replace_init() -> None:
 
 
 def _keep_world(asked: Mapping[str, Any]) -> None:
-    """Keep the default group, with the timeout that a script's ``init_process_group()`` asks for.
+    """Keep the default group, with the timeout of the script's ``init_process_group()``.
 
-    Raises:
-        ConfigError: The script asks for another group than there is.
+    Raises: ConfigError: The script requests a different group.
     """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -294,7 +279,7 @@ def _keep_world(asked: Mapping[str, Any]) -> None:
 
 
 def _offers(asked: Mapping[str, str]) -> bool:
-    """Return whether the default group has the backend that is asked for, on each kind of device that there is."""
+    """Return whether the default group has the requested backend on each kind of device that there is."""
     import torch.distributed as dist
 
     has = dist.BackendConfig(dist.Backend(dist.get_backend_config())).device_backend_map
@@ -302,7 +287,6 @@ def _offers(asked: Mapping[str, str]) -> bool:
 
 
 def is_initialised() -> bool:
-    """Return whether ``torch.distributed`` is initialised."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -312,10 +296,9 @@ def current_place(place: env.WorkerEnv | None = None) -> env.WorkerEnv:
     """Return this worker's place, with the rank and world size of ``torch.distributed`` once it is initialised.
 
     Args:
-        place: What the environment has; ``None``: read it now.
+        place: Place according to the environment; ``None``: read it now.
 
-    Raises:
-        ConfigError: A variable of the environment that must be a number is not one.
+    Raises: ConfigError: An environment variable that must be a number is not one.
     """
     place = env.read_worker() if place is None else place
     if not is_initialised():
@@ -338,39 +321,34 @@ def ranks_of(group: torch.distributed.ProcessGroup | DeviceMesh | None) -> tuple
 
 
 def meeting_point(place: env.WorkerEnv) -> str:
-    """Return where a worker's world meets, as ``init_method`` of ``torch.distributed``."""
+    """Return the meeting point of a worker's world, as ``init_method`` of ``torch.distributed``."""
     if place.launcher != "srun":
         return "env://"
     variables = env.environ()
-    # Jobs and steps that run side by side on a node must not meet each other.
+    # Concurrent jobs and steps of a node need different ports.
     number = int(variables.get("SLURM_JOB_ID", "0")) * 7 + int(variables.get("SLURM_STEP_ID", "0"))
     port = variables.get("MASTER_PORT") or str(20000 + number % 12000)
     return f"tcp://{env.srun_host(variables)}:{port}"
 
 
 class _Making:
-    """A group that is being made."""
-
     def __init__(self) -> None:
         self._connections, self._threads = connections.connected_sockets(), connections.group_threads()
 
     def end(self, process_group: torch.distributed.ProcessGroup | None, timeout_s: float) -> Group:
-        """Return the group, with what was opened meanwhile."""
         opened = connections.of_group(connections.connected_sockets() - self._connections, timeout_s)
         return Group(process_group, opened, connections.group_threads() - self._threads)
 
 
 def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes]:
-    """Return what every rank of a gloo group gave, in the order of the ranks.
+    """Return the data of every rank of a gloo group, in the order of the ranks.
 
-    It goes up a tree to rank 0, and from there to all at once: nothing is padded, and the ranks' number adds levels,
-    not steps of a ring.
+    The data goes up a tree to rank 0 and is broadcast from there: nothing is padded, and more ranks add levels, not
+    steps of a ring.
 
-    Raises:
-        RuntimeError: A peer is gone, or did not come in time.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
-    Collective: all ranks of the group.
-    Blocks: up to the group's timeout.
+    Collective: all ranks of the group. Blocks: up to the group's timeout.
     """
     gathered = gather_on_first(group, data)
     packed = msgspec.msgpack.encode(gathered) if gathered is not None else b""
@@ -378,13 +356,12 @@ def gather_bytes(group: torch.distributed.ProcessGroup, data: bytes) -> list[byt
 
 
 def gather_on_first(group: torch.distributed.ProcessGroup, data: bytes) -> list[bytes] | None:
-    """Return on rank 0 of a gloo group what every rank gave, in the order of the ranks; ``None`` elsewhere.
+    """Return on rank 0 of a gloo group the data of every rank, in the order of the ranks; ``None`` elsewhere.
 
-    Raises:
-        RuntimeError: A peer is gone, or did not come in time.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
     Collective: all ranks of the group.
-    Blocks: up to the group's timeout; a rank that has none below it in the tree only until its answer is sent.
+    Blocks: up to the group's timeout; a leaf of the tree only until its data is sent.
     """
     import torch.distributed as dist
 
@@ -399,13 +376,11 @@ def gather_on_first(group: torch.distributed.ProcessGroup, data: bytes) -> list[
 
 
 def find_first(group: torch.distributed.ProcessGroup, data: bytes) -> bytes:
-    """Return, on all ranks of a gloo group, what the lowest rank gave that gave anything; nothing if none did.
+    """Return, on all ranks of a gloo group, the non-empty data of the lowest rank that has any; else nothing.
 
-    Raises:
-        RuntimeError: A peer is gone, or did not come in time.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
-    Collective: all ranks of the group.
-    Blocks: up to the group's timeout.
+    Collective: all ranks of the group. Blocks: up to the group's timeout.
     """
     gathered = gather_on_first(group, data)
     return broadcast_bytes(group, next(filter(None, gathered or ()), b""), 0)
@@ -431,18 +406,11 @@ def _receive(group: torch.distributed.ProcessGroup, of: int) -> bytes:
 
 
 def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: int) -> bytes:
-    """Return what the rank ``source`` gave; what the others give is ignored.
+    """Return the data of the rank ``source`` (its number in the gloo group); that of other ranks is ignored.
 
-    Args:
-        group: A gloo group.
-        data: What to send.
-        source: A rank of the group, by its number in it.
+    Raises: RuntimeError: A peer is gone, or was not in time.
 
-    Raises:
-        RuntimeError: A peer is gone, or did not come in time.
-
-    Collective: all ranks of the group, with the same ``source``.
-    Blocks: up to the group's timeout.
+    Collective: all ranks of the group, with the same ``source``. Blocks: up to the group's timeout.
     """
     import torch
     import torch.distributed as dist
@@ -457,7 +425,6 @@ def broadcast_bytes(group: torch.distributed.ProcessGroup, data: bytes, source: 
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    """Return bytes as a tensor."""
     import torch
 
     tensor = torch.zeros(len(data), dtype=torch.uint8)

@@ -1,10 +1,10 @@
-"""Processes: dying with one's parent, ending a whole group, finding one again, describing an exit; and child processes.
+"""Processes: parent death signals, process groups, identities, exit descriptions, and child processes.
 
-A :class:`ChildProcess` is a module of this package, run as ``__main__`` beside the process that needs it. It imports
-this package from where its parent has it (the parent may have found it through its own ``sys.path``), and nothing from
-the working directory. It inherits the descriptors that are named and no others, reads nothing from the terminal, and is
-reaped by whoever started it. What it has to know, secrets too, is the first message on a socket pair between the two
-(:class:`~outlast.runtime.wire.MessageChannel`), never on the command line: other users can read that.
+A :class:`ChildProcess` runs a module of this package as ``__main__``. It imports this package from its parent's
+location (which the parent may have found through its own ``sys.path``) and nothing from the working directory. It
+inherits only the given descriptors, reads nothing from the terminal, and is reaped by its starter. Its task, secrets
+included, is the first message on a socket pair between the two (:class:`~outlast.runtime.wire.MessageChannel`), never
+on the command line, which other users can read.
 
 Nothing here imports torch.
 """
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _OF_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP)
 _ENDED = (b"Z", b"X", b"x")
-"""States of a process that has ended and was not reaped yet."""
+"""States of a process that has ended but was not reaped."""
 _LOOK_MS = 50
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of a peer, as the kernel knows them."""
+"""Process, user and group of a peer, according to the kernel."""
 _SCM_CREDENTIALS = 2
 _MAX_DATAGRAMS = 1000
-"""Datagrams that are read one after the other before other work is done."""
+"""Datagrams that are read in a row before other work continues."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,15 +56,16 @@ GROUP_SIGNALS = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXCPU),
 )
-"""What a terminal sends to a process group, or a scheduler to all processes of a job, and ends or stops a process."""
+"""Signals that a terminal sends to a process group, or a scheduler to all processes of a job, and that end or stop a
+process."""
 
 
 def ignore_group_signals(*, starts_programs: bool = False) -> None:
-    """Have this helper process ignore :data:`GROUP_SIGNALS`: the process that it helps handles them, and may need it.
+    """Ignore :data:`GROUP_SIGNALS` in a helper process: its user handles them, and may need the helper for that.
 
     Args:
-        starts_programs: Programs that this process starts are to get them: they would inherit that they are ignored,
-            but do not inherit a handler.
+        starts_programs: Programs that this process starts must receive them: ignored signals are inherited, handlers
+            are not.
 
     Thread: the main thread.
     """
@@ -76,9 +77,7 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
     """Have the kernel send ``sig`` to this process when its parent's thread ends.
 
     Args:
-        parent_pid: The parent that was there when this process was started; if it is gone already, this
-            process ends at once.
-        sig: The signal.
+        parent_pid: The parent at the start of this process; if it is gone already, this process exits at once.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
         code = ctypes.get_errno()
@@ -88,11 +87,11 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
 
 
 def fork_from_init() -> None:
-    """Go on in a child; this process, the first of a container (pid 1), stays as the container's init.
+    """Continue in a child; this process, the first of a container (pid 1), remains as the container's init.
 
-    Whatever loses its parent in a container becomes a child of its first process, and stays a zombie until that reaps
-    it. An agent cannot reap what it does not know: the exit codes of its own children belong to whoever started them.
-    So an init of a few lines reaps, passes signals on, and ends as the child does; the kernel then ends what is left.
+    Orphans in a container become children of its first process, and stay zombies until that reaps them. An agent cannot
+    reap unknown processes: the exit codes of its own children belong to their starters. So a small init reaps, forwards
+    signals, and exits as the child does; the kernel then ends the remaining processes.
 
     Thread: the only one of the process.
     """
@@ -105,10 +104,10 @@ def fork_from_init() -> None:
         return
     while True:
         received = signal.sigwaitinfo(passed_on)
-        # The kernel's own, such as a terminal's Ctrl-C, go to the whole process group: the child has them already.
+        # The kernel's own signals, such as a terminal's Ctrl-C, go to the whole process group, child included.
         if received.si_signo != signal.SIGCHLD and received.si_code <= 0:
             os.kill(child, received.si_signo)
-        while True:  # several that ended may have sent one signal
+        while True:  # one signal may stand for several exits
             try:
                 ended, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
@@ -121,10 +120,10 @@ def fork_from_init() -> None:
 
 
 def show_command(argv: Sequence[str]) -> None:
-    """Have ``ps``, ``pgrep -f`` and the like show another command for this process, cut to the room that there is.
+    """Change the command that ``ps`` and ``pgrep -f`` show for this process, cut to the available space.
 
-    The command line lies in the process's own memory; where its last byte is not zero, the kernel shows it up to the
-    first byte that is.
+    The command line is stored in the process's own memory; if its last byte is not zero, the kernel shows it up to the
+    first zero byte.
     """
     fields = _stat("self")
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc(5)
@@ -134,12 +133,12 @@ def show_command(argv: Sequence[str]) -> None:
 
 
 def this_process() -> Process:
-    """Return what others find this process by: its number alone may be given again."""
+    """Return the identity of this process; a pid alone may be reused."""
     return Process(host=env.hostname(), machine=machine_id(), pid=os.getpid(), started=_started(_stat("self")))
 
 
 def describe_self() -> dict[str, Any]:
-    """Return :func:`this_process` as the journal's fields."""
+    """Return :func:`this_process` as fields of the journal."""
     own = this_process()
     return {"pid": own.pid, "pid_started": own.started, "host": own.host, "machine": own.machine}
 
@@ -163,18 +162,18 @@ def start_time_s(pid: int) -> float:
 
 
 def this_program() -> str | None:
-    """Return :func:`name_program` of the script that this process runs; ``None``: of none (``python -c``, a prompt)."""
+    """Return :func:`name_program` of the script that this process runs; ``None``: none (``python -c``, a prompt)."""
     path = sys.argv[0] if sys.argv else ""
     return name_program(path) if path and os.path.isfile(path) else None
 
 
 def name_program(path: str) -> str:
-    """Return a script's real path, to be compared and kept in files; bytes that are not UTF-8 become escapes."""
+    """Return a script's real path, for comparison and for files; bytes that are not UTF-8 become escapes."""
     return os.fsencode(os.path.realpath(path)).decode(errors="backslashreplace")
 
 
 def is_alive(process: Process) -> bool | None:
-    """Return whether a process still runs, stopped or not; ``None``: that cannot be known from this machine."""
+    """Return whether a process still runs, stopped or not; ``None``: this machine cannot determine it."""
     if not process.machine or process.machine != machine_id() or process.pid <= 0:
         return None
     try:
@@ -184,7 +183,7 @@ def is_alive(process: Process) -> bool | None:
             os.kill(process.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # another user's, where /proc shows one's own alone
+        except PermissionError:  # another user's, where /proc hides those
             return True
         return True
     return fields[0] not in _ENDED and process.started in (0, _started(fields))
@@ -192,7 +191,7 @@ def is_alive(process: Process) -> bool | None:
 
 @cache
 def machine_id() -> str:
-    """Name this start of the machine, and the space of process numbers that this process is in."""
+    """Return an identifier of this boot of the machine and of this process's pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -201,7 +200,7 @@ def machine_id() -> str:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return the fields of proc(5) behind a process's name, from the third on."""
+    """Return the fields of proc(5)'s ``stat`` from the third on (after the process's name)."""
     return Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()
 
 
@@ -218,7 +217,7 @@ def process_state(pid: int) -> str:
 
 
 def describe_stuck(pid: int) -> str:
-    """Return where a process is that does not end: its state, and the function of the kernel that it waits in."""
+    """Describe a process that does not end: its state, and the kernel function in which it waits."""
     try:
         state = _stat(str(pid))[0].decode()
         waits_in = Path("/proc", str(pid), "wchan").read_text(encoding="ascii").strip()
@@ -229,14 +228,14 @@ def describe_stuck(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a process does at a moment, as far as ``/proc`` shows it."""
+    """The activity of a process, according to ``/proc``."""
 
     cpu_ticks: int
-    """Clock ticks of processor time that it has used."""
+    """Clock ticks of CPU time used."""
     is_stopped: bool
-    """A signal or a debugger has stopped it."""
+    """Stopped by a signal or a debugger."""
     is_active: bool
-    """A thread is ready to run, or waits within the kernel, as for a disk."""
+    """A thread is runnable, or waits in the kernel, as for a disk."""
 
     def is_idle_since(self, before: Activity | None) -> bool:
         """Return whether the process has not run since an earlier moment, and is not about to run."""
@@ -245,7 +244,7 @@ class Activity:
 
 
 def read_activity(pid: int) -> Activity | None:
-    """Return what a process does; ``None``: it is gone, or ``/proc`` does not show it."""
+    """Return the activity of a process; ``None``: it is gone, or ``/proc`` does not show it."""
     try:
         fields = _stat(str(pid))
         states = [_stat(f"{pid}/task/{task}")[0] for task in os.listdir(f"/proc/{pid}/task")]
@@ -259,7 +258,7 @@ def read_activity(pid: int) -> Activity | None:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return what an exit code means, for people; negative: the signal that ended the process."""
+    """Return the meaning of an exit code, for people; negative: the signal that ended the process."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -269,35 +268,33 @@ def describe_exit(exit_code: int) -> str:
 
 
 def kill_group(pgid: int, sig: int) -> bool:
-    """Send a signal to a process group; return whether anyone was there to get it."""
+    """Send a signal to a process group; return whether it has a process."""
     try:
         os.killpg(pgid, sig)
     except ProcessLookupError:
         return False
     except PermissionError:
-        # Some member changed its user; the ones that we may signal got it.
-        return True
+        pass  # a member changed its user; the others got the signal
     return True
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Return the user whose process opened a connection to a Unix socket, as the kernel knows it."""
+    """Return the user whose process opened a connection to a Unix socket, according to the kernel."""
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
 
 
 class DatagramSocket:
-    """A socket at an abstract address, on which this user's processes, and root's, send datagrams.
+    """A socket at an abstract address, for datagrams of processes of this user and root.
 
     An abstract address has no permissions: any user of the machine can send to it. Datagrams of other users are
-    dropped, and the first problem of a socket is logged, not each datagram of a flood.
+    dropped; only the first problem of a socket is logged, so that a flood does not fill the log.
 
     Args:
-        address: Its address, which begins with a zero byte.
+        address: Abstract address (first byte zero).
         max_bytes: Longer datagrams are cut.
 
-    Raises:
-        OSError: The address is taken, or there is no descriptor left.
+    Raises: OSError: The address is in use, or no descriptor is left.
     """
 
     def __init__(self, address: bytes, max_bytes: int) -> None:
@@ -311,11 +308,11 @@ class DatagramSocket:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when a datagram has come; -1 once closed."""
+        """Return the descriptor that is readable when a datagram has arrived; -1 once closed."""
         return self._socket.fileno()
 
     def receive(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """Yield the datagrams that have come, and each sender's address: a bounded number, so that a flood ends."""
+        """Yield the pending datagrams with each sender's address, up to a limit, so that a flood ends."""
         for _ in range(_MAX_DATAGRAMS):
             try:
                 data, beside, _, sender = self._socket.recvmsg(self._max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -328,23 +325,22 @@ class DatagramSocket:
                 self.warn(f"user {user} of this machine sends datagrams to this process, which drops them")
 
     def send(self, data: bytes, address: bytes) -> None:
-        """Send a datagram. Raises: OSError, when no process receives there or the receiver's buffer is full."""
+        """Send a datagram. Raises: OSError, if no process receives there or the receiver's buffer is full."""
         self._socket.sendto(data, address)
 
     def warn(self, problem: str) -> None:
-        """Log what is wrong with a datagram; further problems of this socket are logged at DEBUG."""
+        """Log a problem of a datagram; further problems of this socket are logged at DEBUG."""
         log.log(logging.DEBUG if self._has_warned else logging.WARNING, "%s; further ones are not logged", problem)
         self._has_warned = True
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
         self._socket.close()
 
 
 def open_pidfd(pid: int) -> int:
     """Return a descriptor that is readable once a process has ended, reaped or not.
 
-    Where the kernel, or what guards a container, lets nobody call ``pidfd_open``, a thread looks at ``/proc`` instead.
+    Where ``pidfd_open`` is missing or forbidden, a thread polls ``/proc`` instead.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -363,7 +359,7 @@ def open_pidfd(pid: int) -> int:
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(write, 0)  # reports an error, once nobody has the other end any more
+        poll.register(write, 0)  # reports an error once the other end is closed
         try:
             while not poll.poll(_LOOK_MS):
                 fields = _stat(str(pid))
@@ -382,7 +378,7 @@ def send_signal(pidfd: int, pid: int, number: int) -> None:
     """Send a signal to a process of :func:`open_pidfd`, unless it has ended.
 
     Raises:
-        ProcessLookupError: It has.
+        ProcessLookupError: It has ended.
         PermissionError: It may not be signalled.
     """
     try:
@@ -398,28 +394,24 @@ def send_signal(pidfd: int, pid: int, number: int) -> None:
 
 
 class ChildProcess:
-    """One child.
+    """One child process.
 
     Args:
-        module: Full name of the module that it runs.
         *arguments: Its arguments; no secrets.
-        task: Sent to the child as the first message on :attr:`channel`; ``None``: it has no channel. The child gets the
-            channel's other end with :func:`channel_to_parent`.
-        receives: Union of the messages that come back on the channel.
-        packets: Each message on the channel is one packet; see :func:`~outlast.runtime.wire.socket_pair`.
+        task: Sent to the child as the first message on :attr:`channel`, whose other end the child gets with
+            :func:`channel_to_parent`; ``None``: no channel.
+        receives: Union of the messages from the child.
         fds: Descriptors that the child inherits under the same numbers; they stay the caller's.
-        interpreter: Options of the interpreter and the code that it runs instead of the module.
-        environment: The child's whole environment, as it is; ``None``: that of this process, and where this package is.
-        quiet: Discard what the child prints and logs; otherwise both go where this process's go.
-        stdin: Where the child reads, as for :class:`subprocess.Popen`; ``None``: where this process does.
-        stdout: Where the child prints instead, as for :class:`subprocess.Popen`.
-        own_session: In a session and process group of its own: Ctrl-C does not reach it, and :meth:`kill` ends what
-            it started, too.
+        interpreter: Options of the interpreter and code to run instead of the module.
+        environment: The child's whole environment; ``None``: that of this process, and the location of this package.
+        quiet: Discard the child's output; otherwise it goes where this process's goes.
+        stdin: As for :class:`subprocess.Popen`; ``None``: this process's.
+        own_session: Run in a new session and process group: Ctrl-C does not reach it, and :meth:`kill` also ends the
+            processes that it started.
 
-    Raises:
-        OSError: No process can be started.
+    Raises: OSError: No process can be started.
 
-    Blocks: until the process is there, a few milliseconds.
+    Blocks: until the process exists, a few milliseconds.
     Thread: any; the kernel may tie a child to the thread that starts it (``die_with_parent``).
     """
 
@@ -429,7 +421,6 @@ class ChildProcess:
         *arguments: str,
         task: msgspec.Struct | None = None,
         receives: Any = None,
-        packets: bool = False,
         fds: Sequence[int] = (),
         interpreter: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -439,11 +430,8 @@ class ChildProcess:
         own_session: bool = True,
     ) -> None:
         self._own_session = own_session
-        ours: socket.socket | None = None
-        theirs: socket.socket | None = None
+        ours, theirs = socket_pair() if task is not None else (None, None)
         try:
-            if task is not None:
-                ours, theirs = socket_pair(packets=packets)
             channel_fds = [] if theirs is None else [theirs.fileno()]
             self._process = subprocess.Popen(
                 [sys.executable, *(interpreter or ("-P", "-m", module)), *map(str, channel_fds), *arguments],
@@ -463,13 +451,10 @@ class ChildProcess:
                 theirs.close()
         self.pid = self._process.pid
         self._channel: MessageChannel[Any] | None = None
-        if ours is not None:
-            assert task is not None
+        if ours is not None and task is not None:
             self._channel = MessageChannel(ours, receives)
-            try:
+            with contextlib.suppress(ConnectionError):  # it has ended already; poll() returns how
                 self._channel.send(task)
-            except ConnectionError:
-                pass  # it ended already; the next one who looks sees how
 
     @property
     def channel(self) -> MessageChannel[Any]:
@@ -478,21 +463,15 @@ class ChildProcess:
         return self._channel
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; ``None`` while it runs."""
+        """Return the exit code, negative for a signal; ``None`` while the child runs."""
         return self._process.poll()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the child's end, and return its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: It still runs.
-
-        Blocks: up to ``timeout_s``.
-        """
+        """Wait for the child's end, up to ``timeout_s``; return its exit code. Raises: subprocess.TimeoutExpired."""
         return self._process.wait(timeout_s)
 
     def kill(self) -> None:
-        """End the child at once, with what it started if it has a session of its own. Blocks: never. Thread: any."""
+        """End the child at once, with the processes of its session if it has its own. Blocks: never. Thread: any."""
         if self._process.returncode is None and not (self._own_session and kill_group(self.pid, signal.SIGKILL)):
             self._process.kill()
 
@@ -504,17 +483,17 @@ class ChildProcess:
             end_s: Seconds in which it must be gone once it is killed.
 
         Returns:
-            Its exit code; ``None``: it sits in the kernel, in a driver or on a network disk, and is reaped by a thread
-            when it returns from there.
+            Its exit code; ``None``: it is blocked in the kernel, in a driver or on a network disk, and a thread reaps
+            it when it returns from there.
 
         Blocks: up to ``grace_s + end_s``.
         """
         if self._channel is not None:
             self._channel.close()
         if grace_s and self._process.returncode is None:
-            ended = open_pidfd(self.pid)  # it is not reaped before its group is ended: its number stays its own
+            ended = open_pidfd(self.pid)  # not reaped before its group is ended, so its pid is not reused
             try:
-                poll = select.poll()  # not select(): an agent with a connection for each node has numbers above 1023
+                poll = select.poll()  # not select(): an agent with many nodes has descriptors above 1023
                 poll.register(ended, select.POLLIN)
                 poll.poll(grace_s * 1e3)
             finally:
@@ -528,7 +507,7 @@ class ChildProcess:
 
 
 def _with_package_path() -> dict[str, str]:
-    """Return this process's environment for a child, which finds this package where it is."""
+    """Return this process's environment with the location of this package, for a child."""
     variables = env.environ()
     root = str(Path(__file__).resolve().parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
@@ -536,7 +515,7 @@ def _with_package_path() -> dict[str, str]:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files of this process, and of those that it starts, to the hard limit."""
+    """Raise the soft limit of open files, of this process and its children, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # a container may not permit it
@@ -544,12 +523,7 @@ def raise_descriptor_limit() -> None:
 
 
 def channel_to_parent(fd: str, receives: Any) -> MessageChannel[Any]:
-    """Return the child's end of its parent's channel, on which the task comes first.
-
-    Args:
-        fd: The first command line argument.
-        receives: Union of the messages that come from the parent, the task included.
-    """
+    """Return the child's end of the channel to its parent, on which the task comes first."""
     connection = socket.socket(fileno=int(fd))
     connection.set_inheritable(False)
     return MessageChannel(connection, receives)

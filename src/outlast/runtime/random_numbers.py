@@ -1,4 +1,4 @@
-"""The random numbers of this rank: python's, numpy's, torch's and the device's, captured and set together.
+"""The random numbers of this rank (Python's, numpy's, torch's and the device's), captured and restored together.
 
 Importing the module imports neither torch nor numpy.
 """
@@ -17,7 +17,7 @@ from outlast.runtime.device import device_rng_state, set_device_rng_state
 
 _MT19937_WORDS = 624
 _MT19937_BYTES = (_MT19937_WORDS + 1) * 4
-"""Bytes of the state of python's and of numpy's default generator: its words, and the place within them."""
+"""Bytes of the state of Python's and numpy's default generators: its words, and the position in them."""
 
 
 def _memory_at(address: int, num_bytes: int = _MT19937_BYTES) -> Any:
@@ -25,8 +25,10 @@ def _memory_at(address: int, num_bytes: int = _MT19937_BYTES) -> Any:
 
 
 def _numpy_memory() -> Callable[[], tuple[bytes, bytes] | None]:
-    """Return what returns the bytes of numpy's generator, and those that tell which normally distributed number it
-    keeps for the next call; ``None`` where it is another one than the usual."""
+    """Return a function that returns the bytes of numpy's generator and of its cached normal variate.
+
+    The function returns ``None`` for an unusual generator.
+    """
     import numpy as np
 
     current: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]
@@ -51,7 +53,7 @@ def _body(owner: Any) -> Any:
 
 
 def _keeps_number_within() -> bool:
-    """Return whether an object of numpy's that keeps a number for the next call has it in its own memory."""
+    """Return whether numpy's RandomState stores its cached normal variate in its own memory."""
     import numpy as np
 
     if sys.implementation.name != "cpython":
@@ -66,8 +68,10 @@ def _keeps_number_within() -> bool:
 
 
 def _python_memory() -> Callable[[], tuple[bytes, float | None] | None]:
-    """Return what returns the bytes of python's generator, and the normally distributed number that it keeps for the
-    next call; ``None`` if they lie not where CPython has them."""
+    """Return a function that returns the bytes of Python's generator and its cached normal variate.
+
+    The function returns ``None`` if they are not stored as in CPython.
+    """
     generator = random._inst
     header = object.__basicsize__  # the state follows right behind
     if sys.implementation.name == "cpython" and _random.Random.__basicsize__ >= header + _MT19937_BYTES:
@@ -79,7 +83,7 @@ def _python_memory() -> Callable[[], tuple[bytes, float | None] | None]:
 
 
 def capture_random(python_state: Any = None, numpy_state: Any = None) -> dict[str, Any]:
-    """Return the state of all generators that have one per process; what is given is not asked for."""
+    """Return the state of all per-process generators; given states are not captured again."""
     import numpy as np
     import torch
 
@@ -92,7 +96,7 @@ def capture_random(python_state: Any = None, numpy_state: Any = None) -> dict[st
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    """Set all generators to a state of :func:`capture_random`."""
+    """Restore a state of :func:`capture_random`."""
     import numpy as np
     import torch
 
@@ -104,11 +108,10 @@ def restore_random(state: dict[str, Any]) -> None:
 
 
 class _SeenState:
-    """The state of a generator, asked for again only when its memory has changed.
+    """The state of a generator, captured again only when its memory has changed.
 
     Args:
-        memory: Returns all that the state consists of; ``None`` = it is not known.
-        ask: Returns the state.
+        memory: Returns the complete memory of the state; ``None`` = unknown.
     """
 
     def __init__(self, memory: Callable[[], Any], ask: Callable[[], Any]) -> None:
@@ -117,7 +120,6 @@ class _SeenState:
         self._state: Any = None
 
     def now(self) -> Any:
-        """Return the state."""
         seen = self._memory()
         if seen is None or seen != self._seen:
             self._seen, self._state = seen, self._ask()
@@ -125,9 +127,9 @@ class _SeenState:
 
 
 class RandomSnapshot:
-    """The same, for once a step: the state of a generator that was not used since is not copied again.
+    """:func:`capture_random` for every step: the state of a generator that was not used since is not copied again.
 
-    To ask takes 25 us for numpy's and 9 us for python's; comparing the bytes takes less than 1.
+    Capturing takes 25 us for numpy and 9 us for Python; comparing the bytes takes less than 1.
 
     Thread: that of the training loop.
     """
@@ -140,15 +142,15 @@ class RandomSnapshot:
         self._state: dict[str, Any] | None = None
 
     def take(self) -> None:
-        """Remember the state of all generators."""
+        """Capture the state of all generators."""
         self._state = capture_random(self._python.now(), self._numpy.now())
 
     def restore(self) -> None:
-        """Set all generators to their state of :meth:`take`."""
+        """Restore the state of :meth:`take`."""
         restore_random(self.state)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What was remembered, as :func:`capture_random` returns it."""
+        """The captured state, as :func:`capture_random` returns it."""
         assert self._state is not None, "take() was not called"
         return self._state

@@ -1,23 +1,19 @@
-"""The run key: what every process of a run knows and no stranger does, and from which all its connections are proved.
+"""The run key: the secret of a run, with which all its connections are authenticated.
 
-Where it comes from, in this order: the file of ``--run-key-file``, the variable ``OUTLAST_RUN_KEY``, the file
-``run.key`` of a run directory that all agents share (the first one makes it, readable by its owner only), else the
-run's id. The last is no secret: it keeps accidents out (another run at the same port), not attackers.
-
-Whether the run directory is shared is decided alike on every node, before anybody is asked: it is where all agents are
-on one machine, or where the directory lies on a network file system. The key is never on a command line, in a log, in
-the journal, or in a child's arguments; workers find it in their environment.
+Sources, in this order: the file of ``--run-key-file``, ``OUTLAST_RUN_KEY``, the file ``run.key`` of a run directory
+that all agents share (on one machine, or on a network file system; the first agent creates it, readable by its owner
+only), else the run's id, which is not a secret: it prevents accidents (another run at the same port), not attacks. The
+key is never on a command line, in a log, in the journal, or in a child's arguments; workers get it in their
+environment.
 
 Workers that connect to each other derive the key of these connections from the run key and an *offer*, which one of
-them draws and passes on through the ranks' store or a collective (:func:`make_offer`, :func:`accept_offer`). With a run
-key the offer may be known: it only makes the keys of two groups, and so of two cycles, differ. Where no worker has a
-run key (``torchrun``, ``srun``) the offer itself is the secret.
+them draws and passes on through the ranks' TCPStore or a collective. With a run key the offer may be public: it only
+makes the keys of two groups, and so of two cycles, differ. Without one (``torchrun``, ``srun``) the offer itself is the
+secret.
 
-Rejected: asking the first agent for it (whoever answers at the endpoint would give it); accepting the run's id beside a
-secret (a stranger knows the id).
-Rejected for the offers: the number of the cycle in their place (agents of ``torchrun`` count restarts each by
-themselves); a key from the run key alone where there is one (the id of a run without a secret would be all there is to
-know).
+Rejected: requesting the key from the first agent (any process that responds at the endpoint could give one); accepting
+the run's id in addition to a secret (the id is public). Rejected for offers: the number of the cycle instead (agents of
+``torchrun`` count restarts separately); the run key alone (for a run without a secret, the id would suffice).
 """
 
 from __future__ import annotations
@@ -68,8 +64,6 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 class KeySource(StrEnum):
-    """Where a run key came from."""
-
     FILE = "the file of --run-key-file"
     VARIABLE = "OUTLAST_RUN_KEY"
     RUN_DIRECTORY = "run.key of the run directory"
@@ -78,41 +72,35 @@ class KeySource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """A run's key."""
-
     secret: bytes = field(repr=False)
     source: KeySource
 
     @classmethod
     def of_run_id(cls, run_id: str) -> RunKey:
-        """Return the key of a run that has no secret."""
+        """Return the key of a run without a secret."""
         return cls(hashlib.sha256(b"outlast run " + run_id.encode()).digest(), KeySource.RUN_ID)
 
     @property
     def fingerprint(self) -> bytes:
-        """What may be shown of it: eight bytes by which two sides see that their keys differ."""
+        """Eight public bytes that show two sides whether their keys differ."""
         return self.derive("fingerprint")[:8]
 
     def derive(self, purpose: str) -> bytes:
-        """Return the key for one purpose; from it neither the run key nor another purpose's can be found."""
+        """Return the key for one purpose, which reveals neither the run key nor the key of another purpose."""
         return hmac.digest(self.secret, b"outlast key " + purpose.encode(), "sha256")
 
     def as_variable(self) -> str:
-        """Return what ``OUTLAST_RUN_KEY`` of this run's workers holds."""
+        """Return the value of ``OUTLAST_RUN_KEY`` for this run's workers."""
         return f"hex:{self.secret.hex()}"
 
 
 def find_run_key(run_id: str, run_dir: Path | None, *, key_file: str | None, is_one_machine: bool) -> RunKey:
-    """Return the key of a run; make the one of its directory, if that is to have one and has none yet.
+    """Return the key of a run; create that of its directory if it needs one.
 
     Args:
-        run_id: Name of the run.
-        run_dir: Its directory; ``None``: it has none.
-        key_file: What ``--run-key-file`` names.
         is_one_machine: All agents are on this machine.
 
-    Raises:
-        ConfigError: A file or the variable that is to hold it cannot be used; one line with the remedy.
+    Raises: ConfigError: The file or variable of the key cannot be used.
     """
     if key_file is not None:
         try:
@@ -128,32 +116,18 @@ def find_run_key(run_id: str, run_dir: Path | None, *, key_file: str | None, is_
 
 
 def key_of_environment() -> RunKey | None:
-    """Return the key that ``OUTLAST_RUN_KEY`` holds; ``None``: it is not set.
-
-    Raises:
-        ConfigError: It is too short.
-    """
+    """Return the key in ``OUTLAST_RUN_KEY``; ``None``: not set. Raises: ConfigError: It is too short."""
     text = env.environ().get(env.RUN_KEY)
     if not text:
         return None
     if text.startswith("hex:"):
-        try:
+        with contextlib.suppress(ValueError):  # not hexadecimal: a plain secret
             return RunKey(bytes.fromhex(text.removeprefix("hex:")), KeySource.VARIABLE)
-        except ValueError:
-            pass  # then it only looks so
     return RunKey(_check(text.encode(), env.RUN_KEY), KeySource.VARIABLE)
 
 
 def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
-    """Return the key that a run directory holds.
-
-    Args:
-        run_dir: The run directory.
-        make: Make one where there is none.
-
-    Raises:
-        ConfigError: It cannot be read or made.
-    """
+    """Return the key in a run directory. Raises: ConfigError: It cannot be read or created."""
     path = run_dir / FILE_NAME
     try:
         if make and not path.exists():
@@ -167,14 +141,14 @@ def key_of_directory(run_dir: Path, *, make: bool = True) -> RunKey:
 
 
 def _read_own(path: Path) -> bytes:
-    """Return the bytes of a key that this user, or whoever owns the run directory, made; warn if others can use it.
+    """Return the bytes of a key of this user or of the run directory's owner; warn if others can access it.
 
     Raises:
         ConfigError: Another user owns it.
         OSError: It cannot be read, or is not a regular file.
     """
     data, found = read_file(path, max_bytes=_MAX_BYTES), path.lstat()
-    # Where an administrator's files belong to nobody (root squash), so does the directory.
+    # With root squash, both an administrator's file and the directory belong to nobody.
     if found.st_uid not in {os.geteuid(), 0, path.parent.stat().st_uid}:
         raise ConfigError(
             f"the run key {path} belongs to user {found.st_uid}, not to you (user {os.geteuid()}) or to the owner of "
@@ -191,44 +165,36 @@ def _read_own(path: Path) -> bytes:
 
 
 def find_known_keys(run_dir: Path | None, *, key_file: str | None = None) -> list[RunKey]:
-    """Return the keys that a run may have of which only the directory is known, the likeliest first.
+    """Return the possible keys of a run of which only the directory is known, the likeliest first.
 
-    The variable may be left from another run, and the directory's key from before the variable was set, so both count.
+    The variable may be of another run, and the directory's key older than the variable, so both are returned.
 
-    Raises:
-        ConfigError: The file or the variable that is named cannot be used.
+    Raises: ConfigError: The given file, or the variable, cannot be used.
     """
     if key_file is not None:
         return [find_run_key("", None, key_file=key_file, is_one_machine=False)]
     found = [key_of_environment()]
     if run_dir is not None and (run_dir / FILE_NAME).exists():
-        with contextlib.suppress(ConfigError):  # it is another user's
+        with contextlib.suppress(ConfigError):  # owned by another user
             found.append(key_of_directory(run_dir, make=False))
     return [key for key in found if key is not None]
 
 
 def make_offer() -> str:
-    """Return a new offer for a group, which one process gives to all others.
+    """Return a new offer for a group, which one process sends to all others: version, random bytes, key fingerprint.
 
-    It holds the package's version, something random, and the run key's fingerprint.
-
-    Raises:
-        ConfigError: ``OUTLAST_RUN_KEY`` is too short.
+    Raises: ConfigError: ``OUTLAST_RUN_KEY`` is too short.
     """
     version = __version__.replace(".", "_")
     return f"{version}:{secrets.token_hex(_OFFER_BYTES)}.{_own_fingerprint()}"
 
 
 def accept_offer(offer: str, purpose: str) -> bytes:
-    """Return the key that all processes derive that take the same offer for the same purpose.
-
-    Args:
-        offer: What :func:`make_offer` returned, in one of them.
-        purpose: What the key is for.
+    """Return the key that all processes derive from the same offer for the same purpose.
 
     Raises:
-        ConfigError: This process and the one that made the offer have different versions of the package, or different
-            run keys, or only one of them has any.
+        ConfigError: This process and the one that made the offer have different versions of the package or different
+            run keys, or only one of them has a run key.
     """
     drawn, _, theirs = offer.partition(".")
     version, has_version, _ = drawn.partition(":")
@@ -251,15 +217,10 @@ def accept_offer(offer: str, purpose: str) -> bytes:
 
 
 def describe_difference(theirs: str, *, whose: str, own: str) -> str | None:
-    """Return why a process of the run is refused that has another version of the package, for people.
+    """Return why a process of another version of the package is refused, for people; ``None``: it is accepted.
 
     Args:
-        theirs: Its version; empty: it reports none, as versions before 1.0.
-        whose: Which process that is.
-        own: Which one this is.
-
-    Returns:
-        ``None``: it has this version, or :data:`outlast.env.ANY_VERSION` allows any.
+        theirs: Its version; empty: not reported, as by versions before 1.0.
     """
     if theirs == __version__ or env.any_version():
         return None
@@ -275,16 +236,13 @@ def _own_fingerprint() -> str:
 
 
 def is_network_file_system(path: Path) -> bool:
-    """Return whether other machines can see a folder under the same files."""
-    return _file_system_type(path) in _NETWORK_FILE_SYSTEMS
-
-
-def _file_system_type(path: Path) -> int:
+    """Return whether other machines may share a folder."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(256)  # struct statfs begins with the type, a word
     if libc.statfs(os.fsencode(path), buffer) != 0:
-        return 0
-    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
+        return False
+    kind = int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return kind & 0xFFFFFFFF in _NETWORK_FILE_SYSTEMS
 
 
 def _check(data: bytes, source: str) -> bytes:

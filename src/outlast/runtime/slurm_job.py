@@ -1,4 +1,4 @@
-"""What a process knows of the Slurm job that it runs in."""
+"""The Slurm job in which a process runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from outlast import env
 from outlast.env import expand_nodes, read_counts, read_number
+from outlast.wording import count
 
 log = logging.getLogger(__name__)
 _logged: set[tuple[str, int]] = set()
@@ -18,15 +19,15 @@ class SLURMInfo:
     """A Slurm job, as its processes see it."""
 
     job_id: str
-    """Number of the job, the same after it was re-queued."""
+    """Number of the job, unchanged when it is requeued."""
     job_name: str = ""
     node_list: str = ""
     """The job's nodes in Slurm's short form; :attr:`nodes` has their names."""
     num_nodes: int = 1
     ntasks_per_node: int = 1
-    """Tasks on a node; the most that any has, where they differ."""
+    """Tasks on a node; the maximum if they differ."""
     restart_count: int = 0
-    """How often the job was re-queued."""
+    """How often the job was requeued."""
     partition: str = ""
     array_task_id: str | None = None
     """``None`` unless the job is part of an array."""
@@ -40,16 +41,15 @@ class SLURMInfo:
 
     @property
     def is_requeued(self) -> bool:
-        """Whether the job ran before and was re-queued."""
+        """Whether the job ran before and was requeued."""
         return self.restart_count > 0
 
     def describe(self) -> str:
         """Return one line for people."""
         array = f", array task {self.array_task_id}" if self.array_task_id is not None else ""
-        times = "time" if self.restart_count == 1 else "times"
-        again = f", re-queued {self.restart_count} {times}" if self.is_requeued else ""
-        where = f"{self.num_nodes} node{'' if self.num_nodes == 1 else 's'} ({self.node_list})"
-        per_node = f"{self.ntasks_per_node} task{'' if self.ntasks_per_node == 1 else 's'} each"
+        again = f", re-queued {count(self.restart_count, 'time')}" if self.is_requeued else ""
+        where = f"{count(self.num_nodes, 'node')} ({self.node_list})"
+        per_node = f"{count(self.ntasks_per_node, 'task')} each"
         partition = f", partition {self.partition}" if self.partition else ""
         return f"Slurm job {self.job_id} {self.job_name!r}{array}: {where}, {per_node}{partition}{again}"
 
@@ -58,10 +58,10 @@ def get_slurm_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | 
     """Return the Slurm job of this process; ``None`` outside of Slurm.
 
     Args:
-        environment: What to read instead of the environment of this process.
+        environment: Read instead of the environment of this process.
 
     Raises:
-        ConfigError: A variable of Slurm has a value that Slurm does not give it.
+        ConfigError: A variable of Slurm has an invalid value.
     """
     values = env.environ() if environment is None else environment
     job_id = values.get("SLURM_JOB_ID") or values.get("SLURM_JOBID")
@@ -85,24 +85,24 @@ def get_slurm_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | 
 
 
 def is_requeued(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process's Slurm job ran before and was re-queued; outside of Slurm it was not."""
+    """Return whether this process's Slurm job ran before and was requeued; ``False`` outside of Slurm."""
     info = get_slurm_info(environment)
     return info is not None and info.is_requeued
 
 
 def log_job_info(environment: Mapping[str, str] | None = None) -> SLURMInfo | None:
-    """Log the Slurm job in one line, once each time that it starts: by global rank 0, in the job's first cycle.
+    """Log the Slurm job in one line, once per start of the job: by global rank 0, in the job's first cycle.
 
-    A session has it logged when it is made; another call in the same process logs nothing.
+    A session calls this when it is created; another call in the same process logs nothing.
 
     Args:
-        environment: What to read instead of the environment of this process.
+        environment: Read instead of the environment of this process.
 
     Returns:
         The job; ``None`` outside of Slurm.
 
     Raises:
-        ConfigError: A variable of Slurm has a value that Slurm does not give it.
+        ConfigError: A variable of Slurm has an invalid value.
     """
     info = get_slurm_info(environment)
     if info is not None and (start := (info.job_id, info.restart_count)) not in _logged:

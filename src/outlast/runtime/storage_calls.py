@@ -14,38 +14,26 @@ import errno
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from outlast import clock
 from outlast.errors import CheckpointError, Unavailable
+from outlast.runtime.files import begin
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 MAX_BLOCKED = 3
-"""Threads that wait for one place at most."""
+"""Maximum number of threads that wait for one place."""
 LOG_S = 10.0
 """Seconds between two lines about a call that does not return."""
 _POLL_S = 0.25
 _OUTAGE = frozenset(
     {
-        errno.EIO,
-        errno.ENXIO,
-        errno.ENODEV,
-        errno.ESTALE,
-        errno.EREMOTEIO,
-        errno.ENOLINK,
-        errno.ECOMM,
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-        errno.ETIMEDOUT,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
+        *(errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ENOLINK),
+        *(errno.ECOMM, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET),
+        *(errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
     }
 )
 """Errors of a file system whose server, disk or network fails; whether a file exists is unknown then."""
@@ -60,31 +48,20 @@ def is_outage(error: BaseException | None) -> bool:
     return isinstance(error, CheckpointError) and is_outage(error.__cause__)
 
 
-@dataclass(slots=True, eq=False)
-class _BoundedCall:
-    """A call in a thread. Its fields are changed under ``_lock``."""
-
-    since_ns: int
-    done: threading.Event = field(default_factory=threading.Event)
-    value: Any = None
-    error: BaseException | None = None
-    is_abandoned: bool = False
-
-
 _lock = threading.Lock()
-_blocked: dict[str, list[_BoundedCall]] = {}
-"""Abandoned calls that have not returned, by place."""
+_blocked: dict[str, dict[Future[Any], int]] = {}
+"""Abandoned calls that have not returned, and when they started (monotonic nanoseconds), by place."""
 
 
 class CallProgress:
-    """Count what a call has done. The counting thread is ended once the call is abandoned. Thread: any."""
+    """Count the progress of a call. Thread: any."""
 
     def __init__(self) -> None:
         self.count = 0
         self.is_abandoned = False
 
     def add(self, number: int = 1) -> None:
-        """Count more. Raises: Unavailable, in the thread of a call that was abandoned."""
+        """Add to the count. Raises: Unavailable, in the thread of an abandoned call, to end it."""
         self.count += number
         if self.is_abandoned:
             raise Unavailable("the call was abandoned, as it made no progress")
@@ -113,92 +90,74 @@ class StorageCalls:
         progress: CallProgress | None = None,
         discard: Callable[[R], object] | None = None,
     ) -> R:
-        """Return what ``work()`` returns.
+        """Return the result of ``work()``.
 
         Args:
             place: The directory or URL; calls on one place are limited together.
             work: The call; runs in a daemon thread.
-            operation: What it does, for people, such as ``list``.
+            operation: Name of the operation for people, such as ``list``.
             target: Returns the path that the call waits for; ``None`` = the place.
-            progress: Counts what the call has done; as long as it changes, the call is not abandoned.
+            progress: Counts the call's progress; while it changes, the call is not abandoned.
             discard: Releases a result that arrives after the call was abandoned.
 
         Raises:
             Unavailable: The call made no progress for ``timeout_s``, or too many calls on the place are blocked.
-            BaseException: What ``work`` raised.
+            BaseException: An error of ``work``.
 
         Blocks: up to ``timeout_s`` without progress.
         """
         with _lock:
-            blocked = _blocked.get(place, ())
-            if len(blocked) >= MAX_BLOCKED:
-                waited_s = (clock.now_ns() - min(call.since_ns for call in blocked)) / 1e9
+            blocked = _blocked.get(place)
+            if blocked is not None and len(blocked) >= MAX_BLOCKED:
+                waited_s = (clock.now_ns() - min(blocked.values())) / 1e9
                 raise Unavailable(self._describe(place, waited_s, operation))
-        call = _BoundedCall(clock.now_ns())
-
-        def act() -> None:
-            try:
-                value, error = work(), None
-            except BaseException as raised:  # noqa: BLE001 - raised again by the caller, in its thread
-                value, error = None, raised
-            with _lock:
-                if call.is_abandoned:
-                    left = _blocked.get(place, [])
-                    left[:] = [other for other in left if other is not call]
-                    if not left:
-                        _blocked.pop(place, None)
-                call.value, call.error = value, error
-                call.done.set()
-                is_late = call.is_abandoned
-            if is_late and error is None and discard is not None:
-                discard(value)  # type: ignore[arg-type]
-
-        threading.Thread(target=act, name="outlast-storage", daemon=True).start()
+        begin_ns = clock.now_ns()
+        call = begin(work, "outlast-storage")
         try:
-            self._wait(place, call, operation, target, progress)
+            self._wait(call, begin_ns, operation, target or (lambda: place), progress)
+            return call.result()
         finally:
-            with _lock:
-                if not call.done.is_set():
-                    call.is_abandoned = True
-                    _blocked.setdefault(place, []).append(call)
-                    if progress is not None:
-                        progress.is_abandoned = True
-        error, call.error = call.error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame: a cycle that would keep the variables of all callers
-        return call.value  # type: ignore[no-any-return]
+            if not call.done():
+                with _lock:
+                    _blocked.setdefault(place, {})[call] = begin_ns
+                if progress is not None:
+                    progress.is_abandoned = True
+                call.add_done_callback(partial(_end_late, place, discard))
+            del call  # a cycle with its error's traceback would keep the variables of all callers alive
 
     def _wait(
         self,
-        place: str,
-        call: _BoundedCall,
+        call: Future[Any],
+        begin_ns: int,
         operation: str,
-        target: Callable[[], str] | None,
+        target: Callable[[], str],
         progress: CallProgress | None,
     ) -> None:
-        """Wait until a call is done. Raises: Unavailable, once it has made no progress for too long."""
-        count, since_ns, num_lines = 0, call.since_ns, 0
-        if call.done.wait(min(_POLL_S, self.timeout_s)):
-            return
-        while True:
+        """Wait until a call is done. Raises: Unavailable, once it has made no progress for the timeout."""
+        count, since_ns, num_lines, pause_s = 0, begin_ns, 0, min(_POLL_S, self.timeout_s)
+        while not wait((call,), pause_s).done:
             if progress is not None and progress.count != count:
                 count, since_ns, num_lines = progress.count, clock.now_ns(), 0
             waited_s = (clock.now_ns() - since_ns) / 1e9
             if waited_s >= self.timeout_s:
-                where = place if target is None else target()
-                raise Unavailable(self._describe(where, waited_s, operation))
+                raise Unavailable(self._describe(target(), waited_s, operation))
             if waited_s >= (num_lines + 1) * LOG_S:
                 num_lines = int(waited_s / LOG_S)
-                where = place if target is None else target()
-                log.warning("%s has waited %.0f s for %s (%s)", self.who, waited_s, where, operation)
-            if call.done.wait(min(_POLL_S, max(self.timeout_s - waited_s, 0.01))):
-                return
+                log.warning("%s has waited %.0f s for %s (%s)", self.who, waited_s, target(), operation)
+            pause_s = min(_POLL_S, max(self.timeout_s - waited_s, 0.01))
 
     def _describe(self, where: str, waited_s: float, operation: str) -> str:
         return f"{where} has not responded for {waited_s:.0f} s ({operation}, {self.who})"
+
+
+def _end_late(place: str, discard: Callable[[Any], object] | None, call: Future[Any]) -> None:
+    """Forget an abandoned call that has returned, and release its result."""
+    with _lock:
+        del _blocked[place][call]
+        if not _blocked[place]:
+            del _blocked[place]
+    if discard is not None and call.exception() is None:
+        discard(call.result())
 
 
 def is_blocked(place: str) -> bool:
@@ -208,12 +167,11 @@ def is_blocked(place: str) -> bool:
 
 
 def in_threads(work: Callable[[Any], R], items: list[Any], *, num_threads: int, name: str) -> list[R]:
-    """Return what ``work`` returns for each item, in their order, by daemon threads.
+    """Return the results of ``work`` for all items, in their order, computed by daemon threads.
 
-    Raises:
-        Exception: The first error in the order of the items; what has not begun then does not begin.
+    Raises: Exception: The first error in the order of the items; after an error no further item is started.
 
-    Blocks: until all is done, or the calls that run when one fails have returned.
+    Blocks: until all started calls have returned.
     """
     results: dict[int, R] = {}
     errors: dict[int, BaseException] = {}
@@ -226,21 +184,11 @@ def in_threads(work: Callable[[Any], R], items: list[Any], *, num_threads: int, 
             if index < 0:
                 return
             try:
-                result = work(item)
-                with lock:
-                    results[index] = result
+                results[index] = work(item)
             except BaseException as error:  # noqa: BLE001 - raised again by the caller, in its thread
-                with lock:
-                    errors[index] = error
+                errors[index] = error
 
-    threads = [
-        threading.Thread(target=act, name=f"{name}-{number}", daemon=True)
-        for number in range(min(num_threads, len(items)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    wait([begin(act, f"{name}-{number}") for number in range(min(num_threads, len(items)))])
     if errors:
         raise errors[min(errors)]
     return [results[index] for index in range(len(items))]

@@ -1,7 +1,7 @@
-"""torch's TCP stores, where torch itself needs one: hosting one, connecting to one.
+"""Hosting and connecting to torch's TCPStores, where torch itself needs one.
 
-A call on a store whose server died or stopped can block past the store's own timeout. Whoever must not block makes
-its calls in a thread that it can give up on; nothing here hides that.
+A call on a store whose server died or stopped can block past the store's own timeout. Callers that must not block make
+their calls in a thread that they can abandon.
 """
 
 from __future__ import annotations
@@ -19,21 +19,16 @@ TCPStore = Any
 
 
 def host(endpoint: Endpoint, *, timeout_s: float) -> TCPStore | None:
-    """Host a store; return ``None`` when somebody else already listens there.
-
-    Args:
-        endpoint: Where; port 0 takes a free one.
-        timeout_s: Timeout of the calls made through the returned store.
-    """
+    """Host a TCPStore; return ``None`` if another process already listens there."""
     found = listening_addresses(endpoint.host, interface=env.interface())
     if not found:
         return None
     family, address = found[0]
-    if len(found) > 1:  # torch's store has one socket: peers and local ranks are led to different addresses
+    if len(found) > 1:  # torch's store has one socket, but peers and local ranks use different addresses
         families = {one for one, _ in found}
         family, address = (socket.AF_INET6, "::") if socket.AF_INET6 in families else (socket.AF_INET, "0.0.0.0")
     try:
-        # Bound by us, so that losing the race for a port is an answer, not an exception's text.
+        # Bound here, so that a lost race for a port is a return value, not the text of an exception.
         listener = socket.create_server(
             (address, endpoint.port), family=family, backlog=2048, dualstack_ipv6=address == "::"
         )
@@ -48,22 +43,18 @@ def _serve(name: str, listener: socket.socket, timeout_s: float) -> TCPStore:
 
 
 def connect(endpoint: Endpoint, *, timeout_s: float, call_timeout_s: float) -> TCPStore:
-    """Connect to a store.
+    """Connect to a TCPStore.
 
     Args:
-        endpoint: Where it is hosted.
         timeout_s: How long to try.
-        call_timeout_s: Timeout of the calls made through it.
+        call_timeout_s: Timeout of calls through it.
 
-    Raises:
-        RendezvousError: Nobody answers there in time.
-
-    Blocks: up to ``timeout_s``.
+    Raises: RendezvousError: No store responds in time. Blocks: up to ``timeout_s``.
     """
     from torch.distributed import DistError
 
     try:
-        # A plain connection first: it fails at once where nobody listens, and without lines of C++ log.
+        # A plain connection first: it fails at once if no process listens, and without C++ log lines.
         socket.create_connection((endpoint.host, endpoint.port), timeout=timeout_s).close()
         store = _torch_store(endpoint, timeout_s, is_master=False)
     except (OSError, DistError, RuntimeError) as error:
@@ -82,20 +73,18 @@ def _torch_store(endpoint: Endpoint, timeout_s: float, **options: Any) -> TCPSto
 
 
 def open_cycle_store(addr: str, *, timeout_s: float = 600.0) -> TCPStore:
-    """Host a cycle's own store on a fresh port of this machine; it dies with the last reference.
+    """Host the TCPStore of a cycle on a fresh port of this machine; it ends with the last reference.
 
     Args:
-        addr: This node's address, by which its own ranks reach the store as well. One that is another machine's (a
-            gateway that passes connections on) has the store listen on all addresses.
-        timeout_s: Timeout of the calls made through the returned store.
+        addr: This node's address, by which its own ranks reach the store as well. If it belongs to another machine (a
+            gateway that forwards connections), the store listens on all addresses.
 
-    Raises:
-        RendezvousError: No port is free.
+    Raises: RendezvousError: No port is free.
     """
     here = [address for _, address in listening_addresses(addr)]
     everywhere = "::" if ":" in addr else "0.0.0.0"
     try:
-        listener = listen_at(here[-1] if here else everywhere, backlog=2048)  # the last one is what peers reach
+        listener = listen_at(here[-1] if here else everywhere, backlog=2048)  # peers reach the last one
     except OSError as error:
         raise RendezvousError(f"the ranks' store cannot listen at {addr} ({error.strerror or error})") from error
     return _serve(here[-1] if here else "localhost", listener, timeout_s)

@@ -1,23 +1,17 @@
-"""Messages between our processes: framing, authentication, descriptors and bulk data on sockets.
+"""Messages between processes of this package: framing, authentication, descriptors and bulk data on sockets.
 
-A frame is the body's length in four bytes, the body (a tagged ``msgspec.Struct`` as MessagePack) and, where the
-connection signs its frames, a signature. Each package defines its own messages; a connection decodes a union
-of them. These are the parts:
-
-* :class:`MessageChannel`, a blocking connection with timeouts: sockets, socket pairs (``SOCK_SEQPACKET``, too, where
-  a frame must be sent whole or not at all), descriptors beside messages, bulk data between them without a copy.
-* :class:`BufferedChannel`, a connection that never blocks, and :class:`SelectedChannel`, that connection in a loop with
-  a selector.
-* :class:`Handshake`, by which the two sides of a TCP connection prove to each other that they know a key. Before it is
-  over, nothing is read but hellos of fixed size, and nothing is decoded.
+A frame is the body's length in four bytes, the body (a tagged ``msgspec.Struct`` as MessagePack) and, if the connection
+signs its frames, a signature. :class:`MessageChannel` blocks, with timeouts; :class:`BufferedChannel` never blocks, and
+:class:`SelectedChannel` registers one with a selector. In a :class:`Handshake` both sides of a TCP connection prove
+that they know a key; before it is over, only hellos of fixed size are read, and nothing is decoded.
 
 A proof is the HMAC-SHA256, under the key, of both sides' nonces, the protocol's name, the server's introduction and the
-side that gives it: it cannot be used again, for another protocol, or be sent back. From the same nonces each side
-derives the keys under which frames may be signed. Nothing is encrypted.
+proving side: it cannot be replayed, used for another protocol, or reflected. From the same nonces each side derives the
+keys under which frames may be signed. Nothing is encrypted.
 
 Rejected: one process-wide event loop (a rank's threads block in C, and a writer feeds the network from files); pickles;
-TLS (keys of one run need no certificates); Python's own socket timeouts (each call would be two system calls). Timeouts
-are the kernel's (``SO_RCVTIMEO``, ``SO_SNDTIMEO``). Nothing here imports torch.
+TLS (keys of one run need no certificates); Python's own socket timeouts (two system calls per call; these are the
+kernel's, ``SO_RCVTIMEO`` and ``SO_SNDTIMEO``). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,6 +25,7 @@ import selectors
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
@@ -40,7 +35,7 @@ from outlast import clock
 from outlast.decoding import Decoder, msgpack_decoder
 
 MAX_MESSAGE_BYTES = 1 << 24
-"""Limit of a message where a connection sets none."""
+"""Default limit of a message."""
 _LENGTH = struct.Struct("<I")
 _SERVER_HELLO = struct.Struct("!4sH32s")
 _CLIENT_HELLO = struct.Struct("!4sH32sq32s")
@@ -58,33 +53,29 @@ T = TypeVar("T")
 
 
 class ProtocolError(ConnectionError):
-    """What came, or is to be sent, is not a message of this connection; the connection is unusable."""
+    """Data is not a message of this connection; the connection is unusable."""
 
 
 class AuthenticationFailed(ConnectionError):
-    """The other side does not know the key, or speaks another version of the protocol."""
+    """The other side does not know the key, or has another version of the protocol."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """Return an unsigned frame, to be sent on several connections."""
+    """Return an unsigned frame, which can be sent on several connections."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-def socket_pair(*, packets: bool = False) -> tuple[socket.socket, socket.socket]:
-    """Return two connected Unix sockets.
-
-    Args:
-        packets: Each message is one packet (of up to some 200 KiB): a sender that is interrupted leaves no torn one.
-    """
-    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if packets else socket.SOCK_STREAM)
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected Unix sockets with large buffers."""
+    pair = socket.socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BUFFER_BYTES)
     return pair
 
 
 class _Signer:
-    """The signatures of one direction: each frame's depends on its number."""
+    """Signatures of one direction, each over the number of its frame."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
@@ -99,18 +90,16 @@ class _Signer:
 class Handshake:
     """One side's part in the proof of a shared key, without input or output.
 
-    Send :attr:`outgoing`, receive exactly :attr:`num_wanted` bytes, give them to :meth:`feed`, send what it returns,
+    Send :attr:`outgoing`; then receive exactly :attr:`num_wanted` bytes, pass them to :meth:`feed` and send its result,
     until :attr:`is_over`.
 
     Args:
-        key: What both sides must know; ``None``: this side has none yet, and lets nobody in.
-        protocol: Names what is spoken; the same on both sides.
-        is_server: Whether the other side opened the connection.
+        key: The shared key; ``None``: this side has none yet, and refuses every peer.
+        is_server: The other side opened the connection.
         client_id: A number that the client states and proves, such as its rank.
-        version: Of the protocol.
-        introduction: What the server says openly before anything is proved, of a length that the protocol fixes; on the
-            client's side so many zeros.
-        on_introduction: Called on the client's side with what the server said; it returns the key for it, or raises.
+        introduction: Public bytes that the server sends first, of a length that the protocol fixes; on the client's
+            side as many zeros.
+        on_introduction: Called on the client's side with the server's introduction; returns the key, or raises.
     """
 
     def __init__(
@@ -130,28 +119,28 @@ class Handshake:
         self._own_nonce = secrets.token_bytes(_NONCE_BYTES)
         self._nonces = b""
         self.client_id = client_id
-        """On the server's side: what the client proved, once the handshake is over."""
+        """On the server's side: the number that the client proved, once the handshake is over."""
         self.outgoing = _SERVER_HELLO.pack(_MAGIC, version, self._own_nonce) + introduction if is_server else b""
-        """What this side sends first."""
+        """Bytes to send first."""
         self.num_wanted = _CLIENT_HELLO.size if is_server else _SERVER_HELLO.size + len(introduction)
         """Bytes to receive next; 0: none."""
 
     @property
     def is_over(self) -> bool:
-        """Whether both sides have proved to know the key."""
+        """Whether both sides have proved that they know the key."""
         return not self.num_wanted
 
     @property
     def is_introduced(self) -> bool:
-        """Whether this is the client's side, and the server's introduction was the right one."""
+        """Whether this is the client's side, and the server's introduction was accepted."""
         return not self._is_server and bool(self._nonces)
 
     def feed(self, data: bytes) -> bytes:
-        """Take the other side's next :attr:`num_wanted` bytes; return what to send now.
+        """Process the other side's next :attr:`num_wanted` bytes; return the bytes to send.
 
         Raises:
-            ProtocolError: It does not begin as it must.
-            AuthenticationFailed: It does not know the key.
+            ProtocolError: The hello is invalid.
+            AuthenticationFailed: The other side does not know the key.
         """
         assert len(data) == self.num_wanted
         if self._nonces:  # the client has the server's nonce: this is the server's proof
@@ -177,7 +166,7 @@ class Handshake:
         return _CLIENT_HELLO.pack(_MAGIC, self._version, self._own_nonce, self.client_id, self._prove("client"))
 
     def signing_keys(self) -> tuple[bytes, bytes]:
-        """Return the keys under which this side signs its frames and checks the other side's."""
+        """Return the keys for this side's signatures and for those of the other side."""
         assert self.is_over
         client, server = self._derive("client frames"), self._derive("server frames")
         return (server, client) if self._is_server else (client, server)
@@ -199,16 +188,16 @@ class Handshake:
 
 
 class MessageChannel(Generic[R]):
-    """A connection that blocks, either side.
+    """A blocking connection, either side.
 
     Args:
         connection: A connected stream or ``SOCK_SEQPACKET`` socket; this object owns it.
-        receives: Union of the messages that come.
+        receives: Union of the messages to receive.
         timeout_s: Seconds without progress after which any call below raises ``TimeoutError``; ``None``: never.
-        max_bytes: Limit of a message, either way.
+        max_bytes: Limit of a message, in both directions.
 
-    Raises (all methods): ``OSError``: the connection ended (``ConnectionError``), nothing moved for too long
-    (``TimeoutError``), or what came is not a message of this connection or was changed (:class:`ProtocolError`).
+    Raises (all methods): ``OSError``: the connection ended (``ConnectionError``), there was no progress for too long
+    (``TimeoutError``), or the data is not a message of this connection or was changed (:class:`ProtocolError`).
 
     Thread: one that sends and one that receives; :meth:`abort` any. Where messages are packets, any may send.
     """
@@ -241,33 +230,27 @@ class MessageChannel(Generic[R]):
         self.close()
 
     def fileno(self) -> int:
-        """Return the connection's descriptor, which is readable when :meth:`receive` has something."""
+        """Return the descriptor, which is readable when :meth:`receive` has a message."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         self._socket.close()
 
     def abort(self) -> None:
-        """End what another thread is doing with the connection; that thread closes it. Idempotent. Blocks: never."""
-        try:
+        """End the calls of another thread on this connection; that thread closes it. Idempotent. Blocks: never."""
+        with suppress(OSError):  # already ended
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended already
 
     def authenticate(self, handshake: Handshake, *, within_s: float, sign: bool = False) -> bool:
-        """Go through a handshake before the first message.
+        """Perform a handshake before the first message.
 
         Args:
-            handshake: This side's part.
-            within_s: Seconds for all of it.
             sign: Sign all frames from now on; the same on both sides.
 
         Returns:
-            Whether it is over; ``False``: a client closed the connection without sending anything.
+            ``False``: a client closed the connection without sending anything.
 
-        Raises:
-            AuthenticationFailed: The other side does not know the key, or rejected ours.
+        Raises: AuthenticationFailed: The other side does not know the key, or rejected ours.
         """
         end_s = clock.now_s() + within_s
         is_first, was_sent = True, bool(handshake.outgoing)
@@ -297,9 +280,8 @@ class MessageChannel(Generic[R]):
         """Send a message.
 
         Args:
-            message: What to send.
-            fds: Descriptors that go with it, on a Unix socket; they stay the caller's.
-            within_s: Seconds for all of it, instead of those without progress.
+            fds: Descriptors to send with it, on a Unix socket; they stay the caller's.
+            within_s: Seconds for the whole message, instead of those without progress.
         """
         body = _encoder.encode(message)
         if len(body) > self._max_bytes:
@@ -309,41 +291,17 @@ class MessageChannel(Generic[R]):
         self._send(parts, _end_s(within_s), fds)
 
     def receive(self, *, within_s: float | None = None) -> R | None:
-        """Wait for a message; return ``None`` at the connection's end.
+        """Wait for a message; return ``None`` at the end of the connection.
 
         Args:
-            within_s: Seconds for all of it, instead of those without progress.
+            within_s: Seconds for the whole message, instead of those without progress.
         """
-        received = self._receive(_end_s(within_s), 0)
+        received = self.receive_with_fds(0, within_s=within_s)
         return None if received is None else received[0]
 
     def receive_with_fds(self, max_fds: int = 1, *, within_s: float | None = None) -> tuple[R, list[int]] | None:
-        """Wait for a message and the descriptors beside it, which are the caller's; ``None``: the connection ended."""
-        return self._receive(_end_s(within_s), max_fds)
-
-    # -- bulk data ---------------------------------------------------------------------------------------------
-
-    def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Send a piece of a file or memfd as it is; the kernel takes it from there without a copy.
-
-        Raises:
-            ConnectionAbortedError: The file ends too early. The other side waits for the rest: close the connection.
-        """
-        end = offset + num_bytes
-        while offset < end:
-            sendfile = partial(os.sendfile, self._socket.fileno(), fd, offset, end - offset)
-            num = self._wait(socket.SO_SNDTIMEO, None, sendfile)
-            if not num:
-                raise ConnectionAbortedError(f"the file ends {end - offset} bytes too early")
-            offset += num
-
-    def receive_into(self, into: memoryview) -> None:
-        """Fill a buffer with bytes that are sent as they are."""
-        self._fill(into, None)
-
-    # -- the socket --------------------------------------------------------------------------------------------
-
-    def _receive(self, end_s: float | None, max_fds: int) -> tuple[R, list[int]] | None:
+        """Wait for a message and its descriptors, which the caller owns; ``None``: the connection ended."""
+        end_s = _end_s(within_s)
         fds: list[int] = []
         try:
             more = self._max_bytes + _SIGNATURE_BYTES if self._is_packets else 0
@@ -366,13 +324,34 @@ class MessageChannel(Generic[R]):
             if self._checker is not None and not hmac.compare_digest(self._checker.sign(head, body), signature):
                 raise ProtocolError("the signature of a message is wrong")
             return _decode(self._decoder, body), fds
-        except BaseException:  # whatever ends it, the descriptors must not leak
+        except BaseException:  # the descriptors must not leak
             for fd in fds:
                 os.close(fd)
             raise
 
+    # -- bulk data ---------------------------------------------------------------------------------------------
+
+    def send_file(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Send a part of a file or memfd as raw bytes, without copying it.
+
+        Raises:
+            ConnectionAbortedError: The file ends too early. The other side waits for the rest: close the connection.
+        """
+        end = offset + num_bytes
+        while offset < end:
+            sendfile = partial(os.sendfile, self._socket.fileno(), fd, offset, end - offset)
+            num = self._wait(socket.SO_SNDTIMEO, None, sendfile)
+            if not num:
+                raise ConnectionAbortedError(f"the file ends {end - offset} bytes too early")
+            offset += num
+
+    def receive_into(self, into: memoryview) -> None:
+        self._fill(into, None)
+
+    # -- the socket --------------------------------------------------------------------------------------------
+
     def _extend(self, data: bytearray, size: int, end_s: float | None) -> None:
-        """Receive more, up to this size in all."""
+        """Receive until ``data`` has this size."""
         filled = len(data)
         data += bytes(size - filled)
         self._fill(memoryview(data)[filled:], end_s)
@@ -389,7 +368,7 @@ class MessageChannel(Generic[R]):
         return data
 
     def _fill(self, into: memoryview, end_s: float | None, *, may_end: bool = False) -> bool:
-        """Fill a buffer; return ``False`` where the connection may end, and does, before the first byte."""
+        """Fill a buffer; return ``False`` if ``may_end`` and the connection ends before the first byte."""
         filled = 0
         while filled < len(into):
             receive = partial(self._socket.recv_into, into[filled:], 0, socket.MSG_WAITALL)
@@ -415,7 +394,7 @@ class MessageChannel(Generic[R]):
                 num += self._wait(socket.SO_SNDTIMEO, end_s, partial(self._socket.send, rest[num:]))
 
     def _wait(self, option: int, end_s: float | None, call: Callable[[], T]) -> T:
-        """Return what a call brings that the kernel ends after the time that is left, or that without progress."""
+        """Return the result of a socket call, which the kernel ends at the deadline or without progress."""
         while True:
             timeout_s = self.timeout_s if end_s is None else _left_s(end_s)
             if self._armed.get(option, -1.0) != timeout_s:
@@ -431,10 +410,10 @@ class MessageChannel(Generic[R]):
 
 
 class MessageReader(Generic[R]):
-    """Cut a stream into messages.
+    """Split a stream into messages.
 
     Args:
-        receives: Union of the messages that come.
+        receives: Union of the messages to receive.
         max_bytes: Limit of a message; may be changed at any time.
     """
 
@@ -444,10 +423,9 @@ class MessageReader(Generic[R]):
         self.max_bytes = max_bytes
 
     def feed(self, data: bytes) -> list[R]:
-        """Take the next bytes of the stream; return the messages that are whole.
+        """Process the next bytes of the stream; return the complete messages.
 
-        Raises:
-            ProtocolError: A message is too large, or unreadable.
+        Raises: ProtocolError: A message is too large, or unreadable.
         """
         self._incoming += data
         found: list[R] = []
@@ -470,13 +448,13 @@ class BufferedChannel(MessageReader[R]):
 
     Args:
         connection: Connected, or about to be; this object owns it.
-        receives: Union of the messages that come.
-        handshake: This side's part in the proof of a key; what is sent before it is over waits, and nothing is decoded.
-            ``None``: both sides know each other.
-        max_bytes: Limit of a message, either way; may be changed at any time.
+        receives: Union of the messages to receive.
+        handshake: This side's part; until it is over, outgoing messages are held back and nothing is decoded. ``None``:
+            no authentication.
+        max_bytes: Limit of a message, in both directions; may be changed at any time.
 
     Raises (all methods): ``OSError``: the other side is gone, has accepted nothing for long, or does not know the key
-    (:class:`AuthenticationFailed`), or what came is not a message of this connection (:class:`ProtocolError`).
+    (:class:`AuthenticationFailed`), or the data is not a message of this connection (:class:`ProtocolError`).
 
     Thread: one.
     """
@@ -499,31 +477,27 @@ class BufferedChannel(MessageReader[R]):
         self._outgoing = bytearray(handshake.outgoing if handshake is not None else b"")
         self._held = bytearray()
         self.received_ns = clock.now_ns()
-        """When something came last."""
-        if self._outgoing:
-            try:
-                self.flush()
-            except OSError:
-                pass  # the next call finds the same
+        """When data last arrived."""
+        with suppress(OSError):  # the next call raises it again
+            self.flush()
 
     def fileno(self) -> int:
-        """Return the connection's descriptor."""
         return self._socket.fileno()
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether the handshake is over, if there is one."""
+        """Whether the handshake, if any, is over."""
         return self._handshake is None or self._handshake.is_over
 
     @property
     def client_id(self) -> int:
-        """What the client proved in the handshake."""
+        """The number that the client proved in the handshake."""
         assert self._handshake is not None
         return self._handshake.client_id
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something could not be sent yet: call :meth:`flush` when the connection is writable."""
+        """Whether data is queued: call :meth:`flush` when the connection is writable."""
         return bool(self._outgoing)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -531,7 +505,6 @@ class BufferedChannel(MessageReader[R]):
         self.send_frame(encode_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Send what :func:`encode_frame` made; see :meth:`send`."""
         if not self.is_authenticated:
             self._held += frame
             return
@@ -541,15 +514,13 @@ class BufferedChannel(MessageReader[R]):
             raise ConnectionAbortedError(f"the other side leaves {len(self._outgoing)} bytes unread")
 
     def flush(self) -> None:
-        """Send what waits, as far as the connection accepts it."""
-        try:
+        """Send queued data, as far as the connection accepts it."""
+        with suppress(BlockingIOError):
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing)]
-        except BlockingIOError:
-            return
 
     def receive(self) -> list[R]:
-        """Return the messages that have come; call it when the connection is readable."""
+        """Return the messages that have arrived; call it when the connection is readable."""
         try:
             if not self.is_authenticated:
                 return self._greet()
@@ -562,7 +533,7 @@ class BufferedChannel(MessageReader[R]):
         return self.feed(data)
 
     def _greet(self) -> list[R]:
-        """Take the next part of the handshake, and not a byte of what follows it."""
+        """Receive the next part of the handshake, and no byte beyond it."""
         assert self._handshake is not None
         data = self._socket.recv(self._handshake.num_wanted - len(self._greeting))
         if not data:
@@ -579,37 +550,30 @@ class BufferedChannel(MessageReader[R]):
         return []
 
     def drain(self, timeout_s: float) -> None:
-        """Send what waits, for a process that is about to end; errors are of no interest any more.
-
-        Blocks: up to ``timeout_s``.
-        """
+        """Send queued data before the process exits, ignoring errors. Blocks: up to ``timeout_s``."""
         end_s = clock.now_s() + timeout_s
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
-        try:
+        with suppress(OSError):
             while self._outgoing and (left_s := end_s - clock.now_s()) > 0:
                 poll.poll(left_s * 1e3)
                 self.flush()
-        except OSError:
-            return
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
         self._socket.close()
 
     def detach(self) -> socket.socket:
-        """Return the connection right after the handshake, to be used otherwise; this object owns it no more."""
+        """Return the connection right after the handshake, for another use; this object no longer owns it."""
         assert not self._outgoing, "a handshake's last bytes always fit into the socket's buffer"
         return socket.socket(fileno=self._socket.detach())
 
 
 class SelectedChannel(Generic[R]):
-    """A channel in a process's event loop: what has come is handed on, and what waits is sent.
+    """A channel in a process's event loop: received messages are delivered, and queued data is sent.
 
     Args:
-        selector: Of the process's loop; what it reports with a callable as data is called with the events.
-        channel: This object owns it.
-        on_messages: Gets what has come; may be replaced.
+        selector: The loop's selector, whose data are callables that get the events.
+        on_messages: Gets received messages; may be replaced.
         on_broken: Gets the error that broke the channel, from the loop or from :meth:`send`; may be replaced.
     """
 
@@ -626,11 +590,9 @@ class SelectedChannel(Generic[R]):
         selector.register(channel, self._events, self._on_event)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, now or as soon as the channel accepts it."""
         self.send_frame(encode_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Send what :func:`encode_frame` made; see :meth:`send`."""
         try:
             self.channel.send_frame(frame)
         except OSError as error:
@@ -639,13 +601,12 @@ class SelectedChannel(Generic[R]):
             self._watch()
 
     def release(self) -> BufferedChannel[R]:
-        """Return the channel, which is the caller's and no part of the loop any more."""
+        """Remove the channel from the loop and return it; the caller owns it."""
         self._events = 0
         self._selector.unregister(self.channel)
         return self.channel
 
     def close(self) -> None:
-        """Close the channel. Idempotent."""
         if self._events:
             self.release().close()
 
@@ -663,7 +624,7 @@ class SelectedChannel(Generic[R]):
                 self.on_messages(self, came)
 
     def _watch(self) -> None:
-        """Have the loop report when the channel is readable and, while something waits, writable."""
+        """Select for reading and, while data is queued, for writing."""
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.channel.is_waiting else 0)
         if wanted != self._events:
             self._events = wanted

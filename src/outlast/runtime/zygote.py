@@ -1,13 +1,13 @@
-"""The zygote: a process that imports torch once, and from which workers are forked.
+"""The fork server: a process that imports torch once, and from which workers are forked.
 
-:class:`Zygote` is the agent's side, :func:`main` the process; both exchange the messages below over a socket pair
-(:mod:`outlast.runtime.wire`). The process is single-threaded and never runs a multi-threaded torch operation, owns no
-process group and no CUDA context: a child forked after any of those hangs or crashes in ways that show up much later.
+:class:`Zygote` is the agent's side, :func:`main` the process; they exchange the messages below over a socket pair
+(:mod:`outlast.runtime.wire`). The process is single-threaded, never runs a multi-threaded torch operation, and has no
+process group and no CUDA context: a child forked after any of those hangs or crashes much later.
 
-Ownership: the agent owns the zygote, the zygote owns the workers. If the agent dies, the zygote's connection ends, and
-it kills every worker's process group before it ends itself. If the zygote dies, the kernel kills the workers
-(``PR_SET_PDEATHSIG``), and the agent's connection ends. A worker that ended is not reaped before :class:`Clear`, so
-that neither its pid nor its process group is given to another process in between.
+Ownership: the agent owns the fork server, which owns the workers. If the agent dies, the fork server's connection ends,
+and it kills every worker's process group before it exits. If the fork server dies, the kernel kills the workers
+(``PR_SET_PDEATHSIG``), and the agent's connection ends. An ended worker is not reaped before :class:`Clear`, so that
+neither its pid nor its process group is reused meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -37,13 +37,13 @@ from {__name__} import main
 main(sys.argv[1])
 """
 _END_S = 2.0
-_MAX_FDS = 2
-"""Descriptors that come with a request."""
 """Seconds in which killed workers are reaped when the agent is gone."""
+_MAX_FDS = 2
+"""Descriptors per request."""
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the zygote imports first; see :class:`Zygote`."""
+    """Imports of the fork server; see :class:`Zygote`."""
 
     modules: tuple[str, ...]
     own_modules: tuple[str, ...]
@@ -51,20 +51,20 @@ class Preload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start a worker in a session and process group of its own."""
+    """Start a worker in its own session and process group."""
 
     key: int
-    """Names the worker in later messages; the caller's choice, unique until :class:`Clear`."""
+    """Identifies the worker in later messages; chosen by the caller, unique until :class:`Clear`."""
     argv: tuple[bytes, ...]
-    """The script (or module, or program) and its arguments; bytes, as the environment: both may be no text."""
+    """The script (or module, or program) and its arguments; bytes, like the environment, as both may not be text."""
     kind: str = "script"
-    """``script`` and ``module`` run in a fork of the zygote, ``exec`` is a program of its own."""
+    """``script`` and ``module`` run in a fork of the fork server, ``exec`` is a separate program."""
     env: dict[bytes, bytes]
     """The whole environment."""
     stdout: bool = False
-    """A descriptor of the file to write to comes with the request; otherwise it is the zygote's own."""
+    """The request carries a descriptor for standard output; otherwise it is the fork server's own."""
     stderr: bool = False
-    """The same for errors; its descriptor is the last one."""
+    """The same for standard error; its descriptor is the last one."""
     on_start: str = ""
     """``module:function`` to call in a forked worker before its script; empty: none."""
 
@@ -79,13 +79,13 @@ class SendSignal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Clear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Kill what is left of all workers (SIGKILL to their groups), reap them, then send :class:`Cleared`."""
+    """Kill the remaining workers (SIGKILL to their groups), reap them, then send :class:`Cleared`."""
 
     token: int = 0
 
 
 class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The zygote has imported what it was given."""
+    """The imports are done."""
 
     import_s: float
     failed: dict[str, str] = {}
@@ -93,33 +93,25 @@ class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker runs."""
-
     key: int
     pid: int
 
 
 class FailedToStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker could not be started."""
-
     key: int
     error: str
 
 
 class Exited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker ended."""
-
     key: int
     pid: int
     exit_code: int
     """Negative: the signal that ended it."""
     mono_ns: int
-    """When the zygote learned it."""
+    """When the fork server detected it."""
 
 
 class Cleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Every worker is gone and reaped."""
-
     token: int = 0
 
 
@@ -128,15 +120,14 @@ Reply = ZygoteReady | Started | FailedToStart | Exited | Cleared
 
 
 class Zygote:
-    """Start and drive a zygote process.
+    """Start and control a fork server.
 
     Args:
-        preload: Modules that it imports before the first worker; empty for fresh interpreters only. None of them is
-            looked for in the working directory.
-        own_preload: More of them, also looked for where the script looks for its own.
-        folder: Where that is.
-        env: Its environment. What libraries read when they are loaded (``OMP_NUM_THREADS``) must be here, not only in
-            a worker's.
+        preload: Modules to import before the first worker, not searched for in the working directory; empty for fresh
+            interpreters only.
+        own_preload: Further modules, also searched for in ``folder``.
+        env: Its environment. Variables that libraries read when they are loaded (``OMP_NUM_THREADS``) must be here, not
+            only in a worker's.
 
     Thread: one (the agent's main thread).
     """
@@ -144,32 +135,31 @@ class Zygote:
     def __init__(
         self, *, preload: Sequence[str], env: Mapping[str, str], own_preload: Sequence[str] = (), folder: str = ""
     ) -> None:
-        # Not isolated from the environment as other children are: what it reads as it starts is what workers have read.
+        # Not isolated from the environment like other children: workers inherit what it reads at its start.
         self._child = ChildProcess(
             "outlast.runtime.zygote",
             interpreter=("-u", "-c", _MAIN),
             environment=env,
             task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=os.fsencode(folder)),
             receives=Reply,
-            stdin=None,  # the agent's is the workers', as under torchrun
+            stdin=None,  # workers inherit the agent's, as under torchrun
         )
         self._has_spawned = False
         self.pid = self._child.pid
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when :meth:`receive` has something."""
+        """Return the descriptor that is readable when :meth:`receive` has a reply."""
         return self._child.channel.fileno()
 
     def send(self, request: Request, fds: Sequence[int] = ()) -> None:
         """Send a request.
 
         Args:
-            request: The request.
-            fds: Descriptors of a worker's output, as :class:`Spawn` announces them; they stay the caller's. The zygote
-                opens no file of it: a file system that does not respond would keep it from ending workers.
+            fds: Descriptors of a worker's output, as :class:`Spawn` announces them; they stay the caller's. The fork
+                server opens no output file itself: a file system that does not respond would keep it from ending
+                workers.
 
-        Raises:
-            OutlastError: The zygote is gone, or the request is too large.
+        Raises: OutlastError: The fork server is gone, or the request is too large.
         """
         self._has_spawned |= isinstance(request, Spawn)
         try:
@@ -182,7 +172,7 @@ class Zygote:
             raise OutlastError(f"the process that starts workers (pid {self.pid}) is gone: {error}") from error
 
     def receive(self) -> Reply | None:
-        """Return the next reply; ``None`` once the zygote is gone.
+        """Return the next reply; ``None`` once the fork server is gone.
 
         Blocks: until there is one; call it when :meth:`fileno` is readable.
         """
@@ -193,24 +183,22 @@ class Zygote:
         return reply
 
     def kill(self) -> None:
-        """End the zygote at once, and with it its workers; whoever started it reaps it. Blocks: never."""
+        """End the fork server, and with it its workers, at once; its parent reaps it. Blocks: never."""
         self._child.kill()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the zygote, which first kills what is left of its workers; then reap it. Blocks: up to ``timeout_s``."""
-        # Without workers it has nothing to end, and may still be importing.
+        """End the fork server, which first kills its remaining workers; then reap it. Blocks: up to ``timeout_s``."""
+        # Without workers it has nothing to clean up, and may still be importing.
         self._child.close(grace_s=timeout_s if self._has_spawned else 0.0)
 
 
 class _Children:
-    """The workers that were started and not yet cleared."""
-
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self.ended: set[int] = set()
 
     def take_ended(self) -> list[Exited]:
-        """Return those that ended since the last call, without reaping them."""
+        """Return the workers that ended since the last call, without reaping them."""
         found: list[Exited] = []
         for key, pid in self.pids.items():
             if key in self.ended:
@@ -227,11 +215,11 @@ class _Children:
             if key is not None and child != key:
                 continue
             if not group or not processes.kill_group(pid, sig):
-                # It is our child and not reaped, so the pid is its; one just forked may not have its group yet.
+                # An unreaped child, so the pid is not reused; one just forked may not have its group yet.
                 os.kill(pid, sig)
 
     def reap(self) -> bool:
-        """Reap those that ended; return whether none is left."""
+        """Reap ended workers; return whether none is left."""
         for key, pid in list(self.pids.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del self.pids[key]
@@ -240,11 +228,7 @@ class _Children:
 
 
 def main(fd: str) -> None:
-    """Serve requests until the agent closes its end.
-
-    Args:
-        fd: Descriptor of the connection to the agent.
-    """
+    """Serve requests until the agent closes its end of the connection ``fd``."""
     channel: MessageChannel[Request] = channel_to_parent(fd, Request)
     ignore_group_signals()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -253,23 +237,21 @@ def main(fd: str) -> None:
     children = _Children()
     preloaded: list[Preloaded] = []
     spawn: Spawn | None = None
-    try:
+    with suppress(ConnectionError):
         task = channel.receive()
         if isinstance(task, Preload):
             ready, preloaded = _preload(task)
             channel.send(ready)
             spawn = _serve(channel, wake_read, children)
-    except ConnectionError:
-        pass
     if spawn is None:
-        # The agent is gone, or needs no workers any more: none may outlive it.
+        # The agent is gone or needs no workers any more: none may outlive it.
         children.signal(signal.SIGKILL)
         deadline_s, woken = clock.now_s() + _END_S, select.poll()
         woken.register(wake_read, select.POLLIN)
         while not children.reap() and clock.now_s() < deadline_s:
             woken.poll(50)
         os._exit(0)
-    # Only a forked worker comes here.
+    # Only a forked worker reaches this line.
     signal.set_wakeup_fd(-1)
     os.close(wake_read)
     os.close(wake_write)
@@ -297,14 +279,14 @@ def _preload(task: Preload) -> tuple[ZygoteReady, list[Preloaded]]:
 
 
 def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children) -> Spawn | None:
-    """Serve; return a request in the worker that was forked for it, or ``None`` when the agent is gone."""
+    """Serve requests; return the request in the worker that was forked for it, ``None`` when the agent is gone."""
     clearing: int | None = None
     own_pid = os.getpid()
     poll = select.poll()  # unlike select() with any descriptor: an agent that hosts thousands has high ones
     for fd in (channel.fileno(), wake_read):
         poll.register(fd, select.POLLIN)
     while True:
-        # Once in a while look without being woken: SIGCHLD may come while its pipe is being drained.
+        # Check at least once a second: SIGCHLD may arrive while its pipe is being drained.
         readable = {fd for fd, _ in poll.poll(1000)}
         if wake_read in readable:
             os.read(wake_read, 4096)
@@ -340,11 +322,11 @@ def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children
 
 
 def _start(request: Spawn, fds: Sequence[int], parent_pid: int) -> int:
-    """Fork; return the pid, or 0 in a child that is to run Python code here. The descriptors are closed here."""
+    """Fork; return the pid, or 0 in a child that will run Python code here. Closes the descriptors."""
     with ExitStack() as opened:
         for fd in fds:
             opened.callback(os.close, fd)
-        # A child would ignore signals as its parent does until it is set up: they wait until then.
+        # Block signals until the child is set up: until then it ignores them like its parent.
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         opened.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, GROUP_SIGNALS)
         if pid := os.fork():
@@ -353,7 +335,7 @@ def _start(request: Spawn, fds: Sequence[int], parent_pid: int) -> int:
     try:
         os.setsid()
         processes.die_with_parent(parent_pid)
-        # Also what a shell or nohup has ignored: torchrun handles these, so that its workers do not ignore them.
+        # Also those that a shell or nohup ignored: torchrun handles these, so its workers do not ignore them.
         for sig in (signal.SIGCHLD, *GROUP_SIGNALS):
             signal.signal(sig, signal.default_int_handler if sig == signal.SIGINT else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
@@ -369,7 +351,7 @@ def _start(request: Spawn, fds: Sequence[int], parent_pid: int) -> int:
             for sig in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(sig, signal.SIG_DFL)
             os.execvpe(request.argv[0], list(request.argv), request.env)
-    except BaseException as error:  # noqa: BLE001  a child must never return into the zygote's loop
+    except BaseException as error:  # noqa: BLE001  a child must never return into the fork server's loop
         sys.stderr.write(f"outlast: cannot start {os.fsdecode(request.argv[0])}: {error}\n")
         sys.stderr.flush()
         os._exit(127)

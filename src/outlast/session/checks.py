@@ -21,8 +21,8 @@ from outlast.monitor.rank_monitor import SectionTimer
 from outlast.policy.rerun import Diagnosis, Finding
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import device_name
+from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.runtime.journal import Journal
-from outlast.runtime.postmortem import leave_diagnosis
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -56,9 +56,9 @@ from outlast.policy.recovery_point import decode_distrusted
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
+from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
-from outlast.runtime.postmortem import leave_diagnosis
 from outlast.runtime.process_groups import connect_world, is_initialised, settle
 from outlast.session.checks import FiniteEnd, RankLiveness, ReplicaWatch, SlowRanks
 from outlast.session.environment import (
