@@ -252,7 +252,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._on_event(event)
         self._timers.fire()
         if cycle is not None and cycle.script_settings is None:
-            self._take_settings(cycle)  # whatever else looked may have read the datagram of a worker that attached
+            self._take_settings(cycle)  # another reader may have taken the datagram of a worker that attached
         elif cycle is not None:
             cycle.apply_calculated_timeouts()
         self._advance()

@@ -1,8 +1,7 @@
 """The rendezvous for torch's own agents: ``torchrun --rdzv-backend=outlast``.
 
-``outlast run`` drives the same link from its own agent; here torch's agent asks, so that only what the rendezvous
-itself gives is available: fresh stores and ports, spares that never disturb, linear time. Restarts and budgets are
-torchrun's.
+Uses the same link as the agent of ``outlast run``, but provides only a rendezvous: new stores and ports per cycle,
+spares that do not disturb, linear time. Restarts and budgets are torchrun's.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _UNLIMITED = 1 << 31
 
 
 class OutlastRendezvous(RendezvousHandler):
-    """Answer torch's elastic agent from the coordinator.
+    """Serve torch's elastic agent from the coordinator.
 
     Args:
         params: torchrun's options. ``--rdzv-conf`` takes ``join_timeout`` (600 s: how long a cycle may wait for nodes),
@@ -113,7 +112,6 @@ class OutlastRendezvous(RendezvousHandler):
         self._link.start()
 
     def get_backend(self) -> str:
-        """Return the backend's name."""
         return "outlast"
 
     @property
@@ -125,7 +123,7 @@ class OutlastRendezvous(RendezvousHandler):
         """Join the next cycle.
 
         Raises:
-            RendezvousTimeoutError: It was not complete in ``join_timeout`` seconds (spares wait on).
+            RendezvousTimeoutError: It was not complete within ``join_timeout`` (spares keep waiting).
             RendezvousConnectionError: The coordinator is out of reach.
             SystemExit: With 0: the job is over and this node was a spare.
         """
@@ -160,8 +158,8 @@ class OutlastRendezvous(RendezvousHandler):
                 case m.Stop():
                     self._closed = True
                     if news.exit_code == ExitReason.FINISHED:
-                        # RendezvousGracefulExitError would say it, but torch 2.13's launcher fails on its own
-                        # handling of it (AttributeError: 'NoneType' object has no attribute 'is_failed').
+                        # RendezvousGracefulExitError has this meaning, but torch 2.13's launcher fails on it
+                        # (AttributeError: 'NoneType' object has no attribute 'is_failed').
                         log.info("%s; this spare was not needed", news.reason)
                         raise SystemExit(0)
                     raise RendezvousClosedError(news.reason)
@@ -198,7 +196,6 @@ class OutlastRendezvous(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        """Return whether the job is over."""
         return self._closed
 
     def set_closed(self) -> None:
@@ -207,7 +204,7 @@ class OutlastRendezvous(RendezvousHandler):
         self._link.send(m.Leave(whole_job=True))
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 once the running cycle is over elsewhere, else 0: spares are never a reason to restart."""
+        """Return 1 once the running cycle is over elsewhere, otherwise 0: spares are not a reason to restart."""
         while True:
             try:
                 news = self._news.get_nowait()
@@ -227,11 +224,10 @@ class OutlastRendezvous(RendezvousHandler):
                 log.warning("the coordinator is out of reach (%s); training continues", news.error)
 
     def get_run_id(self) -> str:
-        """Return the run's id."""
         return self._params.run_id
 
     def shutdown(self) -> bool:
-        """Leave the job and free everything; a failed node's slot goes to a spare."""
+        """Leave the job and close everything; a failed node's slot goes to a spare."""
         if self._cycle is not None and not self._closed:
             self._link.send(m.Finished(facts=m.CycleFacts(cycle=self._cycle)))
         self._link.close()
