@@ -795,8 +795,8 @@ class Coordinator:
             assert verdict.exit_code is not None
             self._stop_job(verdict.exit_code, verdict.reason, now_s)
             return
-        # A coordinator that was suspended does not know its successor's cycles, but returning nodes do. Their numbers are
-        # not reused: they identify what a cycle saved, and the owners of directories.
+        # A coordinator that was suspended does not know its successor's cycles, but returning nodes do. Their numbers
+        # are not reused: they identify what a cycle saved, and the owners of directories.
         self.cycle = max(self.cycle, self._newest_elsewhere) + 1
         self._forming.begin(self.state, verdict.quarantine)
         self._restart_at_s = now_s + verdict.delay_s if verdict.delay_s else None

@@ -266,7 +266,7 @@ def _known(iterations: Iterable[int | None]) -> list[int]:
     return [one for one in iterations if one is not None]
 
 
-# -- the board ---------------------------------------------------------------------------------------------------
+# -- the heartbeat memory ----------------------------------------------------------------------------------------
 
 
 def read_states(outlook: AgentOutlook) -> list[RankState]:
