@@ -244,5 +244,5 @@ def find_commit() -> str | None:
     try:
         changed = git("status", "--porcelain", "--", "src", "benchmarks")
         return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
-    except (OSError, subprocess.SubprocessError):  # git is not installed, or there is no repository
+    except (OSError, subprocess.SubprocessError):  # git is missing, or there is no repository
         return None
