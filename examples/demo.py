@@ -33,17 +33,15 @@ from pathlib import Path
 from typing import Any
 
 from outlast.chaos import Fault, FaultKind, FaultPlan, verify_fired
+from outlast.chaos.draws import MANTISSA_BITS
+from outlast.chaos.soak import COMPARED, NPROC_PER_NODE, NUM_NODES, NUM_SPARES, TENSOR, find_differences, settings_of
 from outlast.errors import ExitReason, OutlastError
 from outlast.goodput import IncidentCost, Ledger
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 from outlast.testing import Cluster
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
-NUM_NODES, NPROC_PER_NODE, NUM_SPARES = 2, 2, 2
 RANKS = range(NUM_NODES * NPROC_PER_NODE)
-LAYERS = "model.blocks.*"
-MANTISSA_BITS = range(8, 20)
-"""Of a float32: bits that rounding does not remove, and that make no number so large that the loss would show it."""
 LOST = (FaultKind.LOSE_NODE, FaultKind.LOSE_NODE_AND_REPLICAS)
 TAKES_A_NODE = (*LOST, FaultKind.BIT_FLIP)
 EXPECTED = {
@@ -67,7 +65,6 @@ OPTIONS = (
     "--ft-rank-out-of-section-timeout=30",
     "--ft-node-heartbeat-timeout=4",
 )
-COMPARED = ("weights", "optimizer", "losses")
 
 
 # -- the faults --------------------------------------------------------------------------------------------------------
@@ -87,8 +84,8 @@ def draw_faults(seed: int) -> list[Fault]:
     middle = [
         on_a_rank(FaultKind.KILL),
         on_a_rank(FaultKind.STOP, section="step"),
-        on_a_rank(FaultKind.NAN, target="activation", tensor=LAYERS),
-        on_a_rank(FaultKind.BIT_FLIP, target="weight", tensor=f"{LAYERS}.weight", bit=numbers.choice(MANTISSA_BITS)),
+        on_a_rank(FaultKind.NAN, target="activation", tensor=TENSOR),
+        on_a_rank(FaultKind.BIT_FLIP, target="weight", tensor=f"{TENSOR}.weight", bit=numbers.choice(MANTISSA_BITS)),
     ]
     numbers.shuffle(middle)
     middle.insert(numbers.randrange(len(middle)), Fault(kind=FaultKind.LOSE_NODE, on_request=True))
@@ -356,8 +353,7 @@ def check_processes(cluster: Cluster, events: Sequence[Event], local: Path) -> I
 
 def check_result(undisturbed: dict[str, Any], faulted: dict[str, Any]) -> Claim:
     """Both runs have ended with the same bits."""
-    names = dict.fromkeys([*COMPARED, *undisturbed, *faulted])
-    differ = [name for name in names if name not in undisturbed or undisturbed[name] != faulted.get(name)]
+    differ = find_differences(undisturbed, faulted)
     evidence = f"different or missing: {', '.join(differ)}" if differ else f"weights {undisturbed['weights'][:12]}"
     return Claim("weights, optimizer state and losses are bit-identical to the undisturbed run's", not differ, evidence)
 
@@ -427,28 +423,8 @@ def run_both(folder: Path, *, seed: int, iterations: int, is_quiet: bool) -> Out
 def make_cluster(folder: Path, iterations: int, plan: FaultPlan | None = None) -> Cluster:
     """Write the settings of one training, and return the cluster that runs it."""
     folder.mkdir(parents=True)
-    settings = {
-        "checkpoint": {
-            "directory": str(folder / "checkpoints"),
-            "local_directory": str(folder / "local"),
-            "save_interval": 10,
-            "non_persistent_save_interval": 5,
-        },
-        "replica_digest": {"interval": 2},
-        "straggler_detection": {
-            "enabled": True,
-            "report_time_interval": 1.0,
-            "calc_individual_gpu_perf": False,  # a cycle is too short to know a rank's own best
-            # Where four ranks share two cores, one that waits for a core takes several times as long for a moment.
-            "noticeable_score": 0.2,
-            "gpu_relative_perf_threshold": 0.2,
-            "check_machine": False,  # all ranks share one
-            "num_gpu_perf_scores_to_print": 0,
-            "enable_logging": False,
-        },
-    }
     config = folder / "outlast.json"
-    config.write_text(json.dumps(settings, indent=2))
+    config.write_text(json.dumps(settings_of(folder), indent=2))
     num_spares = 0 if plan is None else NUM_SPARES
     return Cluster(
         SCRIPT,

@@ -48,7 +48,7 @@ OPTIONS = (
 """Options of ``outlast run``."""
 _EXAMPLE = "train_gpt.py"
 _SHARED = Path("share", "outlast", "examples", _EXAMPLE)
-_COMPARED = ("weights", "optimizer", "losses")
+COMPARED = ("weights", "optimizer", "losses")
 
 
 class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ def next_iterations(iterations: int, attempt: int, *, problems: Sequence[str], m
 def find_differences(undisturbed: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of values that differ in two results, or are missing in one."""
     missing = object()
-    names = dict.fromkeys([*_COMPARED, *undisturbed, *other])
+    names = dict.fromkeys([*COMPARED, *undisturbed, *other])
     return [
         name
         for name in names
