@@ -37,8 +37,8 @@ try:
     from outlast.ray import ActorGroup, TrainActor
 
     _LACK = ""
-except ImportError as failure:  # measure() raises: what reads the marks needs no Ray
-    _LACK, TrainActor = str(failure), object  # measure() raises: reading the marks needs no Ray
+except ImportError as failure:  # measure() raises: reading the marks needs no Ray
+    _LACK, TrainActor = str(failure), object  # type: ignore[misc, assignment]
 
 _MESH = {"dp": 2, "tp": 2}
 _NUM_RANKS = 4

@@ -7,11 +7,10 @@ A few processes of this machine simulate hundreds of agents, without workers: th
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,7 @@ from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
-from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.job_settings import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.processes import raise_descriptor_limit
@@ -230,30 +228,12 @@ class _OutlastAgent(_SimulatedAgent):
         super().__init__()
         self._cycle = 0
         self._cycle_store: TCPStore | None = None
-        settings = JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=crowd.TIMEOUT_S)
-        node = f"node-{number}"
-
-        identity = JobIdentity(run_id=run_id, key=RunKey.of_run_id(run_id))
-
-        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
-            return CoordinatorServer(
-                listeners,
-                where.complete(settings),
-                identity,
-                node=node,
-                layers=LayeredSettings(),
-                on_error=lambda error: self._fail(f"the coordinator ended: {error!r}"),
-            )
-
         self._link = ControlLink(
             [Endpoint(crowd.HOST, port)],
-            node=node,
-            identity=identity,
+            JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=crowd.TIMEOUT_S, host=f"node-{number}"),
+            JobIdentity(run_id=run_id, key=RunKey.of_run_id(run_id)),
             deliver=self._on_news,
-            serve=serve,
-            beat_interval_s=1.0,
-            silence_s=5.0,
-            connect_timeout_s=crowd.TIMEOUT_S,
+            layers=LayeredSettings(),
             has_loop=False,
         )
         self._link.start()

@@ -189,9 +189,8 @@ class _Host:
         """Start the coordinator; return the process's memory before any agent connected."""
         self._server = CoordinatorServer(
             listen(Endpoint(HOST, job["port"])),
-            JobSettings(job="bench", num_slots=num_slots, join_timeout_s=TIMEOUT_S),
+            JobSettings(job="bench", num_slots=num_slots, join_timeout_s=TIMEOUT_S, host="host"),
             JobIdentity(run_id=job["run_id"], key=RunKey.of_run_id(job["run_id"]), run_dir=Path(job["run_dir"])),
-            node="host",
             layers=LayeredSettings(),
             on_error=self._errors.append,
         )

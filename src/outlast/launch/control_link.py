@@ -27,6 +27,7 @@ from functools import partial
 import msgspec
 
 from outlast import clock, env
+from outlast.config.sources import LayeredSettings
 from outlast.errors import ExitReason, OutlastError, RendezvousError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, join_handshake
@@ -81,8 +82,6 @@ class JobInProgress:
     """Node of the lost coordinator."""
     term: int
     """The highest term that this agent has obeyed."""
-    host_is_dead: bool
-    """The host's agent is certainly gone: its port was this machine's, or its machine refuses connections to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +93,6 @@ class LinkFailed:
 
 
 News = m.ToNode | LinkDown | LinkUp | LinkFailed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSettings:
-    """What a new coordinator must know about its endpoint."""
-
-    former: JobInProgress | None
-    """The job that it takes over; ``None``: it begins a job."""
-    order: int
-    """Index of its endpoint."""
-    num_endpoints: int
-
-    def complete(self, settings: JobSettings) -> JobSettings:
-        """Return a job's settings, completed for this coordinator."""
-        settings = replace(settings, order=self.order, num_endpoints=self.num_endpoints)
-        if (former := self.former) is None:
-            return settings
-        return replace(
-            settings,
-            job=former.job,
-            former_host=former.host,
-            host_is_dead=former.host_is_dead,
-            term=former.term + 1,
-        )
 
 
 class _JobOver(WrongRun):
@@ -145,10 +120,12 @@ class ControlLink:
 
     Args:
         endpoints: Where the coordinator may be, in the order of trying.
+        settings: The job's settings if this agent begins it; its node, heartbeat interval and timeouts are the link's.
+        identity: What all agents of the job have in common.
         deliver: Receives all events for the agent, in the link's thread.
-        serve: Makes the coordinator's server from listening sockets.
-        silence_s: Seconds without an answer after which the coordinator counts as lost.
-        connect_timeout_s: Limit for the first connection.
+        layers: The launcher's fault tolerance settings, for a coordinator here.
+        on_host: Called before this agent hosts the coordinator.
+        may_write: Returns whether this job still owns the run directory.
         has_loop: The agent's main loop advances :attr:`count`; otherwise this thread does.
         relay: The relay of the node's ranks, which this object closes; ``None``: torch's own agent.
         records: Records of the run directory, read while no coordinator is reached; ``None``: not read.
@@ -160,19 +137,18 @@ class ControlLink:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        *,
-        node: str,
+        settings: JobSettings,
         identity: JobIdentity,
+        *,
         deliver: Callable[[News], None],
-        serve: Callable[[Sequence[socket.socket], HostSettings], CoordinatorServer],
-        beat_interval_s: float,
-        silence_s: float,
-        connect_timeout_s: float,
+        layers: LayeredSettings,
+        on_host: Callable[[], None] = lambda: None,
+        may_write: Callable[[], bool] = lambda: True,
         has_loop: bool = True,
         relay: RankRelay | None = None,
         records: RunRecords | None = None,
     ) -> None:
-        self.node, self.relay, self._records = node, relay, records
+        self.settings, self.node, self.relay, self._records = settings, settings.host, relay, records
         self.epoch = self._sender = _name_life()
         """Identifies this life of the agent in its job; the sender's follows once it joins another job."""
         self.endpoint: Endpoint | None = None
@@ -183,14 +159,14 @@ class ControlLink:
         """How often the agent's main loop has run its timer; advanced by the agent."""
         self.ladder: LadderState | None = None
         """State of the recovery policy after its last decision; set by the agent."""
+        self.server: CoordinatorServer | None = None
+        """The coordinator while this agent hosts it."""
         self._endpoints = list(endpoints)
         self._given = frozenset(endpoints)
-        self._identity, self._deliver, self._serve = identity, deliver, serve
-        self.beat_interval_s, self._silence_s = beat_interval_s, silence_s
-        self._connect_timeout_s, self._has_loop = connect_timeout_s, has_loop
+        self._identity, self._deliver, self._layers, self._has_loop = identity, deliver, layers, has_loop
+        self._on_host, self._may_write = on_host, may_write
         self._outgoing: Mailbox[m.FromNode | None] = Mailbox()
         self._closing = threading.Event()
-        self._server: CoordinatorServer | None = None
         self._retired: CoordinatorServer | None = None
         """A former coordinator of this agent, which refuses agents: a closed port would make them declare this node
         dead."""
@@ -231,13 +207,13 @@ class ControlLink:
         Blocks: a host up to ``goodbye_timeout_s``; others up to 3 s while the thread ends.
         """
         self.send(m.Bye())
-        if (server := self._server) is not None:
+        if (server := self.server) is not None:
             server.closed.wait(goodbye_timeout_s)
         self._closing.set()
         self._outgoing.put(None)
         # Before the first connection the thread may wait for a name server, and holds nothing.
         self._thread.join(0.1 if self._job is None else 3.0)
-        for server in (self._server, self._retired):
+        for server in (self.server, self._retired):
             if server is not None:
                 server.close()
         if self.relay is not None and not self._thread.is_alive():
@@ -255,7 +231,7 @@ class ControlLink:
                         if not is_first:
                             self._discard_outgoing()
                         assert self._job is not None
-                        up = LinkUp(self._job.job, self._server is not None, is_first, self._job.term)
+                        up = LinkUp(self._job.job, self.server is not None, is_first, self._job.term)
                         self._deliver(up)
                         is_first = False
                         self._pump(selector, channel)
@@ -292,11 +268,11 @@ class ControlLink:
         next_beat_s, looked_s = now_s, now_s
         while True:
             now_s = clock.now_s()
-            if now_s - looked_s > self._silence_s / 2:
+            if now_s - looked_s > self.settings.node_timeout_s / 2:
                 channel.channel.received_ns = clock.now_ns()  # this process was paused: silence proves nothing
             looked_s = now_s
             if now_s >= next_beat_s:
-                next_beat_s = now_s + self.beat_interval_s
+                next_beat_s = now_s + self.settings.beat_interval_s
                 self.count += not self._has_loop
                 channel.send(m.AgentBeat(count=self.count))
             self._deliver_news()
@@ -318,7 +294,7 @@ class ControlLink:
                 raise _LinkOver("the link is closed")
             if self._yields.is_set():
                 raise _LinkOver("another coordinator of this job leads")
-            if silent_s > self._silence_s and clock.now_s() - now_s < self._silence_s / 2:
+            if silent_s > self.settings.node_timeout_s and clock.now_s() - now_s < self.settings.node_timeout_s / 2:
                 channel.send(m.Moving())
                 self._silent = self.endpoint
                 raise _LinkOver(f"the coordinator at {self.endpoint} did not respond for {silent_s:.1f} s")
@@ -355,14 +331,14 @@ class ControlLink:
             RendezvousError: No coordinator was reached in time.
             WrongRun: The coordinator belongs to another run or has another command.
         """
-        end_s = clock.now_s() + self._connect_timeout_s
-        answer_s = _FIRST_ANSWER_S if is_first else self._silence_s
+        end_s = clock.now_s() + self.settings.join_timeout_s
+        answer_s = _FIRST_ANSWER_S if is_first else self.settings.node_timeout_s
         num_rounds, error, gone = 0, "no endpoint was tried", False
         reads_s = clock.now_s()
         # The port of a stopped process still accepts connections: each attempt would take the silence limit, while
         # others could host.
         silent, self._silent = self._silent, None
-        avoid_s = clock.now_s() + (self._silence_s if len(self._endpoints) > 1 else _PAUSE_S)
+        avoid_s = clock.now_s() + (self.settings.node_timeout_s if len(self._endpoints) > 1 else _PAUSE_S)
         while not self._closing.is_set():
             reads_records = self._records is not None and clock.now_s() >= reads_s
             if reads_records:
@@ -410,7 +386,7 @@ class ControlLink:
 
     def _learn_endpoints(self) -> None:
         """Add the endpoints at which another agent of the job may host the coordinator by now."""
-        if self._records is not None and self._server is None:  # a host keeps its coordinator's order of endpoints
+        if self._records is not None and self.server is None:  # a host keeps its coordinator's order of endpoints
             self._endpoints = self._records.find_endpoints(self._endpoints)
 
     def _stop_if_over(self) -> bool:
@@ -454,7 +430,7 @@ class ControlLink:
             channel.close()
             raise
         self.endpoint, self._leader = endpoint, welcome.leader
-        self._job = JobInProgress(welcome.job, welcome.host, welcome.term, host_is_dead=False)
+        self._job = JobInProgress(welcome.job, welcome.host, welcome.term)
         return channel
 
     def _await_welcome(self, channel: BufferedChannel[m.OnAgent], answer_s: float) -> m.Welcome:
@@ -508,21 +484,34 @@ class ControlLink:
             return False
         port = listeners[0].getsockname()[1]
         self._endpoints[order] = Endpoint(endpoint.host, port)
-        # This port could be bound, so the former listener is gone.
-        is_gone = host_is_dead or endpoint == self.endpoint
-        former = None if self._job is None else replace(self._job, host_is_dead=is_gone)
-        settings = HostSettings(former=former, order=order, num_endpoints=len(self._endpoints))
+        settings = replace(self.settings, order=order, num_endpoints=len(self._endpoints))
+        if (former := self._job) is not None:
+            settings = replace(
+                settings,
+                job=former.job,
+                former_host=former.host,
+                term=former.term + 1,
+                host_is_dead=host_is_dead or endpoint == self.endpoint,  # this port could be bound: it is gone
+            )
         self._yields.clear()
-        self._server = self._serve(listeners, settings)
-        self._server.start()
+        self._on_host()
+        self.server = CoordinatorServer(
+            listeners,
+            settings,
+            self._identity,
+            layers=self._layers,
+            may_write=self._may_write,
+            on_error=lambda error: self._deliver(LinkFailed(f"the coordinator ended: {error!r}")),
+        )
+        self.server.start()
         if len(self._endpoints) > 1:
-            watch = partial(self._watch_rivals, self._server, order)
+            watch = partial(self._watch_rivals, self.server, order)
             threading.Thread(target=watch, name="outlast-rivals", daemon=True).start()
         return True
 
     def _stop_hosting(self) -> None:
         """Hand this coordinator's agents over to the leading one."""
-        server, self._server = self._server, None
+        server, self.server = self.server, None
         self._yields.clear()
         if server is not None and self._successor is not None:
             log.warning("another coordinator of this job leads: the one on node %s ends", self.node)
@@ -532,7 +521,7 @@ class ControlLink:
     def _watch_rivals(self, server: CoordinatorServer, order: int) -> None:
         """Search for other coordinators of the job, and yield to one with a better right to lead."""
         try:
-            while not self._closing.wait(_RIVALS_S) and server is self._server:
+            while not self._closing.wait(_RIVALS_S) and server is self.server:
                 if not server.leadership().leads and self._stop_if_over():
                     return
                 for number, endpoint in enumerate(self._endpoints):

@@ -81,7 +81,6 @@ class CoordinatorServer:
         settings: The job's settings.
         identity: What all agents of the job have in common; ``ladder.json`` and ``ft_state.json`` are kept in its run
             directory.
-        node: Name of this node.
         layers: The settings of options and file; the script's config may set the others.
         on_error: Called in the server's thread with the error that ended it.
         may_write: Returns whether this job still owns the run directory.
@@ -95,17 +94,15 @@ class CoordinatorServer:
         settings: JobSettings,
         identity: JobIdentity,
         *,
-        node: str,
         layers: LayeredSettings,
         on_error: Callable[[BaseException], None],
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._settings, self._identity = settings, identity
-        self._run_dir, self._node = identity.run_dir, node
+        self.settings, self._identity, self._run_dir = settings, identity, identity.run_dir
         self._layers, self._config = layers, layers.config
         self._on_error, self._may_write = on_error, may_write
         self._journal = Journal(
-            identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator"
+            identity.run_dir, run_id=identity.run_id, job=settings.job, node=settings.host, proc="coordinator"
         )
         is_new_job = settings.former_host is None
         state = load_ladder(identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named, job=settings.job)
@@ -130,7 +127,7 @@ class CoordinatorServer:
             listeners,
             m.OnControl,
             self._on_newcomer,
-            name=f"the coordinator of node {node}",
+            name=f"the coordinator of node {settings.host}",
             join_s=_JOIN_S,
             max_newcomers=_MAX_NEWCOMERS + max(settings.num_slots, settings.max_nodes),  # nodes may connect all at once
             handshake=partial(serve_handshake, identity),
@@ -247,7 +244,7 @@ class CoordinatorServer:
         self._agents.clear()
 
     def _tick(self, now_s: float) -> None:
-        self._next_tick_s = now_s + self._settings.beat_interval_s
+        self._next_tick_s = now_s + self.settings.beat_interval_s
         self._handle(m.CoordinatorTick())
         if self._unwritten is not None and now_s >= self._writes_again_s:
             self._remember(self._unwritten)
@@ -274,7 +271,7 @@ class CoordinatorServer:
                 self._answer(link, self._status())
             case m.AskLeadership():
                 own = self._coordinator.leadership
-                answer = m.Leads(job=self._settings.job, term=own.term, leads=own.leads, order=own.order)
+                answer = m.Leads(job=self.settings.job, term=own.term, leads=own.leads, order=own.order)
                 self._answer(link, answer)
             case other:
                 self._listener.drop(link, f"it began with {type(other).__name__}")
@@ -311,8 +308,8 @@ class CoordinatorServer:
         link.on_messages, link.on_broken = partial(self._on_messages, who), partial(self._on_broken, who)
         link.send(
             m.Welcome(
-                job=self._settings.job,
-                host=self._node,
+                job=self.settings.job,
+                host=self.settings.host,
                 leader=self.leader,
                 term=self._coordinator.leadership.term,
                 version=__version__,
@@ -323,7 +320,7 @@ class CoordinatorServer:
 
     def _why_refused(self, hello: m.Hello) -> m.Refused | None:
         """Return why an agent may not take part in this job; ``None``: it may."""
-        own, job = self._identity, self._settings.job
+        own, job = self._identity, self.settings.job
         if hello.run_id != own.run_id:
             reason = f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
             return m.Refused(reason=reason)
@@ -365,7 +362,7 @@ class CoordinatorServer:
         log.debug("the connection to node %s ended: %s", who[0], error)
         now_s = clock.now_s()
         # After a pause of this process agents may have left because of its silence: a closed connection proves nothing.
-        is_known = now_s - self._judged_at_s < self._settings.node_timeout_s / 2
+        is_known = now_s - self._judged_at_s < self.settings.node_timeout_s / 2
         self._suspects[who] = now_s + PATIENCE_S, is_known
 
     # -- the coordinator ---------------------------------------------------------------------------------------
@@ -413,7 +410,7 @@ class CoordinatorServer:
             time=self._journal.tell_time(),
             run_id=self._identity.run_id,
             run_dir=self._run_dir,
-            host=self._node,
+            host=self.settings.host,
         )
 
     def _take_script_settings(self, told: m.ScriptSettings) -> None:
@@ -468,7 +465,7 @@ class CoordinatorServer:
             learned = LearnedTimeouts.load(folder)
             learned.merge(
                 observations,
-                cycle=f"{self._settings.job}/{of.cycle}",
+                cycle=f"{self.settings.job}/{of.cycle}",
                 config=config,
                 finished=expired is None,
                 faulted=expired or (),

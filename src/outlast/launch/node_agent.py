@@ -341,7 +341,7 @@ class NodeAgent(SimpleElasticAgent):
         self._client.link.count += 1
         if (cycle := self._running) is not None and cycle.has_trained:
             self._client.report_step(cycle.number)
-        self._timers.set("beat", self._client.link.beat_interval_s, self._beat)
+        self._timers.set("beat", self._client.link.settings.beat_interval_s, self._beat)
 
     def _wait_for_link(self, left_s: float) -> None:
         """Log every ten seconds that the coordinator is not found yet."""

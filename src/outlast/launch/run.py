@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -449,12 +448,10 @@ def _make_client(
         last_job: The run's last job when this agent began.
         nproc: Workers of this node.
     """
-    from outlast.launch.control_link import ControlLink, HostSettings, LinkFailed
+    from outlast.launch.control_link import ControlLink
     from outlast.launch.coordinator_client import CoordinatorClient
-    from outlast.launch.coordinator_server import CoordinatorServer
 
     args, ft = options.torchrun, options.fault_tolerance
-    beat_interval_s = min(1.0, ft.node_heartbeat_timeout / 5)
     settings = JobSettings(
         job=new_job,
         num_slots=options.num_slots,
@@ -470,13 +467,13 @@ def _make_client(
         join_timeout_s=options.join_timeout_s,
         is_named=options.is_named,
         node_timeout_s=ft.node_heartbeat_timeout,
-        beat_interval_s=beat_interval_s,
+        beat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
         start_timeout_s=START_S + ft.gpu_memory_reclaim_timeout,
         host=options.node_name,
         last_job=last_job,
     )
 
-    def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
+    def lead() -> None:
         try:
             lease.acquire(leads=True)
         except OSError as error:  # the endpoint has one coordinator, whatever the run directory contains
@@ -485,25 +482,15 @@ def _make_client(
                 "room there, and start no other run in that directory",
                 *(options.run_dir, error),
             )
-        return CoordinatorServer(
-            listeners,
-            where.complete(settings),
-            identity,
-            node=options.node_name,
-            layers=options.layers,
-            may_write=partial(may_write, lease),
-            on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
-        )
 
     link = ControlLink(
         endpoints,
-        node=options.node_name,
-        identity=identity,
+        settings,
+        identity,
         deliver=mailbox.put,
-        serve=serve,
-        beat_interval_s=beat_interval_s,
-        silence_s=ft.node_heartbeat_timeout,
-        connect_timeout_s=options.join_timeout_s,
+        layers=options.layers,
+        on_host=lead,
+        may_write=partial(may_write, lease),
         relay=RankRelay(),
         records=records,
     )

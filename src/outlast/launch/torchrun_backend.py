@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
-from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -30,9 +28,8 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_client import CoordinatorClient
-from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.job_settings import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
@@ -87,26 +84,8 @@ class OutlastRendezvous(RendezvousHandler):
             key=find_run_key(params.run_id, None, key_file=params.get("run_key_file"), is_one_machine=False),
         )
 
-        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
-            return CoordinatorServer(
-                listeners,
-                where.complete(settings),
-                identity,
-                node=node,
-                layers=LayeredSettings(),
-                on_error=lambda error: self._news.put(LinkFailed(str(error))),
-            )
-
         self._link = ControlLink(
-            endpoints,
-            node=node,
-            identity=identity,
-            deliver=self._news.put,
-            serve=serve,
-            beat_interval_s=node_timeout_s / 5,
-            silence_s=node_timeout_s,
-            connect_timeout_s=self._join_timeout_s,
-            has_loop=False,
+            endpoints, settings, identity, deliver=self._news.put, layers=LayeredSettings(), has_loop=False
         )
         self._client = CoordinatorClient(self._link, addr=self._addr, nproc=0, wish=None)
         self._link.start()
