@@ -95,20 +95,12 @@ class LinkFailed:
 News = m.ToNode | LinkDown | LinkUp | LinkFailed
 
 
-class _JobOver(WrongRun):
-    """The coordinator serves another job of the run."""
+class _Refusal(WrongRun):
+    """The coordinator refused this agent, with the reason and what to do about it."""
 
-    def __init__(self, message: str, *, leads: bool) -> None:
-        super().__init__(message)
-        self.leads = leads
-
-
-class _HandedOver(WrongRun):
-    """The coordinator at an endpoint has yielded to another one; its agent is alive."""
-
-    def __init__(self, message: str, successor: Endpoint) -> None:
-        super().__init__(message)
-        self.successor = successor
+    def __init__(self, refused: m.Refused) -> None:
+        super().__init__(refused.reason)
+        self.refused = refused
 
 
 class _LinkOver(OutlastError):
@@ -161,7 +153,8 @@ class ControlLink:
         """State of the recovery policy after its last decision; set by the agent."""
         self.server: CoordinatorServer | None = None
         """The coordinator while this agent hosts it."""
-        self._endpoints = list(endpoints)
+        self.endpoints = list(endpoints)
+        """Where the coordinator may be, in the order of trying; changed by the link's thread."""
         self._given = frozenset(endpoints)
         self._identity, self._deliver, self._layers, self._has_loop = identity, deliver, layers, has_loop
         self._on_host, self._may_write = on_host, may_write
@@ -181,10 +174,6 @@ class ControlLink:
         """Endpoint of the coordinator to which this agent's own yields."""
         self._may_host = True
         self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        return tuple(self._endpoints)
 
     def start(self) -> None:
         self._thread.start()
@@ -229,7 +218,7 @@ class ControlLink:
                     channel = SelectedChannel(selector, link, self._on_messages, self._on_broken)
                     try:
                         if not is_first:
-                            self._discard_outgoing()
+                            self._outgoing.take_all()  # the agent reports all that matters again
                         assert self._job is not None
                         up = LinkUp(self._job.job, self.server is not None, is_first, self._job.term)
                         self._deliver(up)
@@ -319,9 +308,6 @@ class ControlLink:
             if message is not None and message.epoch == self.epoch:
                 channel.send(message)
 
-    def _discard_outgoing(self) -> None:
-        self._outgoing.take_all()
-
     # -- finding the coordinator -------------------------------------------------------------------------------
 
     def _reach(self, *, is_first: bool) -> BufferedChannel[m.OnAgent] | None:
@@ -338,33 +324,33 @@ class ControlLink:
         # The port of a stopped process still accepts connections: each attempt would take the silence limit, while
         # others could host.
         silent, self._silent = self._silent, None
-        avoid_s = clock.now_s() + (self.settings.node_timeout_s if len(self._endpoints) > 1 else _PAUSE_S)
+        avoid_s = clock.now_s() + (self.settings.node_timeout_s if len(self.endpoints) > 1 else _PAUSE_S)
         while not self._closing.is_set():
             reads_records = self._records is not None and clock.now_s() >= reads_s
             if reads_records:
                 reads_s = clock.now_s() + _RECORDS_S
                 self._learn_endpoints()
-            endpoints = list(self._endpoints)
+            endpoints = list(self.endpoints)
             while endpoints:
                 endpoint = endpoints.pop(0)
                 if endpoint.port == 0 or (endpoint == silent and clock.now_s() < avoid_s):
                     continue
                 try:
                     return self._join_at(endpoint, answer_s)
-                except _JobOver as failure:
-                    error = self.problem = str(failure)
-                    if should_change_job(num_endpoints=len(self._endpoints), leads=failure.leads):
-                        self._leave_job()
-                        endpoints.insert(0, endpoint)  # before another endpoint is tried, or this node hosts
-                except _HandedOver as failure:
-                    error = self.problem = str(failure)
-                    if failure.successor not in self._endpoints:
-                        self._endpoints.append(failure.successor)
-                        endpoints.append(failure.successor)
                 except WrongRun as failure:
-                    if self._job is None and endpoint in self._given:
-                        raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
+                    refused = failure.refused if isinstance(failure, _Refusal) else m.Refused(reason="")
                     error = self.problem = str(failure)
+                    if refused.successor is not None:
+                        successor = parse_endpoint(refused.successor)
+                        if successor not in self.endpoints:
+                            self.endpoints.append(successor)
+                            endpoints.append(successor)
+                    elif refused.job is not None:
+                        if should_change_job(num_endpoints=len(self.endpoints), leads=refused.leads):
+                            self._leave_job()
+                            endpoints.insert(0, endpoint)  # before another endpoint is tried, or this node hosts
+                    elif self._job is None and endpoint in self._given:
+                        raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
                 except Nobody as failure:
                     gone |= endpoint == self.endpoint and failure.is_refused
                     error = self.problem = str(failure)
@@ -374,10 +360,10 @@ class ControlLink:
                     return None
             if reads_records and self._stop_if_over():
                 return None
-            for order, endpoint in enumerate(self._endpoints):
+            for order, endpoint in enumerate(self.endpoints):
                 # Later endpoints give earlier ones time to host.
                 if order <= num_rounds and self._host_at(endpoint, order, host_is_dead=gone):
-                    return self._join_at(self._endpoints[order], answer_s)
+                    return self._join_at(self.endpoints[order], answer_s)
             num_rounds += 1
             if is_first and clock.now_s() > end_s:
                 raise RendezvousError(error)
@@ -387,7 +373,7 @@ class ControlLink:
     def _learn_endpoints(self) -> None:
         """Add the endpoints at which another agent of the job may host the coordinator by now."""
         if self._records is not None and self.server is None:  # a host keeps its coordinator's order of endpoints
-            self._endpoints = self._records.find_endpoints(self._endpoints)
+            self.endpoints = self._records.find_endpoints(self.endpoints)
 
     def _stop_if_over(self) -> bool:
         """Deliver the job's end if it ended without this agent; return whether it did."""
@@ -454,9 +440,7 @@ class ControlLink:
             waiting.release()
         first = self._news.pop(0)
         if isinstance(first, m.Refused):
-            if first.successor is not None:
-                raise _HandedOver(first.reason, parse_endpoint(first.successor))
-            raise WrongRun(first.reason) if first.job is None else _JobOver(first.reason, leads=first.leads)
+            raise _Refusal(first)
         if not isinstance(first, m.Welcome):
             raise ConnectionAbortedError(f"unexpected response {type(first).__name__}")
         difference = describe_difference(first.version, whose="the coordinator", own="the agent")
@@ -483,8 +467,8 @@ class ControlLink:
         if not listeners:
             return False
         port = listeners[0].getsockname()[1]
-        self._endpoints[order] = Endpoint(endpoint.host, port)
-        settings = replace(self.settings, order=order, num_endpoints=len(self._endpoints))
+        self.endpoints[order] = Endpoint(endpoint.host, port)
+        settings = replace(self.settings, order=order, num_endpoints=len(self.endpoints))
         if (former := self._job) is not None:
             settings = replace(
                 settings,
@@ -504,7 +488,7 @@ class ControlLink:
             on_error=lambda error: self._deliver(LinkFailed(f"the coordinator ended: {error!r}")),
         )
         self.server.start()
-        if len(self._endpoints) > 1:
+        if len(self.endpoints) > 1:
             watch = partial(self._watch_rivals, self.server, order)
             threading.Thread(target=watch, name="outlast-rivals", daemon=True).start()
         return True
@@ -524,7 +508,7 @@ class ControlLink:
             while not self._closing.wait(_RIVALS_S) and server is self.server:
                 if not server.leadership().leads and self._stop_if_over():
                     return
-                for number, endpoint in enumerate(self._endpoints):
+                for number, endpoint in enumerate(self.endpoints):
                     own = server.leadership()
                     if number == order or (other := self._ask_rival(endpoint)) is None:
                         continue

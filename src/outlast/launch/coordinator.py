@@ -228,6 +228,8 @@ class Coordinator:
                 return self.nodes.take_out()  # the job is as before
             case m.CoordinatorTick():
                 self._report_spares()
+                self._ranks.look(now_s)
+                self._order_ranks()
             case m.ScriptSettings():
                 pass
             case _:
@@ -278,23 +280,12 @@ class Coordinator:
         return self.nodes.take_out()
 
     @property
-    def restart_deadline_s(self) -> float | None:
-        """When to handle a :class:`~outlast.launch.protocol.CoordinatorTick` for a delayed restart; ``None``: none
-        waits."""
-        return self._restart_at_s
+    def deadline_s(self) -> float | None:
+        """When to handle a :class:`~outlast.launch.protocol.CoordinatorTick`; ``None``: not before a message comes."""
+        due = (self._restart_at_s, self._ranks.deadline_s)
+        return min((one for one in due if one is not None), default=None)
 
     # -- restarts inside the processes -------------------------------------------------------------------------
-
-    @property
-    def ranks_deadline_s(self) -> float | None:
-        """When to call :meth:`look_at_ranks`; ``None``: not before a message comes."""
-        return self._ranks.deadline_s
-
-    def look_at_ranks(self, now_s: float) -> Outbox:
-        """Do what is due in in-process restarts; return the messages to send."""
-        self._ranks.look(now_s)
-        self._order_ranks()
-        return self.nodes.take_out()
 
     def _on_ranks(self, message: m.RankStandings | m.RankReports, now_s: float) -> None:
         is_new = self.phase == m.JobPhase.FORMING and not self.nodes.holders
@@ -594,9 +585,8 @@ class Coordinator:
         if self._places and self.nodes.holders <= self._started:
             self._quorum.note_ran(self._places)
             self._members = _Members(self._places)
-            for name in self._places:
-                if (member := self.nodes.by_name.get(name)) is not None:
-                    self._tell_ran(member)
+            for member in self.nodes.present(self._places):
+                self._tell_ran(member)
             self._places, self._phase_since_s = {}, None
             self._count_spares()
 
@@ -615,9 +605,8 @@ class Coordinator:
         num_spares = len(self.nodes.spares(self.state.quarantined))
         if num_spares != self._members.num_spares:
             self._members.num_spares = num_spares
-            for name in self.nodes.holders:
-                if (holder := self.nodes.by_name.get(name)) is not None:
-                    self._tell_ran(holder)
+            for holder in self.nodes.present(self.nodes.holders):
+                self._tell_ran(holder)
 
     def _count_spares(self) -> None:
         """Make late spares members; first every holder must know their number, as it counts for the quorum."""
@@ -628,9 +617,8 @@ class Coordinator:
         if not members.places or not (coming := [node.name for node in spares if node.name not in members.places]):
             return
         members.coming, members.counted = coming, set()
-        for name in self.nodes.holders:
-            if (holder := self.nodes.by_name.get(name)) is not None:
-                self._tell_ran(holder)
+        for holder in self.nodes.present(self.nodes.holders):
+            self._tell_ran(holder)
 
     def _on_counted(self, counted: m.Counted, node: Node) -> None:
         members = self._members
@@ -642,15 +630,13 @@ class Coordinator:
             return
         first = next(iter(members.places.values()))
         for number, name in enumerate(members.coming, members.num_spares):
-            place = msgspec.structs.replace(first, slot=None, spare=number, num_spares=num_spares)
-            members.places[name] = place
-            if (spare := self.nodes.by_name.get(name)) is not None:
-                self.nodes.send(spare, m.Wait(reason=why_it_waits(spare, self.state), place=place))
+            members.places[name] = msgspec.structs.replace(first, slot=None, spare=number, num_spares=num_spares)
+        for spare in self.nodes.present(members.coming):
+            self.nodes.send(spare, m.Wait(reason=why_it_waits(spare, self.state), place=members.places[spare.name]))
         self._quorum.admit({name: members.places[name] for name in members.coming})
         coming, members.num_spares, members.coming = members.coming, num_spares, []
-        for name in coming:
-            if (spare := self.nodes.by_name.get(name)) is not None:
-                self._tell_ran(spare)
+        for spare in self.nodes.present(coming):
+            self._tell_ran(spare)
         self._count_spares()
 
     def _record(self, kind: EventKind, data: dict[str, object]) -> None:
@@ -665,20 +651,19 @@ class Coordinator:
         if self._phase_since_s is None:
             return
         waited_s, settings = now_s - self._phase_since_s, self.settings
-        late: list[str | None] = []
+        late: list[str] = []
         if self.phase == m.JobPhase.PREPARING and waited_s > settings.prepare_timeout_s:
             if self._master is not None:  # spares did not vote: they are lost by now, or asked again
                 self.phase, self._phase_since_s = m.JobPhase.FORMING, None
                 return
-            late, why = [self.nodes.slots[0].holder], "it did not open the cycle's store"
+            late, why = [self.nodes.slots[0].holder or ""], "it did not open the cycle's store"
         elif self.phase == m.JobPhase.RUNNING and self._places and waited_s > settings.start_timeout_s:
-            late, why = [*sorted(self.nodes.holders - self._started)], "it did not start its workers"
+            late, why = sorted(self.nodes.holders - self._started), "it did not start its workers"
         elif self._ending is not None and waited_s > settings.rejoin_timeout_s:
             late = [node.name for node in self.nodes if self.nodes.holds_slot(node) and not node.ready]
             why = "it did not report the cycle's end"
-        for name in late:
-            if name is not None and (node := self.nodes.by_name.get(name)) is not None:
-                self._lose(node, f"{why} within {waited_s:.0f} s", now_s)
+        for node in self.nodes.present(late):
+            self._lose(node, f"{why} within {waited_s:.0f} s", now_s)
 
     def _charge_restart(self, end: CycleEnd | None, now_s: float) -> None:
         """Charge an in-process restart to the restart budget; stop the job if the budget is exceeded."""
@@ -786,9 +771,8 @@ class Coordinator:
         """Notify those of the nodes whose workers still run that another node's workers exited with 0."""
         if self.phase != m.JobPhase.RUNNING or not self._finished:
             return
-        for name in self.nodes.holders.intersection(names) - self._finished.keys():
-            if (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.out.append((name, node.epoch, m.PeersFinished(cycle=self.cycle)))
+        for node in self.nodes.present(self.nodes.holders.intersection(names) - self._finished.keys()):
+            self.nodes.out.append((node.name, node.epoch, m.PeersFinished(cycle=self.cycle)))
 
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:

@@ -208,10 +208,8 @@ class CoordinatorServer:
         due = [self._next_tick_s]
         if self._suspects:  # in order of their deadlines
             due.append(next(iter(self._suspects.values()))[0])
-        if self._coordinator.ranks_deadline_s is not None:
-            due.append(self._coordinator.ranks_deadline_s)
-        if self._coordinator.restart_deadline_s is not None:
-            due.append(self._coordinator.restart_deadline_s)
+        if self._coordinator.deadline_s is not None:
+            due.append(self._coordinator.deadline_s)
         return due
 
     def _serve_job(self, now_s: float) -> None:
@@ -220,14 +218,10 @@ class CoordinatorServer:
             _, is_known = self._suspects.pop(who)
             reason = "its agent's connection ended and was not reestablished"
             self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=is_known))
-        ranks_due_s = self._coordinator.ranks_deadline_s
-        if ranks_due_s is not None and now_s >= ranks_due_s:
-            self._send_all(self._coordinator.look_at_ranks(now_s))
-        restart_s = self._coordinator.restart_deadline_s
-        if restart_s is not None and now_s >= restart_s:
-            self._handle(m.CoordinatorTick())
         if now_s >= self._next_tick_s:
             self._tick(now_s)
+        elif (due_s := self._coordinator.deadline_s) is not None and now_s >= due_s:
+            self._handle(m.CoordinatorTick())
 
     def _on_request(self, _: int) -> None:
         self._is_closing |= "close" in self._requests.take_all()
@@ -262,22 +256,18 @@ class CoordinatorServer:
     def _on_newcomer(self, link: AgentChannel, came: list[m.OnControl]) -> None:
         if self._successor is not None:
             reason = f"it has yielded to the coordinator at {self._successor}"
-            self._answer(link, m.Refused(reason=reason, successor=str(self._successor)))
+            link.send(m.Refused(reason=reason, successor=str(self._successor)))
             return
         match came[0]:
             case m.Hello() as hello:
                 self._greet(link, hello, came[1:])
             case m.AskStatus():
-                self._answer(link, self._status())
+                link.send(self._status())
             case m.AskLeadership():
                 own = self._coordinator.leadership
-                answer = m.Leads(job=self.settings.job, term=own.term, leads=own.leads, order=own.order)
-                self._answer(link, answer)
+                link.send(m.Leads(job=self.settings.job, term=own.term, leads=own.leads, order=own.order))
             case other:
                 self._listener.drop(link, f"it began with {type(other).__name__}")
-
-    def _answer(self, link: AgentChannel, answer: m.Answer) -> None:
-        link.send(answer)
 
     def _greet(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
         if (refusal := self._why_refused(hello)) is not None:
@@ -294,7 +284,7 @@ class CoordinatorServer:
         known = (hello.node, refusal.reason) in self._refused
         self._refused.add((hello.node, refusal.reason))
         log.log(logging.DEBUG if known else logging.WARNING, "node %s was refused: %s", hello.node, refusal.reason)
-        self._answer(link, refusal)
+        link.send(refusal)
 
     def _welcome(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
         self._listener.admit(link)

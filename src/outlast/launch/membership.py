@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -112,6 +112,10 @@ class Nodes:
         self.num_changes += 1
         self.by_name.pop(name, None)
         self._ready.discard(name)
+
+    def present(self, names: Iterable[str]) -> list[Node]:
+        """Return the connected ones of some nodes."""
+        return [self.by_name[name] for name in names if name in self.by_name]
 
     def holder(self, slot: Slot) -> Node | None:
         """Return the node that holds a slot, if it is connected."""
@@ -330,11 +334,7 @@ class Quorum:
         """Note that a cycle has started on all of its nodes, which are the members now."""
         self._is_new, self._adopts, self._dead = False, False, set()
         self._num_changes += 1
-        self._claims = {
-            (name, self._nodes.by_name[name].epoch): (place, None)
-            for name, place in places.items()
-            if name in self._nodes.by_name
-        }
+        self._claims = {(one.name, one.epoch): (places[one.name], None) for one in self._nodes.present(places)}
         self._newest = max((place.order for place in places.values()), default=(-1, -1))
         # The former host's place belonged to the previous cycle.
         self._settings = dataclasses.replace(self._settings, host_is_dead=False)
@@ -346,9 +346,8 @@ class Quorum:
         for who, (ran, taken) in self._claims.items():
             if ran is not None:
                 self._claims[who] = msgspec.structs.replace(ran, num_spares=num_spares), taken
-        for name, place in places.items():
-            if (node := self._nodes.by_name.get(name)) is not None:
-                self._claims[name, node.epoch] = place, None
+        for node in self._nodes.present(places):
+            self._claims[node.name, node.epoch] = places[node.name], None
 
     def count_holders(self, names: Collection[str]) -> int:
         """Return how many of these nodes held a slot in the last cycle that ran."""
@@ -490,9 +489,8 @@ class Forming:
     def begin(self, state: LadderState, quarantine: Collection[str]) -> None:
         """Begin a new cycle, and with it a new time limit; notify the nodes that are quarantined now."""
         self._since_s = self._said_s = None
-        for name in quarantine:
-            if (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
+        for node in self.nodes.present(quarantine):
+            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
 
     def fill(self, cycle: int, now_s: float, *, barred: Collection[str]) -> tuple[Slot, ...] | None:
         """Return the slots of the world that can start now; ``None`` while nodes are missing.
@@ -611,9 +609,8 @@ class Forming:
 
     def tell_spares(self, places: Mapping[str, m.SlotPlace], state: LadderState) -> None:
         """Send the spares their places in a cycle."""
-        for name, place in places.items():
-            if place.slot is None and (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=place))
+        for node in self.nodes.present(name for name, place in places.items() if place.slot is None):
+            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=places[node.name]))
 
     def lacks_heir(self, state: LadderState) -> bool:
         """Return whether a node that is held back is needed after all: the spare for its slot is gone."""

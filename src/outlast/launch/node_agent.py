@@ -682,6 +682,8 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.set("reap", REAP_S, self._on_unreapable)
 
     def _kill(self) -> None:
+        for name in ("grace", "alone"):
+            self._timers.cancel(name)
         self._workers.kill()
         self._timers.set("reap", REAP_S, self._on_unreapable)
 
@@ -779,7 +781,6 @@ class NodeAgent(SimpleElasticAgent):
         name = signal.Signals(received.signal).name
         if self._state in (AgentState.LEAVING, AgentState.STOPPING):
             log.warning("received %s again: ending the workers now", name)
-            self._end_grace()
             self._kill()
             return
         self._signal = received.signal
@@ -798,12 +799,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_grace_over(self) -> None:
         log.warning("the workers did not end in time: killing them")
-        self._end_grace()
         self._kill()
-
-    def _end_grace(self) -> None:
-        for name in ("grace", "alone"):
-            self._timers.cancel(name)
 
     def _leave(self, *, whole_job: bool = True) -> None:
         cycle = self._running

@@ -22,6 +22,8 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from typing import Any
 
 from outlast import clock
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
@@ -340,21 +342,13 @@ class RankRelay:
         """Return the unsent events as messages, in order; consecutive ones of one kind and call share a message."""
         messages: list[m.RankStandings | m.RankReports] = []
         news, self._news = self._news, []
-        came: list[m.KnownRank] = []
-        reports: list[tuple[int, Gone | p.Report]] = []
-        for at, (call, what) in enumerate(news):
-            if isinstance(what, m.KnownRank):
-                came.append(what)
+        for (call, comes), group in groupby(news, key=lambda one: (one[0], isinstance(one[1], m.KnownRank))):
+            some: list[Any] = [what for _, what in group]
+            if comes:
+                messages.append(self._standings(call, some))
             else:
-                reports.append(what)
-            following = news[at + 1] if at + 1 < len(news) else None
-            if following is None or following[0] != call or type(following[1]) is not type(what):
-                if came:
-                    messages.append(self._standings(call, came))
-                else:
-                    assert self._cycle is not None
-                    messages.append(m.RankReports(cycle=self._cycle, call=call, reports=tuple(reports)))
-                came, reports = [], []
+                assert self._cycle is not None
+                messages.append(m.RankReports(cycle=self._cycle, call=call, reports=tuple(some)))
         return messages
 
     def _standings(self, number: int, ranks: list[m.KnownRank]) -> m.RankStandings:

@@ -276,8 +276,21 @@ _WORDS = {
 _PATHS = {"FILE": "file", "DIR": "dir"}
 _OTHER_NAMES = {"--health-config": "--config", "--ft-cfg-path": "--config"}
 """Names that the help omits; the second is that of ft_launcher."""
-_COMMON_NAMES = ("config", "help", "local-addr", "log-dir", "log-level", "module")
-_SCRIPTS_OWN = frozenset((*_COMMON_NAMES, "preload", "quiet", "role", "run-dir", "run-path"))
+_SCRIPTS_OWN = frozenset(
+    (
+        "config",
+        "help",
+        "local-addr",
+        "log-dir",
+        "log-level",
+        "module",
+        "preload",
+        "quiet",
+        "role",
+        "run-dir",
+        "run-path",
+    )
+)
 """Options that scripts commonly have themselves: after the script they are not reported as misplaced."""
 _USAGE = """\
 usage: outlast run [OPTION]... SCRIPT [ARGUMENT]...

@@ -147,19 +147,19 @@ class OutlastRendezvous(RendezvousHandler):
                 case LinkDown():
                     log.warning("the coordinator is out of reach (%s)", news.error)
                     deadline_s = clock.now_s() + self._join_timeout_s
-                case LinkUp():
-                    self._on_link_up(news, is_running=False)
-                case m.Ran():
-                    self._client.note_ran(news)
-                case m.Decided():
-                    self._client.note_decided(news)
-                case m.CycleOver() | m.NodesMissing() | m.PeersFinished() | m.Remark():
-                    pass
+                case _:
+                    self._note(news, is_running=False)
 
-    def _on_link_up(self, up: LinkUp, *, is_running: bool) -> None:
-        self._client.note_term(up.term)
-        if not up.is_first:
-            self._client.register(is_running=is_running, is_joining=not is_running, has_finished=False)
+    def _note(self, news: News, *, is_running: bool) -> None:
+        match news:
+            case LinkUp():
+                self._client.note_term(news.term)
+                if not news.is_first:
+                    self._client.register(is_running=is_running, is_joining=not is_running, has_finished=False)
+            case m.Ran():
+                self._client.note_ran(news)
+            case m.Decided():
+                self._client.note_decided(news)
 
     def _enter(self, start: m.Start) -> RendezvousInfo:
         self._cycle = start.cycle
@@ -193,14 +193,10 @@ class OutlastRendezvous(RendezvousHandler):
                 self._waiting = 1
             elif isinstance(news, m.Stop):
                 self._closed = True
-            elif isinstance(news, m.Ran):
-                self._client.note_ran(news)
-            elif isinstance(news, m.Decided):
-                self._client.note_decided(news)
-            elif isinstance(news, LinkUp):
-                self._on_link_up(news, is_running=True)
             elif isinstance(news, LinkDown):
                 log.warning("the coordinator is out of reach (%s); training continues", news.error)
+            else:
+                self._note(news, is_running=True)
 
     def get_run_id(self) -> str:
         return self._params.run_id

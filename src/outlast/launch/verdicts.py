@@ -201,16 +201,16 @@ def observations(facts: list[m.CycleFacts]) -> list[Observation]:
 
 def departure(cycle: int, leave: m.Leave) -> CycleEnd:
     """Return the end of a cycle whose job was requested to shut down."""
-    facts = leave.facts
+    facts = leave.facts or m.CycleFacts(cycle=cycle)
     return CycleEnd(
         cycle=cycle,
         incident=None,
         preempted=True,
         preempted_saved=leave.saved,
-        durable_iteration=facts.durable_iteration if facts else None,
-        committed_iteration=facts.committed_iteration if facts else None,
-        progress_known=facts.progress_known if facts else False,
-        had_session=facts.had_session if facts else False,
+        durable_iteration=facts.durable_iteration,
+        committed_iteration=facts.committed_iteration,
+        progress_known=facts.progress_known,
+        had_session=facts.had_session,
     )
 
 
