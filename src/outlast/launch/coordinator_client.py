@@ -8,7 +8,6 @@ import msgspec
 
 from outlast.launch import protocol as m
 from outlast.launch.control_link import ControlLink
-from outlast.policy.ladder import LadderState
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +41,6 @@ class CoordinatorClient:
         place = self._place
         return 0 if place is None else place.num_spares
 
-    @property
-    def ladder(self) -> LadderState | None:
-        """State of the recovery policy as reported last; ``None``: not yet. Thread: any."""
-        return self.link.ladder
-
     def take_place(self, start: m.Start) -> bool:
         """Take the place in a cycle; return False if the cycle must not be started.
 
@@ -72,10 +66,6 @@ class CoordinatorClient:
         if self._place is not None and self._place.cycle == ran.cycle:
             self._place = self._ran = msgspec.structs.replace(self._place, num_spares=ran.num_spares)
             self._count()
-
-    def note_decided(self, decided: m.Decided) -> None:
-        """Keep the recovery policy's state for a coordinator that takes over."""
-        self.link.ladder = decided.ladder
 
     def _count(self) -> None:
         assert self._place is not None

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,7 +138,7 @@ class WorkerLaunch:
         }
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Cycle:
     """The workers of one cycle on this node; :meth:`prepare` makes it.
 
@@ -251,29 +251,19 @@ class Cycle:
             for key, worker in workers.items():
                 rank = worker.local_rank
                 stdout, stderr = logs.outputs_of(rank)
+                variables = {**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}
                 request = Spawn(
                     key=key,
                     kind=launch.kind,
                     argv=tuple(map(os.fsencode, launch.argv_of(rank))),
-                    env=_as_bytes({**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}),
+                    env={os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
                     stdout=stdout is not None,
                     stderr=stderr is not None,
                     on_start="" if launch.kind == "exec" else "outlast.monitor.stacks:register",
                 )
                 spawns.append((request, [fd for fd in (stdout, stderr) if fd is not None]))
             stack.pop_all()
-        return cls(
-            start=start,
-            options=options,
-            job=job,
-            node=node,
-            board=board,
-            logs=logs,
-            workers=workers,
-            spawns=spawns,
-            in_process=in_process,
-            postmortem=postmortem,
-        )
+        return cls(start, options, job, node, board, logs, workers, spawns, in_process, postmortem)
 
     @property
     def number(self) -> int:
@@ -770,10 +760,6 @@ def _read_tail(path: str) -> str:
     with open(open_file(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
         return file.read(_MAX_TAIL).decode(errors="replace")
-
-
-def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
-    return {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
 
 
 def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:

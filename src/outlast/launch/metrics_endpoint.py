@@ -57,7 +57,9 @@ class MetricsEndpoint:
         self._outlook: Callable[[], AgentOutlook] = AgentOutlook
         self.history = NodeHistory(run_dir, node)
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector({"run_id": run_id, "node": node}, self._samples))
+        self._registry.register(
+            _Collector({"run_id": run_id, "node": node}, lambda: collect(self._outlook(), self.history))
+        )
         self._has_final, self._was_scraped = threading.Event(), threading.Event()
         """The metrics of the job's end are complete; a scraper has received them."""
 
@@ -101,9 +103,6 @@ class MetricsEndpoint:
             self._ends.set()
             self._server.shutdown()
             self._server.server_close()
-
-    def _samples(self) -> Samples:
-        return collect(self._outlook(), self.history)
 
     # -- in threads of its own ---------------------------------------------------------------------------------
 

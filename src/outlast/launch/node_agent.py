@@ -162,7 +162,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def outlook(self) -> AgentOutlook:
         """Return a snapshot for the metrics. Thread: any."""
-        cycle, ladder, options = self._cycle, self._client.ladder, self.options
+        cycle, ladder, options = self._cycle, self._client.link.ladder, self.options
         config = options.fault_tolerance if cycle is None else cycle.layers.config
         timeouts = Timeouts.from_config(config, with_defaults=True)
         if cycle is not None and cycle.watchdog is not None and cycle.script_settings is not None:
@@ -303,7 +303,7 @@ class NodeAgent(SimpleElasticAgent):
                 if (cycle := self._running) is not None and cycle.number == event.cycle:
                     self._watch_lingering(cycle)
             case m.Decided():
-                self._client.note_decided(event)
+                self._client.link.ladder = event.ladder
             case m.NodesMissing():
                 self._num_missing = event.missing
                 log.info("%s", event.reason)

@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,13 @@ def launch(options: RunOptions) -> int:
     mailbox = Mailbox[object]()
     lease = own_run_directory(options, mailbox)  # before any other access to the directory
     try:
-        with _show_metrics(options) as metrics:
+        metrics = None
+        with ExitStack() as stack:
+            if options.metrics is not None:
+                metrics = MetricsEndpoint(
+                    options.metrics, run_id=options.run_id, node=options.node_name, run_dir=options.run_dir
+                )
+                stack.callback(metrics.close)
             exit_code = _launch(options, lease, mailbox, metrics)
             is_requested = exit_code == ExitReason.PREEMPTED or exit_code > 128
             if metrics is not None and not is_requested:  # a scheduler that requests a shutdown kills slow processes
@@ -194,18 +201,6 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     return stop.exit_code
 
 
-def _show_metrics(options: RunOptions) -> AbstractContextManager[MetricsEndpoint | None]:
-    """Open this node's endpoint for Prometheus, if requested.
-
-    Raises:
-        ConfigError: The port cannot be opened.
-    """
-    if options.metrics is None:
-        return nullcontext()
-    where = options.metrics
-    return closing(MetricsEndpoint(where, run_id=options.run_id, node=options.node_name, run_dir=options.run_dir))
-
-
 def _describe_totals(options: RunOptions, job: str) -> str:
     try:
         return f" ({in_time(options.run_dir, partial(describe_job, options.run_dir, job), _TOTALS_S)})"
@@ -256,18 +251,13 @@ def _identify(options: RunOptions) -> JobIdentity:
         key_file=options.torchrun.run_key_file,
         is_one_machine=is_one_machine,
     )
-    kind, argv = _command(options)
+    identity = JobIdentity(run_id=options.run_id, key=key, run_dir=options.run_dir)
     if options.any_command:
-        return JobIdentity(run_id=options.run_id, key=key, run_dir=options.run_dir)
+        return identity
+    kind, argv = _command(options)
     text = " ".join(argv if kind != "exec" else argv[-1 - len(options.torchrun.training_script_args) :])
     digest = hashlib.sha256("\0".join([kind, *argv[1:]]).encode(errors="surrogateescape")).hexdigest()
-    return JobIdentity(
-        run_id=options.run_id,
-        key=key,
-        command=digest,
-        command_text=text if len(text) < 200 else f"{text[:197]}...",
-        run_dir=options.run_dir,
-    )
+    return replace(identity, command=digest, command_text=text if len(text) < 200 else f"{text[:197]}...")
 
 
 def _check_endpoints(

@@ -159,7 +159,7 @@ class OutlastRendezvous(RendezvousHandler):
             case m.Ran():
                 self._client.note_ran(news)
             case m.Decided():
-                self._client.note_decided(news)
+                self._link.ladder = news.ladder
 
     def _enter(self, start: m.Start) -> RendezvousInfo:
         self._cycle = start.cycle
