@@ -93,23 +93,19 @@ class Checkups:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        # The kernel ends the probe processes with this thread.
-        lasting, passing = self._probers
-        with lasting:
+        with self._probers[0]:  # the kernel ends the probe processes with this thread
             while (asked := self._asked.get()) is not None:
-                occasion, gpus, computes, places = asked
+                occasion, *which = asked
                 try:
-                    results = self._look(lasting, passing, gpus=gpus, computes=computes, places=places)
+                    results = self._look(*which)
                 except Exception as error:  # noqa: BLE001 - the agent waits for a result whatever happened
                     why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                    results = (
-                        CheckResult(name="check-up", target="node", status=Status.ERROR, reason=why, took_s=0.0),
-                    )
+                    failed = CheckResult(name="check-up", target="node", status=Status.ERROR, reason=why, took_s=0.0)
+                    results = (failed,)
                 self._deliver(CheckedUp(occasion, results))
 
-    def _look(
-        self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool, places: bool
-    ) -> tuple[CheckResult, ...]:
+    def _look(self, gpus: bool, computes: bool, places: bool) -> tuple[CheckResult, ...]:
+        lasting, passing = self._probers
         results = probe_node(
             lasting,
             self.config,

@@ -375,11 +375,6 @@ class Cycle:
         self.watchdog.enforce(self.timeouts, self.timeouts.describe(self._origins.__getitem__))
 
     @property
-    def is_plain(self) -> bool:
-        """Whether hang detection is on, but no worker of this node has a session or monitor yet."""
-        return self.watchdog is not None and not self.had_session
-
-    @property
     def had_session(self) -> bool:
         """Whether a worker of this node has, or had, a session or a monitor."""
         return any(state.attached or state.in_process != InProcessState.OFF for state in self.board.read_all())
@@ -389,7 +384,7 @@ class Cycle:
         return describe_hangs(
             self.timeouts if self.watchdog is not None else None,
             self.layers.source("enable_ft_package"),
-            has_session=None if is_early else not self.is_plain,
+            has_session=None if is_early else self.watchdog is None or self.had_session,
             origins=self._origins,
         )
 
@@ -474,9 +469,8 @@ class Cycle:
 
         A worker that judged a result invalid is the cause, even if a peer that missed it failed earlier.
         """
-        if (other := self._describe_request() or self._describe_verdict()) is not None:
-            return other
-        if (other := self.in_process.unrecovered_loss) is not None:
+        decided = self._describe_request() or self._describe_verdict()
+        if (other := decided or self.in_process.unrecovered_loss) is not None:
             return other
         failing = self._failing()
         first = find_first(failing).rank

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from outlast import clock, env
 from outlast.config import FaultToleranceConfig
 from outlast.health.devices import DeviceMemoryUse, has_gpus
-from outlast.health.probing import CheckResult, Prober, Status
+from outlast.health.probing import Prober, Status
 
 log = logging.getLogger(__name__)
 _READ_S = 30.0
@@ -166,13 +166,10 @@ class MemoryReclaim:
         """Return the bytes in use of each visible GPU; ``None``: they cannot be read, which is logged."""
         found = self._prober.ask(DeviceMemoryUse(), "memory use", "GPUs", timeout_s=_READ_S)
         if found.status != Status.OK:
-            self._log_unknown(found)
+            if not self._closed.is_set():
+                level = logging.INFO if found.status == Status.SKIPPED else logging.WARNING
+                log.log(level, "workers start without a wait for GPU memory: %s", found.reason)
             return None
         used: dict[str, int | None] = found.facts["used_bytes"]
         chosen = choose_gpus(tuple(used), self._visible)
         return {gpu: num_bytes for gpu in chosen if (num_bytes := used[gpu]) is not None}
-
-    def _log_unknown(self, found: CheckResult) -> None:
-        if not self._closed.is_set():
-            level = logging.INFO if found.status == Status.SKIPPED else logging.WARNING
-            log.log(level, "workers start without a wait for GPU memory: %s", found.reason)

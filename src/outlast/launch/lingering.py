@@ -23,6 +23,7 @@ from outlast.runtime.processes import process_state
 
 if TYPE_CHECKING:
     from outlast.launch.cycle import Cycle
+    from outlast.launch.workers import WorkerProcess
 
 log = logging.getLogger(__name__)
 REPORT_S = 30.0
@@ -73,20 +74,21 @@ class LingeringRanks:
                 last_heartbeat_ns=board.read(worker.local_rank).last_heartbeat_ns,
                 last_active_ns=self._active_ns.get(worker.pid, 0),
             )
-            for worker in self._cycle.workers.values()
-            if worker.exit_code is None and worker.pid
+            for worker in self._running()
         ]
+
+    def _running(self) -> list[WorkerProcess]:
+        return [worker for worker in self._cycle.workers.values() if worker.exit_code is None and worker.pid]
 
     def _sample(self) -> None:
         """Note which ranks have used a processor since the last call."""
         now_ns = clock.now_ns()
         least_s = _ACTIVE_SHARE * (now_ns - self._looked_ns) / 1e9
-        for worker in self._cycle.workers.values():
-            if worker.exit_code is None and worker.pid:
-                used_s = _processor_time_s(worker.pid)
-                if used_s - self._used_s.get(worker.pid, used_s) > least_s:
-                    self._active_ns[worker.pid] = now_ns
-                self._used_s[worker.pid] = used_s
+        for worker in self._running():
+            used_s = _processor_time_s(worker.pid)
+            if used_s - self._used_s.get(worker.pid, used_s) > least_s:
+                self._active_ns[worker.pid] = now_ns
+            self._used_s[worker.pid] = used_s
         self._looked_ns = now_ns
 
     def _begin_report(self, ranks: list[int]) -> threading.Thread:

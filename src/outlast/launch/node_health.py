@@ -120,13 +120,11 @@ class NodeHealth:
     # -- before joining ----------------------------------------------------------------------------------------
 
     def _take_before_joining(self, found: CheckedUp) -> None:
+        self._log(found)
         if not self._prevents_joining(found):
-            if found.failed:
-                self._log(found)
             self._outside, self._is_admitted = None, True
             self._expect_next()
             return
-        self._log(found)
         self._outside = self._incident(found)
         if self._is_connected:
             self._stay_outside()
@@ -213,8 +211,7 @@ class NodeHealth:
             if self._is_clear:
                 self._look_after_fault()
             return
-        if found.failed:
-            self._log(found)
+        self._log(found)
         if is_unfit:
             self._unfit = found
         self.is_looking = False
