@@ -536,10 +536,12 @@ class Forming:
         have = sorted(node.name for node in self.nodes if node.ready)
         names = ", ".join(have[:8]) + (f" and {len(have) - 8} more" if len(have) > 8 else "")
         left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
-        awaited = f"{self.missing} of {count(len(self.nodes.slots), 'node')}"
+        num_slots = len(self.nodes.slots)
+        reason = f"waiting for {self.missing} of {num_slots} node{'s' * (num_slots != 1)} (have: {names or 'none'})"
         if self._lacks_quorum:
             awaited = "most nodes of the last cycle, which may still train elsewhere"
-        reason = f"waiting for {awaited} (have: {names or 'none'}); gives up in {left_s:.0f} s"
+            reason = f"waiting for {awaited} (have: {names or 'none'})"
+        reason += f"; gives up in {left_s:.0f} s"
         reminder = m.NodesMissing(reason=reason, missing=max(1, self.missing))
         self.nodes.out += [(node.name, node.epoch, reminder) for node in self.nodes if node.ready]
 

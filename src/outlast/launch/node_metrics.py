@@ -61,8 +61,8 @@ class AgentMetric:
 
 
 _TABLE = f"""
-agent_info job version python: 1; the labels have the job and the versions.
-agent_state state: 1 for the state that the agent is in.
+agent_info `job version python`: 1; the labels have the job and the versions.
+agent_state `state`: 1 for the state that the agent is in.
 agent_is_coordinator: Whether this node's agent hosts the coordinator.
 cycle: The newest cycle that this node took part in; -1 before the first one.
 cycles_started_total: Cycles that this node has started in this job.
@@ -72,46 +72,46 @@ spares: Nodes that waited for a slot at the last update from the coordinator.
 node_iteration: Optimizer steps done: the maximum over this node's ranks.
 iterations_per_second: Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none.
 durable_iteration: Highest iteration that survives the end of the job, as known to the ranks of this node.
-checkpoint_lag_iterations failure: Iterations that would be lost by the failure of a worker, the loss of a node, or the
-    end of the job now.
+checkpoint_lag_iterations `failure`: Iterations that would be lost by the failure of a worker, the loss of a node, or
+    the end of the job now.
 durable_checkpoint_age_seconds: Seconds since the newest checkpoint that survives the end of the job was committed, or
     loaded.
 durable_checkpoint_due_seconds: Seconds for which a commit that survives the end of the job has been due; 0 if none is.
-rank_exit_code rank: Exit code of a rank that has ended in the newest cycle; negative: the signal that ended it.
-rank_iteration rank: Optimizer steps that a rank has done.
-rank_state rank state: 1 for the state that a rank is in: starting, running, restarting, spare, stopped, finished,
+rank_exit_code `rank`: Exit code of a rank that has ended in the newest cycle; negative: the signal that ended it.
+rank_iteration `rank`: Optimizer steps that a rank has done.
+rank_state `rank state`: 1 for the state that a rank is in: starting, running, restarting, spare, stopped, finished,
     ended.
-rank_section_info rank section: 1 for the path of the open sections of a rank.
-rank_section_seconds rank: Seconds that a rank has been in its innermost section.
-rank_heartbeat_age_seconds rank: Seconds since the last heartbeat of a rank.
-restarts_total rung: Restarts of the run, in all of its jobs, by recovery level; the same on all nodes.
-budget_left budget: Remaining budget before the job ends: restarts, restarts_total, no_progress_cycles.
+rank_section_info `rank section`: 1 for the path of the open sections of a rank.
+rank_section_seconds `rank`: Seconds that a rank has been in its innermost section.
+rank_heartbeat_age_seconds `rank`: Seconds since the last heartbeat of a rank.
+restarts_total `rung`: Restarts of the run, in all of its jobs, by recovery level; the same on all nodes.
+budget_left `budget`: Remaining budget before the job ends: restarts, restarts_total, no_progress_cycles.
 missing_nodes: Nodes for which the job waits; 0 while a cycle runs here.
 excluded_nodes: Nodes that get no slot, permanently or in this cycle.
-excluded_node_info excluded_node: 1 for each excluded node.
-timeout_seconds timeout: Timeouts in effect, by setting; those of sections as rank_section_timeouts:NAME.
-last_incident_info kind culprit_node culprit_rank exit_code cause rung: 1 for the newest incident on which the
+excluded_node_info `excluded_node`: 1 for each excluded node.
+timeout_seconds `timeout`: Timeouts in effect, by setting; those of sections as rank_section_timeouts:NAME.
+last_incident_info `kind culprit_node culprit_rank exit_code cause rung`: 1 for the newest incident on which the
     coordinator decided; on the coordinator's node.
 last_incident_timestamp_seconds: Time of that decision, in seconds since the epoch.
-job_exit_code reason: Exit code of the job, once it has ended on this node; see --metrics-linger.
+job_exit_code `reason`: Exit code of the job, once it has ended on this node; see --metrics-linger.
 steps_rerun_total: Steps that ranks of this node ran again in place.
-incidents_total kind: Incidents that this node's processes reported.
-committed_iteration tier: Iteration of the newest checkpoint that a rank of this node committed, by tier.
-committed_timestamp_seconds tier: Time of that commit, in seconds since the epoch.
+incidents_total `kind`: Incidents that this node's processes reported.
+committed_iteration `tier`: Iteration of the newest checkpoint that a rank of this node committed, by tier.
+committed_timestamp_seconds `tier`: Time of that commit, in seconds since the epoch.
 saves_total: Saves that ranks of this node began.
-save_failures_total tier: Saves that failed in a tier: memory, local or global; each rank of this node counts.
+save_failures_total `tier`: Saves that failed in a tier: memory, local or global; each rank of this node counts.
 save_stall_seconds: Seconds for which the newest save blocked this node's slowest rank.
 save_stall_seconds_total: The same, summed over the saves of all ranks of this node.
-straggler_score basis stat: Scores of all ranks: basis relative or individual, stat min, median or max; on rank 0's
+straggler_score `basis stat`: Scores of all ranks: basis relative or individual, stat min, median or max; on rank 0's
     node alone.
 job_goodput: Goodput of this job, as computed by the ranks of this node.
 journal_age_seconds: Seconds since this node's journal was last read.
 """
-"""Each metric as ``NAME LABEL...: HELP``; indented lines continue a row."""
+"""Each metric as ``NAME `LABEL...`: HELP``; indented lines continue a row."""
 METRICS = {
     name: AgentMetric(name, text, tuple(labels))
     for head, text in (row.split(": ", 1) for row in _TABLE.strip().replace("\n    ", " ").splitlines())
-    for name, *labels in [head.split()]
+    for name, *labels in [head.replace("`", "").split()]
 }
 """All metrics of the endpoint, by name."""
 
