@@ -539,8 +539,9 @@ class Forming:
         num_slots = len(self.nodes.slots)
         reason = f"waiting for {self.missing} of {num_slots} node{'s' * (num_slots != 1)} (have: {names or 'none'})"
         if self._lacks_quorum:
-            awaited = "most nodes of the last cycle, which may still train elsewhere"
-            reason = f"waiting for {awaited} (have: {names or 'none'})"
+            reason = (
+                f"waiting for most nodes of the last cycle, which may still train elsewhere (have: {names or 'none'})"
+            )
         reason += f"; gives up in {left_s:.0f} s"
         reminder = m.NodesMissing(reason=reason, missing=max(1, self.missing))
         self.nodes.out += [(node.name, node.epoch, reminder) for node in self.nodes if node.ready]
