@@ -163,7 +163,7 @@ class Coordinator:
         if not is_own and term >= self._term:
             self._term = self._ranks.term = term + 1
 
-    def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None, host: str) -> m.LiveStatus:
+    def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None) -> m.LiveStatus:
         """Return the job's live status.
 
         Args:
@@ -171,7 +171,6 @@ class Coordinator:
             time: The same moment as text.
             run_id: Name of the run.
             run_dir: The run directory on the coordinator's node.
-            host: Name of that node.
         """
         slots: dict[str, tuple[int, int]] = {}
         first_rank = 0
@@ -189,7 +188,7 @@ class Coordinator:
             time=time,
             run_id=run_id,
             job=self.settings.job,
-            host=host,
+            host=self.settings.host,
             run_dir=None if run_dir is None else str(run_dir),
             phase=str(self.phase),
             cycle=self.cycle,

@@ -99,8 +99,7 @@ class CoordinatorServer:
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self.settings, self._identity, self._run_dir = settings, identity, identity.run_dir
-        self._layers, self._config = layers, layers.config
-        self._on_error, self._may_write = on_error, may_write
+        self._layers, self._on_error, self._may_write = layers, on_error, may_write
         self._journal = Journal(
             identity.run_dir, run_id=identity.run_id, job=settings.job, node=settings.host, proc="coordinator"
         )
@@ -112,12 +111,7 @@ class CoordinatorServer:
         self._unwritten = state if continues_finished else None
         """State that ``ladder.json`` lacks; written later."""
         self._writes_again_s = 0.0
-        self._coordinator = Coordinator(
-            settings,
-            state,
-            tell_time=self._journal.tell_time,
-            stop=stop,
-        )
+        self._coordinator = Coordinator(settings, state, tell_time=self._journal.tell_time, stop=stop)
         self.leader = secrets.token_hex(4)
         """Identifies this life of the coordinator."""
         self._selector = selectors.DefaultSelector()
@@ -396,11 +390,7 @@ class CoordinatorServer:
 
     def _status(self) -> m.LiveStatus:
         return self._coordinator.status(
-            clock.now_s(),
-            time=self._journal.tell_time(),
-            run_id=self._identity.run_id,
-            run_dir=self._run_dir,
-            host=self.settings.host,
+            clock.now_s(), time=self._journal.tell_time(), run_id=self._identity.run_id, run_dir=self._run_dir
         )
 
     def _take_script_settings(self, told: m.ScriptSettings) -> None:
@@ -410,7 +400,7 @@ class CoordinatorServer:
         except ConfigError as error:
             log.warning("the settings of node %s's script are not used: %s", told.node, error)
             return
-        self._config = config = self._layers.config
+        config = self._layers.config
         settings = self._coordinator.settings
         least = config.min_nodes
         if least is not None and least > settings.num_slots:
@@ -443,7 +433,7 @@ class CoordinatorServer:
         self._writes_again_s = clock.now_s() + _REWRITE_S
 
     def _learn(self, of: Learn) -> None:
-        config, observations, expired = self._config, of.observations, of.expired
+        config, observations, expired = self._layers.config, of.observations, of.expired
         folder = LearnedTimeouts.folder(config, self._run_dir)
         if folder is None:  # count hangs at timeouts that the script calculated all the same
             expired = [one for one in expired or () if one.is_calculated and not one.is_explained]

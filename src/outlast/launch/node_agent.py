@@ -33,7 +33,6 @@ from torch.distributed.elastic.agent.server.api import (
     SimpleElasticAgent,
     Worker,
     WorkerGroup,
-    WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -445,7 +444,9 @@ class NodeAgent(SimpleElasticAgent):
             incident = self._journal.incident(IncidentKind.CANNOT_START, str(error), cycle=start.cycle)
             self._join(m.CycleFacts(cycle=start.cycle, incident=incident))
             return
-        self._failures, self._worker_group.workers = {}, _torch_workers(start, self._launch.spec)
+        base, size, ranks = start.base_rank, start.world_size, range(self._launch.spec.local_world_size)
+        self._failures = {}
+        self._worker_group.workers = [Worker(rank, base + rank, base + rank, size, size) for rank in ranks]
         self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         self._state, self._has_no_slot = AgentState.RUNNING, False
@@ -865,16 +866,3 @@ def _wait_readable(descriptors: list[int], timeout_s: float | None) -> set[int]:
     for fd in descriptors:
         waiting.register(fd, select.POLLIN)
     return {fd for fd, _ in waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))}
-
-
-def _torch_workers(start: m.Start, spec: WorkerSpec) -> list[Worker]:
-    return [
-        Worker(
-            local_rank=local_rank,
-            global_rank=start.base_rank + local_rank,
-            role_rank=start.base_rank + local_rank,
-            world_size=start.world_size,
-            role_world_size=start.world_size,
-        )
-        for local_rank in range(spec.local_world_size)
-    ]

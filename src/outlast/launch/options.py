@@ -225,7 +225,8 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     has_directory = args.run_dir is not None or config.run_dir is not None
     health, places = _health(command, config, run_dir)
     # Last, so that a refused command line leaves nothing behind.
-    new_folders = _make_folder(run_dir, _source_of_run_dir(command, config))
+    source = f"run_dir of {args.config}" if config.run_dir else "the run directory"
+    new_folders = _make_folder(run_dir, command.name("run_dir") if args.run_dir else source)
     if args.log_dir is not None:
         try:
             new_folders = (*_make_folder(Path(args.log_dir).absolute(), command.name("log_dir")), *new_folders)
@@ -273,8 +274,7 @@ def _parse_nnodes(text: str, name: str) -> tuple[int, int]:
     except ValueError:
         bounds = 0, 0
     require(
-        0 < bounds[0] <= bounds[1],
-        f"{name}={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5",
+        0 < bounds[0] <= bounds[1], f"{name}={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5"
     )
     return bounds
 
@@ -296,10 +296,7 @@ def _check_nproc(text: str, name: str) -> None:
     if text.lstrip("-").isdigit():
         require(int(text) > 0, f"{name}={text} must be at least 1")
         return
-    require(
-        text in ("auto", "cpu", "gpu", "xpu"),
-        f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu",
-    )
+    require(text in ("auto", "cpu", "gpu", "xpu"), f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu")
 
 
 def _check_network(command: RunCommand) -> None:
@@ -394,10 +391,7 @@ def _check_script(command: RunCommand) -> None:
     """Reject a training script that cannot be started from here."""
     args, script = command.args, command.args.training_script
     if args.no_python:
-        require(
-            shutil.which(script) is not None,
-            f"{script!r} is not an executable program; check its path and mode",
-        )
+        require(shutil.which(script) is not None, f"{script!r} is not an executable program; check its path and mode")
     elif args.module:
         module, top = command.name("module"), script.partition(".")[0]
         require(not script.endswith(".py"), f"{module} takes a module's name; write {script[:-3]}, without .py")
@@ -478,13 +472,6 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], bool, str | N
     known = "join_timeout, resolve_timeout and any_command"
     ignored = f"{option}: {', '.join(others)}: without effect; outlast's rendezvous knows {known}"
     return values, any_command, ignored if others else None
-
-
-def _source_of_run_dir(command: RunCommand, config: Config) -> str:
-    """Return the source of the run directory's path, for an error."""
-    if command.args.run_dir:
-        return command.name("run_dir")
-    return f"run_dir of {command.args.config}" if config.run_dir else "the run directory"
 
 
 def _make_folder(path: Path, source: str) -> tuple[Path, ...]:

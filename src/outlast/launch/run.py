@@ -59,14 +59,7 @@ _RESOLVE_AGAIN_S, _RESOLVE_REMIND_S = 1.0, 10.0
 _SILENT_S = 12.0
 """How long the only endpoint's listener may be silent: the run's first agent may be stopped, or very busy."""
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch._dynamo",
-    "outlast.monitor",
-)
+PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "outlast.monitor")
 """Imported by a first DDP construction and a session; saves over a second in each worker."""
 
 
@@ -246,10 +239,7 @@ def _identify(options: RunOptions) -> JobIdentity:
     endpoints = parse_endpoints(options.endpoints)
     is_one_machine = options.max_nodes == 1 or all(is_loopback(one.host) for one in endpoints)
     key = find_run_key(
-        options.run_id,
-        options.run_dir,
-        key_file=options.torchrun.run_key_file,
-        is_one_machine=is_one_machine,
+        options.run_id, options.run_dir, key_file=options.torchrun.run_key_file, is_one_machine=is_one_machine
     )
     identity = JobIdentity(run_id=options.run_id, key=key, run_dir=options.run_dir)
     if options.any_command:

@@ -162,10 +162,7 @@ _ADAPTED: Mapping[str, tuple[str, str | None, str]] = {
         *(_OTHERS, None),
         "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
     ),
-    "log_dir": (
-        *(_OTHERS, "DIR"),
-        "",
-    ),
+    "log_dir": (*(_OTHERS, "DIR"), ""),
     "print_completion": (_OTHERS, None, "Refused: it completes torchrun alone; see outlast completion --help."),
     "shutdown_timeout": (_OTHERS, None, "The same as --workers-stop-timeout, and before it."),
 }

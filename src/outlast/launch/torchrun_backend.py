@@ -69,10 +69,7 @@ class OutlastRendezvous(RendezvousHandler):
             num_slots=params.min_nodes,
             max_nodes=params.max_nodes,
             limits=Limits(
-                max_restarts=_UNLIMITED,
-                max_no_progress_cycles=_UNLIMITED,
-                max_node_faults=0,
-                max_restart_delay_s=0.0,
+                max_restarts=_UNLIMITED, max_no_progress_cycles=_UNLIMITED, max_node_faults=0, max_restart_delay_s=0.0
             ),
             join_timeout_s=self._join_timeout_s,
             node_timeout_s=node_timeout_s,

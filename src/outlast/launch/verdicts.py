@@ -338,13 +338,7 @@ class LadderClient:
     """
 
     def __init__(
-        self,
-        state: LadderState,
-        limits: Limits,
-        *,
-        nodes: Nodes,
-        effects: Effects,
-        tell_time: Callable[[], str],
+        self, state: LadderState, limits: Limits, *, nodes: Nodes, effects: Effects, tell_time: Callable[[], str]
     ) -> None:
         self.state, self.limits = state, limits
         self._nodes, self._effects, self._tell_time = nodes, effects, tell_time
