@@ -102,7 +102,7 @@ for _name, _benchmark in BENCHMARKS.items():
 
 
 def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
-    """Return names that are separated by commas."""
+    """Split a list at its commas."""
     return [name for one in value.split(",") if (name := one.strip())]
 
 
@@ -165,10 +165,10 @@ def measure_all(*, repeats: int | None, only: list[str], skip: list[str], folder
 
 
 def _make_writable(folder: Path) -> None:
-    """Make the folder of the results; a folder that is not writable is refused before half an hour of measuring.
+    """Create the folder of the results, before half an hour of measuring.
 
     Raises:
-        ConfigError: It cannot be made, or not be written to.
+        ConfigError: The folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Benchmark ``adapters``: what the adapters for trainers cost a step when nothing is wrong.
+"""Benchmark ``adapters``: the cost of a trainer's adapter per step without faults.
 
-Whole small trainings take turns, bare and with the adapter, in the same ranks. This process holds their heartbeat
-memory, as an agent does: a trainer's own steps differ by more from process to process than what is measured.
+Whole small trainings take turns, bare and with the adapter, in the same ranks, as a trainer's steps differ more between
+processes than the measured cost. This process holds their heartbeat memory, as an agent does.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _RANKS = (1, 2)
 _BAR_US = 100.0
 _NUM_TURNS = 8
 _STEPS, _WARM = 300, 50
-"""Steps of a training, and those of them that do not count."""
+"""Steps of a training, and the uncounted ones among them."""
 _WIDTH, _BATCH = 32, 8
 
 
 def measure(*, repeats: int, progress: Progress) -> BenchResult:
-    """Measure each adapter whose framework is installed, in one rank and in two.
+    """Measure each installed framework's adapter, on one rank and on two.
 
     Raises:
         OutlastError: A worker failed, or was too slow.
@@ -80,13 +80,12 @@ def _measure(
 
 
 class _StepTimer:
-    """Times the steps of one training, from the first that counts to the last."""
+    """Time the steps of one training, from the first that counts to the last."""
 
     def __init__(self) -> None:
         self._num = self._begin_ns = self._end_ns = 0
 
     def note_step(self) -> None:
-        """Note that a step begins."""
         self._num += 1
         if self._num == _WARM:
             self._begin_ns = clock.now_ns()
@@ -94,12 +93,11 @@ class _StepTimer:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
         return (self._end_ns - self._begin_ns) / (self._num - _WARM) / 1e9
 
 
 def _in_turns(train: Callable[[bool], float], num_rounds: str, num_ranks: int) -> Iterator[dict[str, float]]:
-    """Yield what each round gave, in microseconds a step; the order within a turn is drawn, on all ranks alike."""
+    """Yield the microseconds per step of each round; the order within a turn is drawn, equally on all ranks."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     order = random.Random(0)
@@ -118,7 +116,7 @@ def _examples() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def measure_lightning(num_rounds: str, num_ranks: str) -> Iterator[dict[str, float]]:
-    """Yield what a step of Lightning takes, bare and with ``FaultToleranceCallback``. Collective: all ranks."""
+    """Yield the duration of Lightning's step, bare and with ``FaultToleranceCallback``. Collective: all ranks."""
     import lightning
 
     from outlast.integrations.lightning import FaultToleranceCallback
@@ -165,7 +163,7 @@ def measure_lightning(num_rounds: str, num_ranks: str) -> Iterator[dict[str, flo
 
 
 def measure_transformers(num_rounds: str, num_ranks: str) -> Iterator[dict[str, float]]:
-    """Yield what a step of the ``Trainer`` takes, bare and protected. Collective: all ranks."""
+    """Yield the duration of the ``Trainer``'s step, bare and protected. Collective: all ranks."""
     import transformers
 
     from outlast.integrations.transformers import protect

@@ -1,4 +1,4 @@
-"""The benchmarks by name, in the order of the suite; the module of that name measures."""
+"""The benchmarks by name, in the order of the suite; the module of that name implements each."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """What is known of a benchmark without importing it."""
+    """The description of a benchmark, available without importing it."""
 
     summary: str
     text: str
     takes_s: float
-    """Seconds that it takes with its default rounds."""
+    """Seconds with the default number of rounds."""
     repeats: int = 5
-    """Rounds that count unless others are asked for."""
+    """Counted rounds by default."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Further whole-number options of its ``measure()``, with their help."""
+    """Further integer options of its ``measure()``, with their help."""
 
 
 def _tensors(default: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The state that the benches of checkpoints save and load, its size, and how outlast is compared with the peers."""
+"""The state that the checkpoint benchmarks save and load, and helpers to compare outlast with the peers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ T = TypeVar("T")
 Found = dict[str, float]
 """Seconds by name."""
 NUM_TENSORS = 64
-"""Unless another number is asked for: 1 GiB."""
+"""Default: 1 GiB."""
 TENSOR_BYTES = 16 << 20
 _SIDE = 2048
 _NEEDS_CUDA = "nvidia-resiliency-ext"
-"""A peer whose saves and loads synchronise with CUDA even where all tensors lie in main memory."""
+"""A peer whose saves and loads synchronise with CUDA even if all tensors are in main memory."""
 
 
 class CheckpointState:
-    """A module of tensors of 16 MiB and its optimizer; whether the values are the saved ones can be checked.
+    """A module of tensors of 16 MiB and its optimizer, with reproducible values.
 
     Args:
-        num_tensors: Tensors of 16 MiB.
-        device: Where they lie.
+        num_tensors: Number of tensors of 16 MiB.
+        device: Their device.
     """
 
     def __init__(self, num_tensors: int, device: torch.device | None = None) -> None:
@@ -42,39 +42,37 @@ class CheckpointState:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What ``CheckpointManager`` takes."""
+        """The state for ``CheckpointManager``."""
         return {"model": self.model, "optim": self.optimizer}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what other libraries take: the same values, referred to, not copied."""
+        """Return the state for other libraries: references to the same values."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
-        """Take over what another library has loaded."""
+        """Apply a state that another library has loaded."""
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optim"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters alone, by name."""
         return {name: tensor.detach() for name, tensor in self.model.named_parameters()}
 
     def fill(self) -> None:
-        """Give every tensor its values."""
+        """Set every tensor's values."""
         for number, tensor in enumerate(self.tensors().values()):
             tensor.copy_(_values(number, tensor.device))
 
     def forget(self) -> None:
-        """Overwrite every tensor with what was never saved; its memory stays warm."""
+        """Overwrite every tensor with other values; its memory stays warm."""
         for tensor in self.tensors().values():
             tensor.fill_(-1.0)
 
     def is_right(self) -> bool:
-        """Return whether every tensor has its values."""
         return holds(self.tensors())
 
 
 def holds(tensors: dict[str, torch.Tensor]) -> bool:
-    """Return whether tensors have the values that :meth:`CheckpointState.fill` gives."""
+    """Return whether tensors have the values of :meth:`CheckpointState.fill`."""
     return all(torch.equal(tensor, _values(number, tensor.device)) for number, tensor in enumerate(tensors.values()))
 
 
@@ -83,7 +81,7 @@ def _values(number: int, device: torch.device) -> torch.Tensor:
 
 
 def rounds_of(measures: Iterable[Callable[[], Found]], num_rounds: int) -> Iterator[Found]:
-    """Yield what all measures found together, round by round."""
+    """Yield the results of all measures together, round by round."""
     several = list(measures)
     for _ in range(num_rounds):
         found: Found = {}
@@ -100,7 +98,7 @@ def time_save(
     Args:
         save: Begins the save.
         finish: Waits until it is written.
-        guard: Waits until the optimizer may change the state; ``None`` = it may at once.
+        guard: Waits until the optimizer may change the state; ``None``: at once.
     """
     begin_ns = clock.now_ns()
     stall_s, handle = timed(save)
@@ -110,21 +108,12 @@ def time_save(
 
 
 def times(rounds: MeasuredRounds, called: Mapping[str, str]) -> list[str]:
-    """Return a line on each median that was measured.
-
-    Args:
-        rounds: What was measured.
-        called: Name in the rounds to its name for people.
-    """
+    """Return a line for each measured median; ``called`` maps names in the rounds to names for people."""
     return [f"{what}: {median * 1e3:.1f} ms" for name, what in called.items() if (median := rounds.median(name))]
 
 
 def missing_peers(*, measured: bool) -> list[str]:
-    """Return a line on each peer that is not measured.
-
-    Args:
-        measured: Whether torch-checkpointing was.
-    """
+    """Return a line for each peer that is not measured; ``measured``: torch-checkpointing was."""
     lines = [] if measured else ["torch-checkpointing is not installed (make bench-peers)"]
     if (version := installed_version(_NEEDS_CUDA)) is None:
         return [*lines, f"{_NEEDS_CUDA} is not installed (make bench-peers)"]
@@ -132,16 +121,16 @@ def missing_peers(*, measured: bool) -> list[str]:
 
 
 class MetaCheckpointing:
-    """``torch_checkpointing``, where it is installed: stages beside training, writes in a separate process.
+    """``torch_checkpointing``, if installed: stages during training, writes in a separate process.
 
     Args:
         module: The library.
         saved: The state.
-        folder: Where; removed after every save.
+        folder: Target; removed after every save.
     """
 
     def __init__(self, module: Any, saved: CheckpointState, folder: Path) -> None:
-        # Its direct writes are not aligned, which some disks refuse (EINVAL) in the middle of a save.
+        # Its direct writes are not aligned, which some disks reject (EINVAL) in the middle of a save.
         storage = importlib.import_module("torch_checkpointing.storage.filesystem")
         buffered = storage.LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager = module.CheckpointManager(module.CheckpointManager.Config(storage_config=buffered))
@@ -149,14 +138,14 @@ class MetaCheckpointing:
 
     @classmethod
     def find(cls, saved: CheckpointState, folder: Path) -> MetaCheckpointing | None:
-        """Return it; ``None``: it is not installed."""
+        """Return an instance; ``None``: not installed."""
         try:
             return cls(importlib.import_module("torch_checkpointing"), saved, folder)
         except ImportError:
             return None
 
     def save(self) -> Found:
-        """Save; the guard is its lock, which it has one take around the optimizer's step."""
+        """Save; the guard is the lock that the library requires around the optimizer's step."""
         stall_s, guard_s, total_s = time_save(
             lambda: self._manager.save(str(self._folder), self._saved.state_dict()),
             finish=lambda written: written.result(),
@@ -166,15 +155,14 @@ class MetaCheckpointing:
         return {"meta": stall_s, "meta_guard": guard_s, "meta_total": total_s}
 
     def save_only(self) -> None:
-        """Save, and keep what is saved. Blocks: until it is written."""
+        """Save without removing the files. Blocks: until they are written."""
         self._manager.save(str(self._folder), self._saved.state_dict()).result()
 
     def load(self, into: dict[str, Any]) -> Any:
-        """Load what was saved into tensors; return it."""
+        """Load the saved files into tensors."""
         return self._manager.load(str(self._folder), into)
 
     def close(self) -> None:
-        """End its process."""
         self._manager.close()
 
     def _pass_lock(self, _written: object) -> None:

@@ -1,9 +1,9 @@
-"""Benchmark ``commit``: what a save of very many ranks costs rank 0, and how large its manifest is.
+"""Benchmark ``commit``: what a save of very many ranks costs rank 0, and the size of its manifest.
 
-Rank 0 is real: its lane, its store, its node's folder and the memory of its writer. What the others would send is in
-the store already, in the messages that rank 0 receives from them: what counts is its own work, from the answers to the
-outcome that it posts. Each answer is that of a rank of an 80-layer model of 70 billion parameters under FSDP with Adam.
-The global tier's format lists each rank's part of each tensor, so that fewer ranks are simulated there.
+Rank 0 is real: its lane, store, node folder and writer memory. The store already contains the other ranks' messages, so
+that only rank 0's work is measured, from the answers to the outcome that it posts. Each answer is that of a rank of an
+80-layer model of 70 billion parameters under FSDP with Adam. The global tier's format lists each rank's part of each
+tensor, so that fewer ranks are simulated there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from outlast.simulate.benchmark_results import Bar, BenchResult
 
 NUM_RANKS = 16384
 NUM_GLOBAL_RANKS = 1024
-"""In the global tier; ``.metadata`` of the format lists each part of each tensor."""
+"""In the global tier, whose ``.metadata`` lists each part of each tensor."""
 RANKS_PER_NODE = 8
 NUM_LAYERS = 80
 _WIDTH, _INNER, _HEADS = 8192, 28672, 1024
@@ -106,7 +106,7 @@ def measure(*, repeats: int, progress: Progress, num_ranks: int = NUM_RANKS) -> 
 
 
 def tensors_of_rank(num_ranks: int) -> list[tuple[str, str, Sequence[int], int, int]]:
-    """Return what one rank's shard holds, as :class:`ShardLayout` takes it: bfloat16, and three float32 of Adam's."""
+    """Return the tensors of one rank's shard for :class:`ShardLayout`: bfloat16 weights, three float32 of Adam."""
     layer = {
         "attention.q": _WIDTH * _WIDTH,
         "attention.k": _HEADS * _WIDTH,
@@ -128,7 +128,7 @@ def tensors_of_rank(num_ranks: int) -> list[tuple[str, str, Sequence[int], int, 
 
 
 def _answers(num_ranks: int, ordinal: int) -> list[ShardReady]:
-    """Return what each rank has of a save."""
+    """Return each rank's answer in a save."""
     drawn = random.Random(ordinal)
     size = _head(num_ranks, 0, "")[1]
     entries = (
@@ -156,17 +156,17 @@ def _identity(num_ranks: int, iteration: int, attempt: str) -> Identity:
 
 
 def _head(num_ranks: int, iteration: int, attempt: str) -> tuple[bytes, int]:
-    """Return the head of rank 0's shard, which is the table of its tensors, and the shard's size."""
+    """Return the header of rank 0's shard, which is its tensor table, and the shard's size."""
     identity = _identity(num_ranks, iteration, attempt)
     head, _, size = ShardLayout(tensors_of_rank(num_ranks)).place(identity, 4096)
     return head, size
 
 
 def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
-    """Commit a save; return the seconds that rank 0 took, and note the size of the manifest.
+    """Commit a save; return the seconds of rank 0, and append the manifest's size to ``sizes``.
 
     Raises:
-        OutlastError: It failed.
+        OutlastError: The save failed.
     """
     ordinal = len(sizes) + 1
     attempt = SaveAttempt(job="bench", cycle=0, token=_TOKEN, ordinal=ordinal)
@@ -185,10 +185,10 @@ def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
 
 
 def _commit_global(place: Path, num_ranks: int, sizes: list[int]) -> float:
-    """Commit a save to the global tier; return the seconds that rank 0 took, and note the size of the manifest.
+    """Commit a save to the global tier; return the seconds of rank 0, and append the manifest's size to ``sizes``.
 
     Raises:
-        OutlastError: It failed.
+        OutlastError: The save failed.
     """
     ordinal = len(sizes) + 1
     attempt = SaveAttempt(job="bench", cycle=0, token=_TOKEN, ordinal=ordinal)
@@ -224,18 +224,18 @@ def _spend(
     save: Save,
     posted: Iterable[tuple[str, Subtree]],
 ) -> float:
-    """Have rank 0 commit a save; return the seconds that it took.
+    """Make rank 0 commit a save; return the seconds.
 
     Args:
         kind: The lane that commits.
-        directory: Where it does.
-        places: Who is there.
-        writer: Of rank 0.
-        save: Which.
-        posted: What the other ranks have sent.
+        directory: Target directory.
+        places: The ranks' nodes.
+        writer: Writer of rank 0.
+        save: The save.
+        posted: Messages of the other ranks.
 
     Raises:
-        OutlastError: It failed.
+        OutlastError: The save failed.
     """
     store = host(Endpoint("127.0.0.1", 0), timeout_s=_TIMEOUT_S)
     if store is None:
@@ -276,19 +276,16 @@ def _spend(
 
 @dataclass(frozen=True, slots=True)
 class _ShardOfRank0:
-    """Rank 0's shard."""
-
     arena: Arena
     num_bytes: int
     tensors: tuple[TensorSpan, ...]
 
     def close(self) -> None:
-        """Free it."""
         self.arena.close()
 
 
 def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _ShardOfRank0:
-    """Return rank 0's shard of a model each of whose tensors is sharded over all ranks."""
+    """Return rank 0's shard of a model whose tensors are sharded over all ranks."""
     tensors = tensors_of_rank(num_ranks)
     entries, nodes = {}, []
     for name, dtype, (part,), num_bytes, _ in tensors:
@@ -328,7 +325,7 @@ def _fsdp_image(num_ranks: int, iteration: int, attempt: str) -> _ShardOfRank0:
 
 
 def _global_answers(save: Save, directory: FileDirectory, num_ranks: int) -> list[tuple[str, Subtree]]:
-    """Return what the other ranks send of a save, whose files are laid down."""
+    """Return the other ranks' messages in a save, and create their files."""
     assert save.arena is not None
     items = Items(save.arena.view(save.num_bytes), save.tensors, world_size=num_ranks)
     mine = items.inventory
@@ -354,7 +351,7 @@ def _global_answers(save: Save, directory: FileDirectory, num_ranks: int) -> lis
 
 
 def _subtrees(name: str, members: Sequence[int], answers: Sequence[msgspec.Struct]) -> list[tuple[str, Subtree]]:
-    """Return what rank 0 receives from those directly below it in the tree: all that is below each of them."""
+    """Return the messages from rank 0's children in the tree, each with the answers of its subtree."""
     below: dict[int, list[int]] = {}
     for place in range(1, len(members)):
         top = place
@@ -399,7 +396,7 @@ def _arena(head: bytes, size: int) -> Arena:
 
 
 class _SimulatedWriter:
-    """In place of the writer process: it has digested and written already, and keeps manifests as the writer does."""
+    """Replaces the writer process: has digested and written already, and keeps manifests as the writer does."""
 
     def __init__(self, answer: ShardReady | None) -> None:
         self._answer, self._vault = answer, Vault()
@@ -426,7 +423,7 @@ class _SimulatedWriter:
 
 
 class _CommitEnds:
-    """In place of a manager's outcomes."""
+    """Replaces a manager's outcomes."""
 
     is_call_left = False
 
@@ -434,12 +431,10 @@ class _CommitEnds:
         self.late = LateTiers()
 
     def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """No launcher is notified."""
+        """Notify no launcher."""
 
     def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: object = ()) -> None:
-        """The save is committed."""
         save.handle.succeed(save.result())
 
     def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
-        """The save failed."""
         save.handle.fail(error, is_retried=is_retried)

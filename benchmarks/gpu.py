@@ -1,8 +1,8 @@
 """Benchmark ``gpu``: the cost of saves, loads and restarts on a GPU, compared with the bandwidth of its links.
 
-The bars are ratios to bandwidths that are measured in the same rounds, so that they hold on any GPU: copies between
-pinned memory and the device, and within the device. The peers are DCP's ``async_save`` with pinned staging, and
-torchrun. A state of 20 GB needs three times as much memory on the host.
+The bars are ratios to bandwidths measured in the same rounds, so that they hold on any GPU: copies between pinned
+memory and the device, and within the device. The peers are DCP's ``async_save`` with pinned staging, and torchrun. A
+state of 20 GB needs three times as much host memory.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from outlast.straggler import StragglerDetector
 from outlast.testing.ranks import free_port
 
 NUM_TENSORS = 1192
-"""Unless another number is asked for: 20 GB."""
+"""Default: 20 GB."""
 _STATE_TIMEOUT_S, _RESTARTS_TIMEOUT_S = 240.0, 90.0
 _COPY_BYTES = 1 << 30
 _NUM_COPIES = 4
 _SIDE = 8192
 _QUIET_STEPS = 30
 _LONG_STEP_S = 1.0
-"""Length of a step for the time that a save costs training in all: that of a large model, not of a benchmark."""
+"""Duration of a large model's step, for the total cost of a save."""
 _NUM_LONG_STEPS = 3
 _NUM_SECTIONS, _BLOCK = 3, 200
 _SOFT_TIMEOUT_S, _HARD_TIMEOUT_S = 30.0, 60.0
@@ -68,16 +68,11 @@ _SECONDS = {
 
 
 def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
-    """Save, load, restart and digest on the first GPU.
-
-    Args:
-        repeats: Rounds that count.
-        progress: Is called with a line for every round.
-        num_tensors: Size of the state, in tensors of 16 MiB.
+    """Save, load, restart and digest on the first GPU; the state has ``num_tensors`` tensors of 16 MiB.
 
     Raises:
         ConfigError: There is no GPU that torch can use.
-        OutlastError: A process that measures failed.
+        OutlastError: A measuring process failed.
 
     Blocks: about a minute a round, for a state of 20 GB.
     """
@@ -141,7 +136,7 @@ def _bars(
 
 
 def _best_peer(saves: MeasuredRounds) -> tuple[str, float]:
-    """Return which of DCP's ways to save costs training least in all, and its milliseconds."""
+    """Return the way to save with DCP that costs training least in all, and its milliseconds."""
     called = {"dcp_lost": "dcp.async_save, pinned staging", "dcp_late_lost": "dcp.async_save, asynchronous staging"}
     name = min((one for one in called if one in saves), key=lambda one: saves[one])
     return called[name], saves[name] * 1e3
@@ -174,7 +169,7 @@ def _notes(
 
 
 class _Nowhere(FileSystemWriter):
-    """Takes what DCP writes, and writes nothing: only the stall is measured."""
+    """Discards DCP's writes: only the stall is measured."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         written: Any = torch.futures.Future()
@@ -186,7 +181,7 @@ class _Nowhere(FileSystemWriter):
 
 
 def _pinned_stagers() -> tuple[Any, Any]:
-    """Return stagers of DCP with pinned memory that they keep: one that copies before it returns, and one afterwards.
+    """Return two stagers of DCP that reuse pinned memory: the first copies before it returns, the second afterwards.
 
     Returns:
         The second is ``None`` with a torch whose ``DefaultStager`` fails at its second use.
@@ -207,9 +202,9 @@ def _pinned_stagers() -> tuple[Any, Any]:
 
 
 def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Found]:
-    """Yield seconds of saves that copy before they return, of DCP's, and of loads from memory.
+    """Yield seconds of saves that copy before they return, of DCP's saves, and of loads from memory.
 
-    Saves go to the memory tier alone: a disk's speed is no matter of the GPU.
+    Saves go to the memory tier only, as the speed of a disk does not depend on the GPU.
     """
     device = training_device()
     saved, config = CheckpointState(int(num_tensors), device), CheckpointConfig(local_directory=f"{folder}/saves")
@@ -227,7 +222,7 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
 
     costs = _SaveCosts(device)
     for _ in range(int(num_rounds)):
-        for _ in range(2):  # the first use of each of the two buffers waits until it is pinned
+        for _ in range(2):  # each of the two buffers is pinned at its first use
             begin_ours().wait()
         found = _measure_links(device, saved.num_bytes)
         found["ours"] = time_save(begin_ours, lambda handle: handle.wait())[0]
@@ -253,7 +248,7 @@ def measure_saves(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
 
 
 def measure_overlapped(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Found]:
-    """Yield seconds of saves that are copied beside training, and of what else watches a device."""
+    """Yield seconds of saves that are copied during training, and of what monitors a device."""
     device = training_device()
     saved, training = CheckpointState(int(num_tensors), device), _DeviceSteps(device)
     manager = CheckpointManager(CheckpointConfig(local_directory=f"{folder}/saves", overlap_staging=True))
@@ -294,7 +289,7 @@ def measure_overlapped(num_rounds: str, folder: str, num_tensors: str) -> Iterat
 
 
 def _load(manager: CheckpointManager, state: dict[str, Any], device: torch.device) -> tuple[float, Restored | None]:
-    """Return the seconds of a load, until the device has all of it, and what was loaded."""
+    """Return the seconds of a load until the device has all of it, and the result."""
     begin_ns = clock.now_ns()
     restored = manager.load_latest(state)
     _settle(device)
@@ -302,12 +297,11 @@ def _load(manager: CheckpointManager, state: dict[str, Any], device: torch.devic
 
 
 def _settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
     time_on_device(lambda: None, device)
 
 
 def _measure_links(device: torch.device, num_bytes: int) -> Found:
-    """Return the seconds that so many bytes take: from and to pinned memory, and read and written within the device."""
+    """Return the seconds to copy so many bytes from and to pinned memory, and within the device."""
     copies = copies_of(device)
     assert copies is not None
     pinned = copies.pinned(_COPY_BYTES)
@@ -328,11 +322,11 @@ def _measure_links(device: torch.device, num_bytes: int) -> Found:
 
 
 class _DeviceSteps:
-    """Steps that keep a device busy: products that its arithmetic bounds, and sums that its memory does.
+    """Steps that keep a device busy: matrix products bound by arithmetic, and sums bound by memory.
 
     Args:
-        device: Which.
-        length_s: How long a step takes, about; 0 = as short as possible.
+        device: The device.
+        length_s: Approximate seconds of a step; 0: as short as possible.
     """
 
     def __init__(self, device: torch.device, length_s: float = 0.0) -> None:
@@ -344,12 +338,7 @@ class _DeviceSteps:
             self._num_parts = max(1, round(length_s / median(self.run(_QUIET_STEPS))))
 
     def run(self, number: int, update: Callable[[], object] = lambda: None) -> list[float]:
-        """Return the seconds of each of so many steps; copies in other streams continue meanwhile.
-
-        Args:
-            number: How many.
-            update: Ends each step, as the optimizer's step does.
-        """
+        """Return the seconds of each of ``number`` steps that end with ``update``; copies in other streams continue."""
 
         def step() -> None:
             self._compute()
@@ -372,18 +361,13 @@ class _DeviceSteps:
 
 
 class _SaveCosts:
-    """Measures the time that one save costs training in all, with steps of a realistic length.
-
-    Args:
-        device: Where the steps compute.
-    """
+    """Measure the total time that one save costs training, with steps of realistic length."""
 
     def __init__(self, device: torch.device) -> None:
         self._steps = _DeviceSteps(device, _LONG_STEP_S)
         self._quiet_s = 0.0
 
     def begin_round(self) -> None:
-        """Measure steps without a save."""
         self._quiet_s = median(self._steps.run(_NUM_LONG_STEPS))
 
     def measure(
@@ -408,7 +392,7 @@ class _SaveCosts:
 
 
 def _measure_timers() -> float:
-    """Return what timing a step of three sections on the device costs, in microseconds."""
+    """Return the microseconds that timing a step of three sections on the device costs."""
     config = StragglerDetectionConfig(num_gpu_perf_scores_to_print=0, enable_logging=False, check_machine=False)
     with closing(StragglerDetector(config, num_warmup_steps=0)) as detector:
         sections = [detector.section(str(number)) for number in range(_NUM_SECTIONS)]
@@ -426,7 +410,7 @@ def _measure_timers() -> float:
                 for _ in sections:
                     pass
 
-        steps()  # makes the events
+        steps()  # creates the events
         return (median(timed(steps)[0] for _ in range(5)) - median(timed(bare)[0] for _ in range(5))) * 1e6 / _BLOCK
 
 
@@ -459,9 +443,9 @@ def measure_restarts(num_rounds: str) -> Iterator[Found]:
 
 
 def step_until_killed(begun_ns: int, folder: str) -> None:
-    """Run a rank of plain torch that trains on its device, the same under both launchers; nothing from above is known.
+    """Run a rank of plain torch that trains on its device, without names of this module, as its source is copied.
 
-    It marks when its first step was done; in cycle 0 it then trains until it is killed.
+    The rank marks the end of its first step; in cycle 0 it then trains until it is killed.
     """
     import time
 
@@ -482,7 +466,7 @@ def step_until_killed(begun_ns: int, folder: str) -> None:
     step()
     stepped_ns = time.monotonic_ns()
 
-    from benchmarks.measuring import MarkWriter  # not before: only what any script does is measured
+    from benchmarks.measuring import MarkWriter  # after the measured part
     from outlast.env import read_worker
 
     worker = read_worker()

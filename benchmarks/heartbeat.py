@@ -1,4 +1,4 @@
-"""Benchmark ``heartbeat``: what a heartbeat and a section cost the training."""
+"""Benchmark ``heartbeat``: the cost of a heartbeat and of a section."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STORE_CALLS = 200
 
 
 def measure(*, repeats: int, progress: Progress) -> BenchResult:
-    """Measure in a worker process with a real heartbeat memory, which this process holds as an agent does.
+    """Measure in a worker process whose heartbeat memory this process holds, as an agent does.
 
     Raises:
         OutlastError: The worker failed.
@@ -41,17 +41,12 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 
 
 def measure_calls(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
-    """Yield microseconds by name, in a worker with a heartbeat memory, as under an agent.
-
-    Args:
-        num_rounds: Rounds.
-        port: Of a store on this machine.
-    """
+    """Yield microseconds by name; ``port`` is that of a store on this machine."""
     store = stores.connect(Endpoint("127.0.0.1", int(port)), timeout_s=10.0, call_timeout_s=30.0)
 
     def seconds_per_set() -> float:
         found_s = seconds_per_call(lambda: store.set("heartbeat", "1"), _STORE_CALLS)
-        store.check(["heartbeat"])  # nothing of this batch is under way in the next
+        store.check(["heartbeat"])  # no request of this batch remains in the next
         return found_s
 
     with closing(RankMonitor()) as monitor:
@@ -66,7 +61,7 @@ def measure_calls(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
 
 def _seconds_per_section(monitor: RankMonitor) -> float:
     begin_ns = perf_counter_ns()
-    for _ in range(_CALLS):  # no call around it: that would cost a good part of what is measured
+    for _ in range(_CALLS):  # a function call would cost a good part of the section
         with monitor.section("step"):
             pass
     return (perf_counter_ns() - begin_ns) / _CALLS / 1e9

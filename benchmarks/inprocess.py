@@ -1,9 +1,9 @@
-"""Benchmark ``inprocess``: from a fault to the restarted function, compared with nvidia-resiliency-ext; its quiet cost.
+"""Benchmark ``inprocess``: from a fault to the restarted function, compared with nvidia-resiliency-ext; the quiet cost.
 
-The ranks that fail on purpose run a function that is restarted in process, in either library. Those of outlast run
-both under ``outlast run``, whose coordinator decides, and as plain processes, one of whose monitor processes decides.
-The ranks that measure the quiet cost train the small model of ``numerics`` in blocks of steps, in the wrapper and
-outside of it, when nothing of the wrapper runs; each block has its own process group.
+The ranks that fail run a function that is restarted in process, in either library; those of outlast both under
+``outlast run``, whose coordinator decides, and as plain processes, one of whose monitor processes decides. The ranks
+that measure the quiet cost train the small model of ``numerics`` in blocks of steps, inside and outside the wrapper;
+each block has its own process group.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from outlast.testing.ranks import RankProcesses, free_port
 
 _PEER = "nvidia_resiliency_ext"
 _LAUNCHED = "outlast run"
-"""Our ranks under our launcher; "outlast" is those without one."""
+"""outlast's ranks under ``outlast run``; "outlast": without a launcher."""
 _ACTIVE, _SPARES = 4, 1
 _GROUP_TIMEOUT_S = 600
 _SOFT_TIMEOUT_S, _HARD_TIMEOUT_S = 2.0, 4.0
@@ -68,11 +68,11 @@ _NUM_RESTARTS, _SETTLED = 50, 5
 _MOST_FAILURES = 2
 _NUM_STEPS, _FAULT_STEP, _STEP_S = 60, 20, 0.002
 _NUM_TURNS, _BLOCK, _WARM = 12, 50, 5
-"""Blocks of each kind in a round, steps in a block, and steps before them that do not count."""
+"""Blocks of each kind in a round, steps in a block, and uncounted steps before them."""
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 Faults = Sequence[tuple[str, int]]
-"""For the function's first call, its second, and so on: how which rank fails."""
+"""By call of the function: the fault and its rank."""
 
 _OURS: tuple[Faults, ...] = (
     (("exception", 1), ("sleep", 2), ("kill", 1)),  # the last one takes the spare
@@ -87,30 +87,29 @@ _FATAL = ("kill", "stop", "gil")
 
 @dataclass(frozen=True, slots=True)
 class FaultTiming:
-    """One fault and what followed; times are seconds since the fault."""
+    """One fault and its recovery; times are seconds since the fault."""
 
     kind: str
     rank: int
     entered_s: float
-    """The last active rank was back in the function."""
+    """Until the last active rank was back in the function."""
     stepped_s: float
-    """The last active rank had finished an iteration there."""
+    """Until the last active rank had finished an iteration there."""
     num_lost: int
-    """Processes that ran the function before and not after it."""
+    """Processes that ran the function before the fault and not after it."""
 
     @property
     def name(self) -> str:
-        """What the fault is called."""
         return "kill 0" if (self.kind, self.rank) == ("kill", 0) else self.kind
 
     @property
     def beyond_s(self) -> float:
-        """Seconds until the finished iteration, beyond the timeout by which a hang is detected."""
+        """Seconds until the finished iteration, beyond the timeout that detects a hang."""
         return self.stepped_s - _TIMEOUTS_S.get(self.kind, 0.0)
 
 
 def measure(*, repeats: int, progress: Progress) -> BenchResult:
-    """Let ranks fail in both libraries, in turns; then restart often, and not at all.
+    """Make ranks fail in both libraries, in turns; then restart often, and not at all.
 
     Raises:
         OutlastError: A run of outlast did not recover, lost a healthy rank, or ended with other weights.
@@ -156,7 +155,7 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 
 
 def fault_timings(marks: Sequence[Mark], faults: Faults) -> list[FaultTiming] | None:
-    """Return what followed each fault, from what the ranks marked; ``None``: not all has followed yet."""
+    """Return the timing of each fault from the ranks' marks; ``None``: some marks are still missing."""
     found = []
     for iteration, (kind, rank) in enumerate(faults):
         before, fault = select_marks(marks, "entered", iteration), select_marks(marks, "fault", iteration)
@@ -181,7 +180,7 @@ def fault_timings(marks: Sequence[Mark], faults: Faults) -> list[FaultTiming] | 
 
 @contextmanager
 def _group(library: str, faults: Faults) -> Iterator[tuple[RankProcesses, Path]]:
-    """Run the ranks of a library; give them and the folder of their marks."""
+    """Run the ranks of a library; yield them and the folder of their marks."""
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as folder:
         arguments, num_ranks = (library, folder, json.dumps(faults), free_port()), _ACTIVE + _SPARES
         launch = partial(launched_ranks, Path(folder, "run")) if library == _LAUNCHED else worker_ranks
@@ -192,7 +191,7 @@ def _group(library: str, faults: Faults) -> Iterator[tuple[RankProcesses, Path]]
 def _run_ours(
     faults: Faults, library: str = "outlast", timeout_s: float = _RUN_TIMEOUT_S
 ) -> tuple[list[FaultTiming], list[Mark]]:
-    """Run one group of outlast's to its end; check that it recovered, and lost only ranks with a fatal fault."""
+    """Run one group of outlast to its end; check that it recovered, and lost only ranks with a fatal fault."""
     with _group(library, faults) as (ranks, folder):
         codes = ranks.wait(timeout_s)
         marks = read_marks(folder)
@@ -208,7 +207,7 @@ def _run_ours(
 
 
 class _Peer:
-    """The peer, as long as it recovers."""
+    """The peer, while it recovers."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -217,7 +216,7 @@ class _Peer:
         self.notes = [] if self._is_there else [f"{_PEER} is not installed; make bench-peers installs it"]
 
     def run(self, faults: Faults) -> list[FaultTiming]:
-        """Run one group of its; empty: it did not recover, or is not there."""
+        """Run one group of the peer; empty: it did not recover, or is not installed."""
         if not self._is_there or self._failures.get(faults, 0) >= _MOST_FAILURES:
             return []
         with _group("nvrx", faults) as (ranks, folder):
@@ -233,7 +232,7 @@ class _Peer:
 
 
 def _restart_often() -> dict[str, float]:
-    """Return by how many percent a rank's resources grew from the fifth restart to the last, the worst rank's."""
+    """Return the growth in percent of the worst rank's resources from the fifth restart to the last."""
     faults = [("exception", number % _ACTIVE) for number in range(_NUM_RESTARTS)]
     _, marks = _run_ours(faults, timeout_s=2 * _RUN_TIMEOUT_S)
     growth = {}
@@ -244,17 +243,17 @@ def _restart_often() -> dict[str, float]:
     return growth
 
 
-# -- a rank that is struck -------------------------------------------------------------------------------------------
+# -- a failing rank ------------------------------------------------------------------------------------------------
 
 
 def run_rank(library: str, folder: str, faults: str, port: str) -> None:
-    """Run a rank of a group until the function is done.
+    """Run a rank of a group until the function has ended.
 
     Args:
         library: ``outlast``, ``outlast run`` or ``nvrx``.
-        folder: Where it marks what happens.
+        folder: Folder of the marks.
         faults: The faults as JSON.
-        port: Of a store that the peer needs.
+        port: Port of a store for the peer.
     """
     torch.set_num_threads(1)
     function = _StruckFunction(MarkWriter(folder), parse_json(faults))
@@ -263,14 +262,13 @@ def run_rank(library: str, folder: str, faults: str, port: str) -> None:
 
 
 class _StruckFunction:
-    """All-reduces after one another, and a fault where the plan has one."""
+    """Consecutive all-reduces, with the plan's faults."""
 
     def __init__(self, mark: MarkWriter, faults: Faults) -> None:
         self._mark, self._faults = mark, faults
         self._process = psutil.Process()
 
     def __call__(self, iteration: int, store: Store | None = None) -> None:
-        """Run one call of the function."""
         place = env.read_worker()
         rank = place.global_rank
         self._mark("entered", rank, iteration)
@@ -301,7 +299,7 @@ class _StruckFunction:
 
 
 def _fail(kind: str) -> None:
-    """Fail in one way; only an exception ever returns from here."""
+    """Fail in one way; only an exception returns."""
     match kind:
         case "exception":
             raise RuntimeError("the benchmark's own fault")
@@ -320,7 +318,6 @@ def _fail(kind: str) -> None:
 
 
 def _wrap_ours(struck: _StruckFunction) -> Callable[[], object]:
-    """Return the function in outlast's wrapper."""
     config = InProcessRestartConfig(
         active_world_size=_ACTIVE, granularity="rank", soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S
     )
@@ -334,7 +331,7 @@ def _wrap_ours(struck: _StruckFunction) -> Callable[[], object]:
 
 
 def _wrap_nvrx(struck: _StruckFunction, port: int) -> Callable[[], object]:
-    """Return the function in the wrapper of nvidia-resiliency-ext, with intervals as short as outlast needs."""
+    """Wrap the function in nvidia-resiliency-ext, with intervals as short as outlast's."""
     inprocess = importlib.import_module(f"{_PEER}.inprocess")
     ranks = importlib.import_module(f"{_PEER}.inprocess.rank_assignment")
     master_port = int(env.environ()["MASTER_PORT"])
@@ -372,11 +369,9 @@ def _wrap_nvrx(struck: _StruckFunction, port: int) -> Callable[[], object]:
 
 
 def measure_steps(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
-    """Yield the median step of each kind in milliseconds, and what one costs more than the other, in percent.
+    """Yield the median step of each kind in milliseconds, and the wrapper's cost in percent.
 
-    Args:
-        num_rounds: Rounds.
-        port: For the store that the groups of blocks without the wrapper are made with.
+    ``port`` is for the store of the groups without the wrapper.
 
     Collective: both ranks.
     """
@@ -384,10 +379,10 @@ def measure_steps(num_rounds: str, port: str) -> Iterator[dict[str, float]]:
     rank, group_numbers = env.read_worker().global_rank, itertools.count(1)
     store = TCPStore("127.0.0.1", int(port), is_master=rank == 0, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     batch_size: int | None = None
-    watching_shares: list[float] = []  # what the monitor thread and process take of a core, for each block
+    watching_shares: list[float] = []  # share of a core of the monitor thread and process, by block
 
     def block() -> tuple[float, float]:
-        """Return the seconds of a step, and what the other threads and processes of this rank took of a core."""
+        """Return the seconds of a step, and the share of a core of this rank's other threads and processes."""
         nonlocal batch_size
         training = SmallTraining(batch_size)
         batch_size = training.batch.shape[0]

@@ -1,6 +1,6 @@
 """Benchmark ``load``: from a committed checkpoint to live tensors, every byte verified, compared with other loaders.
 
-One process saves the state with all libraries and is killed; what it staged stays with a writer process, as under an
+One process saves the state with all libraries and is killed; its staged state stays in a writer process, as under an
 agent. Another process then loads, in turns.
 """
 
@@ -57,12 +57,7 @@ _SECONDS = {
 
 
 def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
-    """Load a state again and again.
-
-    Args:
-        repeats: Rounds that count.
-        progress: Is called with a line for every round.
-        num_tensors: Size of the state, in tensors of 16 MiB.
+    """Load a state of ``num_tensors`` tensors of 16 MiB again and again.
 
     Raises:
         OutlastError: A process failed, or loaded other values than were saved.
@@ -102,7 +97,7 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
 
 
 def _save_and_kill(folder: str, num_tensors: int, variables: dict[str, str]) -> None:
-    """Have a process save with all libraries, and kill it once everything is durable."""
+    """Run a process that saves with all libraries, and kill it once everything is durable."""
     with worker_ranks(save_and_wait, folder, num_tensors, variables=variables, stdin=True) as saver:
         try:
             saver.next_line(0, _TIMEOUT_S, containing=_SAVED)
@@ -114,7 +109,7 @@ def save_and_wait(folder: str, num_tensors: str) -> None:
     """Save with all libraries, report it, and wait for the end of standard input or of this process."""
     from safetensors.torch import save_file
 
-    warnings.simplefilter("ignore")  # the peers' own
+    warnings.simplefilter("ignore")  # the peers' warnings
     saved, files = CheckpointState(int(num_tensors)), _SavedFiles(Path(folder))
     manager = CheckpointManager(files.ours)
     manager.save(saved.state, 1).wait()
@@ -131,18 +126,17 @@ def save_and_wait(folder: str, num_tensors: str) -> None:
 def measure_loads(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Found]:
     """Yield seconds by name.
 
-    Every measure begins with tensors that hold other values, in memory that is warm, and ends with a check of all
-    values. Every file is in the page cache.
+    Every measure begins with tensors of other values in warm memory, and ends with a check of all values. All files are
+    in the page cache.
     """
     from safetensors.torch import load_file
 
-    warnings.simplefilter("ignore")  # the peers' own
+    warnings.simplefilter("ignore")  # the peers' warnings
     saved, files = CheckpointState(int(num_tensors)), _SavedFiles(Path(folder))
     state = saved.state_dict()  # of the live tensors, which stay the same
     meta = MetaCheckpointing.find(saved, files.meta) if files.meta.exists() else None
 
     def torch_load() -> Found:
-        """Load into new tensors, and then into the live ones."""
         saved.forget()
         seconds, loaded = timed(lambda: torch.load(files.torch, weights_only=True))
         _check("torch.load", holds(loaded["model"]))
@@ -157,7 +151,6 @@ def measure_loads(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
         state_dict_loader.load(state, checkpoint_id=files.dcp, no_dist=True)
 
     def load_safetensors() -> None:
-        """Map a file, and copy it into the live tensors."""
         loaded = load_file(files.safetensors)
         for name, tensor in saved.tensors().items():
             tensor.copy_(loaded[name])
@@ -191,7 +184,7 @@ def measure_loads(num_rounds: str, folder: str, num_tensors: str) -> Iterator[Fo
 
 
 class _SavedFiles:
-    """Where the state is saved, by each library in its own place."""
+    """The files of each library."""
 
     def __init__(self, folder: Path) -> None:
         self.ours = CheckpointConfig(local_directory=str(folder / "ours"))
@@ -202,7 +195,7 @@ class _SavedFiles:
         self._folder = folder
 
     def warm(self) -> None:
-        """Read every file once: ours was written past the page cache, the others through it."""
+        """Read every file once: outlast wrote past the page cache, the others through it."""
         buffer = bytearray(_READ_BYTES)
         for path in self._folder.rglob("*"):
             if path.is_file():
@@ -212,9 +205,9 @@ class _SavedFiles:
 
 
 def _load_ours(saved: CheckpointState, files: _SavedFiles, tier: str) -> Found:
-    """Load from the local tier, or from the memory of the agent's writer; who saved it was killed.
+    """Load from the local tier, or from the memory of the agent's writer after the worker was killed.
 
-    Every byte is compared with its digest before any tensor is touched, and again where it is stored.
+    Every byte is compared with its digest before any tensor changes, and again in the tensor.
     """
     place = env.read_worker()
     if tier == "local":

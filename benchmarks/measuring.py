@@ -1,9 +1,9 @@
-"""How benchmarks measure.
+"""Measurement in rounds.
 
-Outlast and the peer take turns in rounds: what else the machine does then affects both alike. The first round is
-dropped: caches and imports are cold in it. A round is measured in this process (:func:`run_rounds`), or in processes
-that run one function (:func:`measure_rounds`): ``python -m benchmarks.measuring MODULE:FUNCTION ROUNDS ARGUMENT...``.
-The function yields the values of each round by name; each round is printed as JSON.
+Outlast and the peer take turns in rounds, so that other load affects both equally. The first round is dropped, as
+caches and imports are cold. Rounds run in this process (:func:`run_rounds`), or in processes that run one function
+(:func:`measure_rounds`): ``python -m benchmarks.measuring MODULE:FUNCTION ROUNDS ARGUMENT...``. The function yields the
+values of each round by name, which are printed as JSON.
 """
 
 from __future__ import annotations
@@ -31,25 +31,23 @@ from outlast.testing.ranks import RankProcesses
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
-"""Is called with a line of progress, for people."""
+"""Called with a line of progress, for people."""
 Measure = Callable[..., Iterator[Mapping[str, float]]]
-"""Is called in a process that measures, with the number of rounds and arguments, as text; yields rounds by name."""
+"""Called in a measuring process with the number of rounds and arguments, as text; yields rounds by name."""
 GROUP_TIMEOUT_S = 60.0
 ROOT = Path(__file__).resolve().parents[1]
-"""Of the repository."""
 IMPORTABLE = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.environ().get("PYTHONPATH")]))}
 """For a process that imports this package from any working directory."""
 NO_RANK = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-"""For a process that is no rank of a group: its variables that :class:`RankProcesses` is to remove."""
+"""Variables to remove for a process that is not a rank of a group."""
 _ROUND = "benchmark round: "
-"""Before the values of a round, in the output of a process that measures."""
+"""Prefix of a round's values in a measuring process's output."""
 
 
 # -- rounds ----------------------------------------------------------------------------------------------------------
 
 
 def describe_place(folder: Path) -> str:
-    """Return a line on the file system under ``folder``."""
     done = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(folder)], capture_output=True, text=True, timeout=10, check=False
     )
@@ -57,11 +55,7 @@ def describe_place(folder: Path) -> str:
 
 
 class MeasuredRounds:
-    """What was measured, round by round.
-
-    Args:
-        rounds: Values by name; a round may lack what could not be measured.
-    """
+    """The measured values, round by round; a round may lack values that could not be measured."""
 
     def __init__(self, rounds: Sequence[Mapping[str, float]]) -> None:
         self._rounds = rounds
@@ -78,13 +72,14 @@ class MeasuredRounds:
         return median([one[name] for one in self._rounds]) if name in self else None
 
     def ratio(self, ours: str, peer: str) -> float | None:
-        """Return the median over the rounds of one measure as a ratio to the peer's in the same round."""
+        """Return the median ratio of one measure to the peer's in the same round."""
         if ours not in self or peer not in self:
             return None
         return median([one[ours] / one[peer] for one in self._rounds])
 
     def bar(self, name: str, ours: str, unit: str, bar: float, **options: Any) -> Bar:
-        """Return the bar of a measure's median; with ``called`` and ``peer``, the name for people and in the rounds."""
+        """Return the bar of a measure's median; ``called`` and ``peer`` are the peer's names for people and in the
+        rounds."""
         called, peer = options.pop("called", None), options.pop("peer", None)
         return Bar(name, self.median(ours), unit, bar, called, peer and self.median(peer), **options)
 
@@ -94,15 +89,12 @@ class MeasuredRounds:
 
 
 def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, progress: Progress) -> dict[str, list[T]]:
-    """Run every measure once a round, in the given order, and return what each gave.
+    """Run every measure once a round, in the given order, and return its results.
 
     Args:
-        measures: What is measured, by name.
-        repeats: Rounds that count; one more goes before them and is dropped.
-        progress: Is called with a line for every measure.
-
-    Returns:
-        Lists of ``repeats`` entries.
+        measures: Measures by name.
+        repeats: Counted rounds; one more precedes them and is dropped.
+        progress: Called with a line for every measure.
     """
     found: dict[str, list[T]] = {name: [] for name in measures}
     for number in range(repeats + 1):
@@ -116,7 +108,7 @@ def run_rounds(measures: Mapping[str, Callable[[], T]], *, repeats: int, progres
 
 
 def describe_round(number: int, repeats: int, text: str) -> str:
-    """Return a line of progress; round 0 is the one that is dropped."""
+    """Return a line of progress; round 0 is the dropped one."""
     return f"round {number}/{repeats}: {text}{'' if number else ' (dropped: the first)'}"
 
 
@@ -130,20 +122,20 @@ def measure_rounds(
     one_thread: bool = True,
     variables: Mapping[str, str | None] | None = None,
 ) -> MeasuredRounds:
-    """Measure ``repeats`` rounds, and one before them that is dropped, in processes of their own.
+    """Measure ``repeats`` rounds, and one before them that is dropped, in separate processes.
 
     Args:
         work: A module's function that measures; rank 0 reports the rounds.
         arguments: Its arguments.
-        repeats: Rounds that count.
-        progress: Is called with a line for every round.
-        timeout_s: Longest time for all of it.
-        num_ranks: Ranks of a group; 1 = one process without any launcher's variables.
+        repeats: Counted rounds.
+        progress: Called with a line for every round.
+        timeout_s: Limit for all rounds together.
+        num_ranks: Ranks of a group; 1: one process without any launcher's variables.
         one_thread: Give each process one OpenMP thread; otherwise as many as this process has.
-        variables: What to add to the environment.
+        variables: Additions to the environment.
 
     Raises:
-        OutlastError: A process failed, or was too slow; the message holds the end of its output.
+        OutlastError: A process failed, or was too slow; the message contains the end of its output.
 
     Blocks: up to ``timeout_s``.
     """
@@ -178,10 +170,10 @@ def worker_ranks(
 
     Args:
         work: The function.
-        arguments: Its arguments, which it gets as text.
-        num_ranks: Ranks of a group; 1 = one process without any launcher's variables.
-        variables: What to add to the environment, or to remove from it.
-        options: More arguments of :class:`RankProcesses`.
+        arguments: Its arguments, passed as text.
+        num_ranks: Ranks of a group; 1: one process without any launcher's variables.
+        variables: Changes of the environment; ``None`` removes a variable.
+        options: Further arguments of :class:`RankProcesses`.
     """
     own = {**(NO_RANK if num_ranks == 1 else {}), **(variables or {})}
     words = [_name_of(work), *map(str, arguments)]
@@ -199,15 +191,7 @@ def worker_ranks(
 def launched_ranks(
     run_dir: Path, work: Callable[..., Any], *arguments: object, num_ranks: int, **options: Any
 ) -> RankProcesses:
-    """Return the agent of ``outlast run`` whose workers run a module's function; see :func:`worker_ranks`.
-
-    Args:
-        run_dir: The run directory.
-        work: The function.
-        arguments: Its arguments, which it gets as text.
-        num_ranks: Workers.
-        options: More arguments of :class:`RankProcesses`.
-    """
+    """Return the agent of ``outlast run`` whose workers run a module's function; see :func:`worker_ranks`."""
     words = (f"--nproc-per-node={num_ranks}", "-m", "benchmarks.measuring", _name_of(work), *map(str, arguments))
     return launcher("outlast", "run", f"--run-dir={run_dir}", *words, **options)
 
@@ -226,7 +210,7 @@ def _name_of(work: Callable[..., Any]) -> str:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Be in a gloo group of all ranks of :func:`measure_rounds`, on one thread each. Collective: all ranks."""
+    """Join a gloo group of all ranks of :func:`measure_rounds`, on one thread each. Collective: all ranks."""
     from datetime import timedelta
 
     import torch
@@ -243,14 +227,14 @@ def process_group() -> Iterator[None]:
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds that ``work`` took, and what it returned."""
+    """Return the seconds and the result of ``work``."""
     begin_ns = clock.now_ns()
     result = work()
     return (clock.now_ns() - begin_ns) / 1e9, result
 
 
 def seconds_per_call(call: Callable[[], object], num_calls: int) -> float:
-    """Return the mean seconds of a call, of several in a row."""
+    """Return the mean seconds of several calls in a row."""
     begin_ns = clock.now_ns()
     for _ in repeat(None, num_calls):
         call()
@@ -260,12 +244,12 @@ def seconds_per_call(call: Callable[[], object], num_calls: int) -> float:
 def take_turns(
     kinds: Mapping[str, Callable[[], float]], num_turns: int, order: random.Random | None = None
 ) -> dict[str, list[float]]:
-    """Measure each kind once a turn and return what each gave.
+    """Measure each kind once a turn and return the results.
 
     Args:
-        kinds: What is measured, by name.
-        num_turns: Turns.
-        order: Draws each turn's order; where several ranks measure, the same on all. ``None`` = as given.
+        kinds: Measures by name.
+        num_turns: Number of turns.
+        order: Draws each turn's order, equally on all ranks; ``None``: as given.
     """
     found: dict[str, list[float]] = {name: [] for name in kinds}
     names = list(kinds)
@@ -278,7 +262,6 @@ def take_turns(
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median of at least one value."""
     return float(statistics.median(values))
 
 
@@ -291,7 +274,7 @@ def cost_in_percent(ours: Sequence[float], plain: Sequence[float]) -> float:
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened in a process, as it wrote it down."""
+    """An event in a process, as it recorded it."""
 
     name: str
     rank: int
@@ -303,17 +286,13 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MarkWriter:
-    """Write down what happens in this process, each a line in a file of the process, which may be killed at any time.
-
-    Args:
-        folder: Where the processes' files are.
-    """
+    """Record events of this process as lines of a file; the process may be killed at any time."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
 
     def __call__(self, name: str, rank: int, iteration: int, **facts: Any) -> None:
-        """Write down that something happened now."""
+        """Record an event now."""
         pid = os.getpid()
         mark = Mark(name=name, rank=rank, iteration=iteration, at_ns=clock.now_ns(), pid=pid, facts=facts)
         with open(self._folder / f"marks-{pid}.jsonl", "ab", buffering=0) as file:
@@ -321,13 +300,12 @@ class MarkWriter:
 
 
 def read_marks(folder: Path) -> list[Mark]:
-    """Return all marks of a folder, by time; a line that its writer's death cut short is left out."""
+    """Return all marks of a folder, by time, without lines that their writer's death cut short."""
     lines = [line for path in sorted(folder.glob("marks-*.jsonl")) for line in path.read_bytes().splitlines(True)]
     return sorted((from_json(line, Mark) for line in lines if line.endswith(b"\n")), key=lambda mark: mark.at_ns)
 
 
 def select_marks(marks: Iterable[Mark], name: str, iteration: int) -> list[Mark]:
-    """Return the marks of a name and an iteration."""
     return [one for one in marks if (one.name, one.iteration) == (name, iteration)]
 
 

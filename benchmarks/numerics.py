@@ -1,8 +1,7 @@
-"""Benchmark ``numerics``: how fast replicas are digested, and what judging a step costs when nothing is wrong.
+"""Benchmark ``numerics``: the speed of replica digests, and the cost of judging a step without faults.
 
-Single steps cannot take turns: ranks that have just agreed begin the next step together, which makes that one up to 4 %
-faster than one after a step where they did not, so what one kind costs would be credited to another. So blocks of steps
-do, in an order drawn for each turn.
+Single steps cannot take turns: ranks that have just agreed begin the next step together, which makes it up to 4 %
+faster, so that the cost of one kind would be credited to another. Blocks of steps take turns, in a drawn order.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 
 
 def measure_digests(num_rounds: str) -> Iterator[dict[str, float]]:
-    """Yield GB/s by name, on one thread, of more bytes than caches hold."""
+    """Yield GB/s by name, on one thread, over more bytes than caches hold."""
     torch.set_num_threads(1)
     tensors = [torch.randn(_TENSOR_BYTES // 2).to(torch.bfloat16) for _ in range(_NUM_TENSORS)]
     whole = [tensor.view(torch.int64) for tensor in tensors]
@@ -99,7 +98,7 @@ class SmallTraining:
     """A model under ``DistributedDataParallel`` whose step takes about 10 ms on all ranks.
 
     Args:
-        batch_size: What makes it so; ``None`` = find out.
+        batch_size: Batch size for that duration; ``None``: determine it.
 
     Collective: both ranks, here and in each step.
     """
@@ -117,23 +116,22 @@ class SmallTraining:
             self.batch = torch.randn(int(size), _WIDTH)
 
     def forward_backward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the loss; gradients are averaged meanwhile."""
+        """Return the loss; averages the gradients."""
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.model(batch).square().mean()
         loss.backward()
         return loss
 
     def step(self) -> None:
-        """Do a step as it is."""
         self.forward_backward(self.batch)
         self.optimizer.step()
 
 
 def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
-    """Yield the median step of each kind in milliseconds, and what the others cost more than the first, in percent.
+    """Yield the median step of each kind in milliseconds, and the cost of the others over the first in percent.
 
-    Kinds are steps as they are, steps in which the re-run state machine keeps what a second run would need, judges the
-    loss, and has the ranks agree, and steps with a bare all-reduce of one integer.
+    Kinds: plain steps; steps whose loss the re-run state machine judges, with the ranks' agreement; and steps with a
+    bare all-reduce of one integer.
 
     Collective: both ranks.
     """

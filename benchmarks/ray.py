@@ -1,6 +1,6 @@
 """Benchmark ``ray``: from an actor's death or hang to the next finished step, compared with Ray Train's restart.
 
-An actor of outlast and Ray Train's function train one model; one of their ranks fails in one step.
+An actor of outlast and a function of Ray Train train the same model; one of their ranks fails in one step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ try:
     from outlast.ray import ActorGroup, TrainActor
 
     _LACK = ""
-except ImportError as failure:  # measure() raises: what reads the marks needs no Ray
+except ImportError as failure:  # measure() raises: reading the marks needs no Ray
     _LACK, TrainActor = str(failure), object  # type: ignore[misc, assignment]
 
 _MESH = {"dp": 2, "tp": 2}
@@ -45,9 +45,9 @@ _NUM_RANKS = 4
 _SECTION_TIMEOUT_S = 2.0
 _SPARES_S = 60.0
 STRUCK, TOTAL, VICTIM = 6, 8, 1
-"""The step in which a rank fails, the last one, and which rank it is; steps count from 1."""
+"""The step with the fault, the last step, and the failing rank; steps count from 1."""
 _PEERS_WAIT_S = 0.3
-"""Seconds in which the others have come to the all-reduce, and what the step before saved is committed."""
+"""Seconds until the others are in the all-reduce, and the previous step's save is committed."""
 _LONGEST_S = 120.0
 _LONGEST_RUN_S = 240.0
 _WIDTH, _BATCH = 256, 8
@@ -56,14 +56,14 @@ _STATE = "state.pt"
 
 @dataclass(frozen=True, slots=True)
 class RecoveryTiming:
-    """One failure and what followed."""
+    """One failure and its recovery."""
 
     stepped_s: float
     """Seconds from the fault until all ranks had finished a step."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
-    """What they were spent on, as the report of the recovery has it."""
+    """Phases of the recovery's report."""
     beyond_s: float = 0.0
-    """Seconds from the end of the section's timeout until the hang was found."""
+    """Seconds from the end of the section's timeout until the hang was detected."""
 
     def __str__(self) -> str:
         return f"{self.stepped_s:.3f} s" + (f", found {self.beyond_s:.3f} s late" if self.beyond_s else "")
@@ -72,10 +72,7 @@ class RecoveryTiming:
 def measure(*, repeats: int, progress: Progress, num_actors: int | None = None) -> BenchResult:
     """Kill, stop and delay an actor of a group, and kill a worker of Ray Train, in turns.
 
-    Args:
-        repeats: Rounds that count.
-        progress: Is called with a line for every measure.
-        num_actors: Kill one of so many light actors instead, see ``benchmarks.ray_crowd``.
+    ``num_actors``: kill one of so many light actors instead, see ``benchmarks.ray_crowd``.
 
     Raises:
         ConfigError: Ray Train is not installed.
@@ -123,7 +120,7 @@ def measure(*, repeats: int, progress: Progress, num_actors: int | None = None) 
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """Run a Ray of this program's own on this machine."""
+    """Run a separate Ray on this machine."""
     before = env.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"})
     with (
         tempfile.TemporaryDirectory(
@@ -149,7 +146,7 @@ def _cluster() -> Iterator[None]:
 
 
 def _run_group(fault: str) -> RecoveryTiming:
-    """Have one actor of a group fail, and check that the others were kept."""
+    """Make one actor of a group fail, and check that the others were kept."""
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
         folder = Path(name)
         with ActorGroup(
@@ -166,7 +163,7 @@ def _run_group(fault: str) -> RecoveryTiming:
                 try:
                     group.run("train_step", batch_of(iteration), iteration=iteration)
                 except RolledBack:
-                    continue  # the step before was not committed yet: it is done again
+                    continue  # the previous step was not committed yet: it is repeated
                 done_ns[iteration] = clock.now_ns()
             kept, recoveries = group.pids, group.recoveries
         marks = read_marks(folder)
@@ -187,7 +184,7 @@ def _run_group(fault: str) -> RecoveryTiming:
 
 
 def _await_spare(group: ActorGroup) -> None:
-    """Wait until the spare is there, as it is in a run that has been going for a while."""
+    """Wait until the spare has started, as in a run that has lasted for a while."""
     until_s = clock.now_s() + _SPARES_S
     while not group.spares:
         if clock.now_s() > until_s:
@@ -213,7 +210,7 @@ def _run_ray_train() -> RecoveryTiming:
 
 
 def when_all(marks: Sequence[Mark], name: str, *, since_ns: int, num_ranks: int) -> int | None:
-    """Return when the last rank first came to something after a moment; ``None``: not all did."""
+    """Return when the last rank first marked a name after a moment; ``None``: not all did."""
     first: dict[int, int] = {}
     for mark in marks:
         if mark.name == name and mark.at_ns > since_ns:
@@ -222,12 +219,11 @@ def when_all(marks: Sequence[Mark], name: str, *, since_ns: int, num_ranks: int)
 
 
 def when_rank(marks: Sequence[Mark], name: str, rank: int, iteration: int) -> int | None:
-    """Return when a rank first came to something in a step; ``None``: never."""
+    """Return when a rank first marked a name in a step; ``None``: never."""
     return next((one.at_ns for one in marks if (one.name, one.rank, one.iteration) == (name, rank, iteration)), None)
 
 
 def _phases(some: Sequence[RecoveryTiming]) -> dict[str, float]:
-    """Return each phase's median."""
     names = dict.fromkeys(name for one in some for name in one.phases_s)
     return {name: round(median([one.phases_s[name] for one in some if name in one.phases_s]), 4) for name in names}
 
@@ -236,14 +232,14 @@ def _describe(phases_s: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases_s.items())
 
 
-# -- what trains -----------------------------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------------------------
 
 
 class BenchFault:
     """The fault of one rank.
 
     Args:
-        folder: Where marks go.
+        folder: Folder of the marks.
         kind: ``kill``, ``sleep``, ``stop``, or ``none``.
     """
 
@@ -252,7 +248,7 @@ class BenchFault:
         self._mark = MarkWriter(self._folder)
 
     def strike(self, rank: int, iteration: int) -> None:
-        """Fail, if it is this rank's turn, once."""
+        """Fail once, if it is this rank's turn."""
         if self._kind == "none" or (rank, iteration) != (VICTIM, STRUCK):
             return
         try:
@@ -269,7 +265,6 @@ class BenchFault:
 
 
 def batch_of(iteration: int) -> torch.Tensor:
-    """Return the batch of a step."""
     return torch.full((_BATCH, _WIDTH), float(iteration))
 
 
@@ -281,26 +276,18 @@ def _make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class BenchActor(TrainActor):
-    """Train a layer; gradients are reduced over both axes.
-
-    Args:
-        folder: Where marks go.
-        fault: How rank 1 fails in one step.
-    """
+    """Train a layer; gradients are reduced over both axes."""
 
     def __init__(self, folder: str, fault: str) -> None:
         self._mark, self._fault = MarkWriter(Path(folder)), BenchFault(folder, fault)
 
     def setup(self) -> None:
-        """Make the model."""
         self.model, self.optimizer = _make_model()
 
     def state(self) -> Mapping[str, Any]:
-        """Return what is saved."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def train_step(self, batch: torch.Tensor, iteration: int) -> float:
-        """Make a step; return its loss."""
         rank = self.place.rank
         with self.section("step"):
             self._mark("entered", rank, iteration)
@@ -322,7 +309,7 @@ def run_ray_train(folder: Path, *, num_workers: int) -> None:
     """Train with ``TorchTrainer`` until it has recovered from the kill and has ended.
 
     Raises:
-        OutlastError: It did not.
+        OutlastError: It did not recover.
 
     Blocks: about half a minute.
     """
@@ -345,7 +332,7 @@ def run_ray_train(folder: Path, *, num_workers: int) -> None:
         except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
             run.set_exception(error)
 
-    # In a thread, which it takes no signals from: Ctrl-C is this program's. Nothing waits for one that never ends.
+    # A thread handles no signals, so that Ctrl-C ends this program; a thread that never ends delays nothing.
     threading.Thread(target=fit, name="outlast-bench-ray-train", daemon=True).start()
     try:
         run.result(_LONGEST_RUN_S)
@@ -379,7 +366,7 @@ def _train(config: dict[str, Any]) -> None:
 
 
 def _report(rank: int, iteration: int, state: dict[str, Any]) -> None:
-    """Save as Ray Train's own guide does: rank 0 writes, all report."""
+    """Save as Ray Train's guide does: rank 0 writes, all report."""
     metrics = {"iteration": iteration}
     if rank != 0:
         ray.train.report(metrics)

@@ -1,8 +1,8 @@
-"""The part of benchmark ``ray`` with hundreds of actors: light ones, which import no torch and train nothing.
+"""The part of benchmark ``ray`` with hundreds of light actors, which import no torch and train nothing.
 
-The driver is the real one: it starts the actors, watches their calls, and recovers. Each actor is a process of Ray's
-that answers as an actor that trains does, at once. So this shows what a recovery costs the driver and Ray by the number
-of actors. What actors do in it is left out: process groups, set-up, and loading.
+The driver is real: it starts the actors, monitors their calls, and recovers. Each actor is a Ray process that answers
+at once as a training actor does. This measures a recovery's cost for the driver and Ray by the number of actors,
+without process groups, set-up and loading.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _BARS_S = {16: 2.0, 64: 3.0, 256: 10.0}
 _START_S = 1200.0
 _WAIT_S = 120.0
 _TELL = 32
-"""Progress is reported after so many more actors have started: some forty start in a minute on each core."""
+"""Progress is reported once per so many started actors: some forty start in a minute on each core."""
 _WAIT, _STEP = "wait", "step"
 
 
 class LightShell:
-    """Answer as the shell of an actor does, without anything inside."""
+    """Answer as an actor's shell does, without a training."""
 
     def __init__(self) -> None:
         self._left: dict[int, threading.Event] = {}
@@ -62,33 +62,30 @@ class LightShell:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator, unused-ignore]
     def identity(self) -> ActorIdentity:
-        """Return who this is."""
         if "torch" in sys.modules:
             raise OutlastError("a light actor has imported torch")
         return ActorIdentity(node_id=ray.get_runtime_context().get_node_id(), node="", pid=os.getpid(), device="")
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator, unused-ignore]
     def status(self) -> ActorStatus:
-        """Return whether the call waits."""
         return ActorStatus(iteration=0, sections=((_WAIT, 0.0),) if self._waiting else ())
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator, unused-ignore]
     def host_store(self) -> tuple[str, int]:
-        """Return no place: the actors form no process group."""
+        """Return no address: the actors form no process group."""
         return "", 0
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator, unused-ignore]
     def abort(self, incarnation: int, timeout_s: float) -> Aborted:
-        """Have the call that waits end."""
+        """End the waiting call."""
         self._leaving(incarnation).set()
         return Aborted(call_ended=True, iteration=0)
 
     def join(self, assignment: ActorAssignment) -> Joined:
-        """Take a place."""
         return Joined(iteration=0, generation=None, loaded=False, origin="kept", phases={})
 
     def call(self, call: Call, parcel: object) -> CallReturned | CallFailed:
-        """Return at once, or wait until the incarnation is left."""
+        """Return at once, or wait until the incarnation ends."""
         if call.method == _STEP:
             return CallReturned(iteration=0)
         self._waiting = True
@@ -102,15 +99,15 @@ def _create(options: Mapping[str, Any]) -> Any:
 
 
 def measure_crowds(num_actors: int, *, repeats: int, progress: Progress) -> BenchResult:
-    """Kill one of so many light actors, and of fewer, again and again; Ray runs already.
+    """Kill one of ``num_actors`` light actors, and of smaller groups, again and again; Ray must run.
 
     Args:
         num_actors: The largest group; the smaller ones are those of ``SIZES``.
-        repeats: Kills that count in each group; one more goes before them.
-        progress: Is called with a line for every kill.
+        repeats: Counted kills in each group; one more precedes them.
+        progress: Called with a line for every kill.
 
     Raises:
-        OutlastError: A recovery lost more than the one that was killed.
+        OutlastError: A recovery replaced more than the killed actor.
 
     Blocks: seconds for each actor to start, and some minutes.
     """

@@ -1,18 +1,16 @@
-"""Benchmark ``rendezvous``: how long many agents take to meet, compared with torch's c10d rendezvous.
+"""Benchmark ``rendezvous``: the time until many agents have their ranks, compared with torch's c10d rendezvous.
 
-Hundreds of simulated agents are in a few processes of this machine. Each does what an agent of its launcher does to
-learn its rank, and nothing of its workers: those of outlast drive the same link as ``outlast run``, the peer's
-the same handler as ``torchrun``. Thousands are :mod:`benchmarks.rendezvous_crowd`'s.
+A few processes of this machine simulate hundreds of agents, without workers: those of outlast drive the same link as
+``outlast run``, the peer's the same handler as ``torchrun``. :mod:`benchmarks.rendezvous_crowd` simulates thousands.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,8 +25,7 @@ from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
-from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.job_settings import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.processes import raise_descriptor_limit
@@ -38,19 +35,19 @@ from outlast.simulate.benchmark_results import Bar, BenchResult
 from outlast.testing.ranks import RankProcesses, free_port
 
 _NUM_PROCESSES = 4
-"""Besides the one of the first agent, which hosts the store."""
+"""In addition to the process of the first agent, which hosts the store."""
 _MOST_CROWD_ROUNDS = 3
 _VARIABLES = {
     "TORCH_CPP_LOG_LEVEL": "FATAL",
-    "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks up each peer's name; without a name server that shall be short
+    "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks up each peer's name, which takes long without a name server
 }
 
 
 def measure(*, repeats: int, progress: Progress) -> BenchResult:
-    """Let 64 to 4,096 agents of this machine meet.
+    """Let 64 to 4,096 simulated agents meet.
 
     Raises:
-        OutlastError: Agents did not come to a rank each.
+        OutlastError: Not every agent got a rank.
 
     Blocks: about 15 s a round.
     """
@@ -112,17 +109,17 @@ def _meet(processes: RankProcesses, kind: str, num_agents: int) -> float:
     Args:
         processes: The processes of the simulated agents.
         kind: ``outlast`` or ``c10d``.
-        num_agents: How many meet.
+        num_agents: Number of agents.
 
     Raises:
-        OutlastError: They did not come to a rank each.
+        OutlastError: Not every agent got a rank.
 
     Blocks: several minutes at most.
     """
     first, others = range(1), range(1, 1 + _NUM_PROCESSES)
     everyone = (*first, *others)
     job = {"num_agents": num_agents, "port": free_port(), "run_id": f"bench-{clock.now_ns()}"}
-    for some in (first, others):  # the others need the store that the first one hosts
+    for some in (first, others):  # the others need the store of the first process
         crowd.order(processes, some, "gather", kind, job)
     joined_ns = clock.now_ns()
     ranked: list[tuple[int, int]] = [one for some in crowd.order(processes, everyone, "join") for one in some]
@@ -130,37 +127,37 @@ def _meet(processes: RankProcesses, kind: str, num_agents: int) -> float:
         raise OutlastError(f"{num_agents} agents of {kind} met and their ranks are not 0 to {num_agents - 1}")
     crowd.order(processes, everyone, "finish")
     crowd.order(processes, others, "leave")
-    crowd.order(processes, first, "leave")  # the store's host goes last
+    crowd.order(processes, first, "leave")  # the store's host leaves last
     return (max(ranked_ns for _, ranked_ns in ranked) - joined_ns) / 1e9
 
 
 def run_agents() -> None:
-    """Simulate agents and carry out the orders on standard input, each a line, until it ends."""
+    """Simulate agents; carry out the orders on standard input, one per line, until it ends."""
     raise_descriptor_limit()
     agents = _ProcessAgents()
     for line in sys.stdin:
         crowd.carry_out(agents, line)
-    os._exit(0)  # threads of torch's handlers and stores must not be waited for
+    os._exit(0)  # do not wait for threads of torch's handlers and stores
 
 
 class _ProcessAgents:
-    """The simulated agents of one process, and the orders that it carries out."""
+    """The simulated agents of one process, and its orders."""
 
     def __init__(self) -> None:
         self._agents: list[_SimulatedAgent] = []
 
     def gather(self, kind: str, job: dict[str, Any]) -> None:
-        """Make this process's agents and connect them; the first process has the first agent alone."""
+        """Make this process's agents and connect them; the first process has only the first agent."""
         made = {"outlast": _OutlastAgent, "c10d": _C10dAgent}[kind]
         rank = env.read_worker().global_rank
         for number in range(rank, job["num_agents"], _NUM_PROCESSES) if rank else range(1):
             self._agents.append(made(number, **job))
-            # One by one: torch looks up a name for each connection, and one machine asking for hundreds at
-            # once is more than some name servers answer. It is not what is measured.
+            # One by one: torch looks up a name for each connection, and some name servers do not answer hundreds at
+            # once.
             self._agents[-1].wait_until("connected", clock.now_s() + crowd.TIMEOUT_S)
 
     def join(self) -> list[tuple[int, int]]:
-        """Let the agents meet the others; return each one's rank, and when it had it."""
+        """Make the agents join; return each one's rank, and when it had it."""
         deadline_s = clock.now_s() + crowd.TIMEOUT_S
         for agent in self._agents:
             agent.join()
@@ -169,12 +166,10 @@ class _ProcessAgents:
         return [(agent.rank, agent.ranked_ns) for agent in self._agents]
 
     def finish(self) -> None:
-        """Report that their work is done."""
         for agent in self._agents:
             agent.finish()
 
     def leave(self) -> None:
-        """End them."""
         deadline_s = clock.now_s() + crowd.TIMEOUT_S
         for agent in self._agents:
             agent.close(deadline_s)
@@ -182,24 +177,21 @@ class _ProcessAgents:
 
 
 class _SimulatedAgent(ABC):
-    """One agent that meets the others once.
-
-    The first one made hosts the store, and must be connected before others are made.
-    """
+    """One agent that joins once; the first one hosts the store, and must be connected before others are made."""
 
     def __init__(self) -> None:
         self.rank = -1
-        """Its node rank, once it has one."""
+        """The node rank; -1: none yet."""
         self.ranked_ns = 0
         """When it had its rank, in monotonic nanoseconds."""
         self._reached = {name: threading.Event() for name in ("connected", "ranked", "over")}
         self._error: str | None = None
 
     def wait_until(self, what: str, deadline_s: float) -> None:
-        """Return once it is connected, ranked, or its job is over.
+        """Wait until the agent is connected, ranked, or its job is over.
 
         Raises:
-            DeadlineExceeded: It is not.
+            DeadlineExceeded: It is not, or failed.
 
         Blocks: until the deadline.
         """
@@ -212,11 +204,11 @@ class _SimulatedAgent(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Report that its work is done; returns at once."""
+        """Report that the work is done; returns at once."""
 
     @abstractmethod
     def close(self, deadline_s: float) -> None:
-        """Leave, and free everything."""
+        """Leave and close everything."""
 
     def _take_rank(self, rank: int) -> None:
         self.ranked_ns = clock.now_ns()
@@ -230,50 +222,29 @@ class _SimulatedAgent(ABC):
 
 
 class _OutlastAgent(_SimulatedAgent):
-    """An agent of ``outlast run``, at its defaults."""
+    """An agent of ``outlast run``, with default settings."""
 
     def __init__(self, number: int, *, num_agents: int, port: int, run_id: str) -> None:
         super().__init__()
         self._cycle = 0
         self._cycle_store: TCPStore | None = None
-        settings = JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=crowd.TIMEOUT_S)
-        node = f"node-{number}"
-
-        identity = JobIdentity(run_id=run_id, key=RunKey.of_run_id(run_id))
-
-        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
-            return CoordinatorServer(
-                listeners,
-                where.complete(settings),
-                identity,
-                node=node,
-                layers=LayeredSettings(),
-                on_error=lambda error: self._fail(f"the coordinator ended: {error!r}"),
-            )
-
         self._link = ControlLink(
             [Endpoint(crowd.HOST, port)],
-            node=node,
-            identity=identity,
+            JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=crowd.TIMEOUT_S, host=f"node-{number}"),
+            JobIdentity(run_id=run_id, key=RunKey.of_run_id(run_id)),
             deliver=self._on_news,
-            serve=serve,
-            beat_interval_s=1.0,
-            silence_s=5.0,
-            connect_timeout_s=crowd.TIMEOUT_S,
+            layers=LayeredSettings(),
             has_loop=False,
         )
         self._link.start()
 
     def join(self) -> None:
-        """Begin to join; returns at once."""
         self._send(m.JoinRequest, addr=crowd.HOST, nproc=crowd.NPROC)
 
     def finish(self) -> None:
-        """Report that its work is done; returns at once."""
         self._send(m.Finished, facts=m.CycleFacts(cycle=self._cycle))
 
     def close(self, deadline_s: float) -> None:
-        """Leave once the job is over for all, and free everything."""
         self.wait_until("over", deadline_s)
         self._link.close()
         self._cycle_store = None
@@ -303,7 +274,7 @@ class _OutlastAgent(_SimulatedAgent):
 
 
 class _C10dAgent(_SimulatedAgent):
-    """An agent of ``torchrun --rdzv-backend=c10d``, at its defaults."""
+    """An agent of ``torchrun --rdzv-backend=c10d``, with default settings."""
 
     def __init__(self, number: int, *, num_agents: int, port: int, run_id: str) -> None:
         super().__init__()
@@ -323,14 +294,12 @@ class _C10dAgent(_SimulatedAgent):
         self._thread.start()
 
     def join(self) -> None:
-        """Begin to join; returns at once."""
         self._joining.set()
 
     def finish(self) -> None:
         """Do nothing: torch's agents leave one by one."""
 
     def close(self, deadline_s: float) -> None:
-        """Leave, and free everything."""
         self._thread.join(max(0.0, deadline_s - clock.now_s()))
         if self._handler is not None:
             self._handler.shutdown()

@@ -1,8 +1,8 @@
-"""The part of benchmark ``rendezvous`` with thousands of agents: a crowd of them in one thread, one coordinator.
+"""The part of benchmark ``rendezvous`` with thousands of agents: crowds in one thread each, and one coordinator.
 
-The coordinator runs in a separate process, which does nothing else, so that its memory can be read; it writes its
-journal as in use. Each simulated agent has its own connection, goes through the whole handshake, beats every second and
-answers what it is sent as an agent of ``outlast run`` does; a thread for each would measure the threads.
+The coordinator has a separate process, so that its memory can be measured; it writes its journal as usual. Each
+simulated agent has its own connection with the whole handshake, sends a heartbeat every second and answers messages as
+an agent of ``outlast run`` does; a thread for each would measure the threads.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _NUM_CROWDS = 2
 TIMEOUT_S = 240.0
 _BEAT_S = 1.0
 _SILENCE_S = 30.0
-"""Without an answer to its beats; a crowd in one thread responds more slowly than a separate agent."""
+"""Limit without an answer to heartbeats; a crowd in one thread responds more slowly than a separate agent."""
 _ANSWER = "simulated crowd: "
 Channel = SelectedChannel[m.OnAgent]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrowdFigures:
-    """What one meeting of many agents gave."""
+    """The result of one meeting of many agents."""
 
     connected_s: float
     """From the first connection until the coordinator has welcomed all."""
@@ -60,9 +60,9 @@ class CrowdFigures:
     lost_s: float
     """From the end of some agents until the last one has its rank in the next cycle."""
     rss_mib: float
-    """The most memory that the coordinator's process has had."""
+    """Peak memory of the coordinator's process."""
     node_kib: float
-    """How much of it a node is."""
+    """Growth of that memory per node."""
 
     def __str__(self) -> str:
         return (
@@ -72,10 +72,10 @@ class CrowdFigures:
 
 
 def meet(num_agents: int) -> CrowdFigures:
-    """Let agents form a cycle, lose some of them at once, and let the others form the next with spares.
+    """Let agents form a cycle, lose some of them at once, and let the others form the next one with spares.
 
     Raises:
-        OutlastError: They did not come to a rank each, in either cycle.
+        OutlastError: Not every agent got a rank, in either cycle.
 
     Blocks: several minutes at most.
     """
@@ -93,7 +93,7 @@ def meet(num_agents: int) -> CrowdFigures:
             send_order(processes, crowd, "connect", job, share.start, share.stop, share.step)
         collect(processes, crowds, "connect")
         connected_ns = clock.now_ns()
-        # Agents with a number below that are the first to join: the others are the spares.
+        # Agents with a lower number join first: the others are the spares.
         ordered_ns = clock.now_ns()
         first = order(processes, crowds, "join", num_agents)
         _check(first, num_agents)
@@ -124,7 +124,7 @@ def _check(answers: Sequence[tuple[list[int], int]], num_agents: int) -> None:
 
 
 def send_order(processes: RankProcesses, process: int, name: str, *arguments: object) -> None:
-    """Send an order to a process; :func:`collect` returns the answer. Raises: OutlastError, when the process died."""
+    """Send an order to a process; :func:`collect` returns the answer. Raises: OutlastError: the process died."""
     try:
         processes.send(process, json.dumps([name, arguments]))
     except BrokenPipeError:
@@ -132,7 +132,7 @@ def send_order(processes: RankProcesses, process: int, name: str, *arguments: ob
 
 
 def collect(processes: RankProcesses, which: Sequence[int], name: str) -> list[Any]:
-    """Return the answers of processes to the order of a name. Raises: OutlastError, when one failed."""
+    """Return the answers of processes to an order. Raises: OutlastError: one failed."""
     results = []
     for process in which:
         line = processes.next_line(process, TIMEOUT_S + 10.0, containing=_ANSWER)
@@ -144,7 +144,7 @@ def collect(processes: RankProcesses, which: Sequence[int], name: str) -> list[A
 
 
 def order(processes: RankProcesses, which: Sequence[int], name: str, *arguments: object) -> list[Any]:
-    """Have processes carry out an order at the same time; return their answers once all are there."""
+    """Make processes carry out an order at the same time; return all answers."""
     for process in which:
         send_order(processes, process, name, *arguments)
     return collect(processes, which, name)
@@ -165,7 +165,7 @@ def carry_out(target: object, line: str) -> None:
 
 
 def run_party() -> None:
-    """Be the coordinator (rank 0) or a crowd, and carry out the orders on standard input, each a line."""
+    """Run the coordinator (rank 0) or a crowd; carry out the orders on standard input, one per line."""
     raise_descriptor_limit()
     with closing(_Crowd() if env.read_worker().global_rank else _Host()) as party:
         while (line := party.next_line()) is not None:
@@ -173,28 +173,24 @@ def run_party() -> None:
 
 
 class _Host:
-    """The coordinator's process."""
-
     def __init__(self) -> None:
         self._server: CoordinatorServer | None = None
         self._errors: list[BaseException] = []
 
     def close(self) -> None:
-        """End the coordinator, if it still runs."""
         if self._server is not None:
             self._server.close()
 
     def next_line(self) -> str | None:
-        """Return the next order; ``None``: there will be none."""
+        """Return the next order; ``None``: there are no more."""
         return sys.stdin.readline() or None
 
     def serve(self, job: dict[str, Any], num_slots: int) -> float:
-        """Start the coordinator; return the memory that the process has before anybody came."""
+        """Start the coordinator; return the process's memory before any agent connected."""
         self._server = CoordinatorServer(
             listen(Endpoint(HOST, job["port"])),
-            JobSettings(job="bench", num_slots=num_slots, join_timeout_s=TIMEOUT_S),
+            JobSettings(job="bench", num_slots=num_slots, join_timeout_s=TIMEOUT_S, host="host"),
             JobIdentity(run_id=job["run_id"], key=RunKey.of_run_id(job["run_id"]), run_dir=Path(job["run_dir"])),
-            node="host",
             layers=LayeredSettings(),
             on_error=self._errors.append,
         )
@@ -202,11 +198,10 @@ class _Host:
         return _peak_mib()
 
     def measure(self) -> float:
-        """Return the most memory that the process has had."""
         return _peak_mib()
 
     def end(self) -> None:
-        """Return once the job is over for all."""
+        """Wait until the job is over for all agents."""
         assert self._server is not None
         if not self._server.closed.wait(TIMEOUT_S) or self._errors:
             raise DeadlineExceeded(f"the coordinator did not end as it should: {self._errors or 'agents are left'}")
@@ -214,19 +209,19 @@ class _Host:
 
 
 def _peak_mib() -> float:
-    # Not getrusage: its value includes the process that this one was forked from, before its program was loaded.
+    # Not getrusage: its value includes the process that this one was forked from.
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
 
 class _Crowd:
-    """Many agents and one loop, which also waits for orders."""
+    """Many agents in one loop, which also waits for orders."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._agents: dict[int, _CrowdAgent] = {}
         self._beats: deque[tuple[float, _CrowdAgent]] = deque()
-        """Whose turn is when."""
+        """Time and agent of the next heartbeats."""
         self._input = b""
         self._is_over = False
         self._error: str | None = None
@@ -238,13 +233,12 @@ class _Crowd:
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._on_input)
 
     def close(self) -> None:
-        """End all agents."""
         for agent in self._agents.values():
             agent.close()
         self._selector.close()
 
     def next_line(self) -> str | None:
-        """Return the next order; ``None``: there will be none. Agents live on meanwhile."""
+        """Return the next order; ``None``: there are no more. The agents run meanwhile."""
         self._run_until(lambda: b"\n" in self._input or self._is_over, within_s=None)
         line, found, self._input = self._input.partition(b"\n")
         return line.decode() if found else None
@@ -263,27 +257,27 @@ class _Crowd:
             self._beats.append((now_s + _BEAT_S * place / len(self._agents), agent))
 
     def join(self, num_slots: int) -> tuple[list[int], int]:
-        """Let the first agents join; return their ranks, and when the last one had its rank."""
+        """Make the first agents join; return their ranks, and when the last one had its rank."""
         joining = [agent for number, agent in self._agents.items() if number < num_slots]
         for agent in joining:
             agent.join(None)
         return self._await_ranks(joining, 0)
 
     def wait_beside(self) -> None:
-        """Let the others join as spares."""
+        """Make the others join as spares."""
         spares = [agent for agent in self._agents.values() if agent.rank is None]
         for agent in spares:
             agent.join(None)
         self._run_until(lambda: self.num_spares == len(spares))
 
     def lose(self, start: int, stop: int) -> None:
-        """Let agents die: their connections end, as the kernel ends those of a killed process."""
+        """End agents' connections, as the kernel does for a killed process."""
         for number in range(start, stop):
             if (agent := self._agents.pop(number, None)) is not None:
                 agent.close()
 
     def rejoin(self) -> tuple[list[int], int]:
-        """Return the ranks of all that are left in the next cycle, and when the last one had its rank."""
+        """Return the ranks of all remaining agents in the next cycle, and when the last one had its rank."""
         return self._await_ranks(list(self._agents.values()), 1)
 
     def finish(self) -> None:
@@ -295,7 +289,7 @@ class _Crowd:
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def fail(self, error: str) -> None:
-        """Let the order that is carried out fail."""
+        """Make the current order fail."""
         self._error = error
 
     def _await_ranks(self, agents: Sequence[_CrowdAgent], cycle: int) -> tuple[list[int], int]:
@@ -334,8 +328,6 @@ class _Crowd:
 
 
 class _CrowdAgent:
-    """One agent of a crowd."""
-
     def __init__(self, crowd: _Crowd, number: int, selector: selectors.BaseSelector) -> None:
         self._crowd, self._selector, self._node = crowd, selector, f"node-{number}"
         self._channel: Channel | None = None
@@ -345,7 +337,6 @@ class _CrowdAgent:
         self.is_closed = False
 
     def connect(self) -> None:
-        """Connect; what breaks before the welcome is tried again, as an agent does."""
         crowd = self._crowd
         connection = socket.create_connection((HOST, crowd.job["port"]), timeout=TIMEOUT_S)
         handshake = join_handshake(crowd.job["run_id"], crowd.handshake_key)
@@ -356,21 +347,17 @@ class _CrowdAgent:
         self._channel.send(hello)
 
     def join(self, ended: m.CycleFacts | None) -> None:
-        """Join the next cycle."""
         self.send(m.JoinRequest(addr=HOST, nproc=NPROC, ended=ended))
 
     def beat(self) -> None:
-        """Send a heartbeat."""
         self._count += 1
         self.send(m.AgentBeat(count=self._count))
 
     def send(self, message: m.FromNode | m.AgentBeat) -> None:
-        """Send a message."""
         assert self._channel is not None
         self._channel.send(message)
 
     def close(self) -> None:
-        """End the connection."""
         self.is_closed = True
         if self._channel is not None:
             self._channel.close()

@@ -1,4 +1,4 @@
-"""Benchmark ``replica``: what it costs to get a shard from another node's writer, every byte digested."""
+"""Benchmark ``replica``: the cost of fetching a shard from another node's writer, every byte digested."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ _COPY = CopyKey(1, "bench", 0)
 def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
     """Measure between two processes of this machine, compared with gloo's send and recv of the same bytes.
 
-    Args:
-        repeats: Rounds that count.
-        progress: Is called with a line for every round.
-        num_tensors: Size of the shard, in tensors of 16 MiB.
+    The shard has ``num_tensors`` tensors of 16 MiB.
 
     Raises:
         OutlastError: A process failed.
@@ -54,10 +51,7 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
 
 
 def measure_transfers(num_rounds: str, num_tensors: str) -> Iterator[dict[str, float]]:
-    """Get the shard that rank 1 holds, in rank 0; yield seconds by name.
-
-    Collective: both ranks.
-    """
+    """Fetch rank 1's shard in rank 0; yield seconds by name. Collective: both ranks."""
     with process_group():
         num_bytes = int(num_tensors) * TENSOR_BYTES
         fd = _memory(num_bytes)
@@ -105,7 +99,7 @@ def _get(fd: int, view: memoryview, tensors: list[torch.Tensor], rounds: int) ->
         found = {"gloo": timed(receive)[0]}
         right = tuple(digest(view[start : start + CHUNK_BYTES]) for start in range(0, num_bytes, CHUNK_BYTES))
         for tensor in tensors:
-            tensor.zero_()  # what is found right below was fetched
+            tensor.zero_()  # so that the tensors show a fetch
         ways: dict[str, Callable[[], tuple[str, ...]]] = {
             "warm": lambda: fetch_into(target, key, _COPY, view, timeout_s=GROUP_TIMEOUT_S),
             "fresh": lambda: fetch(target, key, _COPY, fd, num_bytes, timeout_s=GROUP_TIMEOUT_S),
@@ -120,7 +114,7 @@ def _get(fd: int, view: memoryview, tensors: list[torch.Tensor], rounds: int) ->
 
 
 class _OnePart:
-    """Holdings of one part, in the memory that gloo sends from; what is received is thrown away."""
+    """Holdings of one part, in the memory that gloo sends from; received parts are discarded."""
 
     place = "the memory"
 
@@ -138,7 +132,7 @@ class _OnePart:
 
 
 class _Thrown:
-    """Memory for a part, until it has been received."""
+    """Memory for a part until it is received."""
 
     def __init__(self, num_bytes: int) -> None:
         self.fd = _memory(num_bytes)

@@ -1,8 +1,7 @@
 """Benchmark ``restart``: from a rank's death or hang to the next cycle, compared with torchrun.
 
-What a worker imports until its first all-reduce is part of what is measured. So the workers' script is not this module
-but a file of its own, made of the source of :func:`reduce_until_killed` and :func:`stop_in_section`, which import what
-they need.
+The workers' imports before their first all-reduce are measured, too. Their script is therefore a separate file with the
+source of :func:`reduce_until_killed` or :func:`stop_in_section`, which import what they need.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _TORCHRUN = (
     *("torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
     *("--max-restarts=3", "--monitor-interval=0.1"),
 )
-"""The stock launcher at its best: the interval is its default."""
+"""The stock launcher with its default interval."""
 _WORLD_SIZES = (2, 4)
 _VICTIM = 1
 _START_TIMEOUT_S = 60.0
@@ -41,21 +40,21 @@ _HANG_TIMEOUT_S = 1
 # Without it a worker meets the dead cycle's addresses in the agent's store, and torchrun often hangs.
 _PEER_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _STAGES = ("detected", "all ended", "started", "script begun", "group joined", "all-reduced")
-"""What happens between a rank's death and the next all-reduce, in this order."""
+"""Stages between a rank's death and the next all-reduce, in this order."""
 
 Marks = Mapping[int, Mapping[str, int]]
-"""Rank to what it wrote in a cycle, by name."""
+"""The values that each rank recorded in a cycle, by rank and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartTiming:
-    """One rank's death and what followed; times are seconds since the kill."""
+    """One rank's death and its recovery; times are seconds since the kill."""
 
     after_s: float
-    """All ranks have finished an all-reduce in a later cycle."""
+    """Until all ranks have finished an all-reduce in a later cycle."""
     cycle: int
     stages_s: Mapping[str, float]
-    """When each stage was over, for the last rank."""
+    """End of each stage, for the last rank."""
 
     def __str__(self) -> str:
         later = f" in cycle {self.cycle}" if self.cycle != 1 else ""
@@ -101,13 +100,13 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 
 
 def stages_of(killed_ns: int, marks: Marks, events: Sequence[Event], victim: int = _VICTIM) -> dict[str, float]:
-    """Return when each stage was over, in seconds since the kill.
+    """Return the end of each stage, in seconds since the kill.
 
     Args:
         killed_ns: When the signal was sent.
-        marks: What the ranks of the next cycle wrote.
-        events: The journal of the agent; empty for a launcher that keeps none.
-        victim: Rank that was killed.
+        marks: Records of the ranks of the next cycle.
+        events: The journal of the agent; empty for other launchers.
+        victim: The killed rank.
     """
     exits = [one for one in events if one.kind == EventKind.WORKER_EXITED and one.cycle == 0]
     starts = [one.mono_ns for one in events if one.kind == EventKind.CYCLE_STARTED and one.cycle]
@@ -123,7 +122,7 @@ def stages_of(killed_ns: int, marks: Marks, events: Sequence[Event], victim: int
 
 
 def _breakdown(some: Sequence[RestartTiming]) -> str:
-    """Return the medians of when each stage was over."""
+    """Return the median end of each stage."""
     parts = []
     for stage in _STAGES:
         if seen := [one.stages_s[stage] for one in some if stage in one.stages_s]:
@@ -132,11 +131,11 @@ def _breakdown(some: Sequence[RestartTiming]) -> str:
 
 
 Task = Callable[[int, str], None]
-"""What each worker does: see :func:`reduce_until_killed`."""
+"""A worker's function, such as :func:`reduce_until_killed`."""
 
 
 def kill_under_outlast(size: int, task: Task) -> RestartTiming:
-    """Kill one of so many ranks under ``outlast run``. Raises: OutlastError, when they do not recover."""
+    """Kill one of ``size`` ranks under ``outlast run``. Raises: OutlastError: they do not recover."""
     try:
         return _kill_one(*_OUTLAST, size=size, task=task)
     except DeadlineExceeded as error:
@@ -144,7 +143,7 @@ def kill_under_outlast(size: int, task: Task) -> RestartTiming:
 
 
 def kill_under_torchrun(size: int, task: Task, failures: list[str], progress: Progress) -> RestartTiming:
-    """Kill one of so many ranks under torchrun; what fails is done again, and added to ``failures``.
+    """Kill one of ``size`` ranks under torchrun; a failed attempt is repeated, and added to ``failures``.
 
     Raises:
         OutlastError: They do not recover three times in a row.
@@ -165,14 +164,14 @@ def _kill_one(*command: str, size: int, task: Task, variables: Mapping[str, str]
         killed_ns = clock.now_ns()
         os.kill(marks[victim]["pid"], SIGKILL)
         cycle, marks = _wait_for_marks(job, folder, (1, 2, 3), size, _RESTART_TIMEOUT_S)
-        with suppress(DeadlineExceeded):  # the figure is there; what still runs is ended
+        with suppress(DeadlineExceeded):  # the result exists; remaining processes are ended
             job.wait(_END_TIMEOUT_S)
         stages_s = stages_of(killed_ns, marks, list(read(folder / "run")), victim)
     return RestartTiming(stages_s["all-reduced"], cycle, stages_s)
 
 
 def _hang(repeats: int, progress: Progress) -> list[float]:
-    """Return seconds from the end of a timeout to the incident, for each cycle of one job but the first."""
+    """Return the seconds from the end of a timeout to the incident, for each cycle of one job but the first."""
     num_cycles = repeats + 1
     options = (
         "--nproc-per-node=2",
@@ -214,13 +213,13 @@ def _launch(
     arguments: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[RankProcesses, Path]]:
-    """Run a launcher whose workers do a task; give it and its folder, and end every process of it.
+    """Run a launcher whose workers run a task; yield it and its folder, and end all of its processes.
 
     Args:
         command: The launcher's module and options.
-        task: A function of this module that gets the folder, and what else is named.
-        arguments: What else the task gets.
-        variables: What to add to the environment.
+        task: A function of this module, called with the folder and ``arguments``.
+        arguments: Further arguments of the task.
+        variables: Additions to the environment.
     """
     is_ours = command[: len(_OUTLAST)] == _OUTLAST
     with tempfile.TemporaryDirectory(prefix="outlast-bench-") as name:
@@ -235,7 +234,7 @@ def _launch(
 def _wait_for_marks(
     job: RankProcesses, folder: Path, cycles: Sequence[int], num_ranks: int, timeout_s: float
 ) -> tuple[int, dict[int, dict[str, int]]]:
-    """Return the first of some cycles in which so many ranks wrote marks, and what each wrote.
+    """Return the first of some cycles in which so many ranks wrote marks, and each rank's marks.
 
     Raises:
         DeadlineExceeded: They did not in time, or the launcher ended first.
@@ -254,7 +253,7 @@ def _wait_for_marks(
     return job.wait_until(look, timeout_s)
 
 
-# -- what the workers run: nothing from above is known here -----------------------------------------------------------
+# -- functions of the workers, without names of this module ---------------------------------------------------------
 
 
 def reduce_until_killed(begun_ns: int, folder: str) -> None:

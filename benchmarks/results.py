@@ -1,8 +1,8 @@
-"""Results of benchmarks for people and in folders: tables, the machine, and the history of all runs of the suite.
+"""Results of benchmarks: tables for people, the machine, and the history of all runs of the suite.
 
-A folder of results holds ``BENCH.json``, what ``python -m benchmarks BENCH --json`` printed, and ``history.jsonl``, one
-line for each run of ``python -m benchmarks all``. Lines are only ever appended. A reader leaves out a line that a crash
-cut short, and the next line does not continue it.
+A folder of results contains ``BENCH.json``, the output of ``python -m benchmarks BENCH --json``, and ``history.jsonl``,
+one line for each run of ``python -m benchmarks all``. Lines are only appended; a reader skips a line that a crash cut
+short, and the next line does not continue it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from outlast.version import __version__
 HISTORY = "history.jsonl"
 NOT_MEASURED = "not measured"
 NOISE_PCT = 20.0
-"""Changes up to this are noise unless another limit is given: two runs on one quiet machine differ by as much."""
+"""Default limit below which changes are noise: two runs on one quiet machine differ by as much."""
 _NUM_SHOWN = 4
-"""Runs whose values are shown side by side."""
+"""Number of runs whose values are shown side by side."""
 _PEERS = ("nvidia-resiliency-ext", "ray", "torch-checkpointing")
-"""Packages with which some benchmarks compare outlast, where they are installed."""
+"""Packages with which some benchmarks compare outlast, if installed."""
 
 
 def read_folder(folder: Path) -> dict[str, BenchResult]:
-    """Return the newest result of each benchmark, by its name.
+    """Return the newest result of each benchmark by name.
 
     Raises:
         ConfigError: A file is damaged.
@@ -78,7 +78,7 @@ def describe_measurement(machine: Mapping[str, Any]) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what the values depend on: day, processor, memory, load, versions of outlast and the peers."""
+    """Return the properties of the machine on which values depend, and the versions."""
     return {
         "date": datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).date().isoformat(),
         "processor": _processor(),
@@ -97,13 +97,13 @@ def _processor() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        text = ""  # no such file on this machine: the architecture is all that is known
+        text = ""  # no such file on this machine: only the architecture is known
     names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(names, platform.machine())
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; ``None``: it is not installed."""
+    """Return the version of a package; ``None``: not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -111,7 +111,7 @@ def installed_version(package: str) -> str | None:
 
 
 def split_peer(bar: Bar) -> tuple[str, str]:
-    """Return the peer's name, ``-`` where there is none, and the unit of its value."""
+    """Return the peer's name, ``-`` if there is none, and the unit of its value."""
     if bar.peer is not None and bar.unit == "x":
         name, _, unit = bar.peer.rpartition(" (")
         return name, unit.rstrip(")")
@@ -119,7 +119,7 @@ def split_peer(bar: Bar) -> tuple[str, str]:
 
 
 def render_bars(title: str, bars: Sequence[Bar], notes: Iterable[str], machine: Mapping[str, Any]) -> RenderableType:
-    """Return the table of bars, and below it the notes and the machine."""
+    """Return the table of bars, followed by the notes and the machine."""
     table = Table(title=f"benchmarks: {title}", title_justify="left", box=box.SIMPLE_HEAD)
     several = any(bar.bench for bar in bars)
     for head in ("bench", "bar") if several else ("bar",):
@@ -156,24 +156,23 @@ class SuiteRecord(msgspec.Struct, frozen=True, kw_only=True):
     date: str
     """When it began, ISO 8601 in UTC."""
     commit: str | None = None
-    """What was checked out, with ``+`` where its code was changed; ``None``: not in a checkout."""
+    """Checked-out commit, with ``+`` if its code was changed; ``None``: not in a checkout."""
     version: str
-    """Of outlast."""
+    """Version of outlast."""
     machine: dict[str, Any]
     ok: bool
-    """Whether every bar that was measured is kept, and no benchmark failed."""
+    """Whether every measured bar is kept, and no benchmark failed."""
     bars: list[Bar]
     not_measured: dict[str, str] = {}
-    """Benchmark to the reason why it has no bars here."""
+    """Reason by benchmark without bars."""
 
     @property
     def label(self) -> str:
-        """Day and commit."""
         return " ".join(filter(None, [self.date[:10], self.commit and self.commit[:8].rstrip("+")]))
 
 
 def append_record(folder: Path, record: SuiteRecord) -> None:
-    """Add a run to the history, durably.
+    """Append a run to the history, durably.
 
     Raises:
         OSError: The disk is full, or the folder is not writable.
@@ -187,7 +186,7 @@ def append_record(folder: Path, record: SuiteRecord) -> None:
 
 
 def read_history(folder: Path) -> tuple[list[SuiteRecord], int]:
-    """Return the runs of the suite, oldest first, and how many lines were left out as no whole record.
+    """Return the runs of the suite, oldest first, and the number of lines skipped as incomplete.
 
     Raises:
         ConfigError: There is no history.
@@ -210,7 +209,7 @@ def read_history(folder: Path) -> tuple[list[SuiteRecord], int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarHistory:
-    """How one figure moved from run to run on one kind of machine."""
+    """The values of one bar from run to run on one kind of machine."""
 
     bench: str
     name: str
@@ -218,16 +217,16 @@ class BarHistory:
     bar: float
     is_floor: bool
     values: Sequence[float | None]
-    """One for each run, oldest first; ``None``: that run did not measure it."""
+    """One per run, oldest first; ``None``: not measured in that run."""
     change: float | None
-    """From the run before that measured it to the newest: per cent of the former, of a figure in per cent the
-    difference; ``None``: there is no such run."""
+    """From the previous measured run to the newest: per cent of the former, for values in per cent the difference;
+    ``None``: there is no such run."""
     best: float | None
     """Best value of all runs."""
     change_from_best: float | None
-    """The same from the best value."""
+    """The change from the best value."""
     moved: str
-    """``better`` or ``worse``: the change exceeds the noise; else empty."""
+    """``better`` or ``worse``: the change exceeds the noise; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +240,6 @@ class MachineHistory:
     bars: Sequence[BarHistory]
 
     def to_fields(self) -> dict[str, Any]:
-        """Return the fields of the JSON form."""
         runs = [{"date": one.date, "commit": one.commit, "version": one.version} for one in self.records]
         machine = {"processor": self.processor, "cores": self.cores, "memory_gib": self.memory_gib}
         return {"machine": machine, "runs": runs, "bars": self.bars}
@@ -250,16 +248,15 @@ class MachineHistory:
 def compare_records(
     records: Iterable[SuiteRecord], *, noise_pct: float = NOISE_PCT, only: str | None = None
 ) -> list[MachineHistory]:
-    """Return how each figure moved, apart for each kind of machine: processor, cores, memory.
+    """Return how each bar moved, by kind of machine: processor, cores, memory.
 
     Args:
         records: The history, oldest first.
-        noise_pct: Change up to which nothing is said to have moved: per cent of the earlier value, of a figure in per
-            cent so many per cent of its bar.
-        only: ``FIGURE`` or ``BENCH.FIGURE``; ``None`` = all.
+        noise_pct: Changes up to this are noise: per cent of the earlier value, for values in per cent of the bar.
+        only: ``BAR`` or ``BENCH.BAR``; ``None``: all.
 
     Raises:
-        ConfigError: No run has such a figure.
+        ConfigError: No run has such a bar.
     """
     kinds: dict[tuple[str, int, int], list[SuiteRecord]] = {}
     for one in records:
@@ -281,7 +278,7 @@ def compare_records(
 
 
 def _follow(name: str, records: Sequence[SuiteRecord], noise_pct: float) -> BarHistory | None:
-    """Return how a figure moved over the runs of one kind of machine; ``None``: none of them has it."""
+    """Return how a bar moved over the runs of one kind of machine; ``None``: no run has it."""
     stored = [next((bar for bar in one.bars if f"{bar.bench}.{bar.name}" == name), None) for one in records]
     newest = next((bar for bar in reversed(stored) if bar is not None), None)
     if newest is None:
@@ -309,7 +306,7 @@ def _follow(name: str, records: Sequence[SuiteRecord], noise_pct: float) -> BarH
 
 
 def _change(before: float, after: float, unit: str) -> float | None:
-    if unit == "%":  # such values lie around zero, where a share of them says nothing
+    if unit == "%":  # such values are close to zero, where a ratio is meaningless
         return after - before
     if before == 0:
         return 0.0 if after == 0 else None
@@ -318,7 +315,7 @@ def _change(before: float, after: float, unit: str) -> float | None:
 
 
 def render_history(machine: MachineHistory, noise_pct: float) -> RenderableType:
-    """Return the table of one kind of machine, the newest runs side by side."""
+    """Return the table of one kind of machine, with the newest runs side by side."""
     title = f"{machine.cores} cores of {machine.processor}, {machine.memory_gib} GiB"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("bench", no_wrap=True)

@@ -1,7 +1,7 @@
 """Benchmark ``save``: what a save costs training, and when it is durable, compared with other libraries.
 
-Three processes measure one after the other: stalls and durations, training steps meanwhile, and memory. Each library's
-save ends when its files are synchronised with the disk: for a library that does not do it, the benchmark does.
+Three processes measure one after the other: stalls and durations, concurrent training steps, and memory. Each library's
+save ends when its files are synchronised with the disk; the benchmark does so for libraries that do not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from outlast.simulate.benchmark_results import Bar, BenchResult
 
 _CHUNK_BYTES = 8 << 20
 _NUM_SMALL = 20_000
-"""Tensors of 4 KiB of the state of many small ones."""
+"""Number of tensors of 4 KiB in the state of many small ones."""
 _TIMEOUT_S = 900.0
 _MOST_MEMORY_ROUNDS = 2
 _MEMORY_BEYOND_MIB = 64.0
@@ -76,15 +76,10 @@ _SECONDS = {
 
 
 def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS) -> BenchResult:
-    """Save a state again and again.
-
-    Args:
-        repeats: Rounds that count.
-        progress: Is called with a line for every round.
-        num_tensors: Size of the state, in tensors of 16 MiB.
+    """Save a state of ``num_tensors`` tensors of 16 MiB again and again.
 
     Raises:
-        OutlastError: A process that measures failed.
+        OutlastError: A measuring process failed.
 
     Blocks: about 20 s a round, for a state of 1 GiB.
     """
@@ -126,7 +121,7 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
 
 
 def _of_steps(steps: MeasuredRounds) -> list[str]:
-    """Return a line on what training loses beside each library's save."""
+    """Return a line on what training loses during each library's save."""
     return [
         f"{training}, while {called} writes: steps took {steps[f'{name}_slowdown']:+.0%} for "
         f"{steps[f'{name}_meanwhile'] * 1e3:.0f} ms, {steps[f'{name}_lost'] * 1e3:.0f} ms lost in all"
@@ -139,8 +134,8 @@ def _of_steps(steps: MeasuredRounds) -> list[str]:
 
 
 def measure_saves(num_rounds: str, name: str, num_tensors: str) -> Iterator[Found]:
-    """Yield seconds by name. Every save has ended, and what it wrote is removed, before the next measure begins."""
-    warnings.simplefilter("ignore")  # the peers' own
+    """Yield seconds by name. Every save has ended, and its files are removed, before the next measure begins."""
+    warnings.simplefilter("ignore")  # the peers' warnings
     saved, folder = CheckpointState(int(num_tensors)), Path(name)
     ours = _Ours(folder / "ours", saved.state, overlap=False)
     late = _Ours(folder / "late", saved.state, overlap=True)
@@ -182,12 +177,12 @@ def measure_saves(num_rounds: str, name: str, num_tensors: str) -> Iterator[Foun
 
 
 def _named(seconds: tuple[float, float, float], stall: str, *, guard: str = "", total: str = "") -> Found:
-    """Return what of :func:`time_save` is reported, by name."""
+    """Return the reported results of :func:`time_save` by name."""
     return {name: value for name, value in zip((stall, guard, total), seconds, strict=True) if name}
 
 
 class _Ours:
-    """Saves of a manager with a local tier; it removes nothing itself, as the peers do not."""
+    """Saves of a manager with a local tier that keeps all checkpoints, as the peers do."""
 
     def __init__(self, folder: Path, state: dict[str, Any], *, overlap: bool = False) -> None:
         config = CheckpointConfig(local_directory=str(folder), local_most_recent_k=-1, overlap_staging=overlap)
@@ -198,7 +193,7 @@ class _Ours:
             self.save()
 
     def begin_save(self) -> SaveHandle:
-        """Begin the next save, which comes after a step of the optimizer; without gradients it changes nothing."""
+        """Begin the next save, after an optimizer step that changes nothing, as there are no gradients."""
         self._iteration += 1
         if self._overlaps:
             self._state["optim"].step()
@@ -213,7 +208,6 @@ class _Ours:
         return seconds
 
     def remove(self) -> None:
-        """Remove what was saved."""
         for old in self._folder.glob("*/step-*"):
             shutil.rmtree(old)
 
@@ -222,18 +216,12 @@ class _Ours:
 
 
 class Dcp:
-    """``torch.distributed.checkpoint``.
-
-    Args:
-        saved: The state.
-        folder: Where; removed after every save.
-    """
+    """``torch.distributed.checkpoint``; ``folder`` is removed after every save."""
 
     def __init__(self, saved: CheckpointState, folder: Path) -> None:
         self._saved, self._folder = saved, folder
 
     def save(self) -> float:
-        """Return the seconds of ``dcp.save``."""
         seconds, _ = timed(lambda: save(self._saved.state_dict(), checkpoint_id=self._folder, no_dist=True))
         self.remove()
         return seconds
@@ -242,7 +230,7 @@ class Dcp:
         """Return the seconds of the stall, of the wait for the staging, and until the save was written.
 
         Args:
-            stager: Stages into memory that it keeps; ``None``: into memory that is allocated for each save.
+            stager: Stages into reused memory; ``None``: into memory that is allocated for each save.
             is_late: The stager's copy continues after the return.
         """
         seconds = time_save(
@@ -254,11 +242,10 @@ class Dcp:
         return seconds
 
     def begin_save(self, **options: Any) -> Any:
-        """Begin a save, by default written in a thread; return what it is awaited with."""
+        """Begin a save, by default written in a thread; return its future."""
         return async_save(self._saved.state_dict(), checkpoint_id=self._folder, no_dist=True, **options)
 
     def remove(self) -> None:
-        """Remove what was saved."""
         shutil.rmtree(self._folder)
 
 
@@ -271,7 +258,7 @@ def _stager(*, beside: bool) -> DefaultStager:
 
 
 def _save_file(path: Path, save: Callable[[Path], object]) -> float:
-    """Return the seconds of a save into one file, and of an fsync."""
+    """Return the seconds of a save into one file and an fsync."""
 
     def save_durably() -> None:
         save(path)
@@ -284,12 +271,7 @@ def _save_file(path: Path, save: Callable[[Path], object]) -> float:
 
 
 class Floors:
-    """Copy and write with two threads, from and into memory that is warm.
-
-    Args:
-        saved: What is copied, and as much of it is written.
-        folder: Where.
-    """
+    """Copy and write with two threads, from and into warm memory, as many bytes as the state has."""
 
     def __init__(self, saved: CheckpointState, folder: Path) -> None:
         self._path = folder / "bare"
@@ -300,8 +282,6 @@ class Floors:
         self.copy()
 
     def copy(self) -> float:
-        """Return the seconds of a copy."""
-
         def half(first: int) -> None:
             for number in range(first, len(self._sources), 2):
                 start = number * TENSOR_BYTES
@@ -310,13 +290,12 @@ class Floors:
         return timed(lambda: self._twice(half))[0]
 
     def write(self) -> float:
-        """Return the seconds of bare writes past the page cache, and of an fsync."""
+        """Return the seconds of direct writes and an fsync."""
         seconds, _ = timed(self._write)
         self._path.unlink()
         return seconds
 
     def close(self) -> None:
-        """End the thread."""
         self._other.shutdown()
 
     def _write(self) -> None:
@@ -358,10 +337,10 @@ class Floors:
 def measure_steps(num_rounds: str, name: str, num_tensors: str) -> Iterator[Found]:
     """Yield what training loses while a save is written.
 
-    Training that keeps every core busy is the one that the bar is about; beside one that leaves cores free, a library
-    that writes in a thread or a process of its own costs it little.
+    The bar is about training that keeps every core busy; if cores are free, a library that writes in a thread or
+    process costs little.
     """
-    warnings.simplefilter("ignore")  # the peer's own
+    warnings.simplefilter("ignore")  # the peer's warnings
     saved, training = CheckpointState(int(num_tensors)), _SteppedTraining()
     ours, dcp = _Ours(Path(name, "ours"), saved.state), Dcp(saved, Path(name, "dcp"))
 
@@ -390,11 +369,11 @@ def measure_steps(num_rounds: str, name: str, num_tensors: str) -> Iterator[Foun
 
 
 def _compare(training: _SteppedTraining, beside: Callable[[], list[float]], name: str) -> Found:
-    """Train quietly, beside a save, and quietly again.
+    """Train quietly, during a save, and quietly again.
 
     Returns:
-        ``lost``: seconds that the steps beside the save took longer than quiet ones, in all; ``slowdown``: the same of
-        one step, as a ratio to a quiet one; ``meanwhile``: seconds of the steps beside the save.
+        ``lost``: seconds that the steps during the save took longer than quiet ones, in all; ``slowdown``: the same for
+        one step, as a ratio to a quiet one; ``meanwhile``: seconds of the steps during the save.
     """
     quiet = training.quiet()
     busy = beside()
@@ -408,8 +387,6 @@ def _compare(training: _SteppedTraining, beside: Callable[[], list[float]], name
 
 
 class _SteppedTraining:
-    """Steps of a small model: forward, backward, optimizer."""
-
     def __init__(self) -> None:
         layers = [layer for _ in range(_LAYERS) for layer in (torch.nn.Linear(_SIDE, _SIDE), torch.nn.ReLU())]
         self._model = torch.nn.Sequential(*layers)
@@ -417,11 +394,10 @@ class _SteppedTraining:
         self._input = torch.randn(_SIDE, _SIDE)
 
     def quiet(self) -> list[float]:
-        """Return the seconds of steps while nothing is saved."""
         return [timed(self._step)[0] for _ in range(_QUIET_STEPS)]
 
     def beside(self, is_done: Callable[[], bool]) -> list[float]:
-        """Train until a save is done; return the seconds of the steps meanwhile, the one that sees its end included."""
+        """Train until a save is done; return the seconds of the steps, including the one that detects its end."""
         busy = [timed(self._step)[0]]
         while not is_done():
             busy.append(timed(self._step)[0])
@@ -437,16 +413,15 @@ class _SteppedTraining:
 
 
 def measure_memory(num_rounds: str, name: str, num_tensors: str) -> Iterator[Found]:
-    """Yield the most memory that saves take, in MiB by name.
+    """Yield the peak memory of saves, in MiB by name.
 
-    What counts is anonymous and shared memory of this process and all below it, beyond what they had before; code and
-    other files do not.
+    Counted is anonymous and shared memory of this process and its descendants beyond what they had before.
     """
-    warnings.simplefilter("ignore")  # the peer's own
+    warnings.simplefilter("ignore")  # the peer's warnings
     saved, folder = CheckpointState(int(num_tensors)), Path(name, "ours")
 
     def save_ours() -> None:
-        """Save again and again, the next as soon as there is a buffer for it."""
+        """Save repeatedly, each as soon as a buffer is free."""
         manager = CheckpointManager(CheckpointConfig(local_directory=str(folder)))
         for iteration in range(1, _MEMORY_SAVES + 1):
             manager.save(saved.state, iteration)
@@ -464,9 +439,9 @@ def measure_memory(num_rounds: str, name: str, num_tensors: str) -> Iterator[Fou
 
 
 def _peak_extra_mib(save: Callable[[], None]) -> float:
-    """Return the most memory that was in use during ``save`` beyond what was before, in MiB."""
+    """Return the peak of the memory in use during ``save`` beyond that before, in MiB."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what an earlier round has freed is to be counted again when it is used again
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed by an earlier round must count again when used again
     before = peak = _used_bytes()
     done = threading.Event()
 
@@ -486,14 +461,14 @@ def _peak_extra_mib(save: Callable[[], None]) -> float:
 
 
 def _used_bytes() -> int:
-    """Return the bytes in use by this process and all below it, what is shared counted once."""
+    """Return the memory in use by this process and its descendants, with shared memory counted once."""
     this = psutil.Process()
     own = shared = 0
     for process in (this, *this.children(recursive=True)):
         try:
             text = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has ended
         fields = dict(line.split(":", 1) for line in text.splitlines())
         own += _bytes_of(fields, "RssAnon")
         shared = max(shared, _bytes_of(fields, "RssShmem"))  # the process that maps most of it maps all of it

@@ -1,4 +1,4 @@
-"""Benchmark ``straggler``: what timing a step costs training, and what a report does."""
+"""Benchmark ``straggler``: the cost of timing a step and of a report."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def measure(*, repeats: int, progress: Progress) -> BenchResult:
 
 
 def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
-    """Yield what each round gave.
+    """Yield the results of each round.
 
-    Blocks of steps with three empty sections take turns with blocks that mark them by torch's own means, and with
-    blocks of the bare loop, which is taken off. Then both ranks make a report on the steps that were timed.
+    Blocks of steps with three empty sections take turns with blocks that mark them with torch's record_function, and
+    with blocks of the bare loop, which is subtracted. Then both ranks report on the timed steps.
 
     Collective: both ranks.
     """
@@ -104,7 +104,7 @@ def measure_steps(num_rounds: str) -> Iterator[dict[str, float]]:
 
 
 def _timings_of_many() -> list[RankTimings]:
-    """Return what 512 ranks might report."""
+    """Return timings of 512 simulated ranks."""
     return [
         RankTimings(
             rank=rank,

@@ -1,8 +1,7 @@
 """The suite: benchmarks one after another, each in a separate process, and their results as one record.
 
-A separate process, so that a benchmark that fails, hangs or lacks a package does not end the others, and none of them
-begins in the memory that another one has left behind. Each result is stored before the next benchmark begins:
-Ctrl-C keeps all that was measured until then.
+A benchmark that fails, hangs or lacks a package does not end the others, and does not leave memory behind for them.
+Each result is stored before the next benchmark begins, so that Ctrl-C keeps all results until then.
 """
 
 from __future__ import annotations
@@ -36,29 +35,27 @@ from outlast.wording import count
 INTERRUPTED = "interrupted"
 NOT_BEGUN = "not begun: interrupted before"
 _END_S = 30.0
-"""How long a benchmark may take to end its own processes when it is stopped."""
+"""How long a stopped benchmark may take to end its processes."""
 _REST_S = 5.0
-"""How long the end of a benchmark's progress is waited for; a process that it left behind may hold the pipe open."""
+"""How long the end of a benchmark's progress is waited for; a remaining process may hold the pipe open."""
 _SLACK, _LEAST_LIMIT_S = 6.0, 600.0
-"""A benchmark that takes so many times what is expected, and this at least, hangs."""
+"""A benchmark hangs if it takes so many times the expected time, and this at least."""
 _MOST_CHARACTERS = 300
 _GIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteBench:
-    """A benchmark of the suite."""
-
     name: str
     takes_s: float
-    """How long it is expected to take."""
+    """Expected seconds."""
     command: Sequence[str]
     """Prints its result as JSON, and progress to standard error."""
     limit_s: float
 
     @classmethod
     def of_command_line(cls, name: str, one: Benchmark, repeats: int | None) -> SuiteBench:
-        """Return the benchmark that ``python -m benchmarks NAME`` is, with so many rounds; ``None`` = its own."""
+        """Return the benchmark of ``python -m benchmarks NAME``; ``repeats=None``: its default rounds."""
         takes_s, command = one.takes_s, [sys.executable, "-m", "benchmarks", name, "--json"]
         if repeats is not None:
             takes_s *= (repeats + 1) / (one.repeats + 1)  # one more round is dropped
@@ -67,12 +64,12 @@ class SuiteBench:
 
 
 def select(names: Sequence[str], *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[str]:
-    """Return the benchmarks that are to run, in the suite's order.
+    """Return the selected benchmarks in the suite's order.
 
     Args:
-        names: All of them.
-        only: Those that are wanted; none = all.
-        skip: Those that are not.
+        names: All benchmarks.
+        only: The benchmarks to run; empty: all.
+        skip: The benchmarks to omit.
 
     Raises:
         ConfigError: One does not exist, or none is left.
@@ -95,9 +92,9 @@ class Suite:
     """One run of the suite.
 
     Args:
-        benches: What is measured, in this order.
-        folder: Where each result is stored as ``NAME.json``; ``None`` = nowhere.
-        report: Is called with each line of progress, those of the benchmarks among them (from another thread).
+        benches: The benchmarks, in this order.
+        folder: Folder for each result as ``NAME.json``; ``None``: not stored.
+        report: Called with each line of progress, including the benchmarks' lines (from another thread).
     """
 
     def __init__(self, benches: Iterable[SuiteBench], *, folder: Path | None, report: Callable[[str], None]) -> None:
@@ -112,9 +109,9 @@ class Suite:
         self._commit = find_commit()
 
     def run(self) -> None:
-        """Measure, one benchmark after another.
+        """Run one benchmark after another.
 
-        An exception that ends this early, as Ctrl-C does, passes; :meth:`record` then has what was measured until then.
+        After an exception that ends this early, as Ctrl-C does, :meth:`record` has the results until then.
 
         Raises:
             OSError: A result cannot be stored.
@@ -135,7 +132,6 @@ class Suite:
                 raise
 
     def record(self) -> SuiteRecord:
-        """Return what was found so far."""
         bars = [msgspec.structs.replace(bar, bench=one.bench) for one in self._results for bar in one.bars]
         measured = [bar for bar in bars if bar.value is not None]
         return SuiteRecord(
@@ -161,7 +157,7 @@ class Suite:
         try:
             result = from_json(line, BenchResult)
         except msgspec.DecodeError:
-            # Bad input, of a command line that has none, is a package that is not installed.
+            # The command line is valid, so that bad input means a package that is not installed.
             self._num_failed += code != ExitReason.BAD_INPUT
             raise _Unmeasured(_reason(code, said)) from None
         if result.num_measured == 0:
@@ -179,7 +175,7 @@ def _run(bench: SuiteBench, report: Callable[[str], None]) -> tuple[int, bytes, 
     """
     said: deque[str] = deque(maxlen=50)
     with tempfile.TemporaryFile() as output:
-        # In a new session: Ctrl-C at the terminal is for the suite alone, which lets the benchmark end its processes.
+        # In a new session, so that Ctrl-C reaches only the suite, which lets the benchmark end its processes.
         process = subprocess.Popen(
             bench.command,
             stdin=subprocess.DEVNULL,
@@ -213,7 +209,7 @@ def _run(bench: SuiteBench, report: Callable[[str], None]) -> tuple[int, bytes, 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Have a benchmark end itself and what it started, and kill what is left of its session's first group."""
+    """End a benchmark with its processes; kill the remaining ones of its session's first group."""
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -235,13 +231,12 @@ def _reason(code: int, said: Sequence[str]) -> str:
 
 
 def about(seconds: float) -> str:
-    """Return a duration for people."""
     minutes = round(seconds / 60)
     return f"about {count(minutes, 'minute')}" if minutes else "less than a minute"
 
 
 def find_commit() -> str | None:
-    """Return the commit that is checked out, with ``+`` where the code differs from it; ``None``: there is no git."""
+    """Return the checked-out commit, with ``+`` if the code differs; ``None``: there is no git."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(ROOT), *words]
@@ -250,5 +245,5 @@ def find_commit() -> str | None:
     try:
         changed = git("status", "--porcelain", "--", "src", "benchmarks")
         return git("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
-    except (OSError, subprocess.SubprocessError):  # git is not installed, or there is no repository
+    except (OSError, subprocess.SubprocessError):  # git is missing, or there is no repository
         return None

@@ -13,7 +13,8 @@ against the journal, and weights, optimizer state and losses of the two runs are
 
 Exit code 0: all claims hold; 1: one does not; 2: an argument is wrong.
 
-It is an example, too: a :class:`outlast.testing.Cluster` with a :class:`outlast.chaos.FaultPlan` tests any script.
+The demo also shows how to test any script with a :class:`outlast.testing.Cluster` and a
+:class:`outlast.chaos.FaultPlan`.
 """
 
 import argparse
@@ -32,17 +33,15 @@ from pathlib import Path
 from typing import Any
 
 from outlast.chaos import Fault, FaultKind, FaultPlan, verify_fired
+from outlast.chaos.draws import MANTISSA_BITS
+from outlast.chaos.soak import COMPARED, NPROC_PER_NODE, NUM_NODES, NUM_SPARES, TENSOR, find_differences, settings_of
 from outlast.errors import ExitReason, OutlastError
 from outlast.goodput import IncidentCost, Ledger
 from outlast.incidents import Event, EventKind, IncidentKind, Rung
 from outlast.testing import Cluster
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
-NUM_NODES, NPROC_PER_NODE, NUM_SPARES = 2, 2, 2
 RANKS = range(NUM_NODES * NPROC_PER_NODE)
-LAYERS = "model.blocks.*"
-MANTISSA_BITS = range(8, 20)
-"""Of a float32: bits that rounding does not remove, and that make no number so large that the loss would show it."""
 LOST = (FaultKind.LOSE_NODE, FaultKind.LOSE_NODE_AND_REPLICAS)
 TAKES_A_NODE = (*LOST, FaultKind.BIT_FLIP)
 EXPECTED = {
@@ -53,20 +52,19 @@ EXPECTED = {
     FaultKind.LOSE_NODE: IncidentKind.NODE_LOST,
     FaultKind.LOSE_NODE_AND_REPLICAS: IncidentKind.NODE_LOST,
 }
-"""The incident that each fault must be detected as; the slow rank and the preemption end no cycle by an incident."""
+"""The expected incident of each fault; the slow rank and the preemption end no cycle by an incident."""
 MAX_REPORTS = 3
-"""Reports on wholly slow windows by which the slow rank must be identified."""
+"""Number of reports on wholly slow windows in which the slow rank must be identified."""
 PATIENCE = 8
-"""Reports after which the next fault is injected though the slow rank was not identified."""
+"""Number of reports after which the next fault is injected even if the slow rank was not identified."""
 POLL_S = 0.25
 STARTING_S, PER_ITERATION_S = 240.0, 3.0
-"""A run may take this long, and this much longer for each iteration: many times as long as it takes."""
+"""Time limit of a run and its increase per iteration, many times the usual duration."""
 OPTIONS = (
     "--ft-rank-section-timeouts=setup:60,step:3,checkpointing:30",
     "--ft-rank-out-of-section-timeout=30",
     "--ft-node-heartbeat-timeout=4",
 )
-COMPARED = ("weights", "optimizer", "losses")
 
 
 # -- the faults --------------------------------------------------------------------------------------------------------
@@ -86,8 +84,8 @@ def draw_faults(seed: int) -> list[Fault]:
     middle = [
         on_a_rank(FaultKind.KILL),
         on_a_rank(FaultKind.STOP, section="step"),
-        on_a_rank(FaultKind.NAN, target="activation", tensor=LAYERS),
-        on_a_rank(FaultKind.BIT_FLIP, target="weight", tensor=f"{LAYERS}.weight", bit=numbers.choice(MANTISSA_BITS)),
+        on_a_rank(FaultKind.NAN, target="activation", tensor=TENSOR),
+        on_a_rank(FaultKind.BIT_FLIP, target="weight", tensor=f"{TENSOR}.weight", bit=numbers.choice(MANTISSA_BITS)),
     ]
     numbers.shuffle(middle)
     middle.insert(numbers.randrange(len(middle)), Fault(kind=FaultKind.LOSE_NODE, on_request=True))
@@ -130,24 +128,24 @@ def select(events: Iterable[Event], kind: EventKind, **fields: Any) -> list[Even
 
 
 def rung_of(event: Event) -> int | None:
-    """Return the recovery level that an event reports a decision for; ``None`` = it reports none."""
+    """Return the recovery level of an event's decision; ``None``: it has none."""
     level: int | None = (event.data.get("verdict") or {}).get("rung")
     return level
 
 
 def injection_of(kind: FaultKind, events: Iterable[Event]) -> Event | None:
-    """Return the event of the fault of a kind; each kind is injected once."""
+    """Return the injection of the fault of a kind; each kind is injected once."""
     return next((event for event in select(events, EventKind.FAULT_SIMULATED) if event.data["fault"] == kind), None)
 
 
 def cost_of(kind: FaultKind, ledger: Ledger) -> IncidentCost | None:
-    """Return the incident that the fault of a kind has caused, and what it cost."""
+    """Return the incident caused by the fault of a kind, with its cost."""
     costs = (cost for cost in ledger.incidents if cost.fault is not None)
     return next((cost for cost in costs if cost.fault is not None and cost.fault.data["fault"] == kind), None)
 
 
 def group_by_process(events: Iterable[Event]) -> list[list[Event]]:
-    """Return the events of each process by itself, in the order in which they were written."""
+    """Return the events of each process separately, in the order of writing."""
     processes: dict[tuple[str, str, str], list[Event]] = {}
     for event in events:
         processes.setdefault((event.job, event.node, event.proc), []).append(event)
@@ -156,25 +154,24 @@ def group_by_process(events: Iterable[Event]) -> list[list[Event]]:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the state of one cycle's ranks was restored from."""
+    """The sources from which one cycle's ranks were restored."""
 
     iteration: int
     tiers: dict[int, str]
-    """Rank to its tier."""
+    """Tier by rank."""
     global_bytes: int
     """Bytes that all ranks read in the global tier."""
     rejected_replicas: int
     """Damaged replicas that ranks rejected."""
 
     def describe(self) -> str:
-        """Return one line for people."""
         tiers = ", ".join(f"rank {rank} from {tier}" for rank, tier in sorted(self.tiers.items()))
         rejected = f", {self.rejected_replicas} replicas rejected" if self.rejected_replicas else ""
         return f"{tiers}; {self.global_bytes} bytes of the global tier{rejected}"
 
 
 def sources_after(cost: IncidentCost, events: Sequence[Event]) -> Sources | None:
-    """Return where the ranks came back from after an incident; ``None`` = they never did."""
+    """Return the sources after an incident; ``None``: the ranks were not restored."""
     restored = [event for event in select(events, EventKind.RESTORED, job=cost.job) if (event.cycle or 0) > cost.cycle]
     for cycle in sorted({event.cycle or 0 for event in restored}):
         of_cycle = [event for event in restored if event.cycle == cycle]
@@ -197,7 +194,7 @@ def sources_after(cost: IncidentCost, events: Sequence[Event]) -> Sources | None
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that must be true of the run, and what the journal shows."""
+    """A statement that must be true of the run, and the evidence in the journal."""
 
     text: str
     holds: bool
@@ -205,7 +202,6 @@ class Claim:
 
 
 def check_all(ledger: Ledger, events: Sequence[Event]) -> Iterator[Claim]:
-    """Yield all claims about the run with faults."""
     yield from check_slow_rank(events)
     for kind, expected in EXPECTED.items():
         cost = cost_of(kind, ledger)
@@ -249,7 +245,7 @@ def check_slow_rank(events: Sequence[Event]) -> Iterator[Claim]:
 
 
 def check_invalid_result(kind: FaultKind, cost: IncidentCost) -> Iterator[Claim]:
-    """A NaN is found transient; of a flipped bit the tensor is found, and the rank's node is quarantined."""
+    """A NaN is diagnosed as transient; the tensor of a flipped bit is found, and the rank's node is quarantined."""
     diagnosis = cost.evidence.get("diagnosis") or {}
     if kind == FaultKind.NAN:
         finding = diagnosis.get("finding")
@@ -262,11 +258,12 @@ def check_invalid_result(kind: FaultKind, cost: IncidentCost) -> Iterator[Claim]
 
 
 def check_sources(kind: FaultKind, cost: IncidentCost, events: Sequence[Event]) -> Iterator[Claim]:
-    """Each rank comes back from where it should.
+    """Each rank is restored from the expected tier.
 
     * After a killed or a hung rank: from the memory or the disk of its node.
     * After a lost or a quarantined node: its ranks from their replicas on the other node.
-    * After a node that was lost with all replicas: its ranks reject these and come back from the global tier, and all
+    * After a node that was lost with all replicas: its ranks reject these and are restored from the global tier, and
+    all
       resume from the newest checkpoint there. Before that no rank reads a byte of the global tier.
     """
     if kind == FaultKind.NAN or cost.fault is None:
@@ -301,7 +298,7 @@ def check_sources(kind: FaultKind, cost: IncidentCost, events: Sequence[Event]) 
 
 
 def check_preemption(events: Sequence[Event]) -> Iterator[Claim]:
-    """All ranks save and exit after one iteration, and the next job resumes from that very iteration and finishes."""
+    """All ranks save and exit after one iteration; the next job resumes from that iteration and finishes."""
     injected = injection_of(FaultKind.SIGTERM, events)
     if injected is None:
         yield Claim("sigterm: a rank is preempted", False, "no rank was preempted")
@@ -337,12 +334,11 @@ def check_preemption(events: Sequence[Event]) -> Iterator[Claim]:
 
 
 def exit_codes(events: Iterable[Event]) -> set[int]:
-    """Return the exit codes of a job's agents."""
     return {event.data["exit_code"] for event in select(events, EventKind.JOB_ENDED)}
 
 
 def check_processes(cluster: Cluster, events: Sequence[Event], local: Path) -> Iterator[Claim]:
-    """The run ends well, and no process and no disk of a lost node is left."""
+    """The run ends with 0, and no process and no disk of a lost node is left."""
     yield Claim("the run ends with exit code 0", cluster.exit_code == 0, f"exit code {cluster.exit_code}")
     lost = {str(event.data["node"]) for kind in LOST if (event := injection_of(kind, events)) is not None}
     left = sorted(name for name in lost if (local / name).exists())
@@ -356,9 +352,8 @@ def check_processes(cluster: Cluster, events: Sequence[Event], local: Path) -> I
 
 
 def check_result(undisturbed: dict[str, Any], faulted: dict[str, Any]) -> Claim:
-    """Both runs have ended, with the same bits."""
-    names = dict.fromkeys([*COMPARED, *undisturbed, *faulted])
-    differ = [name for name in names if name not in undisturbed or undisturbed[name] != faulted.get(name)]
+    """Both runs have ended with the same bits."""
+    differ = find_differences(undisturbed, faulted)
     evidence = f"different or missing: {', '.join(differ)}" if differ else f"weights {undisturbed['weights'][:12]}"
     return Claim("weights, optimizer state and losses are bit-identical to the undisturbed run's", not differ, evidence)
 
@@ -368,21 +363,20 @@ def check_result(undisturbed: dict[str, Any], faulted: dict[str, Any]) -> Claim:
 
 @dataclass
 class Outcome:
-    """Everything that the demo has found."""
+    """The result of the demo."""
 
     claims: list[Claim]
     costs: list[dict[str, Any]]
-    """What each fault cost."""
+    """Cost of each fault."""
     faulted: dict[str, Any]
-    """The result that the script has written in the run with faults."""
+    """The script's result in the run with faults."""
     is_identical: bool
-    """Whether it is the undisturbed run's, bit by bit."""
+    """Whether it is bit-identical to the undisturbed run's."""
     cycles: int
     jobs: int
 
     @property
     def holds(self) -> bool:
-        """Whether all claims hold."""
         return all(claim.holds for claim in self.claims)
 
 
@@ -429,28 +423,8 @@ def run_both(folder: Path, *, seed: int, iterations: int, is_quiet: bool) -> Out
 def make_cluster(folder: Path, iterations: int, plan: FaultPlan | None = None) -> Cluster:
     """Write the settings of one training, and return the cluster that runs it."""
     folder.mkdir(parents=True)
-    settings = {
-        "checkpoint": {
-            "directory": str(folder / "checkpoints"),
-            "local_directory": str(folder / "local"),
-            "save_interval": 10,
-            "non_persistent_save_interval": 5,
-        },
-        "replica_digest": {"interval": 2},
-        "straggler_detection": {
-            "enabled": True,
-            "report_time_interval": 1.0,
-            "calc_individual_gpu_perf": False,  # a cycle is too short to know a rank's own best
-            # Where four ranks share two cores, one that waits for a core takes several times as long for a moment.
-            "noticeable_score": 0.2,
-            "gpu_relative_perf_threshold": 0.2,
-            "check_machine": False,  # all ranks share one
-            "num_gpu_perf_scores_to_print": 0,
-            "enable_logging": False,
-        },
-    }
     config = folder / "outlast.json"
-    config.write_text(json.dumps(settings, indent=2))
+    config.write_text(json.dumps(settings_of(folder), indent=2))
     num_spares = 0 if plan is None else NUM_SPARES
     return Cluster(
         SCRIPT,
@@ -513,16 +487,15 @@ class Printer:
         self._printed: set[tuple[str, str, int]] = set()
 
     def begin(self) -> None:
-        """Count seconds from the first event that comes from now on."""
+        """Count seconds from the next event."""
         self._begin_ns = 0
 
     def line(self, text: str) -> None:
-        """Print a line."""
         if not self._is_quiet:
             print(text, flush=True)
 
     def show(self, events: Iterable[Event]) -> None:
-        """Print the events that are new."""
+        """Print the new events."""
         for event in events:
             key = (event.node, event.proc, event.mono_ns)
             if key not in self._printed:
@@ -533,7 +506,7 @@ class Printer:
 
 
 def describe(event: Event) -> str | None:
-    """Return the line of an event; ``None`` = it is not printed."""
+    """Return the line of an event; ``None``: it is not printed."""
     data = event.data
     if event.kind == EventKind.NODE_JOINED and data.get("spare"):
         return f"{data['name']} waits as a spare"
@@ -559,7 +532,7 @@ def describe(event: Event) -> str | None:
 
 
 def find_costs(ledger: Ledger, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """Yield for each fault when it was detected, when training had resumed, and what was done twice."""
+    """Yield for each fault its detection, its recovery and the repeated iterations."""
     for injected in select(events, EventKind.FAULT_SIMULATED):
         kind = FaultKind(injected.data["fault"])
         node = injected.data.get("node") or injected.node
@@ -582,7 +555,7 @@ def find_costs(ledger: Ledger, events: Sequence[Event]) -> Iterator[dict[str, An
 
 
 def print_outcome(outcome: Outcome, wall_s: float) -> None:
-    """Print what each fault cost, each claim with its evidence, and the result in one line."""
+    """Print each fault's cost, each claim with its evidence, and the result in one line."""
     if outcome.costs:
         print(f"\n{'fault':<24}{'where':<20}{'detected':>10}{'recovered':>11}{'redone':>8}")
     for cost in outcome.costs:
@@ -602,14 +575,12 @@ def print_outcome(outcome: Outcome, wall_s: float) -> None:
 
 
 def format_s(seconds: float | None) -> str:
-    """Return a duration for people."""
     if seconds is None:
         return "-"
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def to_json(outcome: Outcome, *, seed: int, wall_s: float, folder: Path | None) -> str:
-    """Return the outcome as one JSON object."""
     result = outcome.faulted
     return json.dumps(
         {
@@ -671,7 +642,7 @@ def main() -> int:
 
 
 def write_page(run_dir: Path, page: Path) -> None:
-    """Write the page about a run, as ``outlast report`` does."""
+    """Write the HTML report of a run, as ``outlast report`` does."""
     command = [sys.executable, "-m", "outlast", "report", str(run_dir), f"--html={page}", "--no-trace"]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
 

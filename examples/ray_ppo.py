@@ -46,7 +46,7 @@ Episodes = dict[str, torch.Tensor]
 
 
 class SumOverSlices(torch.autograd.Function):
-    """Add up what the tensor-parallel peers have; each one's gradient is that of the sum."""
+    """Sum over the tensor-parallel peers; each one's gradient is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Policy(nn.Module):
         self.weight = nn.Parameter(weight.chunk(parts, dim=0)[part].clone())
         self.bias = nn.Parameter(torch.zeros(UNITS // parts))
         self.heads = nn.Parameter(heads.chunk(parts, dim=1)[part].clone())
-        self.offset = nn.Parameter(torch.zeros(3))  # on every peer
+        self.offset = nn.Parameter(torch.zeros(3))  # replicated on every peer
 
     def forward(self, observations: torch.Tensor, peers: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the actions, and values."""
@@ -81,24 +81,24 @@ class Policy(nn.Module):
 
 
 class Trainer(outlast.ray.TrainActor):
-    """One actor's part: plays its share of the episodes, trains on its share of the samples."""
+    """Play one actor's share of the episodes, and train on its share of the samples."""
 
     def __init__(self, failures: dict[int, str], folder: str) -> None:
         torch.set_num_threads(1)
         self.failures, self.folder = failures, Path(folder)
 
     def setup(self) -> None:
-        """Make the slice of the model that belongs to this place."""
+        """Create this actor's slice of the model."""
         self.policy = Policy(self.place.tp, self.place.tp_size)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=RATE)
 
     def state(self) -> dict[str, Any]:
-        """Name what is saved and loaded."""
+        """Return the state to save and load."""
         return {"policy": self.policy, "optimizer": self.optimizer}
 
     @torch.no_grad()
     def play(self, number: int) -> Episodes:
-        """Play this shard's episodes of one round; the same ones whenever, and by whomever, they are played."""
+        """Play this shard's episodes of one round, which depend on the round and the shard alone."""
         seed = number * self.place.dp_size + self.place.dp
         draw = torch.Generator().manual_seed(seed)
         steps = []
@@ -146,7 +146,7 @@ class Trainer(outlast.ray.TrainActor):
         dist.all_reduce(flat, group=self.group("dp"))
         *sums, total = flat.split([*(gradient.numel() for gradient in gradients), 1])
         squares = [part.div_(total).square().sum() for part in sums]
-        squares[-1] /= self.place.tp_size  # the offset, which every slice has
+        squares[-1] /= self.place.tp_size  # the offset is replicated on every slice
         norm = torch.stack(squares).sum()
         dist.all_reduce(norm, group=self.group("tp"))
         for gradient, part in zip(gradients, sums, strict=True):
@@ -161,13 +161,13 @@ class Trainer(outlast.ray.TrainActor):
         return (values - samples["returns"]).square() / 2 - gain - 0.01 * entropy
 
     def digest(self) -> str:
-        """Return a digest of all that was learned here."""
+        """Return a digest of this actor's weights."""
         tensors = [*self.policy.parameters()]
         tensors += [value for moments in self.optimizer.state.values() for value in moments.values()]
         return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
     def strike(self, iteration: int) -> None:
-        """Fail here if that is planned: once, not again when the call is repeated."""
+        """Fail here if planned; only once, not when the call is repeated."""
         kind = self.failures.get(iteration)
         if kind is None or any(getattr(self.place, axis) != at for axis, at in STRUCK[kind].items()):
             return
@@ -175,7 +175,7 @@ class Trainer(outlast.ray.TrainActor):
             (self.folder / f"{kind}-{iteration}-{self.place.rank}").touch(exist_ok=False)
         except FileExistsError:
             return
-        time.sleep(0.3)  # by now the others wait in the all-reduce
+        time.sleep(0.3)  # until the others wait in the all-reduce
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "stop":
@@ -198,7 +198,7 @@ def minibatch(episodes: Episodes, iteration: int) -> Episodes:
 
 
 def train(group: outlast.ray.ActorGroup, iterations: int) -> dict[int, float]:
-    """Train up to ``iterations`` optimizer steps, whatever happens; return the mean return of each round."""
+    """Train up to ``iterations`` optimizer steps despite failures; return the mean return of each round."""
     rounds: dict[int, Episodes] = {}
     returns, num_recoveries = {}, 0
     for step in group.steps(iterations):
@@ -221,7 +221,7 @@ def train(group: outlast.ray.ActorGroup, iterations: int) -> dict[int, float]:
 
 
 def play_through(iterations: int, failures: dict[int, str], folder: Path) -> dict[str, Any]:
-    """Train once, with these failures by iteration; return what became of it."""
+    """Train once, with these failures by iteration; return the result."""
     folder.mkdir(parents=True)
     begun = time.monotonic()
     with outlast.ray.ActorGroup(
@@ -253,7 +253,7 @@ def say(text: str) -> None:
 
 
 def show(number: int, report: outlast.ray.RecoveryReport) -> None:
-    """Print what a recovery did."""
+    """Print a recovery report."""
     say(f"recovery {number}, from a failure in {report.method}, took {report.total_s:.2f} s:")
     for lost in report.lost:
         say(f"  lost      rank {lost.rank} (pid {lost.pid}) {lost.kind}: {lost.evidence}")
@@ -264,7 +264,7 @@ def show(number: int, report: outlast.ray.RecoveryReport) -> None:
 
 
 def outline(report: outlast.ray.RecoveryReport) -> dict[str, Any]:
-    """Return what machines may want to know of a recovery."""
+    """Return a recovery report as JSON values."""
     return {
         "lost": [{"rank": lost.rank, "kind": str(lost.kind), "evidence": lost.evidence} for lost in report.lost],
         "kept": sorted(report.kept),
@@ -294,7 +294,7 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help="train undisturbed, too; fail unless both end alike")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there what happened")
     options = parser.parse_args()
-    logging.getLogger("outlast").addHandler(logging.NullHandler())  # what it warns of is printed below
+    logging.getLogger("outlast").addHandler(logging.NullHandler())  # its warnings are printed below
     room = {"num_cpus": 8, "object_store_memory": 200_000_000}  # as if: the actors are small
     ray.init(**room, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     runs = {}

@@ -1,4 +1,4 @@
-"""Train with Ray Train, let a worker hang, and see it replaced, and the result unharmed.
+"""Train with Ray Train while a worker hangs and is replaced; the result does not change.
 
     python examples/ray_train.py /tmp/ray-train --fault none
     python examples/ray_train.py /tmp/ray-train --fault sleep
@@ -40,7 +40,7 @@ def strike(config: dict[str, Any], rank: int, iteration: int) -> None:
     print(f"rank {rank} (pid {os.getpid()}) hangs in iteration {iteration}", flush=True)
     if config["fault"] == "sleep":
         time.sleep(3600)
-    while True:  # reading its stacks wakes it for a moment
+    while True:  # reading its stacks interrupts the sleep
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -52,7 +52,7 @@ def train(config: dict[str, Any]) -> str:
     with outlast.ray.train.session() as run:
         for iteration in run.steps({"model": model, "optimizer": optimizer}, total=ITERATIONS):
             strike(config, run.global_rank, iteration)
-            # What a step needs follows from its number, so that a step that is done again is the same.
+            # A step's inputs depend on its number alone, so that a repeated step is the same.
             torch.manual_seed(WORKERS * iteration + run.global_rank)
             inputs = torch.randn(64, WIDTH)
             loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True).sin())

@@ -27,7 +27,7 @@ TEXT_BYTES = 2_000_000
 
 
 class Block(nn.Module):
-    """Attend to the bytes before, then think about each."""
+    """A transformer block: causal attention and a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Guess the next byte."""
+    """Predict the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class GPT(nn.Module):
 
 
 def read_text() -> torch.Tensor:
-    """Return the first bytes of the standard library's sources, in the order of their names."""
+    """Return the first bytes of the standard library's sources, sorted by name."""
     text, folder = bytearray(), Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.glob("*.py")):
         text += path.read_bytes()
@@ -65,7 +65,7 @@ def read_text() -> torch.Tensor:
 
 
 def draw_batch(text: torch.Tensor, seed: int, iteration: int, rank: int) -> torch.Tensor:
-    """Return a batch that depends on the arguments alone, so that a restart draws it again."""
+    """Return a batch that depends on the arguments alone, so that a restart repeats it."""
     numbers = torch.Generator().manual_seed((seed << 48) + (iteration << 16) + rank)
     starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=numbers)
     return text[starts + torch.arange(CONTEXT + 1)].long()

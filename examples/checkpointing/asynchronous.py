@@ -7,7 +7,7 @@ Runs unchanged with one or many ranks::
 
 What to look for: iterations between ``iteration 100`` and the line ``saved iteration 100 to global``, which says what
 is saved, to which tiers, and how long that took.
-Started again with the same folder and more ``--iterations``, it resumes from the newest generation.
+Started again with the same folder and more ``--iterations``, it resumes from the newest checkpoint.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--save-interval", type=int, default=100)
     args = parser.parse_args()
 
-    # async_save is the default: save() returns once the state is copied, and a process of its own does the rest.
+    # async_save is the default: save() returns once the state is copied, and a separate process does the rest.
     # overlap_staging=True would hide most of the copy, too.
     checkpoint = outlast.CheckpointConfig(directory=args.directory, save_interval=args.save_interval)
     run = outlast.init(outlast.Config(checkpoint=checkpoint, seed=0))

@@ -37,7 +37,7 @@ def _is_replicated(event: Event) -> bool:
 def train(local_directory: str) -> None:
     """Train on this rank; every 20 iterations all ranks save to their nodes, and each node to another."""
     checkpoint = outlast.CheckpointConfig(
-        local_directory=local_directory,  # each node makes a folder of its own name in it
+        local_directory=local_directory,  # each node creates a folder with its name there
         non_persistent_save_interval=SAVE_INTERVAL,
         replication_factor=2,  # two nodes hold each shard; this is the default
     )

@@ -6,7 +6,7 @@
 
 Credentials and endpoints are the store's own: for S3 what ``aws`` takes (``AWS_PROFILE``, ``~/.aws``, the machine's
 role), for GCS what ``gcloud`` takes; another endpoint, MinIO for example, is ``FSSPEC_S3_ENDPOINT_URL=http://...``.
-Needs ``pip install s3fs`` (or ``gcsfs``). Started again with the same URL, it resumes from the newest generation.
+Needs ``pip install s3fs`` (or ``gcsfs``). Started again with the same URL, it resumes from the newest checkpoint.
 """
 
 import argparse
@@ -28,11 +28,11 @@ def main() -> None:
 
     checkpoint = outlast.CheckpointConfig(
         directory=args.directory,
-        save_interval=20,  # to all tiers, the store among them
+        save_interval=20,  # to all tiers, including the object store
         local_directory=args.local_directory,
-        non_persistent_save_interval=5 if args.local_directory else 0,  # to the nodes' own disks and memory
-        most_recent_k=3,  # the store keeps the newest three ...
-        save_retain_interval=1000,  # ... and every thousandth forever
+        non_persistent_save_interval=5 if args.local_directory else 0,  # to node-local tiers: disks and memory
+        most_recent_k=3,  # the object store keeps the newest three ...
+        save_retain_interval=1000,  # ... and every thousandth iteration permanently
     )
     run = outlast.init(outlast.Config(checkpoint=checkpoint, seed=0))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(run.device)

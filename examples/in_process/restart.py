@@ -1,4 +1,4 @@
-"""Let a rank fail, and see the others continue in their processes.
+"""Make a rank fail while the others continue in their processes.
 
     python examples/in_process/restart.py /tmp/in-process --fault raise
     python examples/in_process/restart.py /tmp/in-process --fault kill
@@ -38,7 +38,7 @@ def make_model() -> nn.Module:
 
 
 def strike(fault: str) -> None:
-    """Do what makes a rank fail."""
+    """Make this rank fail."""
     if fault == "raise":
         raise RuntimeError("a fault in the forward pass")
     if fault == "kill":
@@ -59,10 +59,10 @@ def train(folder: Path, fault: str, call: inprocess.Handle) -> None:
         seed=0,
     )
     with outlast.init(config) as run:
-        # What is kept is not loaded again after a restart, as long as all ranks are at the same iteration.
+        # State in memory is not loaded again after a restart if all ranks are at the same iteration.
         model = call.keep("model", make_model)
         optim = call.keep("optim", lambda: torch.optim.AdamW(model.parameters()))
-        # The session has put the weights in place: DDP must not overwrite them with those of rank 0.
+        # The session has restored the weights: DDP must not overwrite them with those of rank 0.
         parallel = nn.parallel.DistributedDataParallel(model, init_sync=call.iteration == 0)
         begun = False
         for iteration in run.steps({"model": model, "optim": optim}, total=ITERATIONS):
@@ -81,7 +81,7 @@ def train(folder: Path, fault: str, call: inprocess.Handle) -> None:
 
 
 def show(folder: Path, fault: str) -> int:
-    """Play it on this machine; return the exit code."""
+    """Run the example on this machine; return the exit code."""
     arguments = ["--train", os.fspath(folder), "--fault", fault]
     with RankProcesses(__file__, *arguments, world_size=RANKS + 1, directory=folder / "output") as ranks:
         codes = ranks.wait(timeout_s=120)
@@ -95,7 +95,7 @@ def show(folder: Path, fault: str) -> int:
 
 
 def main() -> int:
-    """Show it, or train as a rank."""
+    """Run the example, or train as a rank of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where everything is written")
     parser.add_argument("--fault", choices=FAULTS, default="raise", help="how rank 2 fails at iteration 35")

@@ -1,4 +1,4 @@
-"""Plant a NaN, and see what becomes of it: one that passes, a bad batch, or a broken device.
+"""Inject a NaN and diagnose it: a transient one, a bad batch, or a broken device.
 
     python examples/invalid_results/nan.py /tmp/nan --plant transient
     python examples/invalid_results/nan.py /tmp/nan --plant bad-batch
@@ -33,7 +33,7 @@ FAULTS = ("none", "transient", "bad-batch", "broken-device")
 
 
 def draw(plant: str) -> Iterator[torch.Tensor]:
-    """Yield batches forever; the same ones in each process, so that a restart only has to count."""
+    """Yield batches forever; the same ones in each process, so that a restart only skips."""
     for number in itertools.count():
         batch = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number))
         if plant == "bad-batch" and number == STRUCK:
@@ -42,7 +42,7 @@ def draw(plant: str) -> Iterator[torch.Tensor]:
 
 
 def train(folder: Path, plant: str) -> None:
-    """Train on this rank; a result is judged before it moves a weight."""
+    """Train on this rank; each result is validated before the optimizer's step."""
     config = outlast.Config(
         checkpoint=outlast.CheckpointConfig(directory=str(folder / "checkpoints"), save_interval=10),
         fault_plan=write_plan(folder, plant),
@@ -54,7 +54,7 @@ def train(folder: Path, plant: str) -> None:
         batches: Iterator[torch.Tensor] | None = None
         for iteration in run.steps({"model": model, "optim": optim}, total=ITERATIONS):
             batches = batches or itertools.islice(draw(plant), iteration, None)
-            for attempt in run.attempts(batches):  # one; a second one if a result was invalid
+            for attempt in run.attempts(batches):  # one; a second one after an invalid result
                 batch = attempt.next_batch().to(run.device)
                 optim.zero_grad()
                 loss = (model(batch) - batch).square().mean()
@@ -66,12 +66,12 @@ def train(folder: Path, plant: str) -> None:
 
 
 def write_plan(folder: Path, plant: str) -> str | None:
-    """Write down what is to go wrong, and where; return the file that the settings name."""
+    """Write the fault plan; return the settings file that names it."""
     place = read_worker()
     if plant == "transient":
         fault = Fault(kind="nan", target="activation", iteration=STRUCK, rank=0)
     elif plant == "broken-device":
-        broken = folder / "broken-node"  # the one that trains first; the spare is sound
+        broken = folder / "broken-node"  # the one that trains first; the spare is healthy
         if place.cycle == 0:
             broken.write_text(place.node)
         fault = Fault(kind="nan", target="activation", iteration=STRUCK, node=broken.read_text(), persistent=True)
@@ -83,18 +83,18 @@ def write_plan(folder: Path, plant: str) -> str | None:
 
 
 def checksum(model: nn.Module) -> str:
-    """Return a number that differs as soon as one weight does."""
+    """Return a digest of the weights."""
     return float(sum(weight.double().sum().item() for weight in model.parameters())).hex()
 
 
 def play(folder: Path, plant: str) -> int:
-    """Run ``train`` on a node, beside a spare; return the run's exit code."""
+    """Run ``train`` on a node, with a spare; return the run's exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     script = (__file__, "--train", str(folder), "--plant", plant)
     with Cluster(*script, run_dir=folder / "run", num_nodes=1, num_spares=1, nproc_per_node=1) as cluster:
         for node in ("node-0", "node-1"):
             cluster.wait_for(partial(has_joined, node), timeout_s=60)
-        (folder / "go").touch()  # the spare is there: training may begin
+        (folder / "go").touch()  # the spare has joined: training may begin
         code = max(cluster.wait(timeout_s=60))
         events, outputs = cluster.events(), "".join(agent.output() for agent in cluster.agents)
     for event in events:
@@ -108,7 +108,7 @@ def play(folder: Path, plant: str) -> int:
 
 
 def has_joined(node: str, event: Event) -> bool:
-    """Return whether an event is that of a node's coming."""
+    """Return whether an event reports that a node joined."""
     return event.kind == EventKind.NODE_JOINED and event.data["name"] == node
 
 

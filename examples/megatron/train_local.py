@@ -1,9 +1,9 @@
-"""Train a module of Megatron-Core on CPU, with local checkpoints that outlast proves, replicates and finds again.
+"""Train a module of Megatron-Core on CPU, with local checkpoints that outlast verifies, replicates and restores.
 
     outlast run --nproc-per-node 2 examples/megatron/train_local.py /tmp/megatron-local
     outlast run --nproc-per-node 2 examples/megatron/train_local.py /tmp/megatron-killed --kill-at 12
 
-Both print the same digest of the weights: the second run loses rank 1 in iteration 12, and goes on from iteration 10.
+Both print the same digest of the weights: the second run loses rank 1 in iteration 12, and resumes from iteration 10.
 """
 
 import argparse

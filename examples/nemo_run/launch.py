@@ -1,11 +1,11 @@
-"""Train a small GPT through NeMo-Run, with outlast's plug-ins; with --simulate-fault, survive a fault on the way.
+"""Train a small GPT through NeMo-Run, with outlast's plug-ins; with --simulate-fault, recover from a fault.
 
 On this machine, with two ranks, or on Slurm, from a login node (``outlast shims`` has written ft_launcher for it)::
 
     python launch.py --simulate-fault
     python launch.py --account research --partition batch --nodes 2 --ranks 8 --shims /shared/shims --dir /shared/gpt
 
-Needs ``pip install 'outlast[nemo-run]'``. Generations, result and NeMo-Run's own files go to --dir.
+Needs ``pip install 'outlast[nemo-run]'``. Checkpoints, result and NeMo-Run's own files are stored in --dir.
 """
 
 import argparse
@@ -21,12 +21,12 @@ TRAIN = Path(__file__).resolve().parents[1] / "train_gpt.py"
 
 
 def no_arguments(_args: object) -> list[str]:
-    """train_gpt.py reads no hydra-style overrides; the launcher has the settings anyway."""
+    """Do not pass hydra-style overrides, which train_gpt.py does not parse."""
     return []
 
 
 def make_executor(args: argparse.Namespace) -> run.Executor:
-    """Return where to run: a cluster if an account is given, else this machine."""
+    """Return the executor: a cluster if an account is given, otherwise this machine."""
     if args.account is None:
         return run.LocalExecutor(ntasks_per_node=args.ranks)
     return run.SlurmExecutor(
@@ -73,7 +73,7 @@ def main() -> None:
     with run.Experiment("gpt", executor=executor, base_dir=str(args.dir)) as experiment:
         experiment.add(task, plugins=plugins, name="train_gpt", tail_logs=True)
         experiment.run(detach=args.account is not None)
-    if args.account is None and experiment.jobs[0].state.name != "SUCCEEDED":  # NeMo-Run itself does not fail then
+    if args.account is None and experiment.jobs[0].state.name != "SUCCEEDED":  # NeMo-Run does not fail itself
         sys.exit(1)
 
 

@@ -1,6 +1,6 @@
 """Train with a group of actors as a job of a Ray cluster; `run.sh` and `job.yaml` submit it.
 
-A job that is submitted again continues from the newest verified generation.
+A job that is submitted again resumes from the newest verified checkpoint.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Trainer(outlast.ray.TrainActor):
     def finish(self):
         handle = self.save(self.iteration, now=True)
         if handle is not None:
-            handle.wait()  # what is not committed when the group is closed is given up
+            handle.wait()  # uncommitted saves are dropped when the group is closed
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Train a small model while every rank's speed is compared; one rank becomes slow on the way, and is named.
+"""Train a small model while every rank's speed is compared; one rank becomes slow and is identified.
 
     python examples/straggler_detection/straggler_detection_example.py
 
@@ -51,16 +51,16 @@ def train(args: argparse.Namespace) -> None:
                 batch = torch.randn(BATCH, WIDTH, device=device)
             with detector.section("forward"):
                 loss = (model(batch) - batch).square().mean()
-                time.sleep(args.forward_ms / 1e3)  # stands for a larger model
+                time.sleep(args.forward_ms / 1e3)  # simulates a larger model
                 if place.global_rank == args.slow_rank and iteration >= args.slow_from:
                     time.sleep((args.factor - 1) * args.forward_ms / 1e3)
-            with detector.section("backward"):  # the gradients are averaged meanwhile: everybody waits for the slowest
+            with detector.section("backward"):  # includes the all-reduce: all ranks wait for the slowest
                 optim.zero_grad()
                 loss.backward()
             optim.step()
         report = detector.report_if_due()
         if report is not None and report.should_stop:
-            # All ranks have the same report, so all of them end here; a real training would save first.
+            # All ranks have the same report, so all of them exit here; a real training would save first.
             break
     detector.close()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Train with a loop of your own on Accelerate, kept alive by outlast.
+"""Train with a custom loop on Accelerate, kept alive by outlast.
 
     outlast run --nproc-per-node 2 examples/transformers/accelerate_train.py --config outlast.toml
 
@@ -39,7 +39,7 @@ def main():
         model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * options.total)
-        # A generator of its own, so that beginning an epoch uses none of the numbers that dropout uses.
+        # A separate generator, so that an epoch's start does not change the random numbers of dropout.
         loader = torch.utils.data.DataLoader(samples, 8, shuffle=True, generator=torch.Generator())
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 

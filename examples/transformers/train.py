@@ -58,7 +58,7 @@ def main():
         logging_steps=10,
         eval_strategy="steps",
         eval_steps=20,
-        save_strategy="no",  # outlast saves; what the Trainer saves too is yours
+        save_strategy="no",  # outlast saves; the Trainer's own checkpoints are optional
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),

@@ -9,7 +9,7 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +20,7 @@ from outlast.errors import ExitReason, RendezvousError
 from outlast.launch import control
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, ask, join_handshake, probe
-from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
-from outlast.launch.coordinator_server import CoordinatorServer
+from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.job_settings import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.run_key import KeySource, RunKey
@@ -37,37 +36,15 @@ IDENTITY = JobIdentity(run_id="run", key=KEY, command="aa", command_text="train.
 class SomeAgent:
     """An agent's link, and what it delivered."""
 
-    def __init__(
-        self, node: str, *ports: int, identity: JobIdentity = IDENTITY, silence_s: float = 60.0, **job: Any
-    ) -> None:
+    def __init__(self, node: str, *ports: int, identity: JobIdentity = IDENTITY, **job: Any) -> None:
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self.server: CoordinatorServer | None = None
-        self.where: HostSettings | None = None
-        settings = JobSettings(
-            job="job", beat_interval_s=0.05, host=node, **{"num_slots": 1, "node_timeout_s": 60.0, **job}
-        )
-
-        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
-            self.where = where
-            self.server = CoordinatorServer(
-                listeners,
-                where.complete(settings),
-                identity,
-                node=node,
-                layers=LayeredSettings(),
-                on_error=lambda error: self.news.put(LinkFailed(repr(error))),
-            )
-            return self.server
-
+        given = {"num_slots": 1, "node_timeout_s": 60.0, "join_timeout_s": LIMIT_S, **job}
         self.link = ControlLink(
             [Endpoint("127.0.0.1", port) for port in ports],
-            node=node,
-            identity=identity,
+            JobSettings(job="job", beat_interval_s=0.05, host=node, **given),
+            identity,
             deliver=self.news.put,
-            serve=serve,
-            beat_interval_s=0.05,
-            silence_s=silence_s,
-            connect_timeout_s=LIMIT_S,
+            layers=LayeredSettings(),
             has_loop=False,
         )
 
@@ -161,7 +138,7 @@ def test_whose_place_can_be_taken_is_dead(make: Callable[..., SomeAgent], monkey
     its machine can listen where it did tells that it is gone."""
     port = free_port()
     host, heir = make("a", port).start(), make("b", port).start()
-    assert host.server is not None
+    assert host.link.server is not None
     join, is_reset = heir.link._join_at, threading.Event()
 
     def join_late(endpoint: Endpoint, answer_s: float) -> Any:
@@ -172,11 +149,10 @@ def test_whose_place_can_be_taken_is_dead(make: Callable[..., SomeAgent], monkey
 
     monkeypatch.setattr(heir.link, "_join_at", join_late)
     host.link._closing.set()  # it does not come back
-    host.server.close()
+    host.link.server.close()
     assert heir.wait_for(LinkUp).is_host
-    assert heir.where is not None
-    assert heir.where.former is not None
-    assert (heir.where.former.host, heir.where.former.host_is_dead) == ("a", True)
+    assert heir.link.server is not None
+    assert (heir.link.server.settings.former_host, heir.link.server.settings.host_is_dead) == ("a", True)
 
 
 def test_broken_connection_is_not_a_death(make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,14 +181,14 @@ def test_an_agent_whose_job_is_over_takes_nothing_over(make: Callable[..., SomeA
     host.link.close(goodbye_timeout_s=0.0)
     ending.wait_for(LinkDown)
     other = make("c", port).start()
-    assert other.server is not None
-    assert ending.server is None
+    assert other.link.server is not None
+    assert ending.link.server is None
 
 
 def test_stuck_main_loop_is_a_lost_node(make: Callable[..., SomeAgent]) -> None:
     """Beats whose count does not advance show an agent whose main loop hangs: its node is lost, and it is said why."""
     port = free_port()
-    host = make("a", port, num_slots=2, node_timeout_s=0.5).start()
+    host = make("a", port, num_slots=2, node_timeout_s=2.0, loop_timeout_factor=2).start()
     with connect(port) as channel:
         hello(channel, node="b")
         channel.send(m.JoinRequest(addr="b", nproc=1, wish=1))
@@ -241,7 +217,7 @@ def test_silent_coordinator_is_left(make: Callable[..., SomeAgent]) -> None:
     """An agent whose beats are not answered says so, and looks for another coordinator."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        agent = make("b", port, silence_s=0.3)
+        agent = make("b", port, node_timeout_s=0.3)
         agent.link.start()
         connection, _ = listener.accept()
         with MessageChannel[m.OnControl](connection, m.OnControl) as channel:
@@ -263,7 +239,7 @@ def test_coordinator_that_yields_is_not_taken_for_dead(make: Callable[..., SomeA
     successor's endpoint, and hosts a coordinator that does not count the living host among the dead."""
     port, own_port, rival = free_port(), free_port(), free_port()
     host = make("a", port, rival, num_slots=2).start()
-    agent = make("b", port, own_port, num_slots=2, silence_s=1.0).start()
+    agent = make("b", port, own_port, num_slots=2, node_timeout_s=1.0).start()
     with socket.create_server(("127.0.0.1", rival)) as listener:
         # The host looks for other coordinators; one leads.
         connection, _ = listener.accept()
@@ -282,9 +258,8 @@ def test_coordinator_that_yields_is_not_taken_for_dead(make: Callable[..., SomeA
         with pytest.raises(RendezvousError, match=f"has yielded to the coordinator at 127.0.0.1:{rival}"):
             ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id="run", key=KEY, timeout_s=LIMIT_S)
         assert agent.wait_for(LinkUp).is_host
-    assert agent.where is not None
-    assert agent.where.former is not None
-    assert (agent.where.former.host, agent.where.former.host_is_dead) == ("a", False)
+    assert agent.link.server is not None
+    assert (agent.link.server.settings.former_host, agent.link.server.settings.host_is_dead) == ("a", False)
 
 
 # -- strangers -------------------------------------------------------------------------------------------------

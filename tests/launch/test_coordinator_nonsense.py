@@ -184,7 +184,7 @@ class Checked:
         nodes, phase = coordinator.nodes, coordinator.phase
         for _, _, message in outbox:
             encode_frame(message)
-        encode_frame(coordinator.status(self.now_s, time="", run_id="run", run_dir=None, host="b"))
+        encode_frame(coordinator.status(self.now_s, time="", run_id="run", run_dir=None))
         assert coordinator.leadership.term >= 0
         assert (phase == JobPhase.OVER) == (coordinator.stop is not None)
         assert phase == JobPhase.OVER or not self.was_over, "a job that is over stays over"

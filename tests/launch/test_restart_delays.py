@@ -43,10 +43,10 @@ def test_a_restart_waits_until_its_deadline() -> None:
     job = _waiting_job()
     job.pass_time(4)
     assert not job.running
-    assert job.coordinator.restart_deadline_s == job.now_s + 1.0
+    assert job.coordinator.deadline_s == job.now_s + 1.0
     job.pass_time(1)
     assert {start.cycle for start in job.running.values()} == {3}
-    assert job.coordinator.restart_deadline_s is None
+    assert job.coordinator.deadline_s is None
 
 
 def test_a_spare_that_joins_meanwhile_takes_the_slot_of_a_node_that_is_lost() -> None:

@@ -274,7 +274,7 @@ def test_what_a_script_does_not_set_any_more_is_the_launchers_again() -> None:
     """The coordinator goes by the newest script's settings: one that sets nothing leaves those of options and file."""
     layers, job = LayeredSettings(options={"max_no_progress_cycles": 5}), JobSettings(job="job", num_slots=4)
     identity = JobIdentity(run_id="run", key=RunKey.of_run_id("run"))
-    server = CoordinatorServer((), job, identity, node="n", layers=layers, on_error=lambda _: None)
+    server = CoordinatorServer((), job, identity, layers=layers, on_error=lambda _: None)
     limits = []
     for text in (FaultToleranceConfig(max_node_faults=7, min_nodes=2, max_restart_delay=9.0).to_json(), ""):
         server._handle(m.ScriptSettings(node="n", epoch="e", fault_tolerance=text))

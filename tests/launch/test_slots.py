@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.incidents import Incident, IncidentKind
-from outlast.launch.membership import Slot, SlotCandidate, fill_slots, shrink
+from outlast.launch.slots import Slot, SlotCandidate, fill_slots, shrink
 from outlast.policy.causes import root_cause
 
 NAMES = st.sampled_from("abcdefgh")

@@ -1,4 +1,4 @@
-"""Fault injection: planned, the same for the same seed, and recorded."""
+"""Fault injection: planned, reproducible from a seed, and recorded in the journal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A plan's faults in one rank: injected by hooks that the training loop calls.
+"""A plan's faults in one rank, injected by hooks that the session calls.
 
-While nothing is due, a hook compares two integers. A fault that is injected once a run leaves a marker in the run
-directory before that; without a run directory, faults are injected in cycle 0 only.
+While no fault is due, a hook compares two integers. A fault that is injected once a run first writes a marker to the
+run directory; without a run directory, faults are injected in cycle 0 only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LossT = TypeVar("LossT")
 _HORIZON = 256
-"""Iterations for which a fault with a rate is drawn ahead."""
+"""Number of iterations for which a fault with a rate is drawn ahead."""
 _SIMULATED_KINDS = {"rank_hung": FaultKind.STOP, "rank_killed": FaultKind.KILL}
 
 
@@ -53,15 +53,15 @@ class FiredFault:
     """One injection into this rank, as it is recorded."""
 
     fault: str
-    """The fault's name, or its kind."""
+    """The fault's name or kind."""
     fault_id: str
-    """Identifies it in the plan: its place and a fingerprint."""
+    """Identifies the fault in the plan: its index and a fingerprint."""
     rank: int
     device: str
     iteration: int
-    """Number of optimizer steps done."""
+    """Number of completed optimizer steps."""
     details: Mapping[str, Any]
-    """What was changed; of a number its place, and its value before and after."""
+    """The change; of a number its position, and its value before and after."""
 
 
 class ArmedFaults:
@@ -71,13 +71,13 @@ class ArmedFaults:
         plan: The faults, the same on all ranks.
         global_rank: This rank.
         world_size: Number of ranks.
-        local_rank: This rank's on its node.
+        local_rank: This rank's number on its node.
         node: Name of its node.
-        device: Name of the hardware that it computes on: a GPU's ``gpu-<uuid>``, else ``<node>/cpu-<local rank>``.
-        cycle: How often the job's workers were restarted.
-        run_dir: Folder of the markers of injected faults; none: faults are injected in cycle 0 only.
+        device: Name of its device: ``gpu-<uuid>``, or ``<node>/cpu-<local rank>``.
+        cycle: Number of restarts of the job's workers.
+        run_dir: Directory of the markers of injected faults; ``None``: faults are injected in cycle 0 only.
         record: Called with each fault before it is injected.
-        now_ns: The monotonic clock of ``after_s``, which begins to count here.
+        now_ns: The monotonic clock of ``after_s``, which counts from here.
 
     Raises:
         ConfigError: A fault is for a rank that does not exist.
@@ -120,7 +120,7 @@ class ArmedFaults:
             if one.fault.after_s is not None and one.applies_to(place, device, 0)
         ]
         self.sections = frozenset(one.fault.section for one in planned if one.fault.section is not None)
-        """The sections for which :meth:`enter_section` is to be called."""
+        """The sections for which :meth:`enter_section` must be called."""
         self._has_durable = False
         self._next = 0
         self._due_at = -1
@@ -134,20 +134,20 @@ class ArmedFaults:
 
     @property
     def fired(self) -> tuple[FiredFault, ...]:
-        """What was injected into this rank in this cycle, as it was recorded."""
+        """The injections into this rank in this cycle."""
         return tuple(self._fired.values())
 
     def before_step(self, iteration: int, state: Mapping[str, Any], *, has_durable: bool = True) -> None:
-        """Apply what is due before or in the coming step, other than in its loss and gradients.
+        """Apply the faults due before or in the coming step, except those in its loss and gradients.
 
         Args:
-            iteration: Number of optimizer steps done.
-            state: The script's state, in which weights and modules are found.
-            has_durable: Whether something to restore is durable, or nothing is saved at all.
+            iteration: Number of completed optimizer steps.
+            state: The script's state, which contains weights and modules.
+            has_durable: Whether a durable checkpoint exists, or the script saves none.
 
         Raises:
             ConfigError: A fault names a tensor, an element or a bit that does not exist.
-            SimulatedError, SystemExit: The fault of that kind.
+            SimulatedError, SystemExit: A fault of that kind is due.
         """
         if not self._begin_or_end_step(iteration, state, has_durable):
             return
@@ -157,21 +157,21 @@ class ArmedFaults:
             self._await_forward(occurrence, state)
 
     def on_loss(self, iteration: int, loss: LossT) -> LossT:
-        """Return the loss that the step validates: a number or a tensor; a changed tensor is another one.
+        """Return the loss that the step validates: the given number or tensor, or a changed copy.
 
         Args:
-            iteration: Number of optimizer steps done before this step.
-            loss: What is about to be validated.
+            iteration: Number of optimizer steps completed before this step.
+            loss: The loss to validate.
         """
         for occurrence in self._due_in(FaultTarget.LOSS, iteration):
             loss = self._inject_loss(occurrence, loss)
         return loss
 
     def after_backward(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Apply what is due to the gradients of this step; call it before the optimizer's step.
+        """Apply the faults due in the gradients of this step; called before the optimizer's step.
 
         Args:
-            iteration: Number of optimizer steps done before this step.
+            iteration: Number of optimizer steps completed before this step.
             state: As for :meth:`before_step`.
 
         Raises:
@@ -181,35 +181,35 @@ class ArmedFaults:
             self._inject_tensor(occurrence, state)
 
     def after_step(self, iteration: int, state: Mapping[str, Any], *, has_durable: bool = True) -> None:
-        """Apply what is due between this step and the next; call it once all that is due was saved.
+        """Apply the faults due between this step and the next; called after the due saves.
 
         Args:
-            iteration: Number of optimizer steps done, this one included.
+            iteration: Number of completed optimizer steps, including this one.
             state: As for :meth:`before_step`.
             has_durable: As for :meth:`before_step`.
 
         Raises:
-            SimulatedError, SystemExit: The fault of that kind.
+            SimulatedError, SystemExit: A fault of that kind is due.
         """
         if self._begin_or_end_step(iteration, state, has_durable):
             self._inject_timed(None, iteration)
 
     def enter_section(self, name: str, iteration: int) -> None:
-        """Apply what is due in a section; call it as soon as the section is open.
+        """Apply the faults due in a section; called as soon as the section is open.
 
         Args:
             name: The section's name.
-            iteration: Number of optimizer steps done.
+            iteration: Number of completed optimizer steps.
 
         Raises:
-            SimulatedError, SystemExit: The fault of that kind.
+            SimulatedError, SystemExit: A fault of that kind is due.
         """
         if name in self.sections:
             self._inject_due_processes(name, iteration)
             self._inject_timed(name, iteration)
 
     def close(self) -> None:
-        """Apply nothing from here on. Idempotent."""
+        """Apply no faults from now on. Idempotent."""
         self._remove_hooks()
         while self._slowings:
             self._slowings.pop().remove()
@@ -228,11 +228,11 @@ class ArmedFaults:
         return self._due_now
 
     def _due_in(self, target: FaultTarget, iteration: int) -> Sequence[Occurrence]:
-        """Return what is due in some of the numbers; one comparison while nothing is."""
+        """Return the numeric faults that are due; one comparison while there are none."""
         return () if iteration < self._next else [one for one in self._due(iteration) if one.fault.target == target]
 
     def _look_ahead(self) -> None:
-        """Set the first iteration at which the hooks have to look again."""
+        """Set the first iteration at which the hooks must check again."""
         if self._due_now or self._timed:
             self._next = self._due_at
             return
@@ -240,20 +240,20 @@ class ArmedFaults:
         self._next = min((number for number in coming if number is not None), default=sys.maxsize)
 
     def _begin_or_end_step(self, iteration: int, state: Mapping[str, Any], has_durable: bool) -> bool:
-        """Apply what is due between two steps; return whether anything else may be due."""
+        """Apply the faults due between two steps; return whether others may be due."""
         self._has_durable, self._state = has_durable, state
         self._remove_hooks()
         if self._unreleased and self._injected_between != iteration:
             self._plan_released(iteration)
         if iteration < self._next:
             return False
-        if self._injected_between != iteration:  # the step's end comes before the next one's begin
+        if self._injected_between != iteration:  # a step's end precedes the next one's begin
             self._injected_between = iteration
             self._inject_due_processes(None, iteration)
         return True
 
     def _plan_released(self, iteration: int) -> None:
-        """Plan for this iteration what was released; one look into the run directory for each fault that was not."""
+        """Plan released faults for this iteration; one file check per unreleased fault."""
         assert self._run_dir is not None
         for one in tuple(self._unreleased):
             if marker_of(self._run_dir, one.fault_id, due=True).exists():
@@ -345,7 +345,8 @@ class ArmedFaults:
             self._hooks.pop().remove()
 
     def _claim(self, occurrence: Occurrence) -> bool:
-        """Return whether the fault may be injected now; one that is injected once a run leaves its marker here."""
+        """Return whether the fault may be injected now; the marker of one that is injected once a run is written
+        here."""
         fault = occurrence.fault
         if fault.persistent:
             return True
@@ -362,7 +363,7 @@ class ArmedFaults:
         return claim_marker(self._markers / key)
 
     def _damage(self, occurrence: Occurrence, name: str | None, tensor: torch.Tensor) -> None:
-        """Change an element of a tensor in place, and report it."""
+        """Change an element of a tensor in place, and record it."""
         from outlast.chaos.model_faults import damage
 
         done = damage(tensor, occurrence)
@@ -375,7 +376,7 @@ class ArmedFaults:
         self._report(occurrence, **details, before=_number(done.before), after=_number(done.after))
 
     def _report(self, occurrence: Occurrence, **details: Any) -> None:
-        """Log and record an injection; a persistent fault's once a cycle for each iteration."""
+        """Log and record an injection; for a persistent fault once per cycle and iteration."""
         key = (occurrence.planned.fault_id, occurrence.iteration)
         if key in self._fired:
             return
@@ -397,16 +398,16 @@ class ArmedFaults:
 def arm_configured(
     config: Config, fault_tolerance: FaultToleranceConfig, place: WorkerEnv, journal: Journal
 ) -> ArmedFaults | None:
-    """Return the faults that a session's settings ask for, armed; ``None`` when they ask for none.
+    """Return the armed faults of a session's settings; ``None``: there are none.
 
     Args:
         config: The session's settings.
-        fault_tolerance: The timeouts and the like that are in use.
+        fault_tolerance: The fault tolerance settings in force.
         place: This worker's place.
-        journal: Where each fault is written.
+        journal: Records each fault.
 
     Raises:
-        ConfigError: The plan cannot be read or is wrong, or a fault is for a rank that does not exist.
+        ConfigError: The plan cannot be read or is not valid, or a fault is for a rank that does not exist.
     """
     path = env.fault_plan() or config.fault_plan
     plan = FaultPlan() if path is None else FaultPlan.load(path)
@@ -420,7 +421,7 @@ def arm_configured(
 def arm_here(
     plan: FaultPlan, place: WorkerEnv, journal: Journal, *, device: str, now_ns: Callable[[], int] = clock.now_ns
 ) -> ArmedFaults:
-    """Arm a plan on a worker; faults are written to the journal, and markers to the worker's run directory."""
+    """Arm a plan on a worker; faults are written to its journal, and markers to its run directory."""
 
     def record(fired: FiredFault) -> None:
         journal.write(
@@ -450,14 +451,10 @@ def arm_here(
 def simulated_fault(config: FaultToleranceConfig, place: WorkerEnv) -> Fault:
     """Return the fault of ``simulate_fault``: a rank that hangs or is killed, once a run.
 
-    All that the settings leave open is drawn from the run's name, so that all ranks draw the same.
-
-    Args:
-        config: The settings; ``simulate_fault`` is on.
-        place: A worker's place.
+    Values that the settings leave open are drawn from the run's name, so that all ranks draw the same.
 
     Raises:
-        ConfigError: The rank that the fault is for does not exist.
+        ConfigError: The rank does not exist.
     """
     draw = random.Random(f"simulated fault of {place.run_id}")
     drawn_type, drawn_rank = draw.choice(sorted(_SIMULATED_KINDS)), draw.randrange(place.world_size)
@@ -470,5 +467,5 @@ def simulated_fault(config: FaultToleranceConfig, place: WorkerEnv) -> Fault:
 
 
 def _number(value: float) -> float | str:
-    """Return a number as JSON can hold it: infinity and NaN as a text."""
+    """Return a number in a form that JSON supports: infinity and NaN as text."""
     return value if isinstance(value, int) or abs(value) < float("inf") else str(value)

@@ -1,8 +1,8 @@
-"""Stored copies, as an injector finds and damages them: files of a tier, and images in a writer's memory.
+"""Stored copies of checkpoints, which an injector finds and damages: files of a tier, and images in a writer's memory.
 
-Only committed copies are damaged. A byte that changes while a shard is still being staged would become part of the
-save, and so of the training; no check could detect it. In memory, the identity in an image's head identifies its
-attempt; an image of another cycle than the newest, or from which the global tier is still written, is not damaged.
+Only committed copies are damaged: a byte changed while a shard is staged would be saved as valid, which no check could
+detect. In memory, the header of an image identifies its attempt; images of older cycles, and images from which the
+global tier is still being written, are not damaged.
 """
 
 from __future__ import annotations
@@ -43,25 +43,18 @@ class StoredCopy:
     node: str = ""
     """Empty in the global tier."""
     rank: int | None = None
-    """Whose state it is; ``None`` in the global tier, where a file may hold parts of several ranks' states."""
+    """Rank of the state; ``None`` in the global tier, where a file may contain parts of several ranks' states."""
     attempt: str = ""
     """Attempt that saved it; empty outside the memory tier."""
 
     def describe(self) -> str:
-        """Return a text for people."""
         whose = "" if self.rank is None else f" of rank {self.rank}"
         where = f" on {self.node}" if self.node else ""
         return f"checkpoint {self.generation}{whose} in the {self.tier} tier{where}"
 
 
 def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredCopy]:
-    """Return the copies in a tier, in a fixed order.
-
-    Args:
-        sight: The run.
-        tier: Which one.
-        generation: Of which checkpoint; ``None`` = the newest that is committed there and can be found.
-    """
+    """Return the copies in a tier, in a fixed order; ``generation=None``: of the newest committed checkpoint found."""
     stored = _stored(sight, tier)
     found = [one for one in _copies_in(sight, tier) if one.generation in stored]
     wanted = max((one.generation for one in found), default=-1) if generation is None else generation
@@ -71,7 +64,7 @@ def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredC
 
 
 def _stored(sight: Sight, tier: str) -> set[int]:
-    """Return the checkpoints of which a copy in a tier is stored, and not just being written."""
+    """Return the iterations of the checkpoints stored in a tier, without those just being written."""
     if tier == FaultTier.MEMORY:  # after a restart, the same iteration may be staged again
         return sight.committed_now - {generation for _, generation in sight.awaits_global}
     # A replica is part of what its owner commits.
@@ -98,20 +91,19 @@ def _copies_in(sight: Sight, tier: str) -> Iterator[StoredCopy]:
 
 
 def files_of_steps(folder: Path, pattern: str) -> Iterator[Path]:
-    """Yield the files of the checkpoints in a folder, which a run may create and remove meanwhile.
+    """Yield the files of the checkpoints in a folder.
 
-    ``Path.glob`` raises where a folder is removed while it is listed.
+    A run may change the folder meanwhile: ``Path.glob`` would raise if a folder is removed while it is listed.
     """
     yield from map(Path, glob.iglob(f"{glob.escape(os.fspath(folder))}/step-*/{pattern}"))
 
 
 def node_folder(local_directory: str, node: str) -> Path:
-    """Return a node's folder in the local tier."""
     return Path(local_directory) / clean_name(node)
 
 
 def lose_folder(folder: Path) -> None:
-    """Delete what a run has saved in a node's folder, as the loss of the disk would; other programs' files stay."""
+    """Delete the files that a run has saved in a node's folder, as the loss of the disk would; keep all other files."""
     if folder.is_symlink() or not ((folder / "owner").is_dir() or (folder / "run.json").is_file()):
         return
     for path in folder.iterdir():
@@ -121,7 +113,7 @@ def lose_folder(folder: Path) -> None:
             path.unlink(missing_ok=True)
         elif path.suffix or not path.name.startswith("step-") or (path / "manifest.json").is_file():
             shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it is not empty
+    with contextlib.suppress(OSError):  # not empty
         folder.rmdir()
 
 
@@ -131,7 +123,7 @@ def _iteration_in(path: Path) -> int | None:
 
 
 def _images(agent_pid: int, node: str, own: set[int], attempts: str) -> Iterator[StoredCopy]:
-    """Yield the images of its node's ranks in the memory of an agent's writer, of attempts with that prefix."""
+    """Yield the images of given ranks and attempts in the memory of an agent's writer."""
     try:
         children = psutil.Process(agent_pid).children(recursive=True)
         writers = [one for one in children if "outlast.checkpoint.writer" in one.cmdline()]
@@ -145,7 +137,7 @@ def _images(agent_pid: int, node: str, own: set[int], attempts: str) -> Iterator
 
 
 def _read_identity(path: str) -> tuple[int, int, str] | None:
-    """Return the rank, the iteration and the attempt in a shard's head; ``None``: it has none."""
+    """Return rank, iteration and attempt from a shard's header; ``None``: it has none."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -159,24 +151,20 @@ def _read_identity(path: str) -> tuple[int, int, str] | None:
 def damage_copy(kind: str, copy: StoredCopy) -> str | None:
     """Damage a copy.
 
-    Args:
-        kind: A :class:`FaultKind` of copies.
-        copy: Which one.
-
     Returns:
-        What was done, for people; ``None``: the copy is gone, nothing was done.
+        A description of the damage; ``None``: the copy no longer exists.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The copy cannot be written.
     """
     try:
         if kind == FaultKind.DELETE_COPY and copy.tier != FaultTier.MEMORY:
             os.unlink(copy.path)
             return "file deleted"
-        # A path of memory is a link of /proc; in a directory, a link's target is not the run's.
+        # A path of memory is a link in /proc; in a directory, the target of a link does not belong to the run.
         follow = 0 if copy.tier == FaultTier.MEMORY else os.O_NOFOLLOW
         fd = os.open(copy.path, os.O_RDWR | os.O_CLOEXEC | follow)
-    except FileNotFoundError:  # a newer generation has just replaced it, or its process ended
+    except FileNotFoundError:  # replaced by a newer checkpoint, or its process ended
         return None
     try:
         size = os.fstat(fd).st_size
@@ -202,12 +190,7 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
 
 
 class Replicas:
-    """The copies of a node's ranks that other nodes hold on their disks, of all checkpoints.
-
-    Args:
-        sight: The run.
-        node: The node.
-    """
+    """The replicas of a node's shards on other nodes' disks, of all checkpoints."""
 
     def __init__(self, sight: Sight, node: str) -> None:
         local, others = sight.local_directory, sorted(set(sight.ranks.values()) - {node})
@@ -216,13 +199,13 @@ class Replicas:
         self._done: set[tuple[int, int]] = set()
 
     def corrupt(self) -> int:
-        """Change a byte in each one that no earlier call has changed; return the number of those."""
+        """Change a byte in each replica that no earlier call has changed; return their number."""
         num_before = len(self._done)
         for path in (path for folder in self._folders for path in files_of_steps(folder, "rank-*.safetensors")):
             match = _SHARD.fullmatch(path.name)
             if match is None or int(match[1]) not in self._ranks:
                 continue
-            with contextlib.suppress(OSError):  # a newer checkpoint has just replaced it
+            with contextlib.suppress(OSError):  # replaced by a newer checkpoint
                 status = path.lstat()
                 file = (status.st_dev, status.st_ino)
                 copy = StoredCopy(os.fspath(path), FaultTier.REPLICA, _iteration_in(path) or 0)
@@ -232,7 +215,7 @@ class Replicas:
 
 
 def _middle(fd: int, size: int) -> int:
-    """Return a place in the middle of the data; a piece of memory may be longer than its data."""
+    """Return an offset in the middle of the data; a memory image may be longer than its data."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if not 2 <= length <= min(_MAX_HEAD_BYTES, size - 8):
         return size // 2

@@ -1,4 +1,4 @@
-"""Draw a plan: a fault every few seconds, each kind as often as the others, the same plan for the same seed."""
+"""Draw a plan from a seed: a fault every few seconds, each kind equally often."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from outlast.errors import ConfigError
 SLOW_FACTOR = 10.0
 SLOW_S = 6.0
 STOPPED_S = 8.0
-"""Longer than a node may be silent in a run that is to detect it; see ``--ft-node-heartbeat-timeout``."""
+"""Longer than the ``--ft-node-heartbeat-timeout`` of a run that must detect it."""
 FULL_S = 2.0
-"""Fewer saves fail in it than a run may fail in a row."""
+"""Short enough that fewer saves fail than a run may fail in a row."""
 SLOW_DISK_S = 6.0
 FILE_DELAY_S = 0.3
 IMPAIRED_S, PACKET_DELAY_S, LOST_SHARE = 6.0, 0.02, 0.02
 MANTISSA_BITS = range(8, 20)
-"""Of a float32: bits that rounding does not remove, and that make no number so large that it would be detected."""
+"""Bits of a float32 that rounding keeps, and that do not make a number large enough to be detected."""
 
 
 def parse_kinds(text: str) -> tuple[FaultKind, ...]:
-    """Return the kinds in a list such as ``kill,stop``; ``all``: every one.
+    """Return the kinds in a list such as ``kill,stop``; ``all``: every kind.
 
     Raises:
-        ConfigError: One is unknown, or none is named.
+        ConfigError: A kind is unknown, or the list is empty.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names == ["all"]:
@@ -45,21 +45,20 @@ def parse_kinds(text: str) -> tuple[FaultKind, ...]:
 def draw_plan(
     seed: int, kinds: Sequence[FaultKind], *, every_s: float, minutes: float, num_ranks: int, tensor: str | None = None
 ) -> FaultPlan:
-    """Return a plan with ``at_s`` for each fault.
+    """Draw a plan with ``at_s`` for each fault.
 
-    Nodes are drawn later, from those that carry ranks when the fault is injected: a lost node's successor has another
-    name.
+    Nodes are drawn at the injection, from those that carry ranks: a lost node's successor has another name.
 
     Args:
-        seed: Everything is drawn from it, and what the plan leaves open, too.
-        kinds: Which kinds; each round has every one of them, in a random order.
-        every_s: Seconds from one fault to the next.
-        minutes: Length of all.
+        seed: Source of all draws, including those at the injection.
+        kinds: Kinds to draw; each round contains every kind, in random order.
+        every_s: Seconds between two faults.
+        minutes: Length of the plan.
         num_ranks: Number of ranks.
-        tensor: Pattern of the names of weights and modules whose numbers change; ``None`` = any.
+        tensor: Pattern of the names of weights and modules to change; ``None``: any.
 
     Raises:
-        ConfigError: There is no room for one fault, or no kind.
+        ConfigError: The plan would contain no fault, or ``kinds`` is empty.
     """
     if not kinds:
         raise ConfigError("there are no kinds to draw from; name some")
@@ -80,7 +79,7 @@ def draw_plan(
 
 
 def _details(kind: FaultKind, numbers: random.Random, num_ranks: int, tensor: str | None) -> dict[str, Any]:
-    """Return the values that a fault of a kind needs, without its moment."""
+    """Return the values that a fault of a kind needs, except its time."""
     if kind.is_of_copies:
         tiers = [tier for tier in FaultTier if kind != FaultKind.TRUNCATE_COPY or tier != FaultTier.MEMORY]
         return {"tier": numbers.choice(tiers)}

@@ -1,8 +1,8 @@
 """The injector: injects faults from outside into a run, alongside its agents, and releases those with ``at_s``.
 
-It knows the run by its run directory alone. A fault that costs a restart is injected only while all ranks train, and,
-so that the plan itself does not spend the restart budget, once the newest cycle has committed a checkpoint, or after
-``PATIENCE_S`` without one. All agents run on this machine, under this user.
+It knows the run from its run directory alone. A fault that costs a restart is injected only while all ranks train and,
+so that the plan does not use up the restart budget, once the newest cycle has committed a checkpoint, or after
+``PATIENCE_S`` without one. All agents must run on this machine, under this user.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 15.0
 """Seconds for which a cycle may train without a commit before faults that cost a restart are injected all the same."""
 PROC = "chaos"
-"""Its name in the journal."""
+"""Its process name in the journal."""
 SURVIVED_S = 20.0
-"""A cycle that trains for so long after a fault does not end because of it."""
+"""A cycle that trains for this long after a fault does not end because of it."""
 _SETTLE_S = 10.0
-"""How long a released fault may take until its rank has recorded it."""
+"""How long a rank may take to record a released fault."""
 _GONE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """What is undone later."""
+    """A fault to undo later."""
 
     at_s: float
     undo: Callable[[], object]
 
 
 def disk_injection(run_dir: str | os.PathLike[str]) -> Injection:
-    """Return the injection with which agents are started whose disks can be full or slow."""
+    """Return the injection for agents whose disks can be full or slow."""
     return Injection(point="checkpoint.file.made", do="disk", path=os.fspath(_troubles_path(run_dir)))
 
 
@@ -79,7 +79,7 @@ class Injector:
 
     Args:
         plan: The faults.
-        run_dir: The run directory; may not exist yet.
+        run_dir: The run directory; need not exist yet.
         network: The network in which the nodes are separate hosts.
         host_of: Returns a node's host in the network.
 
@@ -113,10 +113,10 @@ class Injector:
         self._trains_since_s = 0.0
         self._cycle: tuple[str, int] = ("", -1)
         self._faulted_cycle: tuple[str, int] = ("", -1)
-        """The newest cycle into which a fault that costs a restart was injected."""
+        """The newest cycle with a fault that costs a restart."""
         self._faulted_s = 0.0
         self._released: dict[str, float] = {}
-        """Released faults that no rank has recorded yet, and until when that is awaited."""
+        """Deadlines of released faults that no rank has recorded yet, by fault id."""
         self._later: list[_Later] = []
         self._stopped: dict[str, int] = {}
         self._troubles: list[DiskTrouble] = []
@@ -124,7 +124,7 @@ class Injector:
 
     @property
     def num_pending(self) -> int:
-        """Faults that were neither injected nor released."""
+        """Number of faults that were neither injected nor released."""
         return len(self._pending) + len(self._requestable)
 
     def poll(self) -> Sight:
@@ -145,7 +145,7 @@ class Injector:
         return self.sight
 
     def inject_due(self) -> PlannedFault | None:
-        """Inject the first fault that is due and can be injected now; return it, ``None``: there is none."""
+        """Inject the first fault that is due and possible now, and return it; ``None``: there is none."""
         if self._began_s is None or not self.sight.is_training:
             return None
         now_s = clock.now_s()
@@ -165,11 +165,12 @@ class Injector:
         """Inject a fault of the plan with ``on_request``.
 
         Returns:
-            Whether it was injected, or released to the rank that injects it at its next step; off: that is not possible
-            now, as the ranks restart, or have not committed a checkpoint since.
+            Whether it was injected, or released to its rank for the next step; false while the ranks restart, or have
+                not
+            committed a checkpoint since.
 
         Raises:
-            ConfigError: The plan does not have it, or it was injected before.
+            ConfigError: The plan does not contain the fault, or it was injected before.
         """
         one = next((one for one in self._requestable if one.fault == fault), None)
         if one is None:
@@ -251,7 +252,7 @@ class Injector:
             if self.sight.local_directory is not None:
                 lose_folder(node_folder(self.sight.local_directory, node))
         if replicas is not None:
-            replicas.corrupt()  # those that were written in between
+            replicas.corrupt()  # those written in between
         return True
 
     def _continue(self, node: str, pid: int) -> None:
@@ -331,7 +332,7 @@ class Injector:
         return True
 
     def _nodes(self, name: str | None) -> list[str]:
-        """Return the living nodes of that name; without one, those that carry ranks."""
+        """Return the living nodes of that name; without a name, those that carry ranks."""
         wanted = set(self.sight.ranks.values()) if name is None else {name}
         return [node for node in self.sight.living() if node in wanted]
 
@@ -356,7 +357,7 @@ class Injector:
         return claim_marker(marker_of(self.run_dir, one.fault_id))
 
     def _record(self, one: PlannedFault, target: str, **facts: Any) -> None:
-        """Write a fault into the journal before it is injected: its consequences come later there."""
+        """Record a fault before it is injected, so that its consequences follow it in the journal."""
         sight = self.sight
         sight.look_at_boards()
         if (journal := self._journals.get(sight.job)) is None:
@@ -376,7 +377,7 @@ class Injector:
 
 
 def _await_end(processes: Iterable[psutil.Process]) -> None:
-    """Wait until none of some processes runs, without reaping any: their exit codes belong to their parents."""
+    """Wait until the processes have ended, without reaping them: their exit codes belong to their parents."""
     deadline_s = clock.now_s() + _GONE_S
     while any(_runs(process) for process in processes) and clock.now_s() < deadline_s:
         time.sleep(0.02)

@@ -1,7 +1,6 @@
-"""What faults do to a model: elements of weights, gradients and activations change, or its forwards take longer.
+"""The effects of faults on a model: changed elements of weights, gradients and activations, or slower forwards.
 
-Changes are made in the memory of this rank: of a distributed tensor, in its local part. Complex numbers count as two
-elements.
+Changes affect this rank's memory: the local part of a distributed tensor. A complex number counts as two elements.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ T = TypeVar("T")
 
 
 def choose_tensor(state: Mapping[str, Any], occurrence: Occurrence) -> tuple[str, torch.Tensor] | None:
-    """Return name and tensor of the weight or gradient that a fault changes; ``None`` when none fits.
+    """Return name and tensor of the weight or gradient that a fault changes; ``None``: none matches.
 
     Raises:
-        ConfigError: No weight of this rank has a name that fits the fault's pattern.
+        ConfigError: The fault's pattern matches no weight of this rank.
     """
 
     def pick(weight: torch.Tensor) -> torch.Tensor | None:
@@ -40,10 +39,10 @@ def choose_tensor(state: Mapping[str, Any], occurrence: Occurrence) -> tuple[str
 
 
 def choose_module(state: Mapping[str, Any], occurrence: Occurrence) -> tuple[str, torch.nn.Module] | None:
-    """Return name and module whose output a fault changes; without a pattern, one that has no modules within.
+    """Return name and module whose output a fault changes; without a pattern, one without submodules.
 
     Raises:
-        ConfigError: No module of this rank has a name that fits the fault's pattern.
+        ConfigError: The fault's pattern matches no module of this rank.
     """
 
     def pick(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -53,11 +52,11 @@ def choose_module(state: Mapping[str, Any], occurrence: Occurrence) -> tuple[str
 
 
 def replace_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Any, bool]:
-    """Return a module's output with its first tensor that can be changed replaced, and whether there was one.
+    """Return a copy of a module's output with its first changeable tensor replaced, and whether there was one.
 
     Args:
-        output: A tensor, or tuples, lists and dicts of some; nothing of it is changed.
-        change: Returns what a tensor is replaced by; ``None``: try the next.
+        output: A tensor, or nested tuples, lists and dicts of tensors; not modified.
+        change: Returns the replacement of a tensor; ``None``: try the next one.
     """
     if isinstance(output, torch.Tensor):
         changed = change(output)
@@ -79,7 +78,7 @@ def replace_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor | N
 
 
 def _choose(named: Mapping[str, T], occurrence: Occurrence, pick: Callable[[T], T | None]) -> tuple[str, T] | None:
-    """Return a name and what ``pick`` makes of its value, one of those where it returns something."""
+    """Draw one of the names whose value ``pick`` accepts, and return it with the result of ``pick``."""
     pattern = occurrence.fault.tensor
     names = sorted(name for name in named if pattern is None or fnmatchcase(name, pattern))
     if pattern is not None and not names:
@@ -112,12 +111,12 @@ def _weights(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type that shows the bits of an element, by its size in bytes."""
+"""The integer type with the bits of an element, by its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What was done to a tensor."""
+    """The change of a tensor."""
 
     element: int
     bit: int | None
@@ -126,7 +125,7 @@ class Damage:
 
 
 def _local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this rank behind a tensor, without its history; complex numbers as pairs."""
+    """Return this rank's memory of a tensor, without autograd history; complex numbers as pairs."""
     with torch.no_grad():
         to_local = getattr(tensor, "to_local", None)
         local: torch.Tensor = (tensor if to_local is None else to_local()).detach()
@@ -134,7 +133,7 @@ def _local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_damage(kind: str, tensor: torch.Tensor) -> bool:
-    """Return whether a fault of this kind can change the tensor: it has elements, and its type has NaN and a sign."""
+    """Return whether a fault of a kind can change the tensor: it has elements, and its type has NaN and a sign."""
     if kind != FaultKind.BIT_FLIP and not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     return _local_part(tensor).numel() > 0
@@ -144,8 +143,8 @@ def damage(tensor: torch.Tensor, occurrence: Occurrence) -> Damage:
     """Apply a numeric fault to a tensor, in place.
 
     Args:
-        tensor: One that :func:`can_damage` accepts; its history does not see the change.
-        occurrence: The fault, and the iteration for which element and bit are drawn.
+        tensor: A tensor that :func:`can_damage` accepts; autograd does not see the change.
+        occurrence: The fault, and the iteration for the draws of element and bit.
 
     Raises:
         ConfigError: The fault names an element or a bit that the tensor does not have.
@@ -174,7 +173,7 @@ def damage(tensor: torch.Tensor, occurrence: Occurrence) -> Damage:
 
 
 def _flip_bit(place: torch.Tensor, bit: int) -> None:
-    """Flip one bit, counted from the least significant, of a tensor without dimensions, in place."""
+    """Flip one bit, counted from the least significant, of a zero-dimensional tensor, in place."""
     integer = _INTEGERS[place.element_size()]
     mask = 1 << bit
     if integer != torch.uint8 and bit == 8 * place.element_size() - 1:
@@ -184,7 +183,7 @@ def _flip_bit(place: torch.Tensor, bit: int) -> None:
 
 def _draw_element(local: torch.Tensor, occurrence: Occurrence) -> int:
     if occurrence.fault.kind == FaultKind.SIGN_FLIP:
-        nonzero = local.reshape(-1).nonzero()  # the sign of 0 changes no result
+        nonzero = local.reshape(-1).nonzero()  # the sign of 0 has no effect
         if len(nonzero):
             return int(nonzero[occurrence.draw(len(nonzero), "element")].item())
     return occurrence.draw(local.numel(), "element")
@@ -199,20 +198,21 @@ def _position(element: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 _NUM_LAST = 9
-"""Forwards of a module whose middle one counts."""
+"""Number of a module's last forwards whose median duration counts."""
 
 
 class Slowing:
     """Stretch the forward of every module of a state, on the host.
 
-    The rank sleeps for as long as it is to be slower, so that other ranks of the same machine keep their speed. How
-    long that is follows from the middle one of a module's last forwards: what disturbs a single one is not multiplied.
+    The rank sleeps, so that other ranks of the machine keep their speed. The time is a multiple of the median of a
+    module's last forwards, so that a single disturbed one is not multiplied.
 
     Args:
-        state: A mapping with the modules; everything else in it is ignored. Of a module in
-            ``DistributedDataParallel`` it is the module within, so that waiting for others is not stretched.
-        factor: How many times as long a forward takes; above 1.
-        duration_s: Seconds until it ends by itself; ``None`` = never.
+        state: A mapping with the modules; other values are ignored. A module in ``DistributedDataParallel`` is
+            unwrapped,
+            so that waiting for other ranks is not stretched.
+        factor: Factor of a forward's duration; above 1.
+        duration_s: Seconds until it ends by itself; ``None``: never.
 
     Thread: that of the training loop.
     """
@@ -225,16 +225,16 @@ class Slowing:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for _, module in _modules(state):
             self._handles.append(module.register_forward_pre_hook(self._begin))
-            # Before the script's hooks, so that one that times the forward times this too.
+            # Before the script's hooks, so that a hook that times the forward includes the sleep.
             self._handles.append(module.register_forward_hook(self._end, prepend=True))
 
     @property
     def slows(self) -> bool:
-        """Whether there is a module that is slow now."""
+        """Whether a module is slowed."""
         return bool(self._handles)
 
     def remove(self) -> None:
-        """Make the modules as fast as before. Idempotent."""
+        """Restore the modules' speed. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
 

@@ -1,8 +1,8 @@
-"""Network namespaces of this machine as hosts: each with an address of its own, on one bridge that joins them.
+"""Network namespaces of this machine as hosts, each with an address, joined by one bridge.
 
-The bridge has no address and leads nowhere, so that neither this machine's network nor another run's is touched. A cut
-host's port is taken off the bridge: what it sends, and what is sent to it, is dropped without a word, as behind a dead
-switch. Names carry the id of the process that made them; what a killed one has left is removed at the next start.
+The bridge has no address and no uplink, so that neither this machine's network nor another run's is affected. A cut
+host is detached from the bridge: its packets are dropped silently, as behind a dead switch. Names contain the id of the
+process that made them; the remains of killed processes are removed at the next start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)
 INTERFACE = "eth0"
-"""Each host's own."""
+"""Name of each host's interface."""
 _NAME = re.compile(r"outlast-chaos-(\d+)-\d+")
 _FOLDER = Path("/var/run/netns")
 _BRIDGE = re.compile(r"olb(\d+)")
@@ -29,16 +29,16 @@ _TIMEOUT_S = 20.0
 
 
 class NodeNetwork:
-    """Make hosts; use as a context manager, which removes them.
+    """Make hosts; a context manager, which removes them.
 
     Args:
-        num_hosts: How many.
+        num_hosts: Number of hosts.
         needs_netem: Whether delay and loss must be possible.
 
     Raises:
-        ConfigError: This user, machine or kernel cannot do it; the message says what is missing.
+        ConfigError: This user, machine or kernel does not permit it; the message says what is missing.
 
-    Blocks: some milliseconds for each host.
+    Blocks: some milliseconds per host.
     """
 
     def __init__(self, num_hosts: int, *, needs_netem: bool = False) -> None:
@@ -72,15 +72,14 @@ class NodeNetwork:
         self.close()
 
     def address(self, host: int) -> str:
-        """Return a host's address."""
         return f"198.18.0.{host + 1}"
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """Return a command that runs another one on a host, as the same process."""
+        """Return a command that runs another one on a host, in the same process."""
         return ["nsenter", f"--net={_FOLDER / self._name(host)}", "--", *command]
 
     def cut(self, host: int) -> None:
-        """Drop all that goes to a host and comes from it. Raises: OSError."""
+        """Drop all packets to and from a host. Raises: OSError."""
         _run("ip", "link", "set", self._port(host), "nomaster")
 
     def join(self, host: int) -> None:
@@ -88,12 +87,12 @@ class NodeNetwork:
         _run("ip", "link", "set", self._port(host), "master", self._bridge)
 
     def impair(self, host: int, *, delay_s: float = 0.0, share: float = 0.0) -> None:
-        """Delay what a host sends, or lose a share of it.
+        """Delay a host's packets, or lose a share of them.
 
         Args:
-            host: Which one.
-            delay_s: Seconds that each packet is delayed.
-            share: Share of the packets that is lost, up to 1.
+            host: Number of the host.
+            delay_s: Delay of each packet in seconds.
+            share: Share of lost packets, up to 1.
 
         Raises:
             OSError: The kernel has no netem.
@@ -107,7 +106,7 @@ class NodeNetwork:
         self._tc(host, "del")
 
     def close(self) -> None:
-        """Remove all hosts; idempotent."""
+        """Remove all hosts. Idempotent."""
         _remove(os.getpid())
 
     def _make(self, host: int) -> None:
@@ -139,7 +138,7 @@ class NodeNetwork:
 
 
 def clear_namespaces() -> None:
-    """Remove what processes that are gone have left."""
+    """Remove the hosts of processes that no longer exist."""
     owners = {int(match[1]) for name in _names() if (match := _NAME.fullmatch(name))}
     owners |= {int(match[1]) for path in Path("/sys/class/net").iterdir() if (match := _BRIDGE.fullmatch(path.name))}
     for owner in owners:
@@ -153,7 +152,7 @@ def _names() -> list[str]:
 
 
 def _remove(owner: int) -> None:
-    """Remove one process's hosts: ports first, as a namespace's own are removed some time after it."""
+    """Remove one process's hosts: ports first, as those in a namespace are removed some time after it."""
     commands = [
         *(["ip", "link", "del", path.name] for path in Path("/sys/class/net").glob(f"olv{owner}x*")),
         *(["ip", "netns", "del", name] for name in _names() if name.startswith(f"outlast-chaos-{owner}-")),
@@ -167,7 +166,7 @@ def _remove(owner: int) -> None:
 
 
 def _run(*command: str) -> None:
-    """Run a command. Raises: OSError: it failed; the text is what it said."""
+    """Run a command. Raises: OSError: it failed; the text is its stderr."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -2,10 +2,9 @@
 
 A fault specifies what goes wrong, where and when; nothing here injects it.
 
-A plan needs no coordination. Everything that it leaves open is drawn from the seed, the fault's position in the plan
-and the iteration, so that all ranks draw the same in each cycle. Each draw has its own key (fault, purpose, iteration)
-and depends on nothing else: it does not matter which ranks draw, how often, or from which iteration a restarted run
-resumes.
+Plans need no coordination: values that a fault leaves open are drawn from the seed, the fault's index and the
+iteration, so that all ranks draw the same in each cycle. Each draw has its own key (fault, purpose, iteration), so that
+it does not matter which ranks draw, how often, or from which iteration a restarted run resumes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from outlast.journal import read
 
 
 class FaultKind(StrEnum):
-    """What goes wrong."""
+    """The kind of a fault."""
 
     NAN = "nan"
     """One element of the target becomes NaN."""
@@ -45,9 +44,9 @@ class FaultKind(StrEnum):
     BIT_FLIP = "bit_flip"
     """One bit of one element of the target is flipped, whatever the element's type."""
     KILL = "kill"
-    """The process gets SIGKILL."""
+    """The process receives SIGKILL."""
     STOP = "stop"
-    """The process gets SIGSTOP: it hangs, all threads of it."""
+    """The process receives SIGSTOP: all of its threads hang."""
     SLEEP = "sleep"
     """The training thread sleeps for ``duration_s``; other threads continue."""
     HOLD_GIL = "hold_gil"
@@ -60,17 +59,17 @@ class FaultKind(StrEnum):
     EXIT = "exit"
     """``SystemExit`` with ``exit_code`` is raised."""
     SIGTERM = "sigterm"
-    """The process gets SIGTERM, as before a preemption."""
+    """The process receives SIGTERM, as before a preemption."""
     KILL_AGENT = "kill_agent"
-    """From outside: a node's agent gets SIGKILL; its workers and its writer, with the memory tier, end with it."""
+    """From outside: a node's agent receives SIGKILL; its workers and its writer, with the memory tier, end with it."""
     STOP_AGENT = "stop_agent"
-    """From outside: a node's agent gets SIGSTOP, for ``duration_s``; its workers and its writer continue."""
+    """From outside: a node's agent receives SIGSTOP, for ``duration_s``; its workers and its writer continue."""
     KILL_COORDINATOR = "kill_coordinator"
-    """From outside: the agent that hosts the coordinator gets SIGKILL."""
+    """From outside: the agent that hosts the coordinator receives SIGKILL."""
     STOP_COORDINATOR = "stop_coordinator"
-    """From outside: the agent that hosts the coordinator gets SIGSTOP, for ``duration_s``."""
+    """From outside: the agent that hosts the coordinator receives SIGSTOP, for ``duration_s``."""
     LOSE_NODE = "lose_node"
-    """From outside: a node's agent gets SIGKILL, and what the run saved in the node's folder of the local tier is
+    """From outside: a node's agent receives SIGKILL, and the run's files in the node's folder of the local tier are
     deleted."""
     LOSE_NODE_AND_REPLICAS = "lose_node_and_replicas"
     """From outside: as lose_node, after one byte was changed in every replica that other nodes hold of the state of its
@@ -89,38 +88,36 @@ class FaultKind(StrEnum):
     PARTITION = "partition"
     """From outside, under ``--netns``: for ``duration_s`` a node and the others cannot reach each other."""
     DELAY = "delay"
-    """From outside, under ``--netns``: for ``duration_s`` what a node sends arrives ``delay_s`` later."""
+    """From outside, under ``--netns``: for ``duration_s`` a node's packets arrive ``delay_s`` later."""
     LOSS = "loss"
     """From outside, under ``--netns``: for ``duration_s`` a ``share`` of the packets that a node sends is lost."""
 
     @property
     def is_numeric(self) -> bool:
-        """Whether it changes a number; else it applies to the process."""
+        """Whether the fault changes a number; otherwise it applies to the process."""
         return self in _NUMERIC
 
     @property
     def is_outside(self) -> bool:
-        """Whether ``outlast chaos run`` causes it from outside; else the session of a rank does."""
+        """Whether ``outlast chaos run`` injects the fault from outside; otherwise a rank's session does."""
         return self in _OUTSIDE
 
     @property
     def is_of_copies(self) -> bool:
-        """Whether it damages a stored copy."""
         return self in _OF_COPIES
 
     @property
     def is_of_networks(self) -> bool:
-        """Whether it impairs a node's network, which must be one of ``--netns``."""
+        """Whether the fault impairs a node's network, which requires ``--netns``."""
         return self in _OF_NETWORKS
 
     @property
     def is_gentle(self) -> bool:
-        """Whether it causes no restart, unless the run is configured to restart on it."""
+        """Whether the fault causes no restart, unless the run is configured to restart on it."""
         return self.is_of_copies or self.is_of_disks or self in _GENTLE
 
     @property
     def is_of_disks(self) -> bool:
-        """Whether it impairs what a node writes."""
         return self in _OF_DISKS
 
 
@@ -138,7 +135,7 @@ _LASTING = frozenset({FaultKind.SLEEP, FaultKind.HOLD_GIL, FaultKind.SLOW})
 
 
 class FaultTarget(StrEnum):
-    """Which numbers a numeric fault changes."""
+    """The numbers that a numeric fault changes."""
 
     LOSS = "loss"
     """The value that is validated; the gradients keep theirs."""
@@ -148,11 +145,11 @@ class FaultTarget(StrEnum):
     GRADIENT = "gradient"
     """A parameter's gradient, after the backward and any reduction among ranks."""
     ACTIVATION = "activation"
-    """What a module within the state's modules returns from its forward."""
+    """The output of a module within the state's modules."""
 
 
 class FaultTier(StrEnum):
-    """In which tier a copy is damaged, or writing is impaired."""
+    """The tier in which a copy is damaged, or writing is impaired."""
 
     MEMORY = "memory"
     """The memory of a node's writer process: the shards of the node's own ranks."""
@@ -161,7 +158,7 @@ class FaultTier(StrEnum):
     REPLICA = "replica"
     """The same folder: the shards of other nodes' ranks."""
     GLOBAL = "global"
-    """The checkpoints that all ranks share; a folder, no URL."""
+    """The checkpoints that all ranks share; a folder, not a URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,11 +272,10 @@ class Fault:
 
     @property
     def label(self) -> str:
-        """What the journal calls it."""
         return self.name or self.kind
 
     def describe(self) -> str:
-        """Return one line for people: what, whom, when."""
+        """Return one line for people: fault, place and time."""
         what = self.label if self.target is None else f"{self.label} in the {self.target}"
         if self.tensor is not None:
             what += f" {self.tensor}"
@@ -305,7 +301,7 @@ class Fault:
         return f"{what} on {whom} {when}{where}{', persistent' if self.persistent else ''}"
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as plain values."""
+        """Return the values that differ from the defaults."""
         given = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in given.items() if value != default}
 
@@ -426,7 +422,7 @@ class FaultPlan:
     """
 
     seed: int = 0
-    """All that the faults leave open is drawn from it."""
+    """Source of all values that the faults leave open."""
 
     faults: tuple[Fault, ...] = ()
     """The faults, in any order."""
@@ -453,10 +449,10 @@ class FaultPlan:
 
         Args:
             values: The values.
-            where: What to call their source in an error.
+            where: Name of their source for errors.
 
         Raises:
-            ConfigError: The plan is wrong; one line that names the key.
+            ConfigError: The plan is not valid; one line that names the key.
         """
         known = ("seed", "faults")
         for key in values:
@@ -471,7 +467,7 @@ class FaultPlan:
         return cls(seed=parse_text(int, values.get("seed", 0), where=f"{where}: seed"), faults=faults)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the plan as plain values, without what is left at its default."""
+        """Return the plan as plain values, without defaults."""
         return {"seed": self.seed, "faults": [fault.to_mapping() for fault in self.faults]}
 
     def to_json(self) -> str:
@@ -490,28 +486,28 @@ class PlannedFault:
 
     seed: int
     index: int
-    """Its place in the plan, from 0."""
+    """Index in the plan."""
     fault: Fault
     fault_id: str
-    """Identifies it in the journal and in its marker: place and fingerprint; an edited fault is another."""
+    """Identifies the fault in the journal and in its marker: index and fingerprint, so that an edited fault differs."""
 
     @property
     def is_released(self) -> bool:
-        """Whether the rank that injects it waits until it is released from outside."""
+        """Whether the rank that injects the fault waits for its release from outside."""
         return not FaultKind(self.fault.kind).is_outside and (self.fault.at_s is not None or self.fault.on_request)
 
     def draw(self, count: int, purpose: str, iteration: int = 0) -> int:
-        """Return a number from 0 to below ``count``."""
+        """Draw a number from 0 to ``count - 1``."""
         return self._number(purpose, iteration) * count // _SCALE
 
     def is_due(self, iteration: int) -> bool:
-        """Return whether it is due in the step at this iteration, on any rank; not for one with ``after_s``."""
+        """Return whether the fault is due in the step at this iteration, on any rank; not for one with ``after_s``."""
         if self.fault.rate is None:
             return iteration == self.fault.iteration
         return self._number("due", iteration) < self.fault.rate * _SCALE
 
     def applies_to(self, place: WorkerEnv, device: str, iteration: int) -> bool:
-        """Return whether it is this rank's, when it is due in the step at this iteration."""
+        """Return whether the fault applies to this rank if it is due in the step at this iteration."""
         fault = self.fault
         if FaultKind(fault.kind).is_outside:
             return False
@@ -524,19 +520,19 @@ class PlannedFault:
         return place.global_rank == self.draw(place.world_size, "rank", iteration)
 
     def can_apply_to(self, place: WorkerEnv, device: str) -> bool:
-        """Return whether it is this rank's at any iteration."""
+        """Return whether the fault applies to this rank at any iteration."""
         is_drawn = self.fault.rank is None and self.fault.node is None and self.fault.device is None
         return (is_drawn and self.fault.rate is not None) or self.applies_to(place, device, self.fault.iteration or 0)
 
     def next_due(self, iteration: int, *, horizon: int) -> int | None:
-        """Return the first iteration from this one on at which it is due.
+        """Return the first iteration, from the given one on, at which the fault is due.
 
         Args:
-            iteration: Where to begin.
-            horizon: How many iterations to look at where each has to be drawn.
+            iteration: First iteration to check.
+            horizon: Number of iterations to check if each must be drawn.
 
         Returns:
-            The iteration; ``iteration + horizon`` if nothing is due before; ``None`` when it is never due again.
+            The iteration; ``iteration + horizon`` if none is due before; ``None``: the fault is never due again.
         """
         if self.fault.rate is None:
             due = self.fault.iteration
@@ -551,23 +547,22 @@ class PlannedFault:
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """One time that a fault is due on this rank."""
+    """One occasion on which a fault is due on this rank."""
 
     planned: PlannedFault
     iteration: int
 
     @property
     def fault(self) -> Fault:
-        """The fault."""
         return self.planned.fault
 
     def draw(self, count: int, purpose: str) -> int:
-        """Return a number from 0 to below ``count``, drawn for this iteration."""
+        """Draw a number from 0 to ``count - 1`` for this iteration."""
         return self.planned.draw(count, purpose, self.iteration)
 
 
 def planned_faults(plan: FaultPlan) -> Iterator[PlannedFault]:
-    """Yield a plan's faults with their names."""
+    """Yield a plan's faults with their ids."""
     for index, fault in enumerate(plan.faults):
         content = json.dumps([plan.seed, fault.to_mapping()], sort_keys=True).encode()
         fingerprint = hashlib.blake2b(content, digest_size=4).hexdigest()
@@ -579,32 +574,25 @@ class MissingFault:
     """A planned fault that was not injected, or not each time that it was due."""
 
     index: int
-    """Its place in the plan, from 0."""
+    """Index in the plan."""
     fault: Fault
     iterations: tuple[int, ...]
-    """Where it was due; empty when that is not known: with ``after_s``, or with a rate that drew no iteration."""
+    """Iterations at which it was due; empty: not known (``after_s``, or a rate that drew no iteration)."""
     reached: int
-    """The highest iteration that the journal knows of."""
+    """The highest iteration in the journal."""
 
     def describe(self) -> str:
-        """Return one line for people."""
         where = f" (due at {', '.join(map(str, self.iterations))})" if self.fault.rate and self.iterations else ""
         return f"faults[{self.index}] was not injected: {self.fault.describe()}{where}; the run reached {self.reached}"
 
 
 def marker_of(run_dir: str | os.PathLike[str], fault_id: str, *, due: bool = False) -> Path:
-    """Return the file that records that a fault was injected; with ``due``, the one that releases it.
-
-    Args:
-        run_dir: The run directory.
-        fault_id: The fault's name in the plan.
-        due: For a fault with ``at_s`` or ``on_request``.
-    """
+    """Return the file that records a fault's injection; with ``due``, the file that releases it."""
     return Path(run_dir) / "faults" / (f"{fault_id}.due" if due else fault_id)
 
 
 def claim_marker(path: Path) -> bool:
-    """Make a marker; return whether it was not there before."""
+    """Create a marker; return whether it did not exist before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
@@ -616,11 +604,11 @@ def claim_marker(path: Path) -> bool:
 def verify_fired(plan: FaultPlan, run_dir: str | os.PathLike[str]) -> list[MissingFault]:
     """Return the faults of a plan that were not injected into a run, in the plan's order; empty: all were.
 
-    A fault with a rate is missing when it was not injected at one of the iterations drawn for it, of those that the
-    run is known to have reached, or when it drew none at all.
+    A fault with a rate is missing if it was not injected at one of its iterations that the run is known to have
+    reached, or if it drew none.
 
     Args:
-        plan: The plan that the run was given.
+        plan: The plan of the run.
         run_dir: The run directory; its journal is read.
     """
     injected: defaultdict[str, set[int]] = defaultdict(set)
@@ -642,5 +630,5 @@ def _due(planned: PlannedFault, reached: int) -> tuple[int, ...]:
     if planned.fault.rate is not None:
         return tuple(iteration for iteration in range(reached) if planned.is_due(iteration))
     if planned.fault.iteration is None or FaultKind(planned.fault.kind).is_outside:
-        return ()  # from outside it is injected once the iteration is done, which may be somewhat later
+        return ()  # injected from outside after the iteration, perhaps later
     return (planned.fault.iteration,)

@@ -1,4 +1,4 @@
-"""Faults of this process: signals, crashes, exceptions, sleeps and a held GIL. All other modules call these."""
+"""Faults of this process: signals, crashes, exceptions, sleeps and a held GIL; the only implementation."""
 
 from __future__ import annotations
 
@@ -13,41 +13,40 @@ from outlast import clock
 from outlast.chaos.plan import Fault, FaultKind
 
 _LONGEST_S = 1000.0
-"""One call that sleeps lasts no longer; then the next one begins."""
+"""Longest single call that sleeps; longer sleeps repeat it."""
 
 
 class SimulatedError(RuntimeError):
-    """What the fault ``exception`` raises."""
+    """Raised by the fault ``exception``."""
 
 
 def send_signal(number: int) -> None:
-    """Send a signal to this process."""
     os.kill(os.getpid(), number)
 
 
 def stop() -> None:
-    """SIGSTOP this process from the calling thread: all threads stop, this one at once."""
+    """Send SIGSTOP to this process from the calling thread, which stops at once."""
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def crash() -> None:
-    """Read memory that does not exist: the process ends by SIGSEGV."""
+    """Read an invalid address: the process ends by SIGSEGV."""
     ctypes.string_at(1)
 
 
 def raise_in_main_thread(error: type[BaseException]) -> None:
-    """Raise an exception in the main thread, at the next Python instruction that it runs."""
+    """Raise an exception in the main thread, at its next Python instruction."""
     ident = threading.main_thread().ident or 0
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
 
 
 def sleep(duration_s: float | None) -> None:
-    """Sleep; other threads continue. ``None`` = forever."""
+    """Sleep; other threads continue. ``None``: forever."""
     _repeat(time.sleep, duration_s)
 
 
 def hold_gil(duration_s: float | None) -> None:
-    """Sleep in C code without releasing the GIL: no Python code of the process runs. ``None`` = forever."""
+    """Sleep in C code without releasing the GIL: no Python code of the process runs. ``None``: forever."""
     usleep = ctypes.PyDLL(None).usleep  # a function called through PyDLL keeps the GIL
     _repeat(lambda seconds: usleep(max(1, int(seconds * 1e6))), duration_s)
 
@@ -56,7 +55,7 @@ def inject_process_fault(fault: Fault, where: str) -> None:
     """Inject a fault into this process.
 
     Args:
-        fault: One whose kind is not numeric, not ``slow`` and not from outside.
+        fault: A fault that is not numeric, not ``slow`` and not from outside.
         where: Rank and iteration, for an exception's message.
 
     Raises:

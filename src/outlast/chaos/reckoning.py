@@ -1,6 +1,6 @@
-"""The reckoning: of each planned fault whether it struck, as what it was noticed, and when the run had recovered.
+"""The outcome of each planned fault: whether it was injected, as what it was detected, and when the run recovered.
 
-Pure: events in, rows out. Times are taken from the monotonic clock, which all processes of one machine share.
+Pure: events in, rows out. Times are from the monotonic clock, which all processes of one machine share.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ _NOTICED_AS: dict[FaultKind, tuple[IncidentKind, ...]] = {
 
 
 class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one planned fault."""
+    """The outcome of one planned fault."""
 
     index: int
-    """Its place in the plan, from 0."""
+    """Index in the plan."""
     kind: str
     planned: str
-    """What, whom, when, as planned."""
+    """Description of the planned fault."""
     fired: bool
     iteration: int | None = None
-    """The foremost rank's when it struck."""
+    """Highest iteration of the ranks at the injection."""
     target: str = ""
-    """What it struck."""
+    """Where it was injected."""
     noticed_as: str | None = None
-    """Kind of the incident, or the event; ``taken over``: another coordinator leads; ``... elsewhere``: the
-    cycle ended of what befell another rank or node; ``None``: nobody noticed it, or had to."""
+    """Kind of the incident, or the event; ``taken over``: another coordinator leads; ``... elsewhere``: the cycle ended
+    because of another rank or node; ``None``: not detected, or it did not have to be."""
     detected_after_s: float | None = None
     recovered_after_s: float | None = None
-    """From the strike until every rank had done an iteration again, or the step was run again; ``None``: it cost
-    nothing, or the run did not go on."""
+    """Seconds from the injection until every rank had completed an iteration again, or the step was repeated; ``None``:
+    no cost, or the run did not continue."""
     lost_iterations: int | None = None
-    """Finished iterations that were done again."""
+    """Completed iterations that were repeated."""
 
 
 class KindOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """All faults of one kind together."""
+    """The outcomes of all faults of one kind."""
 
     kind: str
     planned: int
     fired: int
     noticed_as: dict[str, int]
-    """What they were noticed as, and how many."""
+    """Number of outcomes by :attr:`FaultOutcome.noticed_as`."""
     detected_median_s: float | None = None
     recovered_median_s: float | None = None
     lost_iterations: int = 0
 
 
 def reckon(plan: FaultPlan, events: Sequence[Event]) -> list[FaultOutcome]:
-    """Return one row for each fault of a plan, in its order; of one that struck several times, the first time.
+    """Return one row for each fault of a plan, in its order; the first injection counts.
 
     Args:
         plan: The plan.
-        events: All of the run, in the order in which the journal yields them.
+        events: All events of the run, in journal order.
     """
     starts = RunView.of(events).starts
     strikes: dict[str, Event] = {}
@@ -148,7 +148,7 @@ def _reckon_one(
 
 
 def _notices(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
-    """Yield what a fault was noticed as, and the events that say so, in their order."""
+    """Yield the names under which a fault was detected, and the events, in order."""
     for event in events:
         if event.mono_ns < strike.mono_ns:
             continue
@@ -166,7 +166,7 @@ def _notices(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterato
 
 
 def _notices_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
-    """Yield what was seen of it otherwise: the heir of a coordinator, or what else the struck cycle ended of."""
+    """Yield indirect detections: a successor of the coordinator, or another cause of the cycle's end."""
     if kind.is_gentle:
         return
     for event in events:
@@ -182,7 +182,7 @@ def _notices_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) 
 
 
 def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_same: bool) -> bool:
-    """Return whether an incident is what a fault is to be noticed as, about whom it struck."""
+    """Return whether an incident is the expected detection of a fault, at the right rank or node."""
     found = incident.get("kind")
     if kind.is_of_copies:
         evidence = incident.get("evidence")
@@ -191,9 +191,9 @@ def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_sam
     if kind.is_of_disks:
         return found in _NOTICED_AS.get(kind, ())
     if kind.is_outside:
-        # A coordinator that was stopped or cut off finds the others gone.
+        # A coordinator that was stopped or cut off declares the other nodes lost.
         is_its = kind in _EITHER_SIDE or incident.get("node") == strike.data.get("node")
-        # A coordinator that takes over, or wakes up, judges the cycle that it knows.
+        # A coordinator that takes over, or resumes, judges the cycle that it knows.
         return found == IncidentKind.NODE_LOST and incident.get("job", strike.job) == strike.job and is_its
     if not is_same or incident.get("rank") not in (None, strike.rank):
         return False
@@ -205,7 +205,7 @@ def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_sam
 
 
 def _rerun_ns(kind: FaultKind, strike: Event, events: Sequence[Event]) -> int | None:
-    """Return when the step of a wrong number had been run again in place."""
+    """Return when the step with a wrong number was repeated in place."""
     if not kind.is_numeric:
         return None
     for event in events:
@@ -217,7 +217,7 @@ def _rerun_ns(kind: FaultKind, strike: Event, events: Sequence[Event]) -> int | 
 
 
 def _ended_soon(strike: Event, events: Sequence[Event]) -> bool:
-    """Return whether the struck cycle ended by a verdict that came after the strike."""
+    """Return whether the cycle of the injection ended by a later decision."""
     return any(
         event.kind == EventKind.VERDICT
         and event.mono_ns >= strike.mono_ns
@@ -228,7 +228,7 @@ def _ended_soon(strike: Event, events: Sequence[Event]) -> bool:
 
 
 def _next_start(strike: Event, starts: Sequence[WorkersStart]) -> tuple[WorkersStart, WorkersStart] | None:
-    """Return the struck workers, and the first ones after them of which all ranks trained."""
+    """Return the workers of the injection, and the first later ones whose ranks all trained."""
     key = (strike.job, strike.cycle or 0)
     struck = [at for at, one in enumerate(starts) if (one.job, one.cycle) == key and one.began_ns <= strike.mono_ns]
     if not struck:

@@ -1,7 +1,4 @@
-"""A run as an injector sees it: its journal as it grows, its agents' processes, and its ranks' heartbeat memory.
-
-Nothing is ever written.
-"""
+"""A run as an injector sees it: journal, agent processes and heartbeat memory; read-only."""
 
 from __future__ import annotations
 
@@ -13,66 +10,63 @@ from outlast.runtime.processes import is_alive
 
 
 class Sight:
-    """A run at one moment: the newest workers that were started, and the agents."""
+    """A run at one moment: the newest workers and the agents."""
 
     def __init__(self) -> None:
         self._view = RunView(keeps_samples=False)
         self.coordinator: str | None = None
-        """The node that hosts it."""
+        """The node that hosts the coordinator."""
         self._seen: tuple[WorkersStart | None, int] = None, 0
-        """The highest iteration that was read from the heartbeat memory, and of which workers."""
+        """The highest iteration read from the heartbeat memory, and its workers."""
 
     def take(self, event: Event) -> None:
-        """Learn from an event, in the order in which they came."""
+        """Take an event, in journal order."""
         is_newest = event.cycle is None or event.cycle >= self.cycle or event.job != self.job
         if event.proc == "coordinator" and is_newest:
-            self.coordinator = event.node  # one that was stopped, and has a successor, still writes about older cycles
+            self.coordinator = event.node  # a superseded coordinator still writes about older cycles
         self._view.take(event)
 
     @property
     def workers(self) -> WorkersStart:
-        """The newest workers; those of cycle -1 where none were started yet."""
+        """The newest workers; those of cycle -1 if none were started yet."""
         return self._view.starts[-1] if self._view.starts else WorkersStart("", "", -1, "", 0)
 
     @property
     def job(self) -> str:
-        """Name of their job."""
         return self.workers.job
 
     @property
     def run_id(self) -> str:
-        """Name of the run."""
         return self.workers.run_id
 
     @property
     def cycle(self) -> int:
-        """Their cycle; -1 = none yet."""
         return self.workers.cycle
 
     @property
     def ranks(self) -> dict[int, str]:
-        """Rank to its node, in that cycle."""
+        """Node by rank, in the newest cycle."""
         return self.workers.ranks
 
     @property
     def iteration(self) -> int:
-        """The highest that any rank was seen to have done in that cycle."""
+        """The highest iteration that any rank is known to have completed in the newest cycle."""
         workers, seen = self._seen
         return max(self.workers.iteration, seen if workers is self.workers else 0)
 
     @property
     def is_training(self) -> bool:
-        """Whether every rank has done an iteration, and nothing was decided about the cycle."""
+        """Whether every rank has completed an iteration, and no decision has ended the cycle."""
         return self.workers.trained_ns is not None and not self.workers.is_ending
 
     @property
     def committed(self) -> dict[str, set[int]]:
-        """Tier to the iterations that are committed there, over all jobs."""
+        """Committed iterations by tier, over all jobs."""
         return self._view.committed
 
     @property
     def committed_now(self) -> set[int]:
-        """Iterations that were committed in the newest cycle, to any tier."""
+        """Iterations committed in the newest cycle, in any tier."""
         return self.workers.committed
 
     @property
@@ -96,16 +90,14 @@ class Sight:
 
     @property
     def directory(self) -> str | None:
-        """Global tier."""
         return next((job.directory for job in reversed(self._view.jobs) if job.directory), None)
 
     @property
     def local_directory(self) -> str | None:
-        """Local tier."""
         return next((job.local_directory for job in reversed(self._view.jobs) if job.local_directory), None)
 
     def look_at_boards(self) -> None:
-        """Learn from the heartbeat memory of this machine's agents how far their ranks are."""
+        """Read the ranks' iterations from the heartbeat memory of this machine's agents."""
         agents = self.agents
         for node in set(self.ranks.values()) & set(agents):
             if is_alive(agents[node]):
@@ -114,9 +106,8 @@ class Sight:
                         self._seen = self.workers, max(self.iteration, page.iteration)
 
     def living(self) -> list[str]:
-        """Return the nodes whose agents live, on this machine."""
+        """Return the nodes whose agents are alive."""
         return sorted(node for node, process in self.agents.items() if is_alive(process))
 
     def own_ranks(self, node: str) -> set[int]:
-        """Return the ranks of a node in the newest cycle."""
         return {rank for rank, holder in self.ranks.items() if holder == node}

@@ -1,6 +1,6 @@
-"""The soak: how the example trains under faults of all kinds, and the checks that they changed nothing.
+"""The soak: settings and length of its trainings, and the checks that faults changed nothing.
 
-``outlast chaos soak`` (:mod:`outlast.cli.soak`) runs the trainings; here is all that does not start processes.
+``outlast chaos soak`` (:mod:`outlast.cli.soak`) runs the trainings; nothing here starts a process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outlast.incidents import Event, EventKind
 
 NUM_NODES, NPROC_PER_NODE = 2, 2
 NUM_SPARES = 2
-"""After the loss of two nodes in a row most nodes are left: fewer may not continue without the others."""
+"""Enough that most nodes remain after the loss of two in a row: fewer may not continue."""
 CALIBRATION = 40
-"""Iterations by which the duration of a step is measured."""
+"""Iterations of the training that measures the duration of a step."""
 MAX_ATTEMPTS = 3
-"""Trainings, on a machine whose steps take less and less time."""
+"""Maximum number of trainings, on a machine whose steps become faster."""
 TENSOR = "model.blocks.*"
 KINDS = tuple(
     kind
@@ -33,9 +33,9 @@ KINDS = tuple(
 )
 """Three of the others are like one of these; the fourth needs a checkpoint in the global tier in each cycle."""
 _SHARE, _RESTARTING = 1.1, 0.5
-"""Share of the soak's time that is training, at most, and the part of it that restarts take if all faults cost one."""
+"""Maximum share of training in the soak's time, and the part of it for restarts if all faults cost one."""
 _REST_S = 12.0
-"""Training after the last fault, at least."""
+"""Minimum training time after the last fault."""
 _MAX_RESTARTS = 12
 OPTIONS = (
     "--ft-rank-section-timeouts=setup:60,step:3,checkpointing:30",
@@ -45,10 +45,10 @@ OPTIONS = (
     f"--ft-max-no-progress-cycles={_MAX_RESTARTS}",
     "--rdzv-conf=join_timeout=45",  # where most nodes are lost at once, the job exits, and another one follows
 )
-"""Of ``outlast run``."""
+"""Options of ``outlast run``."""
 _EXAMPLE = "train_gpt.py"
 _SHARED = Path("share", "outlast", "examples", _EXAMPLE)
-_COMPARED = ("weights", "optimizer", "losses")
+COMPARED = ("weights", "optimizer", "losses")
 
 
 class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +62,9 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     cycles: int
     agents: int
-    """Agents that were started."""
+    """Number of agents that were started."""
     wall_s: float
-    """From the start of the first agent of the training with faults to the end of the last one."""
+    """Seconds from the start of the first agent of the training with faults to the end of the last one."""
     bit_identical: bool
     kinds: list[KindOutcome]
     faults: list[FaultOutcome]
@@ -74,12 +74,11 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing went wrong."""
         return not self.problems
 
 
 def find_example() -> Path:
-    """Return the path of ``examples/train_gpt.py``: in the checkout, or where the wheel has put it.
+    """Return the path of ``examples/train_gpt.py``, in the checkout or the installed wheel.
 
     Raises:
         OutlastError: It is in neither place.
@@ -99,7 +98,7 @@ def _candidates() -> Iterator[Path]:
     except metadata.PackageNotFoundError:
         files = []
     yield from (Path(str(file.locate())) for file in files if file.name == _EXAMPLE)
-    yield package.parent / _SHARED  # pip install --target moves it there, and records the old place
+    yield package.parent / _SHARED  # moved there by pip install --target, which records the old place
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -115,8 +114,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
         "straggler_detection": {
             "enabled": True,
             "report_time_interval": 1.0,
-            "calc_individual_gpu_perf": False,  # a cycle is too short to know a rank's own best
-            # A rank that waits for a core takes several times as long for a few milliseconds, where all share two.
+            "calc_individual_gpu_perf": False,  # a cycle is too short for a rank's own best value
+            # A rank that waits for a core is several times slower for a few milliseconds if all ranks share two cores.
             "noticeable_score": 0.2,
             "gpu_relative_perf_threshold": 0.2,
             "check_machine": False,  # all ranks share one
@@ -127,13 +126,13 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def choose_kinds(wanted: Sequence[FaultKind] | None) -> tuple[list[FaultKind], str | None]:
-    """Return the kinds of faults to inject, and why this machine cannot cause some of :data:`KINDS`.
+    """Return the kinds of faults to inject, and why this machine cannot inject some of :data:`KINDS`.
 
     Args:
-        wanted: The kinds; ``None`` = all of :data:`KINDS` that this machine can cause.
+        wanted: The kinds; ``None``: all of :data:`KINDS` that are possible here.
 
     Raises:
-        ConfigError: This machine cannot cause one that is wanted.
+        ConfigError: A wanted kind is not possible here.
     """
     why = _why_impossible(needs_netem=True)
     possible = {FaultKind.DELAY, FaultKind.LOSS} if why is None else set()
@@ -154,7 +153,7 @@ def _why_impossible(*, needs_netem: bool) -> str | None:
 
 
 def count_iterations(plan: FaultPlan, minutes: float, step_s: float) -> int:
-    """Return how many iterations to train, so that the training lasts until all faults were injected."""
+    """Return the number of iterations after which all faults were injected."""
     gentle = sum(FaultKind(fault.kind).is_gentle for fault in plan.faults) / len(plan.faults)
     share = _SHARE - _RESTARTING * (1 - gentle)
     return int((minutes * 60 * share + _REST_S) / step_s)
@@ -175,15 +174,15 @@ def measure_step_s(events: Sequence[Event]) -> float:
 
 
 def next_iterations(iterations: int, attempt: int, *, problems: Sequence[str], missing: Sequence[str]) -> int | None:
-    """Return how many iterations to train in the next attempt; ``None``: this one counts.
+    """Return the number of iterations of the next attempt; ``None``: this attempt counts.
 
-    A training is repeated, twice as long, where it ended before all faults were injected, as steps take less time than
-    when they were measured.
+    A training that ended before all faults were injected is repeated with twice the length: its steps were faster than
+    measured.
 
     Args:
         iterations: Iterations of this attempt.
         attempt: Its number, from 1.
-        problems: Everything that went wrong in it.
+        problems: Problems of this attempt.
         missing: Faults that were not injected.
     """
     return None if problems or not missing or attempt >= MAX_ATTEMPTS else 2 * iterations
@@ -192,7 +191,7 @@ def next_iterations(iterations: int, attempt: int, *, problems: Sequence[str], m
 def find_differences(undisturbed: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of values that differ in two results, or are missing in one."""
     missing = object()
-    names = dict.fromkeys([*_COMPARED, *undisturbed, *other])
+    names = dict.fromkeys([*COMPARED, *undisturbed, *other])
     return [
         name
         for name in names
@@ -201,7 +200,7 @@ def find_differences(undisturbed: Mapping[str, Any], other: Mapping[str, Any]) -
 
 
 def find_gaps(events: Sequence[Event]) -> list[str]:
-    """Return what is missing in a journal: the ends of jobs and cycles, and lost events."""
+    """Return the gaps in a journal: missing ends of jobs and cycles, and lost events."""
     starts = [event for event in events if event.kind == EventKind.CYCLE_STARTED]
     ended = {event.job for event in events if event.kind == EventKind.JOB_ENDED}
     decided = {(event.job, event.cycle) for event in events if event.kind in (EventKind.CYCLE_ENDED, EventKind.VERDICT)}

@@ -1,1 +1,1 @@
-"""Launching: agents, the coordinator they obey, and the rendezvous between them."""
+"""The launcher: agents, the coordinator, and the rendezvous between them."""

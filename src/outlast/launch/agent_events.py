@@ -1,4 +1,5 @@
-"""Events that threads and signal handlers put into an agent's mailbox; the coordinator's are in ``protocol``."""
+"""Events that threads and signal handlers put into an agent's mailbox; the coordinator's messages are in
+``protocol``."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SignalReceived:
-    """A signal requests this agent to shut down."""
+    """The agent received a signal that requests a shutdown."""
 
     signal: int
 
 
 @dataclass(frozen=True, slots=True)
 class WriterDied:
-    """The node's checkpoint writer died by itself; its owner starts another."""
+    """The node's checkpoint writer died; its owner starts another one."""
 
     summary: str
 
 
 @dataclass(frozen=True, slots=True)
 class HangSeen:
-    """The watchdog saw ranks of a cycle exceed a timeout."""
+    """The watchdog detected ranks of a cycle that exceeded a timeout."""
 
     cycle: int
     report: HangReport
@@ -35,13 +36,13 @@ class HangSeen:
 
 @dataclass(frozen=True, slots=True)
 class WatchdogFailed:
-    """The thread that watches the workers ended on an error."""
+    """The watchdog's thread ended on an error."""
 
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
 class AgentStops:
-    """This agent ends: another job has its run directory."""
+    """The agent must exit: another job owns its run directory."""
 
     stop: Stop

@@ -1,9 +1,8 @@
-"""Health checks of a node, apart from the agent's loop.
+"""Health checks of a node, outside the agent's loop.
 
-A check of a network disk or of a driver can take its whole time, so none is made in the agent's own loop, nor in its
-process: a thread asks a probe process and puts the result into the agent's mailbox. That process stays for the next
-checks, which then cost some milliseconds, within the time that ending the workers takes. GPUs get a process of their
-own each time, as one that stayed would keep memory of theirs. Nothing here imports torch.
+A check of a network disk or of a driver can block for its whole time limit, so a thread has a probe process run the
+checks and puts the results into the agent's mailbox. The probe process stays for later checks, which then take
+milliseconds. GPU checks get a new process each time: a lasting one would keep GPU memory. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _CLOSE_S = 3.0
 
 
 class Occasion(StrEnum):
-    """Why a node is checked."""
+    """The reason for a health check."""
 
     JOINING = "before it joins"
     FAULT = "after a fault"
@@ -32,26 +31,23 @@ class Occasion(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckedUp:
-    """What was found; for the agent's mailbox."""
+    """The results of a health check, for the agent's mailbox."""
 
     occasion: Occasion
     results: tuple[CheckResult, ...]
 
     @property
     def failed(self) -> tuple[CheckResult, ...]:
-        """The checks that failed."""
         return tuple(result for result in self.results if result.has_failed)
 
 
 class Checkups:
-    """Check one node, one check-up after the other.
+    """Run the health checks of one node, one after the other.
 
     Args:
-        config: What the node must have.
-        places: Folders and URLs that the run writes to.
-        node: The node's name.
-        network: The node needs its network, also where no interface is named.
-        deliver: Called in a thread of this with what was found.
+        places: Directories and URLs that the run writes to.
+        network: Check the network also if the config names no interface.
+        deliver: Receives the results, in this object's thread.
 
     Thread: any; owns one.
     """
@@ -74,46 +70,42 @@ class Checkups:
         self._thread.start()
 
     def begin(self, occasion: Occasion, *, gpus: bool, computes: bool = True, places: bool = True) -> None:
-        """Begin a check; one :class:`CheckedUp` will be delivered. Blocks: never.
+        """Begin a health check, which delivers one :class:`CheckedUp`. Blocks: never.
 
         Args:
-            occasion: Why.
-            gpus: Check its GPUs as well, if it has any.
-            computes: Let its processor compute something, which takes longer than all the rest.
-            places: Check the folders and URLs that the run writes to; one that hangs takes ``check_timeout``.
+            occasion: The reason for the check.
+            gpus: Check the node's GPUs, if any.
+            computes: Run a computation on the processor, which takes longer than the other checks.
+            places: Check the directories and URLs; one that hangs takes ``check_timeout``.
         """
         self._asked.put((occasion, gpus, computes, places))
 
     def abandon(self) -> None:
-        """Give up what is under way, and end its processes. Blocks: hardly."""
+        """Cancel the running check and end its processes. Blocks: milliseconds."""
         for prober in self._probers:
             prober.abandon()
 
     def close(self) -> None:
-        """Give up what is under way, and end its processes. Idempotent. Blocks: hardly, at most 3 s."""
+        """Cancel the running check and end the thread. Idempotent. Blocks: at most 3 s."""
         self._asked.put(None)
         for prober in self._probers:
             prober.abandon()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        # The probe processes end with this thread: the kernel sees to it.
-        lasting, passing = self._probers
-        with lasting:
+        with self._probers[0]:  # the kernel ends the probe processes with this thread
             while (asked := self._asked.get()) is not None:
-                occasion, gpus, computes, places = asked
+                occasion, *which = asked
                 try:
-                    results = self._look(lasting, passing, gpus=gpus, computes=computes, places=places)
-                except Exception as error:  # noqa: BLE001 - whatever it is, the agent waits for an answer
+                    results = self._look(*which)
+                except Exception as error:  # noqa: BLE001 - the agent waits for a result whatever happened
                     why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                    results = (
-                        CheckResult(name="check-up", target="node", status=Status.ERROR, reason=why, took_s=0.0),
-                    )
+                    failed = CheckResult(name="check-up", target="node", status=Status.ERROR, reason=why, took_s=0.0)
+                    results = (failed,)
                 self._deliver(CheckedUp(occasion, results))
 
-    def _look(
-        self, lasting: Prober, passing: Prober, *, gpus: bool, computes: bool, places: bool
-    ) -> tuple[CheckResult, ...]:
+    def _look(self, gpus: bool, computes: bool, places: bool) -> tuple[CheckResult, ...]:
+        lasting, passing = self._probers
         results = probe_node(
             lasting,
             self.config,

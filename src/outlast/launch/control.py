@@ -1,11 +1,11 @@
-"""The connection between an agent and the coordinator: who opens it, what both prove, what is asked without joining.
+"""The connection between an agent and the coordinator: handshake, introduction and one-shot queries.
 
-One TCP connection for each agent, over :mod:`outlast.runtime.wire`. The coordinator's side opens with an
-:class:`Introduction`, which anybody who connects may read: the run's id and the fingerprint of its key. Then both prove
-that they know the run key. The agent's first message is a :class:`~outlast.launch.protocol.Hello`; what does not fit is
-refused with a line that says which part differs. From then on both send what they have and, in between, beats.
+Each agent has one TCP connection over :mod:`outlast.runtime.wire`. The coordinator sends an :class:`Introduction` (run
+id and key fingerprint, readable by everyone); then both sides prove that they know the run key. The agent's first
+message is a :class:`~outlast.launch.protocol.Hello`, which is refused with a reason if it does not match the job.
+Afterwards both sides send messages and heartbeats.
 
-:func:`ask` asks one question on a connection of its own: ``outlast status``, and one coordinator another.
+:func:`ask` sends one query over a separate connection: for ``outlast status``, and between coordinators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outlast.runtime.wire import AuthenticationFailed, Handshake, MessageChannel
 
 PROTOCOL = "outlast control"
 VERSION = 1
-"""Raised whenever a message changes; agents of different versions do not meet."""
+"""Raised whenever a message changes: agents of different versions refuse each other."""
 _INTRODUCTION = struct.Struct("!8sB63s200s")
 _SOURCES = tuple(KeySource)
 _MAX_ANSWER_BYTES = 1 << 24
@@ -43,29 +43,26 @@ class JobIdentity:
     run_id: str
     key: RunKey
     command: str = ""
-    """Digest of what the workers run; empty: anything."""
+    """Digest of the workers' command; empty: any command."""
     command_text: str = ""
-    """The same for people, shortened."""
+    """The command for people, shortened."""
     run_dir: Path | None = None
-    """The run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a coordinator says openly."""
+    """The unencrypted first message of a coordinator."""
 
     fingerprint: bytes
-    """Of its run key."""
+    """Fingerprint of the run key."""
     source: KeySource
-    """Where its run key came from."""
     run_id: bytes
-    """The first bytes of its run's id."""
+    """The first 63 bytes of the run's id."""
     run_dir: bytes = b""
-    """Its run directory, where the run key lies in it: who may read that may ask."""
+    """The run directory, if the run key is stored there: a process that may read the directory may send queries."""
 
     @classmethod
     def of(cls, identity: JobIdentity) -> Introduction:
-        """Return a run's."""
         key, run_dir = identity.key, b""
         if key.source is KeySource.RUN_DIRECTORY:
             run_dir = os.fsencode(identity.run_dir or "")
@@ -73,10 +70,10 @@ class Introduction:
 
     @classmethod
     def decode(cls, data: bytes) -> Introduction:
-        """Return what was said.
+        """Decode an introduction.
 
         Raises:
-            ProtocolError: It is no introduction.
+            ProtocolError: The bytes are not an introduction.
         """
         fingerprint, source, run_id, run_dir = _INTRODUCTION.unpack(data)
         if source >= len(_SOURCES):
@@ -84,7 +81,7 @@ class Introduction:
         return cls(fingerprint, _SOURCES[source], run_id.rstrip(b"\0"), run_dir.rstrip(b"\0"))
 
     def encode(self) -> bytes:
-        """Return it as bytes, always as many."""
+        """Encode the introduction; the length is constant."""
         return _INTRODUCTION.pack(self.fingerprint, _SOURCES.index(self.source), self.run_id, self.run_dir)
 
 
@@ -93,11 +90,11 @@ def _shorten(run_id: str) -> bytes:
 
 
 class WrongRun(AuthenticationFailed):
-    """What answers coordinates another run, or has another run key: asking again does not help."""
+    """The coordinator serves another run, or has another run key; a retry does not help."""
 
 
 def serve_handshake(identity: JobIdentity) -> Handshake:
-    """Return the coordinator's part in the proof of the run key."""
+    """Return the coordinator's side of the handshake."""
     return Handshake(
         identity.key.derive(PROTOCOL),
         PROTOCOL,
@@ -108,11 +105,11 @@ def serve_handshake(identity: JobIdentity) -> Handshake:
 
 
 def join_handshake(run_id: str | None, key: RunKey | None) -> Handshake:
-    """Return the other side's part.
+    """Return the agent's side of the handshake.
 
     Args:
-        run_id: Which run is meant; ``None``: whichever answers.
-        key: The run key; ``None``: it is taken from where the introduction says it lies, if this process may read it.
+        run_id: The expected run; ``None``: any run.
+        key: The run key; ``None``: read from the place that the introduction names, if this process may read it.
     """
 
     def judge(data: bytes) -> bytes:
@@ -144,7 +141,7 @@ def join_handshake(run_id: str | None, key: RunKey | None) -> Handshake:
 
 
 def _find_key(theirs: Introduction) -> RunKey | None:
-    """Return a run's key as far as its introduction says where it is and this process may have it."""
+    """Return a run's key if the introduction names its place and this process may read it."""
     if theirs.source is KeySource.RUN_ID:
         return RunKey.of_run_id(theirs.run_id.decode(errors="replace"))
     if theirs.source is KeySource.RUN_DIRECTORY and theirs.run_dir:
@@ -156,18 +153,15 @@ def _find_key(theirs: Introduction) -> RunKey | None:
 def ask(
     endpoint: Endpoint, question: m.Question, *, run_id: str | None, key: RunKey | None, timeout_s: float
 ) -> m.Answer:
-    """Ask the coordinator at an endpoint.
+    """Send a query to the coordinator at an endpoint and return the answer.
 
     Args:
-        endpoint: Where it may be.
-        question: What is asked.
-        run_id: Which run is meant; ``None``: whichever answers.
+        run_id: The expected run; ``None``: any run.
         key: The run key; ``None``: as for :func:`join_handshake`.
-        timeout_s: For looking up the host's name, and again for all that follows.
+        timeout_s: Limit for the name lookup, and again for everything after it.
 
     Raises:
-        RendezvousError: The host's name is not known, nobody listens there, or who does is no coordinator of that run;
-            one line with the remedy.
+        RendezvousError: The host is unknown, nothing listens, or the listener is not a coordinator of the run.
 
     Blocks: up to twice ``timeout_s``.
     """
@@ -199,12 +193,12 @@ def ask(
 
 
 def connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
-    """Return a connection to an endpoint.
+    """Connect to an endpoint.
 
     Raises:
-        RendezvousError: The host's name is not known, or nobody listens there.
+        RendezvousError: The host is unknown, or nothing listens there.
 
-    Blocks: up to twice ``timeout_s``: for the host's name, and for its answer.
+    Blocks: up to twice ``timeout_s``: for the name lookup and for the connection.
     """
     addresses = look_up(endpoint, timeout_s)
     if addresses is None:
@@ -227,10 +221,10 @@ def connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
 
 
 class Nobody(RendezvousError):
-    """Nobody listens at an endpoint.
+    """Nothing listens at an endpoint.
 
     Args:
-        is_refused: Its machine says so; otherwise it is silent, or out of reach.
+        is_refused: The machine refused the connection; otherwise it is silent or unreachable.
     """
 
     def __init__(self, message: str, *, is_refused: bool) -> None:
@@ -239,7 +233,7 @@ class Nobody(RendezvousError):
 
 
 def connect_to(addresses: Sequence[tuple[int, tuple[str, int]]], timeout_s: float) -> socket.socket | OSError:
-    """Return a connection to the first address that accepts one, or what the last one answered."""
+    """Connect to the first address that accepts; return the last error if none does."""
     problem, end_s = OSError("it has no address"), clock.now_s() + timeout_s
     for family, address in addresses:
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -254,8 +248,6 @@ def connect_to(addresses: Sequence[tuple[int, tuple[str, int]]], timeout_s: floa
 
 
 class Occupant(Enum):
-    """What is at an endpoint."""
-
     COORDINATOR = "a coordinator responds"
     NOBODY = "no process listens there yet"
     UNREACHABLE = "it cannot be reached"
@@ -267,22 +259,25 @@ class Occupant(Enum):
 
 _RESOLVE_S, _CONNECT_S, _ANSWER_S = 3.0, 1.0, 2.0
 _MAX_PROBES, _PAUSE_S = 3, 0.2
-"""For :func:`probe`; a coordinator to which thousands of agents connect at once may take its time."""
+"""Limits of :func:`probe`; a coordinator to which thousands of agents connect at once may be slow."""
 
 
 def probe(endpoint: Endpoint, run_id: str, key: RunKey) -> tuple[Occupant, str]:
-    """Return what is at an endpoint before this process starts anything, and why, where that needs words.
+    """Find out what listens at an endpoint before this process starts anything.
+
+    Returns:
+        The occupant, and an explanation where one is needed.
 
     Raises:
-        WrongRun: A coordinator of another run, or with another key.
+        WrongRun: A coordinator of another run, or with another key, listens there.
 
-    Blocks: about 0.01 s where a coordinator answers or nobody listens; some seconds where names or hosts do not answer.
+    Blocks: about 0.01 s where a coordinator responds or nothing listens; seconds where names or hosts do not respond.
     """
     for _ in range(_MAX_PROBES):
         occupant, why = _probe_once(endpoint, run_id, key)
         if occupant is not Occupant.LEAVING and (occupant is not Occupant.FOREIGN or why):
             break
-        threading.Event().wait(_PAUSE_S)  # without a word: a coordinator that was killed ends its connections so, too
+        threading.Event().wait(_PAUSE_S)  # a coordinator that was killed closes its connections without a message, too
     return occupant, why
 
 
@@ -306,6 +301,6 @@ def _probe_once(endpoint: Endpoint, run_id: str, key: RunKey) -> tuple[Occupant,
             return Occupant.FOREIGN, str(error)
         except TimeoutError:
             return Occupant.SILENT, ""
-        except OSError:  # if it has named this run and its key, it is none of another
+        except OSError:  # a listener that introduced itself with this run's id and key is not foreign
             return (Occupant.LEAVING if handshake.is_introduced else Occupant.FOREIGN), ""
     return (Occupant.COORDINATOR if is_open else Occupant.FOREIGN), ""

@@ -1,14 +1,14 @@
 """The connection of an agent to the coordinator.
 
-:class:`ControlLink` carries the messages in one thread with one connection: it sends what the agent has, heartbeats
-that show that the agent's main loop runs, and puts what comes into the agent's mailbox. Each heartbeat is answered.
-Where no answer comes for long the link tries the next endpoint: to reach a coordinator there, or to host one where the
-endpoint is this machine's. What a coordinator knows is soft state: training continues without one, and agents report to
-the next one all that it has to know.
+:class:`ControlLink` has one thread and one connection. It sends the agent's messages and heartbeats, which show that
+the agent's main loop runs, and delivers the coordinator's messages to the agent's mailbox. Every heartbeat is answered;
+if the answers stop, the link tries the next endpoint: it connects to a coordinator there, or hosts one if the endpoint
+belongs to this machine. A coordinator's knowledge is soft state: training continues without a coordinator, and agents
+report all that matters to the next one.
 
-The node's relay for its ranks (:mod:`outlast.launch.rank_relay`) is served in the same loop.
+The same loop serves the node's relay for its ranks (:mod:`outlast.launch.rank_relay`).
 
-With several endpoints there can be several coordinators for a moment. Each looks for the others, and all but one yield
+With several endpoints, several coordinators can exist for a moment; all but one yield
 (:mod:`outlast.policy.leadership`).
 """
 
@@ -27,6 +27,7 @@ from functools import partial
 import msgspec
 
 from outlast import clock, env
+from outlast.config.sources import LayeredSettings
 from outlast.errors import ExitReason, OutlastError, RendezvousError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, join_handshake
@@ -46,30 +47,29 @@ log = logging.getLogger(__name__)
 GOODBYE_S = 5.0
 """How long a host waits until the other nodes know that the job is over."""
 _FIRST_ANSWER_S = 20.0
-"""Hundreds of agents that come together may have to wait for each other."""
+"""Hundreds of agents that connect at once may have to wait for each other."""
 _CONNECT_S = 2.0
 _PAUSE_S = 0.2
 """Between two rounds through the endpoints."""
 _RIVALS_S = 1.0
-"""Between two looks for other coordinators of the job."""
+"""Between two searches for other coordinators of the job."""
 _RECORDS_S = 1.0
-"""Between two looks into the run directory, while no coordinator is reached."""
+"""Between two reads of the run directory while no coordinator is reached."""
 _BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """The coordinator is out of reach; the link keeps trying."""
+    """The coordinator cannot be reached; the link keeps trying."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The coordinator is there (again)."""
+    """The coordinator is reached, perhaps again."""
 
     job: str
-    """The job that it serves."""
     is_host: bool
     is_first: bool
     term: int = 0
@@ -77,20 +77,16 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True)
 class JobInProgress:
-    """A job whose coordinator was lost."""
-
     job: str
     host: str
-    """Node of that coordinator."""
+    """Node of the lost coordinator."""
     term: int
-    """The highest that this agent has obeyed."""
-    host_is_dead: bool
-    """Its agent is gone for certain: nobody listens any more where it did, as its machine says, or is this one."""
+    """The highest term that this agent has obeyed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed:
-    """The link gave up."""
+    """The link has given up."""
 
     error: str
     exit_code: int = ExitReason.FAILED
@@ -99,52 +95,12 @@ class LinkFailed:
 News = m.ToNode | LinkDown | LinkUp | LinkFailed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSettings:
-    """What a coordinator must know of where it runs."""
+class _Refusal(WrongRun):
+    """The coordinator refused this agent, with the reason and what to do about it."""
 
-    former: JobInProgress | None
-    """The job that it takes over; ``None``: it begins one."""
-    order: int
-    """Number of its endpoint."""
-    num_endpoints: int
-
-    def complete(self, settings: JobSettings) -> JobSettings:
-        """Return a job's settings as they are for the coordinator here."""
-        settings = replace(settings, order=self.order, num_endpoints=self.num_endpoints)
-        if (former := self.former) is None:
-            return settings
-        return replace(
-            settings,
-            job=former.job,
-            former_host=former.host,
-            host_is_dead=former.host_is_dead,
-            term=former.term + 1,
-        )
-
-
-class _JobOver(WrongRun):
-    """The coordinator serves another job of the run.
-
-    Args:
-        leads: It leads that job.
-    """
-
-    def __init__(self, message: str, *, leads: bool) -> None:
-        super().__init__(message)
-        self.leads = leads
-
-
-class _HandedOver(WrongRun):
-    """The coordinator at an endpoint has yielded to another one; its agent lives.
-
-    Args:
-        successor: Where the other one is.
-    """
-
-    def __init__(self, message: str, successor: Endpoint) -> None:
-        super().__init__(message)
-        self.successor = successor
+    def __init__(self, refused: m.Refused) -> None:
+        super().__init__(refused.reason)
+        self.refused = refused
 
 
 class _LinkOver(OutlastError):
@@ -152,108 +108,101 @@ class _LinkOver(OutlastError):
 
 
 class ControlLink:
-    """Connect an agent to the coordinator, hosting it where nobody does.
+    """Connect an agent to the coordinator, and host the coordinator if no other agent does.
 
     Args:
         endpoints: Where the coordinator may be, in the order of trying.
-        node: Name of this node.
+        settings: The job's settings if this agent begins it; its node, heartbeat interval and timeouts are the link's.
         identity: What all agents of the job have in common.
-        deliver: Called in the link's thread with everything that the agent must know.
-        serve: Makes the coordinator's server on listening sockets.
-        beat_interval_s: Seconds between two signs of life.
-        silence_s: Seconds without an answer after which the coordinator counts as lost.
-        connect_timeout_s: How long the first connection may take.
-        has_loop: The agent advances :attr:`count`; otherwise this thread does.
-        relay: Of the node's ranks, which this object closes; ``None``: its agent is not ours.
-        records: Of the run directory, which are read while no coordinator is reached; ``None``: they are not.
+        deliver: Receives all events for the agent, in the link's thread.
+        layers: The launcher's fault tolerance settings, for a coordinator here.
+        on_host: Called before this agent hosts the coordinator.
+        may_write: Returns whether this job still owns the run directory.
+        has_loop: The agent's main loop advances :attr:`count`; otherwise this thread does.
+        relay: The relay of the node's ranks, which this object closes; ``None``: torch's own agent.
+        records: Records of the run directory, read while no coordinator is reached; ``None``: not read.
 
-    Thread: owns one, a host with several endpoints two; its methods may be called by any and never block on the
-    network.
+    Thread: owns one, or two on a host with several endpoints; methods may be called from any thread and do not block on
+    the network.
     """
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        *,
-        node: str,
+        settings: JobSettings,
         identity: JobIdentity,
+        *,
         deliver: Callable[[News], None],
-        serve: Callable[[Sequence[socket.socket], HostSettings], CoordinatorServer],
-        beat_interval_s: float,
-        silence_s: float,
-        connect_timeout_s: float,
+        layers: LayeredSettings,
+        on_host: Callable[[], None] = lambda: None,
+        may_write: Callable[[], bool] = lambda: True,
         has_loop: bool = True,
         relay: RankRelay | None = None,
         records: RunRecords | None = None,
     ) -> None:
-        self.node, self.relay, self._records = node, relay, records
+        self.settings, self.node, self.relay, self._records = settings, settings.host, relay, records
         self.epoch = self._sender = _name_life()
-        """Names this life of the agent in its job; the sender's follows once it knows of another job."""
+        """Identifies this life of the agent in its job; the sender's follows once it joins another job."""
         self.endpoint: Endpoint | None = None
-        """Where the coordinator was found."""
+        """Endpoint of the coordinator; ``None``: not found yet."""
         self.problem = ""
-        """Why it has not been found yet, or not again; empty = no try has failed."""
+        """Why the coordinator was not found; empty: no attempt has failed."""
         self.count = 0
-        """How often the agent's main loop has run its timer; the agent's to advance."""
+        """How often the agent's main loop has run its timer; advanced by the agent."""
         self.ladder: LadderState | None = None
-        """What the recovery policy remembered when it last decided; the agent's to set."""
-        self._endpoints = list(endpoints)
+        """State of the recovery policy after its last decision; set by the agent."""
+        self.server: CoordinatorServer | None = None
+        """The coordinator while this agent hosts it."""
+        self.endpoints = list(endpoints)
+        """Where the coordinator may be, in the order of trying; changed by the link's thread."""
         self._given = frozenset(endpoints)
-        self._identity, self._deliver, self._serve = identity, deliver, serve
-        self.beat_interval_s, self._silence_s = beat_interval_s, silence_s
-        self._connect_timeout_s, self._has_loop = connect_timeout_s, has_loop
+        self._identity, self._deliver, self._layers, self._has_loop = identity, deliver, layers, has_loop
+        self._on_host, self._may_write = on_host, may_write
         self._outgoing: Mailbox[m.FromNode | None] = Mailbox()
         self._closing = threading.Event()
-        self._server: CoordinatorServer | None = None
         self._retired: CoordinatorServer | None = None
-        """A coordinator of this agent that yielded: it refuses agents, so that none takes this node for dead."""
+        """A former coordinator of this agent, which refuses agents: a closed port would make them declare this node
+        dead."""
         self._job: JobInProgress | None = None
         self._leader = ""
         self._silent: Endpoint | None = None
-        """Where the coordinator has just gone silent: it is not asked for a while."""
+        """Endpoint of a coordinator that has just stopped responding; not tried for a while."""
         self._news: list[m.OnAgent] = []
         self._errors: list[OSError] = []
-        """What broke the connection."""
         self._yields = threading.Event()
         self._successor: Endpoint | None = None
-        """Of this agent's coordinator, which yields to it."""
+        """Endpoint of the coordinator to which this agent's own yields."""
         self._may_host = True
         self._thread = threading.Thread(target=self._run, name="outlast-link", daemon=True)
 
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Where the coordinator may be."""
-        return tuple(self._endpoints)
-
     def start(self) -> None:
-        """Start connecting."""
         self._thread.start()
 
     def send(self, message: m.FromNode) -> None:
-        """Send a message of this node's as soon as the coordinator is there."""
+        """Send a message once the coordinator is reached."""
         self._outgoing.put(msgspec.structs.replace(message, node=self.node, epoch=self._sender))
 
     def begin_job(self) -> None:
-        """Send messages to another job's coordinator from now on; those of the last job are dropped."""
+        """Send messages to another job's coordinator from now on, and drop those of the last job."""
         self._sender = self.epoch
 
     def stop_taking_over(self) -> None:
-        """Host no coordinator from now on, unless this agent hosts one already: the job is over for this agent."""
+        """Never host a coordinator from now on, unless this agent hosts one: the job is over for this agent."""
         self._may_host = False
 
     def close(self, *, goodbye_timeout_s: float = GOODBYE_S) -> None:
         """End the link; a host first waits until every node knows that the job is over.
 
-        Blocks: a host up to ``goodbye_timeout_s``; others hardly.
+        Blocks: a host up to ``goodbye_timeout_s``; others up to 3 s while the thread ends.
         """
         self.send(m.Bye())
-        if (server := self._server) is not None:
+        if (server := self.server) is not None:
             server.closed.wait(goodbye_timeout_s)
         self._closing.set()
         self._outgoing.put(None)
-        # Never connected: the thread may be asking a name server, and holds nothing.
+        # Before the first connection the thread may wait for a name server, and holds nothing.
         self._thread.join(0.1 if self._job is None else 3.0)
-        for server in (self._server, self._retired):
+        for server in (self.server, self._retired):
             if server is not None:
                 server.close()
         if self.relay is not None and not self._thread.is_alive():
@@ -269,9 +218,9 @@ class ControlLink:
                     channel = SelectedChannel(selector, link, self._on_messages, self._on_broken)
                     try:
                         if not is_first:
-                            self._discard_outgoing()
+                            self._outgoing.take_all()  # the agent reports all that matters again
                         assert self._job is not None
-                        up = LinkUp(self._job.job, self._server is not None, is_first, self._job.term)
+                        up = LinkUp(self._job.job, self.server is not None, is_first, self._job.term)
                         self._deliver(up)
                         is_first = False
                         self._pump(selector, channel)
@@ -292,7 +241,7 @@ class ControlLink:
             self._deliver(LinkFailed(f"{type(error).__name__}: {error}"))
 
     def _pump(self, selector: selectors.BaseSelector, channel: SelectedChannel[m.OnAgent]) -> None:
-        """Carry messages and beats.
+        """Exchange messages and heartbeats.
 
         Raises:
             _LinkOver: The coordinator is lost, or the link is closed.
@@ -300,7 +249,7 @@ class ControlLink:
         selector.register(self._outgoing, selectors.EVENT_READ, partial(self._send_all, channel))
         if (relay := self.relay) is not None:
             assert self._job is not None
-            for message in relay.introduce(self._job.term):  # before the agent registers: it belongs to that
+            for message in relay.introduce(self._job.term):  # before the agent registers
                 channel.send(message)
             selector.register(relay, selectors.EVENT_READ, lambda _: None)
         self._errors.clear()
@@ -308,11 +257,11 @@ class ControlLink:
         next_beat_s, looked_s = now_s, now_s
         while True:
             now_s = clock.now_s()
-            if now_s - looked_s > self._silence_s / 2:
-                channel.channel.received_ns = clock.now_ns()  # this process did not run: nobody's silence shows
+            if now_s - looked_s > self.settings.node_timeout_s / 2:
+                channel.channel.received_ns = clock.now_ns()  # this process was paused: silence proves nothing
             looked_s = now_s
             if now_s >= next_beat_s:
-                next_beat_s = now_s + self.beat_interval_s
+                next_beat_s = now_s + self.settings.beat_interval_s
                 self.count += not self._has_loop
                 channel.send(m.AgentBeat(count=self.count))
             self._deliver_news()
@@ -329,12 +278,12 @@ class ControlLink:
             if self._errors:
                 raise _LinkOver("the connection to the coordinator ended")
             if self._closing.is_set():
-                self._send_all(channel, 0)  # the last messages may have come after the look at them
+                self._send_all(channel, 0)  # the last messages may have come after the previous call
                 channel.channel.drain(1.0)
                 raise _LinkOver("the link is closed")
             if self._yields.is_set():
                 raise _LinkOver("another coordinator of this job leads")
-            if silent_s > self._silence_s and clock.now_s() - now_s < self._silence_s / 2:
+            if silent_s > self.settings.node_timeout_s and clock.now_s() - now_s < self.settings.node_timeout_s / 2:
                 channel.send(m.Moving())
                 self._silent = self.endpoint
                 raise _LinkOver(f"the coordinator at {self.endpoint} did not respond for {silent_s:.1f} s")
@@ -359,53 +308,49 @@ class ControlLink:
             if message is not None and message.epoch == self.epoch:
                 channel.send(message)
 
-    def _discard_outgoing(self) -> None:
-        """Drop what was meant for a coordinator that is gone: the agent reports all that matters again."""
-        self._outgoing.take_all()
-
     # -- finding the coordinator -------------------------------------------------------------------------------
 
     def _reach(self, *, is_first: bool) -> BufferedChannel[m.OnAgent] | None:
-        """Connect to the coordinator or host it; ``None`` when the link is closed meanwhile.
+        """Connect to the coordinator or host it; ``None`` if the link is closed meanwhile.
 
         Raises:
-            RendezvousError: None was there in time.
-            WrongRun: What is there is another run's, or another command's.
+            RendezvousError: No coordinator was reached in time.
+            WrongRun: The coordinator belongs to another run or has another command.
         """
-        end_s = clock.now_s() + self._connect_timeout_s
-        answer_s = _FIRST_ANSWER_S if is_first else self._silence_s
+        end_s = clock.now_s() + self.settings.join_timeout_s
+        answer_s = _FIRST_ANSWER_S if is_first else self.settings.node_timeout_s
         num_rounds, error, gone = 0, "no endpoint was tried", False
         reads_s = clock.now_s()
-        # A stopped process's port still takes connections: each would cost as long as the silence before it, while
+        # The port of a stopped process still accepts connections: each attempt would take the silence limit, while
         # others could host.
         silent, self._silent = self._silent, None
-        avoid_s = clock.now_s() + (self._silence_s if len(self._endpoints) > 1 else _PAUSE_S)
+        avoid_s = clock.now_s() + (self.settings.node_timeout_s if len(self.endpoints) > 1 else _PAUSE_S)
         while not self._closing.is_set():
             reads_records = self._records is not None and clock.now_s() >= reads_s
             if reads_records:
                 reads_s = clock.now_s() + _RECORDS_S
                 self._learn_endpoints()
-            endpoints = list(self._endpoints)
+            endpoints = list(self.endpoints)
             while endpoints:
                 endpoint = endpoints.pop(0)
                 if endpoint.port == 0 or (endpoint == silent and clock.now_s() < avoid_s):
                     continue
                 try:
                     return self._join_at(endpoint, answer_s)
-                except _JobOver as failure:
-                    error = self.problem = str(failure)
-                    if should_change_job(num_endpoints=len(self._endpoints), leads=failure.leads):
-                        self._leave_job()
-                        endpoints.insert(0, endpoint)  # before another one is tried, or this node hosts
-                except _HandedOver as failure:
-                    error = self.problem = str(failure)
-                    if failure.successor not in self._endpoints:
-                        self._endpoints.append(failure.successor)
-                        endpoints.append(failure.successor)
                 except WrongRun as failure:
-                    if self._job is None and endpoint in self._given:
-                        raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
+                    refused = failure.refused if isinstance(failure, _Refusal) else m.Refused(reason="")
                     error = self.problem = str(failure)
+                    if refused.successor is not None:
+                        successor = parse_endpoint(refused.successor)
+                        if successor not in self.endpoints:
+                            self.endpoints.append(successor)
+                            endpoints.append(successor)
+                    elif refused.job is not None:
+                        if should_change_job(num_endpoints=len(self.endpoints), leads=refused.leads):
+                            self._leave_job()
+                            endpoints.insert(0, endpoint)  # before another endpoint is tried, or this node hosts
+                    elif self._job is None and endpoint in self._given:
+                        raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
                 except Nobody as failure:
                     gone |= endpoint == self.endpoint and failure.is_refused
                     error = self.problem = str(failure)
@@ -415,10 +360,10 @@ class ControlLink:
                     return None
             if reads_records and self._stop_if_over():
                 return None
-            for order, endpoint in enumerate(self._endpoints):
-                # Of several that could host, those that come later give the earlier ones time to.
+            for order, endpoint in enumerate(self.endpoints):
+                # Later endpoints give earlier ones time to host.
                 if order <= num_rounds and self._host_at(endpoint, order, host_is_dead=gone):
-                    return self._join_at(self._endpoints[order], answer_s)
+                    return self._join_at(self.endpoints[order], answer_s)
             num_rounds += 1
             if is_first and clock.now_s() > end_s:
                 raise RendezvousError(error)
@@ -426,12 +371,12 @@ class ControlLink:
         return None
 
     def _learn_endpoints(self) -> None:
-        """Take in where another agent of the job may host the coordinator by now."""
-        if self._records is not None and self._server is None:  # the order of the endpoints is its coordinator's
-            self._endpoints = self._records.find_endpoints(self._endpoints)
+        """Add the endpoints at which another agent of the job may host the coordinator by now."""
+        if self._records is not None and self.server is None:  # a host keeps its coordinator's order of endpoints
+            self.endpoints = self._records.find_endpoints(self.endpoints)
 
     def _stop_if_over(self) -> bool:
-        """Deliver how the job ended, if it did without this agent; return whether."""
+        """Deliver the job's end if it ended without this agent; return whether it did."""
         if self._records is None:
             return False
         stop = self._records.find_end(None if self._job is None else self._job.job, self.ladder)
@@ -440,13 +385,13 @@ class ControlLink:
         return stop is not None
 
     def _join_at(self, endpoint: Endpoint, answer_s: float) -> BufferedChannel[m.OnAgent]:
-        """Return the connection to the coordinator at an endpoint, which has welcomed this agent.
+        """Return a connection to the coordinator at an endpoint that has welcomed this agent.
 
         Raises:
-            RendezvousError: Nobody listens there.
-            OSError: It is no coordinator, it does not answer, or (as :class:`WrongRun`) it is another run's.
+            RendezvousError: Nothing listens there.
+            OSError: The listener is not a coordinator, does not respond, or (:class:`WrongRun`) serves another run.
 
-        Blocks: up to 2 s for the host's name, 2 s until its port accepts, and ``answer_s`` until it responds.
+        Blocks: up to 2 s for the name lookup, 2 s for the connection, and ``answer_s`` for the answer.
         """
         connection = connect(endpoint, timeout_s=min(_CONNECT_S, answer_s))
         job = self._job
@@ -471,7 +416,7 @@ class ControlLink:
             channel.close()
             raise
         self.endpoint, self._leader = endpoint, welcome.leader
-        self._job = JobInProgress(welcome.job, welcome.host, welcome.term, host_is_dead=False)
+        self._job = JobInProgress(welcome.job, welcome.host, welcome.term)
         return channel
 
     def _await_welcome(self, channel: BufferedChannel[m.OnAgent], answer_s: float) -> m.Welcome:
@@ -495,9 +440,7 @@ class ControlLink:
             waiting.release()
         first = self._news.pop(0)
         if isinstance(first, m.Refused):
-            if first.successor is not None:
-                raise _HandedOver(first.reason, parse_endpoint(first.successor))
-            raise WrongRun(first.reason) if first.job is None else _JobOver(first.reason, leads=first.leads)
+            raise _Refusal(first)
         if not isinstance(first, m.Welcome):
             raise ConnectionAbortedError(f"unexpected response {type(first).__name__}")
         difference = describe_difference(first.version, whose="the coordinator", own="the agent")
@@ -506,7 +449,7 @@ class ControlLink:
         return first
 
     def _leave_job(self) -> None:
-        """Be an agent that has just begun, for the coordinator of another job."""
+        """Drop this agent's part in its job, to join another job's coordinator as a new agent."""
         self._job, self._leader, self.epoch = None, "", _name_life()
         if self.relay is not None:
             self.relay.begin_job()
@@ -514,7 +457,7 @@ class ControlLink:
     # -- hosting -----------------------------------------------------------------------------------------------
 
     def _host_at(self, endpoint: Endpoint, order: int, *, host_is_dead: bool) -> bool:
-        """Host the coordinator at an endpoint, if it is this machine's and free; return whether."""
+        """Host the coordinator at an endpoint if it is a free one of this machine; return whether it does."""
         if not self._may_host:
             return False
         if self._retired is not None:
@@ -524,22 +467,35 @@ class ControlLink:
         if not listeners:
             return False
         port = listeners[0].getsockname()[1]
-        self._endpoints[order] = Endpoint(endpoint.host, port)
-        # Who listened there until now does no longer, or these sockets could not.
-        is_gone = host_is_dead or endpoint == self.endpoint
-        former = None if self._job is None else replace(self._job, host_is_dead=is_gone)
-        settings = HostSettings(former=former, order=order, num_endpoints=len(self._endpoints))
+        self.endpoints[order] = Endpoint(endpoint.host, port)
+        settings = replace(self.settings, order=order, num_endpoints=len(self.endpoints))
+        if (former := self._job) is not None:
+            settings = replace(
+                settings,
+                job=former.job,
+                former_host=former.host,
+                term=former.term + 1,
+                host_is_dead=host_is_dead or endpoint == self.endpoint,  # this port could be bound: it is gone
+            )
         self._yields.clear()
-        self._server = self._serve(listeners, settings)
-        self._server.start()
-        if len(self._endpoints) > 1:
-            watch = partial(self._watch_rivals, self._server, order)
+        self._on_host()
+        self.server = CoordinatorServer(
+            listeners,
+            settings,
+            self._identity,
+            layers=self._layers,
+            may_write=self._may_write,
+            on_error=lambda error: self._deliver(LinkFailed(f"the coordinator ended: {error!r}")),
+        )
+        self.server.start()
+        if len(self.endpoints) > 1:
+            watch = partial(self._watch_rivals, self.server, order)
             threading.Thread(target=watch, name="outlast-rivals", daemon=True).start()
         return True
 
     def _stop_hosting(self) -> None:
-        """Hand this coordinator's agents over to the one that leads."""
-        server, self._server = self._server, None
+        """Hand this coordinator's agents over to the leading one."""
+        server, self.server = self.server, None
         self._yields.clear()
         if server is not None and self._successor is not None:
             log.warning("another coordinator of this job leads: the one on node %s ends", self.node)
@@ -547,19 +503,19 @@ class ControlLink:
             self._retired = server
 
     def _watch_rivals(self, server: CoordinatorServer, order: int) -> None:
-        """Look for other coordinators of the job, and yield where one of them has more right to lead."""
+        """Search for other coordinators of the job, and yield to one with a better right to lead."""
         try:
-            while not self._closing.wait(_RIVALS_S) and server is self._server:
+            while not self._closing.wait(_RIVALS_S) and server is self.server:
                 if not server.leadership().leads and self._stop_if_over():
                     return
-                for number, endpoint in enumerate(self._endpoints):
+                for number, endpoint in enumerate(self.endpoints):
                     own = server.leadership()
                     if number == order or (other := self._ask_rival(endpoint)) is None:
                         continue
                     if should_yield(own, Leadership(term=other.term, leads=other.leads, order=other.order)):
                         self._successor = endpoint
                         self._yields.set()
-                        self._outgoing.put(None)  # wakes the link
+                        self._outgoing.put(None)  # wakes up the link
                         return
         except BaseException as error:
             log.exception("the search for other coordinators ended on an error")
@@ -580,10 +536,10 @@ def _name_life() -> str:
 
 
 def listen(endpoint: Endpoint) -> list[socket.socket]:
-    """Return sockets that listen at an endpoint, on each address of this machine that it means.
+    """Return sockets that listen at an endpoint, one for each of its addresses on this machine.
 
     Returns:
-        None of them where the endpoint is another machine's, or somebody listens there.
+        An empty list if the endpoint belongs to another machine or is in use.
     """
     listeners: list[socket.socket] = []
     port = endpoint.port

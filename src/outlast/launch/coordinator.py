@@ -1,29 +1,23 @@
-"""The coordinator: one per job, decides who starts when, and what follows when a cycle ends.
+"""The coordinator, one per job: decides which nodes start when, and what follows the end of a cycle.
 
-No I/O happens here: messages and time go in, messages come out. :mod:`outlast.launch.coordinator_server` feeds it from
-the agents' connections. A cycle costs O(nodes) messages.
+A state machine without I/O: messages and time go in, messages come out. :mod:`outlast.launch.coordinator_server` feeds
+it. A cycle costs O(nodes) messages. The phases::
 
-A cycle's life::
-
-    ADOPTING   the last coordinator was lost and this one is new: agents register the places that they hold
+    ADOPTING   a new coordinator for a job in progress: agents register the places that they hold
     FORMING    nodes join; once every slot has a ready node -> Prepare to the first slot's node
-    PREPARING  that node opened the cycle's own store -> Start to every slot's node
-    RUNNING    until a node fails, hangs, is lost, or all have finished
-    FORMING    again: CycleOver went to all; each joins with what it knows of the ended cycle. When all slots'
-               nodes have joined or are lost, the ladder decides once, on the cause among all incidents
-    OVER       Stop went to all
+    PREPARING  that node opened the cycle's store -> Start to every slot's node
+    RUNNING    until a node fails, hangs or is lost, or all have finished
+    FORMING    again: CycleOver was sent to all; each node joins with what it knows of the ended cycle. Once all holders
+               of slots have joined or are lost, the recovery policy decides once, on the cause among all incidents
+    OVER       Stop was sent to all
 
-Every phase has an end: who does not open the store, start its workers or report a cycle's end in time is lost. Where
-several coordinators may be, only one with the quorum of the last cycle's members forms another
-(:mod:`outlast.policy.leadership`); one without it waits ``join_timeout`` and stops the job here, for the scheduler.
+Every phase has a time limit: a node that does not open the store, start its workers or report a cycle's end in time is
+lost. Where several coordinators are possible, only one with the quorum of the last cycle's members forms another cycle
+(:mod:`outlast.policy.leadership`); one without it waits for ``join_timeout`` and then stops the job here, for the
+scheduler. Nodes are judged by whether their heartbeat counters advance, on this process's monotonic clock.
 
-Nodes are judged by their beats advancing, on this process's monotonic clock; no wall clocks are compared. Spares
-wait in FORMING and RUNNING alike and cannot disturb either: only a slot's holder counts.
-
-Rejected: a shared blob changed by compare-and-swap (O(nodes^2) retries), and leaderless arrival counters (a joiner
-that dies between two operations leaves a hole that nobody can close).
-
-One module because it is one state machine: each message is judged by the phase that all others change.
+Rejected: a shared blob changed by compare-and-swap (O(nodes^2) retries), and leaderless arrival counters (a joiner that
+dies between two operations leaves a gap that no other node can close).
 """
 
 from __future__ import annotations
@@ -65,13 +59,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Members:
-    """The members of the cycle that runs on all of its nodes, for the quorum of what follows it."""
+    """The members of the cycle that runs on all of its nodes, for the quorum of the next one."""
 
     places: dict[str, m.SlotPlace] = field(default_factory=dict)
     coming: list[str] = field(default_factory=list)
-    """Spares that came later, and become members once all holders of slots know how many there are then."""
+    """Spares that came later; members once all holders of slots know the new number of spares."""
     counted: set[str] = field(default_factory=set)
-    """Nodes that know it."""
+    """Holders that know the new number of spares."""
     num_spares: int = 0
 
     def __post_init__(self) -> None:
@@ -79,7 +73,7 @@ class _Members:
 
 
 def _limits(settings: JobSettings) -> Limits:
-    """Return the limits of a job; agents wait for a cycle no longer than for nodes."""
+    """Return the limits of a job; a restart delay must not exceed the agents' ``join_timeout``."""
     delay_s = min(settings.limits.max_restart_delay_s, settings.join_timeout_s)
     return replace(settings.limits, max_restart_delay_s=delay_s)
 
@@ -89,10 +83,9 @@ class Coordinator:
 
     Args:
         settings: The job's settings.
-        state: What the ladder remembers of the run.
-        tell_time: Returns the time for people, for what the ladder remembers.
-        stop: Why the job is over before it begins; ``None``: it begins, unless it has finished under another
-            coordinator.
+        state: The recovery policy's state.
+        tell_time: Returns the wall-clock time as text, for the policy's history.
+        stop: Why the job is over before it begins; ``None``: it begins unless the state says that it has finished.
 
     Thread: one.
     """
@@ -114,7 +107,7 @@ class Coordinator:
         self.cycle = 0
         """The cycle that forms or runs."""
         self._newest_elsewhere = -1
-        """The newest cycle that nodes took a place in under other coordinators: its number is not given again."""
+        """The newest cycle that nodes joined under other coordinators; its number is not reused."""
         self.phase = m.JobPhase.ADOPTING if settings.former_host is not None else m.JobPhase.FORMING
         if stop is None and state.finished:
             stop = m.Stop(exit_code=ExitReason.FINISHED, reason="the run is finished")
@@ -123,63 +116,61 @@ class Coordinator:
             self.phase = m.JobPhase.OVER
         self._noted_forming: tuple[int, bool] | None = None
         self._ending: CycleEnding | None = None
-        """The cycle that is ending, until all of its nodes have reported what they know."""
+        """The ending cycle, until all of its nodes have reported."""
         self._adoption = Adoption(settings.num_slots, settings.term - 1)
         self._quorum = Quorum(settings, self.nodes)
         self._forming = Forming(settings, self.nodes, self._quorum)
         self._term = settings.term
         self._places: dict[str, m.SlotPlace] = {}
-        """Of the nodes that have not all started the cycle yet; empty: they have."""
+        """Places of the nodes of a cycle that not all nodes have started yet; empty: they have."""
         self._master: m.Master | None = None
-        """Where the cycle's store is, while the quorum for it is counted."""
+        """Address of the cycle's store while votes for the cycle are counted."""
         self._votes: set[str] = set()
-        """Nodes that know of the cycle that is prepared."""
+        """Nodes that know of the prepared cycle."""
         self._started: set[str] = set()
         self._newest_trained = -1
-        """The newest cycle in which a rank has completed a step."""
+        """The newest cycle in which a rank completed a step."""
         self._ranks = RankHub()
         self._members = _Members()
         self._phase_since_s: float | None = None
-        """Since when nodes are waited for in this phase."""
+        """Since when this phase waits for nodes."""
         self._excluded = ExcludedNodes(self.nodes, self._ladder, self._effects)
         self._finished: dict[str, m.CycleFacts] = {}
-        """Nodes whose workers all finished the running cycle; a finished one may leave before the others."""
+        """Nodes whose workers all finished the running cycle; a finished node may exit before the others."""
         self._restarts = RestartReports()
-        """Restarts inside the processes of the running cycle."""
+        """In-process restarts of the running cycle."""
         self._noticed: dict[str, int] = {}
-        """Nodes whose agents received a signal that requests a shutdown, and which."""
+        """Nodes whose agents received a shutdown signal, and its number."""
         self._over_at_s: float | None = None
         self._running_since_s: float | None = None
-        """When the newest cycle was started; ``None``: under another coordinator."""
+        """When the newest cycle started; ``None``: under another coordinator."""
         self._restart_at_s: float | None = None
-        """When the next cycle may start, after repeated failures; ``None`` = as soon as its nodes are ready."""
+        """When the next cycle may start after repeated failures; ``None``: as soon as its nodes are ready."""
         self._dropped: list[tuple[str, str]] = []
 
     @property
     def state(self) -> LadderState:
-        """What the ladder remembers of the run."""
         return self._ladder.state
 
     @property
     def leadership(self) -> Leadership:
-        """How this coordinator stands, for others of the same job. Thread: any."""
+        """How this coordinator stands, for other coordinators of the job. Thread: any."""
         leads = self.phase == m.JobPhase.OVER or self._quorum.leads
         return Leadership(term=self._term, leads=leads, order=self.settings.order)
 
     def note_term(self, term: int, is_own: bool) -> None:
-        """Take a term above the one that an agent has obeyed, unless it obeyed this coordinator."""
+        """Raise this coordinator's term above one that an agent has obeyed under another coordinator."""
         if not is_own and term >= self._term:
             self._term = self._ranks.term = term + 1
 
-    def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None, host: str) -> m.LiveStatus:
-        """Return how the job is now.
+    def status(self, now_s: float, *, time: str, run_id: str, run_dir: Path | None) -> m.LiveStatus:
+        """Return the job's live status.
 
         Args:
             now_s: Monotonic seconds.
-            time: The same moment for people.
+            time: The same moment as text.
             run_id: Name of the run.
             run_dir: The run directory on the coordinator's node.
-            host: Name of that node.
         """
         slots: dict[str, tuple[int, int]] = {}
         first_rank = 0
@@ -197,7 +188,7 @@ class Coordinator:
             time=time,
             run_id=run_id,
             job=self.settings.job,
-            host=host,
+            host=self.settings.host,
             run_dir=None if run_dir is None else str(run_dir),
             phase=str(self.phase),
             cycle=self.cycle,
@@ -214,14 +205,14 @@ class Coordinator:
         )
 
     def resettle(self, settings: JobSettings) -> None:
-        """Go on with other settings of the same job."""
+        """Continue with other settings of the same job."""
         self.settings = self._forming.settings = settings
         self._ladder.limits = _limits(settings)
 
     # -- what comes in -----------------------------------------------------------------------------------------
 
     def handle(self, message: m.ToCoordinator, now_s: float) -> Outbox:
-        """Take one message and return what is to be sent."""
+        """Handle one message; return the messages to send."""
         match message:
             case m.JoinRequest():
                 self._on_join(message, now_s)
@@ -236,6 +227,8 @@ class Coordinator:
                 return self.nodes.take_out()  # the job is as before
             case m.CoordinatorTick():
                 self._report_spares()
+                self._ranks.look(now_s)
+                self._order_ranks()
             case m.ScriptSettings():
                 pass
             case _:
@@ -257,13 +250,13 @@ class Coordinator:
         since_last_s: float,
         unheard_s: Mapping[str, float] = MappingProxyType({}),
     ) -> Outbox:
-        """Find nodes that gave no sign of life.
+        """Declare nodes lost whose heartbeats do not advance.
 
         Args:
-            beats: Node name to its counter.
+            beats: Heartbeat counter by node.
             now_s: Monotonic seconds.
-            since_last_s: Seconds since the last call; after a long pause of our own nobody is judged.
-            unheard_s: Node name to the seconds since anything came from its agent, its main loop's work or not.
+            since_last_s: Seconds since the last call; after a long pause of this process no node is judged.
+            unheard_s: Seconds since anything came from a node's agent.
         """
         timeout_s = self.settings.node_timeout_s
         alive, silent = self.nodes.judge_beats(
@@ -286,28 +279,17 @@ class Coordinator:
         return self.nodes.take_out()
 
     @property
-    def restart_deadline_s(self) -> float | None:
-        """When to handle a :class:`~outlast.launch.protocol.CoordinatorTick` for a restart that waits; ``None``: none
-        does."""
-        return self._restart_at_s
+    def deadline_s(self) -> float | None:
+        """When to handle a :class:`~outlast.launch.protocol.CoordinatorTick`; ``None``: not before a message comes."""
+        due = (self._restart_at_s, self._ranks.deadline_s)
+        return min((one for one in due if one is not None), default=None)
 
     # -- restarts inside the processes -------------------------------------------------------------------------
-
-    @property
-    def ranks_deadline_s(self) -> float | None:
-        """When to call :meth:`look_at_ranks`; ``None``: not before something comes."""
-        return self._ranks.deadline_s
-
-    def look_at_ranks(self, now_s: float) -> Outbox:
-        """Do what is due in restarts inside the processes, and return what is to be sent."""
-        self._ranks.look(now_s)
-        self._order_ranks()
-        return self.nodes.take_out()
 
     def _on_ranks(self, message: m.RankStandings | m.RankReports, now_s: float) -> None:
         is_new = self.phase == m.JobPhase.FORMING and not self.nodes.holders
         if is_new or self.phase == m.JobPhase.ADOPTING:
-            self._ranks.keep(message)  # it comes before its node has registered
+            self._ranks.keep(message)  # it precedes its node's Register
             return
         node = self.nodes.by_name.get(message.node)
         if node is not None and node.epoch == message.epoch and self.nodes.holds_slot(node):
@@ -320,25 +302,25 @@ class Coordinator:
 
     @property
     def may_close(self) -> bool:
-        """Whether the job is over and every node that lives has received its Stop."""
+        """Whether the job is over and every living node has received its Stop."""
         return self.phase == m.JobPhase.OVER and self._over_at_s is not None and not self.nodes.by_name
 
     def should_give_up_on_goodbyes(self, now_s: float) -> bool:
-        """Return whether nodes had long enough to learn that the job is over."""
+        """Return whether the time for nodes to receive Stop is over."""
         return self._over_at_s is not None and now_s - self._over_at_s > self.settings.goodbye_timeout_s
 
     def take_admissions(self) -> list[tuple[str, str, str | None]]:
-        """Return the agents (node and epoch) whose claim to a name was decided, and why it was refused, if it was."""
+        """Return the decided claims of names: node, epoch, and the reason for a refusal, ``None``: admitted."""
         admissions, self.nodes.admissions = self.nodes.admissions, []
         return admissions
 
     def take_dropped(self) -> list[tuple[str, str]]:
-        """Return the nodes (and epochs) that were lost since the last call: one that lives has to register again."""
+        """Return the nodes and epochs declared lost since the last call; one that is alive must register again."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def take_effects(self) -> Effects:
-        """Return what the host has to do before it sends what was returned with it."""
+        """Return what the host must do before it sends the messages returned with it."""
         effects = self._effects.copy()
         self._effects.clear()
         return effects
@@ -346,7 +328,7 @@ class Coordinator:
     # -- joining and leaving -----------------------------------------------------------------------------------
 
     def _on_claim(self, claim: m.NameClaim) -> None:
-        """Admit an agent that has just begun, unless another one of its name may be alive: its beats will show that."""
+        """Admit a new agent, unless another agent of its name may be alive: the next heartbeats decide that."""
         node = self.nodes.by_name.get(claim.node)
         if node is None or node.epoch == claim.epoch:
             self.nodes.admissions.append((claim.node, claim.epoch, None))
@@ -354,7 +336,7 @@ class Coordinator:
             self.nodes.claims[claim.node] = claim
 
     def _settle_claims(self, now_s: float) -> None:
-        """Let the agents continue that claimed the name of a life that is over."""
+        """Admit the agents that claimed the name of a node that is lost by now."""
         for name in [name for name in self.nodes.claims if name not in self.nodes.by_name]:
             claim = self.nodes.claims.pop(name)
             if isinstance(claim, m.NameClaim):
@@ -365,7 +347,8 @@ class Coordinator:
     def _on_join(self, join: m.JoinRequest, now_s: float) -> None:
         node = self.nodes.by_name.get(join.node)
         if node is not None and node.epoch != join.epoch:
-            # Two agents of one name, or one that came back before it was missed: its beats will show which.
+            # Two agents of one name, or a restarted one whose end was not detected yet: the next heartbeats decide
+            # that.
             self.nodes.claims[join.node] = join
             return
         if node is None:
@@ -375,7 +358,7 @@ class Coordinator:
             self.nodes.send(node, self.stop)
             return
         if self._holds_running(node) and (join.ended is None or join.ended.cycle != self.cycle):
-            # It was sent before the node got its Start, perhaps again over a new connection: the cycle goes on.
+            # The request was sent before the node received its Start, perhaps over an older connection.
             if self._send_start_again(node):
                 return
             self._end_cycle(f"node {node.name} left the cycle", examine=False, but=node)
@@ -402,7 +385,7 @@ class Coordinator:
         if any(
             place is not None and place.num_slots > self.settings.num_slots for place in (message.place, message.ran)
         ):
-            # A world may shrink and never grows: two agents of one command cannot differ in it.
+            # A world may shrink but never grows: agents of one command cannot differ in its size.
             log.warning(
                 "node %s reports a place in a larger world than this job's: the node starts from the beginning",
                 message.node,
@@ -414,7 +397,7 @@ class Coordinator:
             if node is not None:
                 return
         if node is not None and self.phase != m.JobPhase.ADOPTING:
-            # The same coordinator: its last message may have been lost with the connection.
+            # The same coordinator as before: its last message may have been lost with the connection.
             self._quorum.register(message)
             if message.running and message.place and message.place.cycle != self.cycle:
                 reason = f"cycle {self.cycle} began without this node"
@@ -435,7 +418,7 @@ class Coordinator:
         if message.ladder is not None:
             self._ladder.learn(message.ladder)
         if self.phase == m.JobPhase.FORMING and not self.nodes.holders and message.place is not None:
-            self.phase = m.JobPhase.ADOPTING  # this agent was started anew, and hosts for a job in progress
+            self.phase = m.JobPhase.ADOPTING  # this agent was restarted, and hosts for a job in progress
             self._quorum.adopt()
         elif self.phase == m.JobPhase.FORMING:
             self.cycle = max(self.cycle, self._newest_elsewhere + 1)
@@ -453,19 +436,19 @@ class Coordinator:
             )
 
     def _replace_older(self, node: Node, message: m.Register) -> Node | None:
-        """Stop the older of two lives of a node, both of which take part in the job.
+        """Stop the older of two agents of one name that both take part in the job.
 
         Returns:
-            The life that the coordinator knows, where it keeps the name; ``None``: it is forgotten.
+            The known node if it keeps the name; ``None``: it was removed.
         """
         adopts = self.phase == m.JobPhase.ADOPTING
         if adopts and message.place is None:
-            return node  # it is in no cycle: its request to join follows, and is a claim
+            return node  # in no cycle: its JoinRequest follows, and is a claim
         held = self._quorum.place_of(node)
         is_newer = held is None or (message.place is not None and message.place.order > held.order)
         knows_other = not self._quorum.is_here or self._quorum.knows_newer(message)
         if not adopts and self._quorum.is_asked and knows_other:
-            self._quorum.register(message)  # what it knows of may go on elsewhere
+            self._quorum.register(message)  # the cycle that it knows of may continue elsewhere
             return node
         older = node.epoch if adopts and is_newer else message.epoch
         log.warning("an earlier agent of node %s is stopped: another agent of that name has taken its place", node.name)
@@ -478,14 +461,14 @@ class Coordinator:
         return None
 
     def _holds_running(self, node: Node) -> bool:
-        """Return whether a node takes part in the cycle that runs."""
+        """Return whether a node takes part in the running cycle."""
         return self.phase == m.JobPhase.RUNNING and self.nodes.holds_slot(node) and not node.ready
 
     def _send_start_again(self, node: Node) -> bool:
-        """Send a node its Start again, if that was the last that it was sent; return whether."""
+        """Send a node its Start again if that was the last message to it; return whether it was."""
         if not isinstance(last := node.last, m.Start):
             return False
-        # The node has been welcomed in the newest term, and obeys no other.
+        # The node was welcomed in the newest term and obeys no older one.
         self.nodes.send(node, msgspec.structs.replace(last, term=self._term))
         return True
 
@@ -493,7 +476,7 @@ class Coordinator:
         """Take over the job from what the agents registered."""
         adoption, self.phase = self._adoption, m.JobPhase.FORMING
         if adoption.newest is None:
-            return  # nobody was in a cycle: the job begins
+            return  # no node was in a cycle: the job begins
         self.cycle, self.nodes.slots = adoption.newest.cycle, adoption.slots
         num_claims, num_slots = len(adoption.claims), adoption.num_slots
         log.warning("took over the job in cycle %d: %d of %d nodes registered", self.cycle, num_claims, num_slots)
@@ -541,7 +524,7 @@ class Coordinator:
                 self._places = self._forming.place_nodes(self.cycle, self.state, term=self._term)
                 self._votes = set(self.nodes.holders)
                 if not self._quorum.is_held_by(self._votes):
-                    self._forming.tell_spares(self._places, self.state)  # they decide, and must know what upon
+                    self._forming.tell_spares(self._places, self.state)  # they vote, and must know the cycle
                 self._start_if_held(now_s)
             case m.Counted() if self.phase == m.JobPhase.PREPARING and (message.term, message.cycle) == (
                 self._term,
@@ -585,7 +568,7 @@ class Coordinator:
                 self._lose(node, "its agent left", now_s, is_known=True)
 
     def _start_if_held(self, now_s: float) -> None:
-        """Start the cycle that is prepared, once those who know of it are the quorum."""
+        """Start the prepared cycle once the nodes that know of it are a quorum."""
         if self._master is None or not self._quorum.is_held_by(self._votes):
             return
         master, self._master = self._master, None
@@ -596,38 +579,36 @@ class Coordinator:
         self._forming.start(self._places, master.addr, master.port, self.state)
 
     def _on_running(self, node: Node) -> None:
-        """Note that a node has started its workers; once all have, the cycle's nodes are the job's members."""
+        """Note that a node has started its workers; once all have, they are the job's members."""
         self._started.add(node.name)
         if self._places and self.nodes.holders <= self._started:
             self._quorum.note_ran(self._places)
             self._members = _Members(self._places)
-            for name in self._places:
-                if (member := self.nodes.by_name.get(name)) is not None:
-                    self._tell_ran(member)
+            for member in self.nodes.present(self._places):
+                self._tell_ran(member)
             self._places, self._phase_since_s = {}, None
             self._count_spares()
 
     def _tell_ran(self, node: Node) -> None:
-        """Send a node how many members the running cycle has; it is no order, so it replaces none."""
+        """Send a node the number of spares of the running cycle; it does not replace the node's last order."""
         num_spares = self._members.num_spares + len(self._members.coming)
         self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle, num_spares=num_spares)))
 
     def _report_spares(self) -> None:
-        """Send the nodes how many spares wait, if that has changed since the cycle began.
+        """Send the nodes the number of waiting spares if it has changed since the cycle began.
 
-        With several endpoints the number is that of :meth:`_count_spares`, as it decides which part of the job leads.
+        With several endpoints :meth:`_count_spares` does that, as the number decides which part of the job leads.
         """
         if self._quorum.is_asked or self.phase != m.JobPhase.RUNNING or self._places or not self._members.places:
             return
         num_spares = len(self.nodes.spares(self.state.quarantined))
         if num_spares != self._members.num_spares:
             self._members.num_spares = num_spares
-            for name in self.nodes.holders:
-                if (holder := self.nodes.by_name.get(name)) is not None:
-                    self._tell_ran(holder)
+            for holder in self.nodes.present(self.nodes.holders):
+                self._tell_ran(holder)
 
     def _count_spares(self) -> None:
-        """Make spares members that came after the cycle began: first every holder must know how many there will be."""
+        """Make late spares members; first every holder must know their number, as it counts for the quorum."""
         members = self._members
         if not self._quorum.is_asked or self.phase != m.JobPhase.RUNNING or self._places or members.coming:
             return
@@ -635,9 +616,8 @@ class Coordinator:
         if not members.places or not (coming := [node.name for node in spares if node.name not in members.places]):
             return
         members.coming, members.counted = coming, set()
-        for name in self.nodes.holders:
-            if (holder := self.nodes.by_name.get(name)) is not None:
-                self._tell_ran(holder)
+        for holder in self.nodes.present(self.nodes.holders):
+            self._tell_ran(holder)
 
     def _on_counted(self, counted: m.Counted, node: Node) -> None:
         members = self._members
@@ -649,46 +629,43 @@ class Coordinator:
             return
         first = next(iter(members.places.values()))
         for number, name in enumerate(members.coming, members.num_spares):
-            place = msgspec.structs.replace(first, slot=None, spare=number, num_spares=num_spares)
-            members.places[name] = place
-            if (spare := self.nodes.by_name.get(name)) is not None:
-                self.nodes.send(spare, m.Wait(reason=why_it_waits(spare, self.state), place=place))
+            members.places[name] = msgspec.structs.replace(first, slot=None, spare=number, num_spares=num_spares)
+        for spare in self.nodes.present(members.coming):
+            self.nodes.send(spare, m.Wait(reason=why_it_waits(spare, self.state), place=members.places[spare.name]))
         self._quorum.admit({name: members.places[name] for name in members.coming})
         coming, members.num_spares, members.coming = members.coming, num_spares, []
-        for name in coming:
-            if (spare := self.nodes.by_name.get(name)) is not None:
-                self._tell_ran(spare)
+        for spare in self.nodes.present(coming):
+            self._tell_ran(spare)
         self._count_spares()
 
     def _record(self, kind: EventKind, data: dict[str, object]) -> None:
         self._effects.append(Record(kind, self.cycle, data))
 
     def _enter(self, phase: m.JobPhase, now_s: float) -> None:
-        """Begin with a phase in which nodes are waited for."""
+        """Begin a phase that waits for nodes."""
         self.phase, self._phase_since_s = phase, now_s
 
     def _lose_late(self, now_s: float) -> None:
-        """Lose the nodes that keep a phase waiting for too long."""
+        """Declare the nodes lost that exceed a phase's time limit."""
         if self._phase_since_s is None:
             return
         waited_s, settings = now_s - self._phase_since_s, self.settings
-        late: list[str | None] = []
+        late: list[str] = []
         if self.phase == m.JobPhase.PREPARING and waited_s > settings.prepare_timeout_s:
-            if self._master is not None:  # spares gave no answer: they are lost by now, or asked again
+            if self._master is not None:  # spares did not vote: they are lost by now, or asked again
                 self.phase, self._phase_since_s = m.JobPhase.FORMING, None
                 return
-            late, why = [self.nodes.slots[0].holder], "it did not open the cycle's store"
+            late, why = [self.nodes.slots[0].holder or ""], "it did not open the cycle's store"
         elif self.phase == m.JobPhase.RUNNING and self._places and waited_s > settings.start_timeout_s:
-            late, why = [*sorted(self.nodes.holders - self._started)], "it did not start its workers"
+            late, why = sorted(self.nodes.holders - self._started), "it did not start its workers"
         elif self._ending is not None and waited_s > settings.rejoin_timeout_s:
             late = [node.name for node in self.nodes if self.nodes.holds_slot(node) and not node.ready]
             why = "it did not report the cycle's end"
-        for name in late:
-            if name is not None and (node := self.nodes.by_name.get(name)) is not None:
-                self._lose(node, f"{why} within {waited_s:.0f} s", now_s)
+        for node in self.nodes.present(late):
+            self._lose(node, f"{why} within {waited_s:.0f} s", now_s)
 
     def _charge_restart(self, end: CycleEnd | None, now_s: float) -> None:
-        """Charge a restart inside the processes; stop the job if it was one too many."""
+        """Charge an in-process restart to the restart budget; stop the job if the budget is exceeded."""
         if end is None or end.incident is None or self.phase != m.JobPhase.RUNNING:
             return
         incident = end.incident
@@ -725,13 +702,13 @@ class Coordinator:
         self._stop_job(code, f"{describe_notice(self._noticed)}; {verdict.reason}", now_s)
 
     def _lose(self, node: Node, why: str, now_s: float, *, is_known: bool = False) -> None:
-        """Go on without a node; ``is_known``: its agent is gone for certain, and takes part nowhere."""
+        """Continue without a node; ``is_known``: its agent is certainly dead."""
         if is_known or node.name in self.nodes.claims:
             self._quorum.note_dead(node)
         self.nodes.remove(node.name)
         self._dropped.append((node.name, node.epoch))
         log.warning("node %s is lost: %s", node.name, why)
-        # If it was only cut off, it receives this first: its ranks must not continue in a cycle that is over.
+        # A node that was only cut off receives this first: its ranks must not continue.
         self.nodes.send(node, m.CycleOver(cycle=self.cycle, reason=f"the node was declared lost: {why}"))
         if self.nodes.holds_slot(node) and self.phase in (m.JobPhase.RUNNING, m.JobPhase.PREPARING):
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
@@ -740,7 +717,6 @@ class Coordinator:
         if self.nodes.holds_slot(node) and self._ending is not None:
             incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
             self._record(EventKind.INCIDENT, {"incident": incident})
-        # else: nothing was started on it; its slot, if any, is simply free again
 
     # -- a cycle's end -----------------------------------------------------------------------------------------
 
@@ -791,20 +767,19 @@ class Coordinator:
         self._carry_out(self._ladder.rule(end), now_s)
 
     def _report_finished(self, names: Collection[str]) -> None:
-        """Notify those of the nodes whose workers still run that the workers of another node exited with 0."""
+        """Notify those of the nodes whose workers still run that another node's workers exited with 0."""
         if self.phase != m.JobPhase.RUNNING or not self._finished:
             return
-        for name in self.nodes.holders.intersection(names) - self._finished.keys():
-            if (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.out.append((name, node.epoch, m.PeersFinished(cycle=self.cycle)))
+        for node in self.nodes.present(self.nodes.holders.intersection(names) - self._finished.keys()):
+            self.nodes.out.append((node.name, node.epoch, m.PeersFinished(cycle=self.cycle)))
 
     def _carry_out(self, verdict: Verdict, now_s: float) -> None:
         if verdict.rung >= Rung.REQUEUE_JOB:
             assert verdict.exit_code is not None
             self._stop_job(verdict.exit_code, verdict.reason, now_s)
             return
-        # One that was stopped, and whose heir is gone again, has not seen the heir's cycles; nodes that come back have.
-        # What they saved, and who owns the directories, is told apart by the number.
+        # A coordinator that was suspended does not know its successor's cycles, but returning nodes do. Their numbers
+        # are not reused: they identify what a cycle saved, and the owners of directories.
         self.cycle = max(self.cycle, self._newest_elsewhere) + 1
         self._forming.begin(self.state, verdict.quarantine)
         self._restart_at_s = now_s + verdict.delay_s if verdict.delay_s else None
@@ -819,7 +794,7 @@ class Coordinator:
     # -- forming -----------------------------------------------------------------------------------------------
 
     def _advance(self, now_s: float) -> None:
-        """Go on to the next phase, when what it needs is there."""
+        """Enter the next phase if its conditions hold."""
         if self._restart_at_s is not None and now_s >= self._restart_at_s:
             self._restart_at_s = None
         if self._ending is not None and self._phase_since_s is None:
@@ -842,7 +817,7 @@ class Coordinator:
             return
         if self._ending is not None and self.nodes.any_busy_holder():
             return
-        if self._quorum.is_lost:  # what follows is the other part's to decide
+        if self._quorum.is_lost:  # the other part of the job decides what follows
             self._await_quorum(now_s)
             return
         if self._ending is not None:
@@ -876,7 +851,7 @@ class Coordinator:
         self.nodes.send(first, m.Prepare(cycle=self.cycle))
 
     def _note_forming(self, *, missing: int) -> None:
-        """Record that nodes are missing, once, and that none is any more."""
+        """Record once per cycle that nodes are missing, and that none is missing any more."""
         if (noted := (self.cycle, missing > 0)) != self._noted_forming:
             self._noted_forming = noted
             self._record(EventKind.FORMING, {"missing": missing})
@@ -886,7 +861,7 @@ class Coordinator:
         self._wait_for_nodes(now_s)
 
     def _wait_for_nodes(self, now_s: float) -> None:
-        """Say who is waited for, and stop the job here once that has taken too long."""
+        """Log which nodes are missing; stop the job here once that has taken too long."""
         self._forming.remind(now_s)
         awaited = bool(self.nodes.by_name) or self._excluded.any_waits
         if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is None:

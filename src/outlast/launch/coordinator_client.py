@@ -1,4 +1,4 @@
-"""What a node reports to the coordinator, and keeps for the next one; no method blocks."""
+"""Reports of a node to the coordinator, and the state that it keeps for the next coordinator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import msgspec
 
 from outlast.launch import protocol as m
 from outlast.launch.control_link import ControlLink
-from outlast.policy.ladder import LadderState
 
 log = logging.getLogger(__name__)
 
@@ -19,10 +18,10 @@ class CoordinatorClient:
     Args:
         link: The link to the coordinator.
         addr: Address of this node for its peers.
-        nproc: Workers that it starts.
-        wish: The slot that its user asked for, if any.
+        nproc: Number of its workers.
+        wish: The slot that the user requested, if any.
 
-    Thread: the agent's main thread; nothing here blocks.
+    Thread: the agent's main thread; no method blocks.
     """
 
     def __init__(self, link: ControlLink, *, addr: str, nproc: int, wish: int | None) -> None:
@@ -38,20 +37,14 @@ class CoordinatorClient:
 
     @property
     def num_spares(self) -> int:
-        """How many spares wait, as this node was told last. Thread: any."""
+        """Number of waiting spares as the coordinator reported last. Thread: any."""
         place = self._place
         return 0 if place is None else place.num_spares
 
-    @property
-    def ladder(self) -> LadderState | None:
-        """What the recovery policy remembers, as this node was notified last; ``None``: not yet. Thread: any."""
-        return self.link.ladder
-
     def take_place(self, start: m.Start) -> bool:
-        """Note the place in a cycle; return False for one that must not be started.
+        """Take the place in a cycle; return False if the cycle must not be started.
 
-        That is one that was taken before (sent twice, after a reconnection), or one of a coordinator that another has
-        succeeded.
+        That is a repeated Start, or one of a superseded coordinator.
         """
         if start.term < self._term:
             log.warning("cycle %d was not started: it is of term %d, and %d rules", start.cycle, start.term, self._term)
@@ -62,21 +55,17 @@ class CoordinatorClient:
         return True
 
     def wait_beside(self, place: m.SlotPlace) -> None:
-        """Note the place of this node among the spares beside a cycle."""
+        """Take the place of this node among a cycle's spares."""
         if self._place is None or place.order > self._place.order:
             self._place = place
         if place.order == self._place.order:
             self._count()
 
     def note_ran(self, ran: m.Ran) -> None:
-        """Note that all nodes of a cycle have started it, and how many spares wait beside it."""
+        """Note that all nodes of a cycle have started it, and the number of waiting spares."""
         if self._place is not None and self._place.cycle == ran.cycle:
             self._place = self._ran = msgspec.structs.replace(self._place, num_spares=ran.num_spares)
             self._count()
-
-    def note_decided(self, decided: m.Decided) -> None:
-        """Keep what the recovery policy remembers, for a coordinator that takes over."""
-        self.link.ladder = decided.ladder
 
     def _count(self) -> None:
         assert self._place is not None
@@ -84,44 +73,43 @@ class CoordinatorClient:
         self.send(m.Counted(cycle=place.cycle, term=place.term, num_spares=place.num_spares))
 
     def begin_job(self) -> None:
-        """Drop what this node knows of its job: it takes part in another job of the run from now on."""
+        """Drop all state of this node's job, to take part in another job of the run."""
         self.link.begin_job()
         self._place = self._ran = self._ended = self._script_settings = None
         self._term, self._newest_trained, self.link.ladder = 0, -1, None
 
     def note_term(self, term: int) -> None:
-        """Note the term of the coordinator that is obeyed now."""
         self._term = max(self._term, term)
 
     @property
     def has_saved(self) -> bool:
-        """Whether a generation is known that the run can go on from."""
+        """Whether a checkpoint is known from which the run can resume."""
         return self._ended is not None and self._ended.durable_iteration is not None
 
     def join(self, ended: m.CycleFacts | None) -> None:
-        """Request a slot in the next cycle, with what is known of the one that ended here."""
+        """Request a slot in the next cycle; ``ended`` describes the last one of this node."""
         self._ended = ended
         self.send(m.JoinRequest(addr=self.addr, nproc=self.nproc, wish=self._wish, ended=ended))
 
     def report_step(self, cycle: int) -> None:
-        """Report that a rank of this node has completed a step of a cycle, unless it was reported before."""
+        """Report once per cycle that a rank of this node has completed a step."""
         if cycle > self._newest_trained:
             self._newest_trained = cycle
             self.send(m.Stepped(cycle=cycle))
 
     def report_settings(self, text: str) -> None:
-        """Report what the script's config sets, empty for nothing, unless it was reported before."""
+        """Report the settings of the script's config, empty for none, if they have changed."""
         if text != self._script_settings:
             self._script_settings = text
             self.send(m.ScriptSettings(fault_tolerance=text))
 
     def finish(self, facts: m.CycleFacts) -> None:
-        """Report that every worker of this node ended with 0, or could be spared."""
+        """Report that every worker of this node exited with 0 or was spared."""
         self._ended = facts
         self.send(m.Finished(facts=facts))
 
     def register(self, *, is_running: bool, is_joining: bool, has_finished: bool) -> None:
-        """Report this node's place, and its last message, to a coordinator that is reached again, or to another one."""
+        """Report this node's place, and repeat its last messages, to a coordinator that was just reached."""
         self.send(
             m.Register(
                 addr=self.addr,

@@ -1,15 +1,15 @@
-"""The coordinator's host: feeds the coordinator from the agents' connections, in a thread of the agent that hosts it.
+"""The coordinator's host: feeds the coordinator from the agents' connections, in a thread of the hosting agent.
 
-One selector loop serves the listener, every agent's connection and its own clock. Where it writes to the run directory
-(``ladder.json`` before a verdict) it waits a bounded time.
+One selector loop serves the listener, the agents' connections and timers. Writes to the run directory (``ladder.json``
+before a decision is sent) have a time limit.
 
-An agent's connection that ends is a question, not an answer: it can break for reasons of the network. An agent that
-lives connects again at once; only one that does not within :data:`PATIENCE_S` is taken for dead. The kernel closes a
-killed process's connections at once; what dies without closing anything (a machine without power) its beats reveal, and
-so they do an agent whose main loop hangs.
+A connection that ends proves nothing: networks break connections, and a living agent reconnects at once. An agent that
+does not within :data:`PATIENCE_S` counts as dead. The kernel closes the connections of a killed process at once;
+missing heartbeats reveal a machine without power, and an agent whose main loop hangs.
 
-Strangers: nothing is decoded before the run key is proved; unproved connections are bounded in number and time, and the
-oldest goes first. A proved agent of another run, job or command is refused with a line that says which differs.
+Strangers: no message is decoded before the run key is proved; unauthenticated connections are limited in number and
+time, and the oldest is closed first. An authenticated agent of another run, job or command is refused with the
+difference.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from outlast.version import __version__
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 0.3
-"""How long an agent has to connect again."""
+"""How long an agent has to reconnect."""
 _JOIN_S = 10.0
 """How long a connection may take until its agent is known."""
 _MAX_NEWCOMERS = 1024
-"""Connections whose agents are not known yet, beside one for each node; more than that, and the oldest is closed."""
+"""Connections of unknown agents in addition to one per node; one more closes the oldest."""
 _MAX_HELLO_BYTES = 1 << 16
 _MAX_MESSAGE_BYTES = 1 << 24
 _REWRITE_S = 5.0
-"""Between two tries to write what a full disk did not take."""
+"""Between two attempts to write a file that a full disk did not take."""
 AgentChannel = SelectedChannel[m.OnControl]
 
 
@@ -70,23 +70,22 @@ class _AgentLink:
     channel: AgentChannel
     hello: m.Hello
     count: int = -1
-    """Of its last beat."""
+    """Counter of its last heartbeat."""
 
 
 class CoordinatorServer:
     """Run the coordinator of a job.
 
     Args:
-        listeners: Bound and listening; this object owns them.
+        listeners: Bound and listening sockets, owned by this object.
         settings: The job's settings.
-        identity: What all agents of the job have in common; in its run directory ``ladder.json`` and ``ft_state.json``
-            are kept.
-        node: Name of this node.
-        layers: What options and file of ``outlast run`` set; what they do not, the script's config may.
-        on_error: Called in the server's thread with what ended it before its time.
-        may_write: Says whether the run directory is still this job's.
+        identity: What all agents of the job have in common; ``ladder.json`` and ``ft_state.json`` are kept in its run
+            directory.
+        layers: The settings of options and file; the script's config may set the others.
+        on_error: Called in the server's thread with the error that ended it.
+        may_write: Returns whether this job still owns the run directory.
 
-    Thread: owns one; :meth:`start`, :meth:`close` and :meth:`leadership` may be called by any.
+    Thread: owns one; :meth:`start`, :meth:`close` and :meth:`leadership` may be called from any thread.
     """
 
     def __init__(
@@ -95,17 +94,14 @@ class CoordinatorServer:
         settings: JobSettings,
         identity: JobIdentity,
         *,
-        node: str,
         layers: LayeredSettings,
         on_error: Callable[[BaseException], None],
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._settings, self._identity = settings, identity
-        self._run_dir, self._node = identity.run_dir, node
-        self._layers, self._config = layers, layers.config
-        self._on_error, self._may_write = on_error, may_write
+        self.settings, self._identity, self._run_dir = settings, identity, identity.run_dir
+        self._layers, self._on_error, self._may_write = layers, on_error, may_write
         self._journal = Journal(
-            identity.run_dir, run_id=identity.run_id, job=settings.job, node=node, proc="coordinator"
+            identity.run_dir, run_id=identity.run_id, job=settings.job, node=settings.host, proc="coordinator"
         )
         is_new_job = settings.former_host is None
         state = load_ladder(identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named, job=settings.job)
@@ -113,16 +109,11 @@ class CoordinatorServer:
         stop = describe_last_job(identity.run_dir, settings.last_job) if is_new_job else None
         continues_finished = stop is None and not state.finished and load_ladder(identity.run_dir).finished
         self._unwritten = state if continues_finished else None
-        """What ``ladder.json`` does not have yet; it is tried again."""
+        """State that ``ladder.json`` lacks; written later."""
         self._writes_again_s = 0.0
-        self._coordinator = Coordinator(
-            settings,
-            state,
-            tell_time=self._journal.tell_time,
-            stop=stop,
-        )
+        self._coordinator = Coordinator(settings, state, tell_time=self._journal.tell_time, stop=stop)
         self.leader = secrets.token_hex(4)
-        """Names this life of the coordinator."""
+        """Identifies this life of the coordinator."""
         self._selector = selectors.DefaultSelector()
         self._requests: Mailbox[str] = Mailbox()
         self._listener: Listener[m.OnControl] = Listener(
@@ -130,53 +121,50 @@ class CoordinatorServer:
             listeners,
             m.OnControl,
             self._on_newcomer,
-            name=f"the coordinator of node {node}",
+            name=f"the coordinator of node {settings.host}",
             join_s=_JOIN_S,
-            max_newcomers=_MAX_NEWCOMERS + max(settings.num_slots, settings.max_nodes),  # nodes may come all at once
+            max_newcomers=_MAX_NEWCOMERS + max(settings.num_slots, settings.max_nodes),  # nodes may connect all at once
             handshake=partial(serve_handshake, identity),
             max_bytes=_MAX_HELLO_BYTES,
         )
         self._agents: dict[tuple[str, str], _AgentLink] = {}
         """By node and epoch."""
         self._claimants: dict[tuple[str, str], tuple[AgentChannel, m.Hello, list[m.OnControl]]] = {}
-        """Agents whose name another one may have: their connections, and what came on them."""
+        """Agents whose name may be another agent's: the connection, its Hello and later messages."""
         self._refused: set[tuple[str, str]] = set()
-        """Nodes and reasons that the log names."""
+        """Nodes and reasons that were logged already."""
         self._suspects: dict[tuple[str, str], tuple[float, bool]] = {}
-        """Whose connection ended, in that order: when they are taken for dead, and whether that is certain."""
+        """Agents whose connection ended, oldest first: when they count as dead, and whether that is certain."""
         self._learned: LearnedTimeouts | None = None
-        """What the newest cycle has taught about timeouts; ``None`` = nothing, or it was logged."""
+        """Timeouts learned in the newest cycle; ``None``: none, or already logged."""
         self._judged_at_s = self._next_tick_s = clock.now_s()
         self._is_closing = False
         self._successor: Endpoint | None = None
-        """Where the coordinator is to which this one has yielded."""
+        """Endpoint of the coordinator to which this one has yielded."""
         self._thread = threading.Thread(target=self._run, name="outlast-coordinator", daemon=True)
         self.closed = threading.Event()
-        """Set once every node has learned that the job is over, or had long enough to."""
+        """Set once every node has received Stop, or the time for that is over."""
 
     def start(self) -> None:
-        """Start serving."""
         raise_descriptor_limit()
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread and the connections, and free the port. Idempotent. Blocks: up to ``timeout_s``."""
+        """End the thread and free the port. Idempotent. Blocks: up to ``timeout_s``."""
         if self._thread.is_alive():
             self._requests.put("close")
             self._thread.join(timeout_s)
         self._journal.close()
 
     def hand_over(self, successor: Endpoint) -> None:
-        """Yield to the coordinator at another endpoint: disconnect all agents, and refer those to it that come.
+        """Yield to the coordinator at another endpoint: disconnect all agents and refer new ones to it.
 
-        The port stays open until :meth:`close`: a port that refuses connections shows other agents that this node is
-        dead.
+        The port stays open until :meth:`close`, as a refused connection would make agents declare this node dead.
         """
         self._successor = successor
         self._requests.put("hand over")
 
     def leadership(self) -> Leadership:
-        """Return how this coordinator stands."""
         return self._coordinator.leadership
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -212,12 +200,10 @@ class CoordinatorServer:
         if self._successor is not None:
             return []
         due = [self._next_tick_s]
-        if self._suspects:  # as newcomers, they are due in the order in which they came
+        if self._suspects:  # in order of their deadlines
             due.append(next(iter(self._suspects.values()))[0])
-        if self._coordinator.ranks_deadline_s is not None:
-            due.append(self._coordinator.ranks_deadline_s)
-        if self._coordinator.restart_deadline_s is not None:
-            due.append(self._coordinator.restart_deadline_s)
+        if self._coordinator.deadline_s is not None:
+            due.append(self._coordinator.deadline_s)
         return due
 
     def _serve_job(self, now_s: float) -> None:
@@ -226,14 +212,10 @@ class CoordinatorServer:
             _, is_known = self._suspects.pop(who)
             reason = "its agent's connection ended and was not reestablished"
             self._handle(m.Dead(node=who[0], epoch=who[1], reason=reason, is_known=is_known))
-        ranks_due_s = self._coordinator.ranks_deadline_s
-        if ranks_due_s is not None and now_s >= ranks_due_s:
-            self._send_all(self._coordinator.look_at_ranks(now_s))
-        restart_s = self._coordinator.restart_deadline_s
-        if restart_s is not None and now_s >= restart_s:
-            self._handle(m.CoordinatorTick())
         if now_s >= self._next_tick_s:
             self._tick(now_s)
+        elif (due_s := self._coordinator.deadline_s) is not None and now_s >= due_s:
+            self._handle(m.CoordinatorTick())
 
     def _on_request(self, _: int) -> None:
         self._is_closing |= "close" in self._requests.take_all()
@@ -250,12 +232,12 @@ class CoordinatorServer:
         self._agents.clear()
 
     def _tick(self, now_s: float) -> None:
-        self._next_tick_s = now_s + self._settings.beat_interval_s
+        self._next_tick_s = now_s + self.settings.beat_interval_s
         self._handle(m.CoordinatorTick())
         if self._unwritten is not None and now_s >= self._writes_again_s:
             self._remember(self._unwritten)
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
-        # Another life of a node may be connected too; its silence says nothing of the one that takes part.
+        # Another agent of a node's name may be connected; its silence says nothing about the member.
         lives = {who[0]: agent for who, agent in self._agents.items() if self._coordinator.nodes.is_here(*who)}
         beats = {node: agent.count for node, agent in lives.items()}
         heard_s = {node: now_s - agent.channel.channel.received_ns / 1e9 for node, agent in lives.items()}
@@ -268,28 +250,23 @@ class CoordinatorServer:
     def _on_newcomer(self, link: AgentChannel, came: list[m.OnControl]) -> None:
         if self._successor is not None:
             reason = f"it has yielded to the coordinator at {self._successor}"
-            self._answer(link, m.Refused(reason=reason, successor=str(self._successor)))
+            link.send(m.Refused(reason=reason, successor=str(self._successor)))
             return
         match came[0]:
             case m.Hello() as hello:
                 self._greet(link, hello, came[1:])
             case m.AskStatus():
-                self._answer(link, self._status())
+                link.send(self._status())
             case m.AskLeadership():
                 own = self._coordinator.leadership
-                answer = m.Leads(job=self._settings.job, term=own.term, leads=own.leads, order=own.order)
-                self._answer(link, answer)
+                link.send(m.Leads(job=self.settings.job, term=own.term, leads=own.leads, order=own.order))
             case other:
                 self._listener.drop(link, f"it began with {type(other).__name__}")
-
-    def _answer(self, link: AgentChannel, answer: m.Answer) -> None:
-        """Answer what needs no connection any longer; the other side closes it, or its time runs out."""
-        link.send(answer)
 
     def _greet(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
         if (refusal := self._why_refused(hello)) is not None:
             self._refuse(link, hello, refusal)
-        elif hello.job is None:  # whether the name is free is the coordinator's to say
+        elif hello.job is None:  # the coordinator decides whether the name is free
             self._claimants[hello.node, hello.epoch] = link, hello, more
             self._handle(m.NameClaim(node=hello.node, epoch=hello.epoch))
         else:
@@ -301,7 +278,7 @@ class CoordinatorServer:
         known = (hello.node, refusal.reason) in self._refused
         self._refused.add((hello.node, refusal.reason))
         log.log(logging.DEBUG if known else logging.WARNING, "node %s was refused: %s", hello.node, refusal.reason)
-        self._answer(link, refusal)
+        link.send(refusal)
 
     def _welcome(self, link: AgentChannel, hello: m.Hello, more: list[m.OnControl]) -> None:
         self._listener.admit(link)
@@ -315,8 +292,8 @@ class CoordinatorServer:
         link.on_messages, link.on_broken = partial(self._on_messages, who), partial(self._on_broken, who)
         link.send(
             m.Welcome(
-                job=self._settings.job,
-                host=self._node,
+                job=self.settings.job,
+                host=self.settings.host,
                 leader=self.leader,
                 term=self._coordinator.leadership.term,
                 version=__version__,
@@ -326,8 +303,8 @@ class CoordinatorServer:
             self._on_messages(who, link, more)
 
     def _why_refused(self, hello: m.Hello) -> m.Refused | None:
-        """Return what keeps an agent from this job; ``None``: nothing."""
-        own, job = self._identity, self._settings.job
+        """Return why an agent may not take part in this job; ``None``: it may."""
+        own, job = self._identity, self.settings.job
         if hello.run_id != own.run_id:
             reason = f"this is run {own.run_id!r}, not {hello.run_id!r}; give all agents of one run the same --rdzv-id"
             return m.Refused(reason=reason)
@@ -368,8 +345,8 @@ class CoordinatorServer:
         del self._agents[who]
         log.debug("the connection to node %s ended: %s", who[0], error)
         now_s = clock.now_s()
-        # After a pause of this process, agents may have left because of its silence: that one is gone proves nothing.
-        is_known = now_s - self._judged_at_s < self._settings.node_timeout_s / 2
+        # After a pause of this process agents may have left because of its silence: a closed connection proves nothing.
+        is_known = now_s - self._judged_at_s < self.settings.node_timeout_s / 2
         self._suspects[who] = now_s + PATIENCE_S, is_known
 
     # -- the coordinator ---------------------------------------------------------------------------------------
@@ -396,7 +373,7 @@ class CoordinatorServer:
         frames: dict[int, bytes] = {}
         for node, epoch, message in outbox:
             if (agent := self._agents.get((node, epoch))) is None:
-                continue  # it is away; when it comes back it registers, and gets it again
+                continue  # disconnected: it registers again, and receives the message then
             frame = frames.get(id(message)) or frames.setdefault(id(message), encode_frame(message))
             agent.channel.send_frame(frame)
         for who in self._coordinator.take_dropped():
@@ -405,7 +382,7 @@ class CoordinatorServer:
         for node, epoch, reason in self._coordinator.take_admissions():
             link, hello, more = self._claimants.pop((node, epoch), (None, None, []))
             if link is None or hello is None or not self._listener.is_newcomer(link):
-                continue  # its connection ended
+                continue  # the connection ended
             if reason is None:
                 self._welcome(link, hello, more)
             else:
@@ -413,21 +390,17 @@ class CoordinatorServer:
 
     def _status(self) -> m.LiveStatus:
         return self._coordinator.status(
-            clock.now_s(),
-            time=self._journal.tell_time(),
-            run_id=self._identity.run_id,
-            run_dir=self._run_dir,
-            host=self._node,
+            clock.now_s(), time=self._journal.tell_time(), run_id=self._identity.run_id, run_dir=self._run_dir
         )
 
     def _take_script_settings(self, told: m.ScriptSettings) -> None:
-        """Use what the script's config sets and no option or file does; it may be another one in the next cycle."""
+        """Use the settings of the script's config that no option and no file sets."""
         try:
             self._layers = self._layers.with_script(told.fault_tolerance or "{}")
         except ConfigError as error:
             log.warning("the settings of node %s's script are not used: %s", told.node, error)
             return
-        self._config = config = self._layers.config
+        config = self._layers.config
         settings = self._coordinator.settings
         least = config.min_nodes
         if least is not None and least > settings.num_slots:
@@ -460,9 +433,9 @@ class CoordinatorServer:
         self._writes_again_s = clock.now_s() + _REWRITE_S
 
     def _learn(self, of: Learn) -> None:
-        config, observations, expired = self._config, of.observations, of.expired
+        config, observations, expired = self._layers.config, of.observations, of.expired
         folder = LearnedTimeouts.folder(config, self._run_dir)
-        if folder is None:  # hangs at timeouts that the script calculated are counted all the same
+        if folder is None:  # count hangs at timeouts that the script calculated all the same
             expired = [one for one in expired or () if one.is_calculated and not one.is_explained]
             folder, observations = LearnedTimeouts.counts_in(config, self._run_dir), []
             if folder is None or not expired:
@@ -472,7 +445,7 @@ class CoordinatorServer:
             learned = LearnedTimeouts.load(folder)
             learned.merge(
                 observations,
-                cycle=f"{self._settings.job}/{of.cycle}",
+                cycle=f"{self.settings.job}/{of.cycle}",
                 config=config,
                 finished=expired is None,
                 faulted=expired or (),
@@ -484,10 +457,8 @@ class CoordinatorServer:
         self._write("learned timeouts", folder / FILE_NAME, save, "those of this cycle are lost")
 
     def _write(self, what: str, path: Path, write: Callable[[], None], otherwise: str) -> bool:
-        """Write a file while the run directory is this job's, and return whether that succeeded.
-
-        A hung disk keeps no agent waiting for long.
-        """
+        """Write a file if this job still owns the run directory; return whether it was written. A hung disk blocks
+        briefly."""
 
         def write_if_ours() -> bool:
             if self._may_write():

@@ -1,8 +1,8 @@
-"""One cycle on one node: lay it out, start its workers, watch them, end them, and report why they ended.
+"""One cycle on one node: prepare and watch its workers, end them, and report why they ended.
 
-Laying out makes what the workers find: environments, the board on which they write their state, log files. Watching is
-the watchdog's (hangs) and :mod:`outlast.launch.workers`'s (restarts inside the processes). When workers
-end, :meth:`Cycle.describe_failure` names the one that began, and :meth:`Cycle.facts` is what the coordinator gets.
+:meth:`Cycle.prepare` makes the workers' environments, heartbeat memory and log files. The watchdog detects hangs;
+:mod:`outlast.launch.in_process_recovery` follows in-process restarts. After the workers' end
+:meth:`Cycle.describe_failure` identifies the first failure, and :meth:`Cycle.facts` is the report for the coordinator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,11 +60,11 @@ _FATAL_SIGNALS = {
     "Floating point exception": -signal.SIGFPE,
     "Illegal instruction": -signal.SIGILL,
 }
-"""What ``faulthandler`` calls the signals that it catches."""
+"""Signals as ``faulthandler`` calls them."""
 _KEYS_PER_CYCLE = 1 << 16
 _LAST_LINES, _MAX_LINE, _MAX_TAIL = 20, 300, 16 * 1024
 ALONE_S = 5.0
-"""How long workers that are shutting down have left once one of them ended without having saved."""
+"""How long workers that are shutting down may run once one of them ended without having saved."""
 _WITHOUT_EFFECT = {
     **{
         name: f"agents need it before the script runs; give outlast run {ft_option(name)}, or "
@@ -81,17 +81,15 @@ class WorkerLaunch:
 
     options: RunOptions
     kind: str
-    """As in :class:`outlast.runtime.zygote.Spawn`; so is what follows."""
+    """As in :class:`outlast.runtime.zygote.Spawn`."""
     argv: tuple[str, ...]
     env: dict[str, str]
-    """What every worker gets."""
+    """Environment of every worker."""
     spec: WorkerSpec
-    """torch's description of the workers."""
     logs: LogsSpecs
-    """Where output goes."""
 
     def argv_of(self, local_rank: int) -> tuple[str, ...]:
-        """Return what one worker runs."""
+        """Return the command line of one worker."""
         argv = tuple(macros.substitute(list(self.argv), str(local_rank)))  # ${local_rank}
         if self.kind != "exec" or (binding := self.options.torchrun.numa_binding) is None:
             return argv
@@ -102,7 +100,7 @@ class WorkerLaunch:
         return _maybe_wrap_command_args_with_numa_binding(argv, gpu_index=local_rank, numa_options=options)
 
     def ranks_env(self, start: m.Start, local_rank: int) -> dict[str, str]:
-        """Return what torch's scripts expect in the environment of one worker."""
+        """Return the variables that torch's scripts expect in one worker's environment."""
         spec, rank = self.spec, start.base_rank + local_rank
         values = {
             "RANK": rank,
@@ -123,7 +121,7 @@ class WorkerLaunch:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.environ().get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
         texts = {name: str(value) for name, value in values.items()}
-        # torch's own rule for LOCAL_RANK and the visible devices, with --virtual-local-rank too.
+        # torch's own rule for LOCAL_RANK and the visible devices, which respects --virtual-local-rank.
         if hasattr(LocalElasticAgent, "_set_local_rank_env"):
             LocalElasticAgent._set_local_rank_env(None, texts, local_rank, spec)  # type: ignore[arg-type]
         else:  # torch 2.8
@@ -131,7 +129,7 @@ class WorkerLaunch:
         return texts
 
     def line_prefixes(self, start: m.Start) -> dict[int, str] | None:
-        """Return the prefix of each local rank's lines in the console; ``None`` = torch's own."""
+        """Return the console prefix of each local rank's lines; ``None``: torch's own."""
         if not (template := env.environ().get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")):
             return None
         names, base = Template(template), start.base_rank
@@ -141,11 +139,11 @@ class WorkerLaunch:
         }
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Cycle:
     """The workers of one cycle on this node; :meth:`prepare` makes it.
 
-    Thread: the agent's main thread; the watchdog reports through what :meth:`watch` is given.
+    Thread: the agent's main thread.
     """
 
     start: m.Start
@@ -155,33 +153,33 @@ class Cycle:
     board: Board
     logs: WorkerLogs
     workers: dict[int, WorkerProcess]
-    """Key in the zygote's messages to worker."""
+    """By key in the fork server's messages."""
     spawns: list[tuple[Spawn, Sequence[int]]]
-    """The requests to the zygote that start them, with the descriptors of their output."""
+    """Requests to the fork server that start the workers, with the descriptors of their output."""
     in_process: InProcessRecovery
     postmortem: Postmortem
-    """What the workers record of their ends."""
+    """What the workers recorded about their ends."""
     watchdog: Watchdog | None = None
     layers: LayeredSettings = field(init=False)
-    """The fault tolerance settings in force: those of the launcher, and of the script once a rank reported them."""
+    """The settings in force: the launcher's, and the script's once a rank has reported them."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    """What is enforced."""
+    """The enforced timeouts."""
     _origins: dict[str, str] = field(default_factory=dict)
-    """Where each setting of it comes from."""
+    """Source of each setting of :attr:`timeouts`."""
     script_settings: str | None = None
-    """What the script's config sets, as text; ``None`` while no rank has attached to the board."""
+    """The settings of the script's config, as text; ``None`` while no rank has attached to the heartbeat memory."""
     calculated: str = ""
-    """The timeouts that the workers calculated themselves, as text."""
+    """The timeouts that the script calculated, as text."""
     _before_calculated: Timeouts = field(default_factory=Timeouts)
-    """What would be enforced without them."""
+    """The timeouts without the calculated ones."""
     _settings_of: dict[int, str] = field(default_factory=dict)
-    """What each local rank has reported last."""
+    """The last report of each local rank."""
     _superseded: set[str] = field(default_factory=set)
-    """What was in force before."""
+    """Settings that were in force before."""
     _differing: set[int] = field(default_factory=set)
-    """Local ranks whose scripts set something else than the first one's."""
+    """Local ranks whose settings differ from those in force."""
     over: bool = False
-    """Nothing that happens in it counts any more."""
+    """The cycle has ended: later events of its workers are ignored."""
 
     def __post_init__(self) -> None:
         self.layers = self.options.layers
@@ -200,20 +198,20 @@ class Cycle:
         relay: str,
         kept: Sequence[KeptDurability] = (),
     ) -> Cycle:
-        """Lay out a cycle's environments, board and logs; nothing runs yet.
+        """Prepare a cycle's environments, heartbeat memory and logs; nothing runs yet.
 
         Args:
             launch: How the workers are started.
             start: The coordinator's message.
             job: Name of the job.
             node: Name of this node.
-            writer: Address of the node's checkpoint writer; empty = there is none.
-            relay: Address of the node's relay for restarts inside the processes; empty = there is none.
-            kept: What the workers of the job's cycle before recorded of their commits, by local rank.
+            writer: Address of the node's checkpoint writer; empty: none.
+            relay: Address of the node's relay for in-process restarts; empty: none.
+            kept: Durability records of the job's previous cycle, by local rank.
 
         Raises:
-            OSError: A file of it cannot be made.
-            OutlastError: Its board cannot be made.
+            OSError: A file cannot be made.
+            OutlastError: The heartbeat memory cannot be made.
         """
         options, nproc = launch.options, launch.spec.local_world_size
         workers = {
@@ -254,43 +252,28 @@ class Cycle:
             for key, worker in workers.items():
                 rank = worker.local_rank
                 stdout, stderr = logs.outputs_of(rank)
+                variables = {**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}
                 request = Spawn(
                     key=key,
                     kind=launch.kind,
                     argv=tuple(map(os.fsencode, launch.argv_of(rank))),
-                    env=_as_bytes({**shared, **envs[rank], env.POSTMORTEM: postmortem.path(rank)}),
+                    env={os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
                     stdout=stdout is not None,
                     stderr=stderr is not None,
                     on_start="" if launch.kind == "exec" else "outlast.monitor.stacks:register",
                 )
                 spawns.append((request, [fd for fd in (stdout, stderr) if fd is not None]))
             stack.pop_all()
-        return cls(
-            start=start,
-            options=options,
-            job=job,
-            node=node,
-            board=board,
-            logs=logs,
-            workers=workers,
-            spawns=spawns,
-            in_process=in_process,
-            postmortem=postmortem,
-        )
+        return cls(start, options, job, node, board, logs, workers, spawns, in_process, postmortem)
 
     @property
     def number(self) -> int:
-        """The cycle's number."""
         return self.start.cycle
 
     # -- watching it -------------------------------------------------------------------------------------------
 
     def watch(self, deliver: Callable[[object], None]) -> None:
-        """Watch the workers, now that they are being started, and copy their output.
-
-        Args:
-            deliver: Takes the watchdog's events, in its thread.
-        """
+        """Start the watchdog and the copies of the output; ``deliver`` receives the watchdog's events in its thread."""
         self.logs.start()
         if self.layers.config.enable_ft_package:
             self.watchdog = Watchdog(
@@ -303,9 +286,9 @@ class Cycle:
             self.watchdog.start()
 
     def note_started(self, event: Started) -> bool:
-        """Note that a worker runs; return whether they all do now.
+        """Note that a worker runs; return whether all do.
 
-        One that started while its cycle was being ended is ignored: it is killed with the rest.
+        A worker that started while its cycle was being ended is ignored: it is killed with the others.
         """
         worker = None if self.over else self.workers.get(event.key)
         if worker is None:
@@ -315,10 +298,10 @@ class Cycle:
         return all(other.pid for other in self.workers.values())
 
     def apply_script_settings(self) -> None:
-        """Enforce the timeouts in force, once a rank has attached to the board and reported what its config sets.
+        """Enforce the settings that ranks have reported through the heartbeat memory.
 
-        The settings of the first rank that has any count; a WARNING names another rank whose settings differ. A rank
-        attaches again where a session follows a monitor that its script made: its new settings take their place.
+        The first rank with settings counts; another rank whose settings differ is logged. A rank attaches again if a
+        session follows a monitor that its script made: its new settings replace the old ones.
         """
         for local_rank in range(self.board.num_ranks):
             text = self.board.settings(local_rank)
@@ -327,7 +310,7 @@ class Cycle:
                 continue
             self._settings_of[local_rank] = text
             in_force = self.script_settings
-            # A worker may attach without settings first, and again with those of its session: none differ from none.
+            # A worker may attach without settings first, and again with those of its session.
             if text != in_force and (not in_force or (text and before == in_force)):
                 self.script_settings = text
                 self._superseded.add(in_force or "")
@@ -378,13 +361,13 @@ class Cycle:
         self.apply_calculated_timeouts()
 
     def apply_calculated_timeouts(self) -> None:
-        """Enforce what the workers calculated themselves, if that has changed; the lowest local rank's counts."""
+        """Enforce the timeouts that the script calculated, if they have changed; the lowest local rank's count."""
         if self.over or self.watchdog is None or self.script_settings is None:
             return
         texts = ((rank, self.board.timeouts(rank)) for rank in range(self.board.num_ranks))
         local_rank, text = next(((rank, text) for rank, text in texts if text != ""), (0, ""))
         if text is None or text == self.calculated:
-            return  # while it changes: whoever changes it wakes the agent afterwards
+            return  # being written: the worker wakes the agent afterwards
         self.calculated, before = text, self._before_calculated
         folder = LearnedTimeouts.counts_in(self.layers.config, self.options.run_dir)
         self.timeouts = enforceable(before, text, rank=local_rank, folder=folder)
@@ -393,31 +376,26 @@ class Cycle:
         self.watchdog.enforce(self.timeouts, self.timeouts.describe(self._origins.__getitem__))
 
     @property
-    def is_plain(self) -> bool:
-        """Whether hangs would be noticed, but no worker of this node has anything yet that shows them."""
-        return self.watchdog is not None and not self.had_session
-
-    @property
     def had_session(self) -> bool:
-        """Whether a worker of this node has, or had, a session or a monitor: it has written on the board."""
+        """Whether a worker of this node has, or had, a session or a monitor."""
         return any(state.attached or state.in_process != InProcessState.OFF for state in self.board.read_all())
 
     def describe_hang_detection(self, *, is_early: bool = False) -> str:
-        """Return what detects hangs, for people; ``is_early``: a script without a session may still open one."""
+        """Describe the hang detection for people; ``is_early``: a script without a session may still open one."""
         return describe_hangs(
             self.timeouts if self.watchdog is not None else None,
             self.layers.source("enable_ft_package"),
-            has_session=None if is_early else not self.is_plain,
+            has_session=None if is_early else self.watchdog is None or self.had_session,
             origins=self._origins,
         )
 
     @property
     def session_protection(self) -> str:
-        """What the session of this node's first rank protects against; empty while it has not reported it."""
+        """What the session of this node's first rank protects against; empty: not reported yet."""
         return "" if self.over else self.board.protection(0)
 
     def look(self) -> None:
-        """Have the watchdog judge the workers anew: something about them changed."""
+        """Make the watchdog judge the workers again: their state has changed."""
         if self.watchdog is not None:
             self.watchdog.look()
 
@@ -432,19 +410,20 @@ class Cycle:
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """Exit codes by local rank; ``None`` while a worker runs."""
+        """Exit codes by local rank; ``None``: the worker runs."""
         return [worker.exit_code for worker in self.workers.values()]
 
     @property
     def all_ended(self) -> bool:
-        """Whether every worker ended."""
         return None not in self.exit_codes
 
     @property
     def can_be_resumed(self) -> bool:
-        """Whether there is a checkpoint to resume from: of this cycle, or an earlier one that it may still be loading.
+        """Whether there is a checkpoint to resume from: of this cycle, or an earlier one that is perhaps still being
+        loaded.
 
-        The exit codes of workers that shut down in order show it, all that were needed; of killed ones the board does.
+        The exit codes of orderly workers prove a save if all needed workers have them; of killed workers the heartbeat
+        memory does.
         """
         if self.start.has_checkpoint or self.durable_iteration is not None:
             return True
@@ -453,7 +432,6 @@ class Cycle:
 
     @property
     def has_started(self) -> bool:
-        """Whether a worker runs, or ran."""
         return any(worker.pid for worker in self.workers.values())
 
     @property
@@ -463,17 +441,17 @@ class Cycle:
         return any(worker.lost is None and worker.exit_code not in orderly for worker in self.workers.values())
 
     def continues_without(self, worker: WorkerProcess) -> bool:
-        """Return whether the others continue in process without a worker that ended with anything but 0."""
+        """Return whether the others continue in process without a worker that failed."""
         assert worker.exit_code
         return self.in_process.lose(worker, self._describe_exit(worker, worker.exit_code))
 
     def has_lost(self, rank: int | None) -> bool:
-        """Return whether a rank ended, and the others continue without it."""
+        """Return whether the cycle continues without a rank that ended."""
         return any(worker.lost is not None for worker in self.workers.values() if worker.global_rank == rank)
 
     @property
     def wait_for_others_s(self) -> float:
-        """Seconds to wait for other workers of this node before a failure is reported; 0 = what happened is clear."""
+        """Seconds to wait for other workers of this node before a failure is reported; 0: the failure is clear."""
         failing = self._failing()
         done = (ExitReason.FINISHED, ExitReason.PREEMPTED)
         num_ended = sum(worker.lost is not None or worker.exit_code in done for worker in self.workers.values())
@@ -488,13 +466,12 @@ class Cycle:
         )
 
     def describe_failure(self) -> Incident:
-        """Return the incident of the worker that failed first, one or more having ended with anything but 0.
+        """Return the incident of the worker that failed first.
 
-        One that judged a result invalid is the cause, also where a peer that missed it was gone before it.
+        A worker that judged a result invalid is the cause, even if a peer that missed it failed earlier.
         """
-        if (other := self._describe_request() or self._describe_verdict()) is not None:
-            return other
-        if (other := self.in_process.unrecovered_loss) is not None:
+        decided = self._describe_request() or self._describe_verdict()
+        if (other := decided or self.in_process.unrecovered_loss) is not None:
             return other
         failing = self._failing()
         first = find_first(failing).rank
@@ -502,15 +479,15 @@ class Cycle:
             if worker.global_rank != first and any(worker.global_rank == one.rank for one in failing):
                 self._keep_postmortem(worker)
         worker = next(worker for worker in self.workers.values() if worker.global_rank == first)
-        if (code := worker.exit_code) is None:  # it is about to end
+        if (code := worker.exit_code) is None:  # about to end
             cause = self.postmortem.read(worker.local_rank).cause
-            code = self.board.read(worker.local_rank).leaving_with or 1  # a session writes it on the board
+            code = self.board.read(worker.local_rank).leaving_with or 1  # written by its session
             if cause is not None and cause.type == "fatal signal":
                 code = _FATAL_SIGNALS.get(cause.text, 1)
         return self._describe_exit(worker, code)
 
     def _failing(self) -> list[Ended]:
-        """Return the workers that ended with anything but 0, and those that recorded why they are about to."""
+        """Return the workers that failed, and those that recorded why they are about to."""
         failing = []
         for worker in self.workers.values():
             if worker.lost is not None or worker.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
@@ -534,7 +511,7 @@ class Cycle:
 
     @property
     def _is_young(self) -> bool:
-        """Whether a script that reports no steps is taken to be before its first one."""
+        """Whether a script that reports no steps is assumed to be before its first one."""
         return self.ran_s < PLAIN_START_S
 
     @property
@@ -546,7 +523,7 @@ class Cycle:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a rank of this node has completed a step, or may have: a script need not report its steps."""
+        """Whether a rank of this node has completed a step, or may have: scripts need not report steps."""
         states = self.board.read_all()
         if any(state.counts.get("step") or state.num_heartbeats for state in states):
             return True
@@ -554,16 +531,18 @@ class Cycle:
 
     @property
     def _permanent_cause(self) -> Cause | None:
-        """What all workers of this node failed with alike, if a restart cannot help; some may still be ending."""
+        """The cause with which all workers of this node fail alike, if a restart cannot help; some may still be
+        ending."""
         if not self._is_before_first_step:
             return None
         causes = [self.postmortem.read(worker.local_rank).cause for worker in self.workers.values()]
         return permanent_cause(causes, has_session=self.had_session)
 
     def _describe_verdict(self) -> Incident | None:
-        """Return the incident of a worker that leaves, or left, for an invalid result or a slow rank; ``None`` = none.
+        """Return the incident of a worker that exits for an invalid result or a slow rank; ``None``: there is none.
 
-        Where all ranks leave together it is that of the rank that saw the result, or is slow, if it is on this node.
+        If all ranks exit for it, the incident is that of the rank with the result, or of the slow rank, if it is on
+        this node.
         """
         first: tuple[WorkerProcess, int, Diagnosis | None] | None = None
         for worker in self.workers.values():
@@ -582,9 +561,9 @@ class Cycle:
         return self._describe_exit(seers[0] if seers else worker, code, diagnosis)
 
     def _describe_request(self) -> Incident | None:
-        """Return the incident of a worker that asked what is to follow a failure; ``None`` = none did.
+        """Return the incident of a worker that requested a reaction to a failure; ``None``: none did.
 
-        It counts although another worker may have failed: a request to stop comes before one to replace the node.
+        A request has priority over another worker's failure, and a request to stop over one to replace the node.
         """
         asked = ((self.board.read(worker.local_rank).requested, worker) for worker in self.workers.values())
         requested, worker = max(asked, key=lambda one: one[0])
@@ -619,7 +598,7 @@ class Cycle:
         )
 
     def _keep_postmortem(self, worker: WorkerProcess) -> dict[str, Any]:
-        """Write down what a worker left, and return what an incident holds of it."""
+        """Write down what a worker left behind; return the evidence for an incident."""
         remains = self.postmortem.read(worker.local_rank)
         cause, output = remains.cause, remains.output or self._redirected_output(worker.local_rank)
         last = next((line.strip() for line in reversed(output) if line.strip()), "")
@@ -653,7 +632,7 @@ class Cycle:
         return evidence
 
     def _redirected_output(self, local_rank: int) -> tuple[str, ...]:
-        """Return the last lines of a worker's log files, stderr's last; empty where its output was not redirected."""
+        """Return the last lines of a worker's log files, stderr's last; empty if its output was not redirected."""
         destinations, lines = self.logs.destinations, list[str]()
         for path in dict.fromkeys((destinations.stdouts.get(local_rank), destinations.stderrs.get(local_rank))):
             try:
@@ -666,7 +645,7 @@ class Cycle:
     # -- what it was -------------------------------------------------------------------------------------------
 
     def describe_hang(self, report: HangReport) -> Incident:
-        """Return the incident of the first rank that exceeded a timeout; the culprit is found later."""
+        """Return the incident of the first rank that exceeded a timeout; the root cause is identified later."""
         first = report.expired[0]
         state = self.board.read(first.local_rank)
         return Incident(
@@ -683,7 +662,7 @@ class Cycle:
         )
 
     def examine(self, report: HangReport | None) -> tuple[Position, ...]:
-        """Look where the ranks are, and dump their stacks; lost workers do not take part.
+        """Examine the positions of the ranks and dump their stacks, except for lost workers.
 
         Blocks: up to about two seconds.
         """
@@ -715,24 +694,23 @@ class Cycle:
 
     @property
     def durable_iteration(self) -> int | None:
-        """Highest iteration that a worker of this node knows to survive the end of the job; ``None`` = none yet."""
+        """Highest iteration that a worker of this node knows to survive the end of the job; ``None``: none yet."""
         durable = [s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None]
         return max(durable, default=None)
 
     @property
     def committed_iteration(self) -> int | None:
-        """Highest iteration that a worker of this node knows to be committed in any tier; ``None`` = none yet."""
+        """Highest iteration that a worker of this node knows to be committed in any tier; ``None``: none yet."""
         committed = [s.committed_iteration for s in self.board.read_all() if s.committed_iteration is not None]
         return max(committed, default=None)
 
     @property
     def kept(self) -> tuple[KeptDurability, ...]:
-        """What the next cycle's workers continue from, by local rank."""
+        """Durability records for the next cycle's workers, by local rank."""
         return tuple(state.kept for state in self.board.read_all())
 
     @property
     def progress_known(self) -> bool:
-        """Whether a worker of this node reports its saves."""
         return any(state.reports_progress for state in self.board.read_all())
 
     def _load(self) -> Load | None:
@@ -752,7 +730,7 @@ class Cycle:
         return {str(s.global_rank): s.iteration for s in self.board.read_all() if s.reports_iteration}
 
     def close(self, *, wait_for_logs: bool = False) -> None:
-        """Stop watching, free the board and end the log tails; the workers are the zygote's to end."""
+        """Stop the watchdog, end the log tails and free the heartbeat memory; the fork server ends the workers."""
         self.over = True
         if self.watchdog is not None:
             self.watchdog.stop()
@@ -763,7 +741,7 @@ class Cycle:
         self.board.close()
 
     def _read_error(self, local_rank: int) -> str:
-        """Return the message in torch's error file, if the script is decorated with ``@record``."""
+        """Return the message in torch's error file, which scripts decorated with ``@record`` write."""
         path = Path(self.logs.destinations.error_files.get(local_rank) or "/nonexistent")
         try:
             message = parse_json(in_time(path, lambda: read_file(path, max_bytes=MAX_STATE_BYTES)))["message"]
@@ -777,10 +755,6 @@ def _read_tail(path: str) -> str:
     with open(open_file(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL))
         return file.read(_MAX_TAIL).decode(errors="replace")
-
-
-def _as_bytes(variables: Mapping[str, str]) -> dict[bytes, bytes]:
-    return {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
 
 
 def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:

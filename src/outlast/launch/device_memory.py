@@ -1,13 +1,11 @@
-"""GPU memory of workers that were killed: the next ones on this node start once it is free again.
+"""GPU memory of killed workers: the next workers of this node start once it is free again.
 
-A process can be gone before the driver has taken back all of its memory. Workers that start meanwhile find too little
-of it, and fail, or are restricted to what is left. So the memory in use is read before the first workers start, and
-again after each cycle's were cleared away, until it is what it was then; never for longer than a bound, as memory that
-stays in use may be another program's.
+A process can be gone before the driver has released its memory; workers that start meanwhile find too little of it. The
+memory in use is read before the first workers start, and after each cycle's end until it is back at that level. The
+wait is bounded, as another program may use the memory.
 
-NVML reads it, in a probe process: a driver that hangs keeps nobody but that process, which imports no torch and has no
-context on a GPU. It stays for the next readings, which then take some milliseconds, while the nodes agree on the next
-cycle. A node without GPUs has neither thread nor process for it.
+A probe process reads it through NVML, without torch and without a GPU context, so that a hung driver blocks nothing
+else. It stays for later readings, which take milliseconds. A node without GPUs has neither thread nor process for this.
 """
 
 from __future__ import annotations
@@ -21,28 +19,28 @@ from dataclasses import dataclass
 from outlast import clock, env
 from outlast.config import FaultToleranceConfig
 from outlast.health.devices import DeviceMemoryUse, has_gpus
-from outlast.health.probing import CheckResult, Prober, Status
+from outlast.health.probing import Prober, Status
 
 log = logging.getLogger(__name__)
 _READ_S = 30.0
-"""How long one reading may take: the first one may have to wake the driver."""
+"""Limit for one reading: the first one may have to wake the driver."""
 _NOTICEABLE_S = 1.0
 _CLOSE_S = 3.0
 
 
 def choose_gpus(uuids: Sequence[str], visible: str | None) -> tuple[str, ...]:
-    """Return the GPUs that workers can see; all, if one is named that is not known here (a part of a GPU, say).
+    """Return the GPUs that workers can see; all if an entry is not known here (a part of a GPU, for example).
 
     Args:
-        uuids: All GPUs, in NVML's order. CUDA's is another one where there are several models, unless
-            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``: an index may mean another GPU then.
-        visible: ``CUDA_VISIBLE_DEVICES``: indices, UUIDs or how these begin, with commas between; ``None`` = not set.
+        uuids: All GPUs, in NVML's order. CUDA's order differs where there are several models, unless
+            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``: an index may then mean another GPU.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices, UUIDs or prefixes of UUIDs; ``None``: not set.
     """
     if visible is None:
         return tuple(uuids)
     chosen: list[str] = []
     for entry in map(str.strip, visible.split(",")):
-        if not entry or entry.startswith("-"):  # CUDA reads no further
+        if not entry or entry.startswith("-"):  # CUDA ignores the rest
             break
         named = uuids[int(entry) :][:1] if entry.isdecimal() else [uuid for uuid in uuids if uuid.startswith(entry)]
         if len(named) != 1:
@@ -52,41 +50,37 @@ def choose_gpus(uuids: Sequence[str], visible: str | None) -> tuple[str, ...]:
 
 
 def find_held(used: Mapping[str, int], before: Mapping[str, int], *, tolerance_bytes: float) -> dict[str, int]:
-    """Return the GPUs that have more memory in use than before, beyond the tolerance, and how many bytes more."""
+    """Return the GPUs whose memory in use has grown beyond the tolerance, and by how many bytes."""
     more = {gpu: num_bytes - before.get(gpu, num_bytes) for gpu, num_bytes in used.items()}
     return {gpu: num_bytes for gpu, num_bytes in more.items() if num_bytes > tolerance_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReclaimed:
-    """The wait for GPU memory is over, whatever came of it; for the agent's mailbox."""
+    """The wait for GPU memory is over, with whatever result; for the agent's mailbox."""
 
     waited_s: float = 0.0
     is_last: bool = False
-    """No start waits for it any more: it cannot be read."""
+    """No later start waits: the memory cannot be read."""
 
 
 class MemoryReclaim:
-    """Hold a node's workers back until the GPU memory of those before them is free.
+    """Delay a node's workers until the GPU memory of the previous ones is free.
 
-    What others have in use is no reason to wait: it is read before the first workers. What stays in use when a wait
-    ends counts as theirs from then on, so that no memory is waited for twice.
+    Memory of other programs, read before the first workers, does not delay them. Memory that stays in use when a wait
+    ends is attributed to other programs from then on, so that it is waited for only once.
 
-    Args:
-        config: For how long, how much may stay in use, how often it is looked at.
-        deliver: Called in a thread of this when a wait is over.
-
-    Thread: the agent's main thread; owns one, which has a probe process, on a node with visible GPUs.
+    Thread: the agent's main thread; owns one with a probe process on a node with visible GPUs, which calls ``deliver``.
     """
 
     def __init__(self, config: FaultToleranceConfig, deliver: Callable[[MemoryReclaimed], None]) -> None:
         self._config, self._deliver = config, deliver
         self._visible = env.environ().get("CUDA_VISIBLE_DEVICES")
         self.waited_s = 0.0
-        """How long the newest wait took; 0 = there was none."""
+        """Duration of the newest wait; 0: there was none."""
         can_wait = config.gpu_memory_reclaim_timeout > 0 and bool(choose_gpus(("any",), self._visible)) and has_gpus()
         self.is_awaited = can_wait
-        """No worker starts until the next :class:`MemoryReclaimed` was taken."""
+        """No worker may start until the next :class:`MemoryReclaimed` was taken."""
         self._is_looking = False
         self._prober, self._closed = Prober(), threading.Event()
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -95,20 +89,20 @@ class MemoryReclaim:
             self._thread.start()
 
     def begin(self) -> None:
-        """Begin to wait, now that nothing is left of the workers; nothing happens if no wait is due. Blocks: never."""
+        """Begin to wait, once the previous workers are gone; does nothing if no wait is due. Blocks: never."""
         if self.is_awaited and not self._is_looking:
             self._is_looking = True
             self._asked.put(True)
 
     def take(self, over: MemoryReclaimed) -> None:
-        """Take what was delivered."""
+        """Note the end of a wait."""
         self.is_awaited = self._is_looking = False
         self.waited_s = over.waited_s
         if over.is_last:
             self._thread = None
 
     def note_started(self) -> None:
-        """Note that workers start: the next ones wait for their memory."""
+        """Note that workers start: the next ones must wait for their memory."""
         self.is_awaited = self._thread is not None
 
     def abandon(self) -> None:
@@ -116,7 +110,7 @@ class MemoryReclaim:
         self._prober.abandon()
 
     def close(self) -> None:
-        """End the wait that is under way, thread and process. Idempotent. Blocks: hardly, at most 3 s."""
+        """End the current wait, the thread and the process. Idempotent. Blocks: at most 3 s."""
         self._closed.set()
         self._asked.put(False)
         self._prober.abandon()
@@ -124,26 +118,26 @@ class MemoryReclaim:
             self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        # The probe process ends with this thread: the kernel sees to it.
+        # The kernel ends the probe process with this thread.
         try:
             with self._prober:
-                in_use, timeout_s = self._read(), 0.0  # at once, so that the process is there once it is needed
+                in_use, timeout_s = self._read(), 0.0  # at once, so that the process exists when it is needed
                 if in_use is None:
                     return
                 while self._asked.get():
                     in_use, waited_s = self._wait(in_use, timeout_s)
                     self._deliver(MemoryReclaimed(waited_s=waited_s if timeout_s else 0.0))
-                    timeout_s = self._config.gpu_memory_reclaim_timeout  # no workers were there before the first
+                    timeout_s = self._config.gpu_memory_reclaim_timeout  # there were no workers before the first start
         finally:
-            self._deliver(MemoryReclaimed(is_last=True))  # whatever ended this: no start waits for it
+            self._deliver(MemoryReclaimed(is_last=True))  # however this ended, no start waits for it
 
     def _wait(self, before: dict[str, int], timeout_s: float) -> tuple[dict[str, int], float]:
         """Wait until no GPU has more memory in use than before.
 
         Returns:
-            What counts as in use by others from now on, and the seconds that it took.
+            The memory attributed to other programs from now on, and the duration of the wait.
 
-        Blocks: up to ``timeout_s`` and one reading; hardly, once this is closed.
+        Blocks: up to ``timeout_s`` and one reading; hardly once this object is closed.
         """
         began_s, tolerance_bytes = clock.now_s(), self._config.gpu_memory_tolerance_mb * 2**20
         while True:
@@ -169,16 +163,13 @@ class MemoryReclaim:
         return {**before, **by_others}, waited_s
 
     def _read(self) -> dict[str, int] | None:
-        """Return the bytes in use of each visible GPU that gives them; ``None``: they cannot be read, as was logged."""
+        """Return the bytes in use of each visible GPU; ``None``: they cannot be read, which is logged."""
         found = self._prober.ask(DeviceMemoryUse(), "memory use", "GPUs", timeout_s=_READ_S)
         if found.status != Status.OK:
-            self._log_unknown(found)
+            if not self._closed.is_set():
+                level = logging.INFO if found.status == Status.SKIPPED else logging.WARNING
+                log.log(level, "workers start without a wait for GPU memory: %s", found.reason)
             return None
         used: dict[str, int | None] = found.facts["used_bytes"]
         chosen = choose_gpus(tuple(used), self._visible)
         return {gpu: num_bytes for gpu in chosen if (num_bytes := used[gpu]) is not None}
-
-    def _log_unknown(self, found: CheckResult) -> None:
-        if not self._closed.is_set():
-            level = logging.INFO if found.status == Status.SKIPPED else logging.WARNING
-            log.log(level, "workers start without a wait for GPU memory: %s", found.reason)

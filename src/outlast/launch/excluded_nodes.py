@@ -1,4 +1,4 @@
-"""Nodes that failed their health check: which stay outside and why, and what the other nodes are sent about them."""
+"""Nodes that failed their health check: which stay outside and why, and the remarks about them to the other nodes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 class ExcludedNodes:
-    """Keep what nodes reported of their health, and pass it on to the others.
+    """Keep the nodes' health reports and pass them on.
 
     Args:
         nodes: The nodes that joined.
-        ladder_client: Bars nodes from slots.
-        effects: Receives the events for the journal.
+        ladder_client: Quarantines nodes.
+        effects: Receives events for the journal.
 
     Thread: the coordinator's.
     """
@@ -27,20 +27,20 @@ class ExcludedNodes:
     def __init__(self, nodes: Nodes, ladder_client: LadderClient, effects: Effects) -> None:
         self._nodes, self._ladder, self._effects = nodes, ladder_client, effects
         self._outside: dict[str, m.Unhealthy] = {}
-        """Nodes that did not join."""
+        """Reports of nodes that did not join."""
         self._told: dict[str, frozenset[str]] = {}
-        """What the others were sent about each node."""
+        """Failed checks that the others were notified of, by node."""
 
     @property
     def any_waits(self) -> bool:
-        """Whether an agent outside waits for the job's end."""
+        """Whether the agent of an excluded node waits for the job's end."""
         return any(report.stays for report in self._outside.values())
 
     def take(self, report: m.Unhealthy, *, cycle: int, is_running: bool) -> bool:
-        """Take a report; return whether the running cycle is to end because of it.
+        """Take a report; return whether the running cycle must end because of it.
 
-        A node that did not join is barred, also for the scheduler, which reads what the ladder remembers. One that
-        trains is replaced if a spare can take its slot. A full disk does not end a run by itself; wrong numbers do.
+        A node that did not join is quarantined in the policy's state, which the scheduler reads, too. A node that
+        trains is replaced if a spare can take its slot. A full disk alone does not end a cycle; wrong numbers do.
         """
         node = self._nodes.by_name.get(report.node)
         if node is not None and node.epoch != report.epoch:
@@ -59,7 +59,7 @@ class ExcludedNodes:
             self._tell(report, cycle, "it gets no slot")
             return False
         if not is_running or report.incident.cycle != cycle:
-            return False  # it will report it again
+            return False  # the node reports it again
         spares = self._nodes.num_heirs(node.name, self._ladder.state.barred)
         end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
         if report.incident.evidence.get("computes_wrong") or self._ladder.would_replace(end):
@@ -69,7 +69,7 @@ class ExcludedNodes:
         return False
 
     def admit(self, node: Node) -> None:
-        """Admit a node that passed its check, and send it which nodes stay outside."""
+        """Note that a node passed its check, and send it a remark on each excluded node."""
         if self._outside.pop(node.name, None) is not None:
             self._told.pop(node.name, None)
             self._ladder.admit(node.name)
@@ -78,13 +78,13 @@ class ExcludedNodes:
             self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))
 
     def send_stop(self, stop: m.Stop) -> None:
-        """Send the agents outside that the job is over."""
+        """Send Stop to the waiting agents of excluded nodes."""
         for report in self._outside.values():
             if report.stays:
                 self._nodes.out.append((report.node, report.epoch, stop))
 
     def describe(self) -> str:
-        """Return who stays outside and why, as the end of a sentence; empty: nobody."""
+        """Return the excluded nodes and the reasons, as the end of a sentence; empty: none."""
         return "".join(f"; {report.incident.describe()}" for report in self._outside.values())
 
     def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:

@@ -1,8 +1,8 @@
-"""Restarts inside a cycle's workers, as the node's agent sees them: without which ranks the cycle continues.
+"""In-process restarts of a cycle's workers, as the node's agent sees them: without which ranks the cycle continues.
 
-Workers whose function is called again after a fault (:class:`outlast.inprocess.Wrapper`) write their state on the board
-and wake the agent when it changes. Such a worker may end: the others continue, with a spare rank in its place, or end
-themselves when they cannot. A recovery costs the agent one message to the coordinator, which charges the ladder.
+Workers in :class:`outlast.inprocess.Wrapper` write their state to the heartbeat memory and wake the agent when it
+changes. If such a worker ends, the others continue, with a spare rank in its place, or end themselves. A recovery costs
+the agent one message to the coordinator, which charges it to the restart budget.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class RecoveredInProcess:
     call: int
     restart_count: int
     fault: InProcessFault | None
-    """The cause; ``None`` = no rank reported one."""
+    """The root cause; ``None``: no rank reported one."""
 
 
 @dataclass(slots=True)
 class InProcessRecovery:
-    """Follow the restarts of a cycle's workers inside their processes.
+    """Follow the in-process restarts of a cycle's workers.
 
     Thread: the agent's main thread.
     """
 
     board: Board
     workers: Mapping[int, WorkerProcess]
-    """Key in the zygote's messages to worker."""
+    """By key in the fork server's messages."""
     is_alone: bool
     """No other node takes part in the cycle."""
     job: str
@@ -67,19 +67,19 @@ class InProcessRecovery:
     _told: set[tuple[int, int]] = field(default_factory=set)
     """Calls and restart counts whose beginning a datagram reported."""
     _last_states: dict[int, RankState] = field(default_factory=dict)
-    """Of the lost workers: their state at their end."""
+    """Last states of the lost workers."""
     _left_at: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
-    """Iteration at which workers left the call before a restart, by call and restart count, and by local rank."""
+    """Iteration at which workers left the call before a restart: by call and restart count, then local rank."""
 
     def __post_init__(self) -> None:
         self._channel = DatagramSocket(agent_address(self.board.token), _MAX_DATAGRAM)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when :meth:`take_recovered` may have something; -1 once closed."""
+        """Return the descriptor that is readable when :meth:`take_recovered` may have a result; -1 once closed."""
         return self._channel.fileno()
 
     def lose(self, worker: WorkerProcess, incident: Incident) -> bool:
-        """Return whether the cycle continues without a worker that ended with anything but 0, and remember it if so."""
+        """Return whether the cycle continues without a worker that failed; if so, mark it as lost."""
         state = self.board.read(worker.local_rank)
         continues = is_survivable(
             state,
@@ -95,9 +95,9 @@ class InProcessRecovery:
         return True
 
     def patience_s(self, worker: WorkerProcess) -> float | None:
-        """Return how long to wait until the others have restarted without a lost worker; ``None``: they need not.
+        """Return how long the others may take to restart without a lost worker; ``None``: no limit here.
 
-        If none of them is on this node, their agents report it.
+        That is so if no restart is needed, or no other worker of this node runs: other agents report it then.
         """
         state = self._last_states[worker.local_rank]
         if not needs_restart(state) or all(other.exit_code is not None for other in self.workers.values()):
@@ -110,13 +110,13 @@ class InProcessRecovery:
 
     @property
     def is_one_leaving(self) -> bool:
-        """Whether a worker that still runs was permanently removed, and is about to end."""
+        """Whether a running worker was permanently removed, and is about to end."""
         running = self._read(lambda worker: worker.exit_code is None)
         return any(state.in_process == InProcessState.LEFT for state in running)
 
     @property
     def unrecovered_loss(self) -> Incident | None:
-        """The first loss after which the others on this node have not resumed; ``None`` = there is none."""
+        """The first loss after which the others on this node have not resumed; ``None``: there is none."""
         for worker in self.workers.values():
             if worker.lost is None:
                 continue
@@ -132,12 +132,14 @@ class InProcessRecovery:
         return next_begun(self._reached, {*self._told, self._newest()}) is not None
 
     def take_recovered(self, *, waits: bool = True) -> RecoveredInProcess | None:
-        """Return the oldest restart that was not returned before after which workers run their function again.
+        """Return the oldest new restart after which workers run their function again; ``None``: there is none.
 
         Args:
-            waits: Leave out the newest one as long as not all is known of it: its faults, as a worker writes on the
-                board before it sends its datagram; a death that this node's zygote has not reported yet; the checkpoint
-                that the workers load, as a save may have been committed after the fault. ``False``: no longer.
+            waits: Withhold the newest restart until it is known completely: its faults, as a worker writes to the
+                heartbeat
+                memory before it sends its datagram; a death that the fork server has not reported yet; and the
+                    checkpoint that
+                the workers load, as a save may have been committed after the fault.
         """
         self._receive()
         newest = self._newest()
@@ -159,14 +161,14 @@ class InProcessRecovery:
         return next((fault for fault in faults if not fault.is_consequence), faults[0] if faults else None)
 
     def _awaits_exit(self, restart: tuple[int, int]) -> bool:
-        """Return whether peers saw a worker of this node die before this restart, and its end is not known yet."""
+        """Return whether peers saw a worker of this node die before a restart, and its exit is not reported yet."""
         cause = self._cause_of(restart)
         if cause is None or cause.kind != IncidentKind.WORKER_DIED:
             return False
         return any(worker.global_rank == cause.rank and worker.lost is None for worker in self.workers.values())
 
     def _awaits_load(self) -> bool:
-        """Return whether a worker that reports its saves has begun a call, and has neither set up nor begun a step."""
+        """Return whether a worker that reports its saves has begun a call, but neither its setup nor a step."""
 
         def is_ready(state: RankState) -> bool:
             since_ns = state.in_process_since_ns
@@ -180,7 +182,7 @@ class InProcessRecovery:
         )
 
     def incident_of(self, recovered: RecoveredInProcess) -> Incident:
-        """Return the incident after which the workers restarted; for a worker that this node lost, that of its end."""
+        """Return the incident that caused a restart; for a worker that this node lost, the incident of its end."""
         fault = recovered.fault
         if fault is None:
             summary = f"the ranks left restart {recovered.restart_count - 1} in process for a reason that none reported"
@@ -203,7 +205,7 @@ class InProcessRecovery:
         return self._incident(fault.kind, fault.summary, **known)
 
     def describe_unfinished(self) -> Incident | None:
-        """Return why nothing was finished here, now that every worker has ended or was lost; ``None`` = it was."""
+        """Return why no worker here finished, now that all have ended or were lost; ``None``: one did."""
         if any(state.in_process != InProcessState.LEFT for state in self._read(lambda worker: worker.lost is None)):
             return None
         lost = next((worker.lost for worker in self.workers.values() if worker.lost is not None), None)
@@ -215,7 +217,6 @@ class InProcessRecovery:
         return Incident(kind=kind, job=self.job, cycle=self.cycle, evidence=evidence, **known)
 
     def close(self) -> None:
-        """Stop listening; idempotent."""
         self._channel.close()
 
     def _newest(self) -> tuple[int, int]:
@@ -227,7 +228,7 @@ class InProcessRecovery:
     def _receive(self) -> None:
         for data, _ in self._channel.receive():
             if not data:
-                continue  # a worker attached to the board
+                continue  # a worker attached to the heartbeat memory
             try:
                 change = _decoder.decode(data)
             except msgspec.DecodeError as error:
@@ -236,7 +237,7 @@ class InProcessRecovery:
             if change.state == InProcessState.RESTARTING and change.iteration is not None:
                 left_at = self._left_at.setdefault((change.call, change.restart_count), {})
                 left_at[change.local_rank] = change.iteration
-            if change.state in HAS_BEGUN:  # before that a cause may not be known yet
+            if change.state in HAS_BEGUN:  # before that the cause may not be known
                 self._told.add((change.call, change.restart_count))
                 if change.faults:
                     self._faults.setdefault((change.call, change.restart_count), change.faults)

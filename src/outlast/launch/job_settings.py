@@ -13,61 +13,57 @@ START_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """The coordinator's settings for a job."""
-
     job: str
     num_slots: int
-    """Nodes that train at a time; more than these wait as spares."""
+    """Nodes that train at a time; further nodes wait as spares."""
     max_nodes: int = 0
-    """Most nodes that may join; 0 = not known."""
+    """Most nodes that may join; 0: not known."""
     former_host: str | None = None
-    """Node of the coordinator before, when the job is in progress and lost it; else ``None``."""
+    """Node of the lost coordinator of a job in progress; ``None``: the job is new."""
     min_nodes: int | None = None
-    """Smallest world to shrink to when no spare is left; ``None`` = never shrink."""
+    """Smallest world to shrink to when no spare is left; ``None``: never shrink."""
     limits: Limits = field(default_factory=Limits)
     is_named: bool = True
-    """The run has an id or a directory of its own: once finished, it is not trained again."""
+    """The user gave the run an id or a directory: once finished, it is not trained again."""
     join_timeout_s: float = 600.0
     """How long an incomplete cycle may wait for nodes before the job stops."""
     node_timeout_s: float = 5.0
     """How long a node may send no heartbeat."""
     loop_timeout_factor: int = 12
-    """So many times longer the main loop of an agent may stand still whose heartbeats arrive: a loaded machine starves
-    it, and the node is there."""
+    """Factor on ``node_timeout_s`` for an agent whose heartbeats arrive while its main loop stands still, as on a
+    loaded machine."""
     goodbye_timeout_s: float = 5.0
-    """How long the coordinator waits for nodes to hear that the job is over."""
+    """How long the coordinator waits for nodes to receive Stop."""
     beat_interval_s: float = 1.0
-    """Between two signs of life of a node."""
+    """Between two heartbeats of a node."""
     prepare_timeout_s: float = 30.0
     """How long the first node may take to open a cycle's store."""
     start_timeout_s: float = START_S
-    """How long a node may take to start a cycle's workers, the last one's end, a health check and a wait for GPU memory
-    included."""
+    """How long a node may take to start a cycle's workers; includes the end of the previous ones, a health check and
+    the wait for GPU memory."""
     rejoin_timeout_s: float = 60.0
     """How long a node may take to report a cycle's end."""
     host: str = ""
     """Node of this coordinator."""
     order: int = 0
-    """Number of its endpoint."""
+    """Index of its endpoint."""
     num_endpoints: int = 1
-    """Places where a coordinator may be."""
     term: int = 1
-    """The least that this coordinator may begin with."""
+    """The lowest term of this coordinator."""
     host_is_dead: bool = False
-    """The agent that hosted the coordinator before is gone for certain."""
+    """The agent of the former coordinator is certainly dead."""
     last_job: str = ""
-    """The run's last job when the agent of this coordinator began; empty: none is remembered."""
+    """The run's last job when this agent began; empty: none."""
 
 
 def name_job(allocation: str | None, state: LadderState) -> str:
-    """Return a name that no earlier job of the run has had.
+    """Return a name that no earlier job of the run has had, as checkpoints are identified by job and cycle.
 
-    What a cycle saved is known by the names of its job and cycle. A re-queued allocation has the number that it had
-    before, and so have two launches in one allocation.
+    A requeued allocation keeps its number, and one allocation may launch several jobs.
 
     Args:
-        allocation: The scheduler's number of the allocation; ``None`` without a scheduler.
-        state: What is remembered of the run.
+        allocation: The scheduler's number of the allocation; ``None``: no scheduler.
+        state: State of the recovery policy.
     """
     if allocation is None:
         return f"job-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""The totals of a job for people, as its last log line has them."""
+"""The totals of a job for its last log line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from outlast.wording import count
 
 
 def describe_job(run_dir: str | os.PathLike[str], job: str) -> str:
-    """Read the run's journal and return the counts of one job in a few words.
+    """Read the run's journal and return the counts of one job as text.
 
-    Incidents are the causes of a cycle's end or of a restart inside the processes, not what they did to peers. An
-    iteration counts as lost when it was done and had to be done again, or will have to be: a later cycle, or call in
-    the same processes, began before it, or the job ended without the run's end and no checkpoint that outlives the job
-    holds it. A script without a session reports no iterations.
+    Incidents are the causes of a cycle's end or of an in-process restart, not their consequences for peers. An
+    iteration is lost if it was done and has to be done again: a later cycle or call began before it, or the job ended
+    before the run's end without a durable checkpoint of it. A script without a session reports no iterations.
     """
     ledger = Ledger.read(run_dir, job=job)
     causes = [one for one in ledger.incidents if one.rung != "rerun_step" and one.kind != PREEMPTED]

@@ -1,4 +1,4 @@
-"""``ladder.json`` in the run directory: what the recovery policy remembers of a run from job to job."""
+"""``ladder.json`` in the run directory: the recovery policy's state, kept from job to job."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def _path(run_dir: Path) -> Path:
 
 
 def load_ladder(run_dir: Path | None, *, is_new_job: bool = False, is_named: bool = True, job: str = "") -> LadderState:
-    """Return what earlier jobs of the run, or this one, left in ``ladder.json``.
+    """Load the state that this job or earlier jobs of the run saved.
 
     Args:
-        run_dir: The run directory; ``None`` = nothing is kept.
-        is_new_job: The state is for a new job, not for one that is in progress.
-        is_named: The run has an id or a directory of its own. Without one its directory may be that of an earlier run
-            which had none either: if that has finished, another begins.
-        job: The job in progress: a file that another job wrote is an earlier job's; empty = not compared.
+        run_dir: The run directory; ``None``: nothing is kept.
+        is_new_job: The state is for a new job, not for one in progress.
+        is_named: The user gave the run an id or a directory; otherwise the directory may be that of an earlier unnamed
+            run:
+            if that has finished, another run begins.
+        job: The job in progress: a state of another job is an earlier job's; empty: not compared.
 
     Raises:
-        ConfigError: The file is there and is no ladder state.
+        ConfigError: The file cannot be read or decoded.
     """
     if run_dir is None or not _path(run_dir).exists():
         return LadderState()
@@ -46,14 +47,14 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool = False, is_named: boo
 
 
 def describe_last_job(run_dir: Path | None, known: str) -> m.Stop | None:
-    """Return how a job of the run ended while this agent was starting, to take part in it.
+    """Return how a job of the run ended while this agent was starting; ``None``: none did.
 
     Args:
-        run_dir: The run directory; ``None`` = nothing is kept.
+        run_dir: The run directory; ``None``: nothing is kept.
         known: The run's last job when this agent began.
 
     Raises:
-        ConfigError: The file is there and is no ladder state.
+        ConfigError: The file cannot be read or decoded.
     """
     state = load_ladder(run_dir, is_new_job=False)
     outcome = ladder.find_outcome(state) if state.job != known else None
@@ -64,7 +65,7 @@ def describe_last_job(run_dir: Path | None, known: str) -> m.Stop | None:
 
 
 def save_ladder(run_dir: Path, state: LadderState) -> None:
-    """Write the file: whole and durable, or not at all.
+    """Save the state atomically and durably.
 
     Raises:
         OSError: The run directory cannot be written.

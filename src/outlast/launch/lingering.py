@@ -1,7 +1,7 @@
-"""Ranks that outlive the first clean exit of their cycle: report them with their stacks, and decide when to end them.
+"""Ranks that still run after the first clean exit of their cycle: log their stacks, and decide when to end them.
 
-A rank may still export a model for hours, or hang while its interpreter shuts down. The agent looks at such ranks from
-a timer. Stacks are taken in a thread, since py-spy reads the symbols of torch's libraries for seconds.
+Such a rank may export a model for hours, or hang while its interpreter shuts down. The agent checks them from a timer.
+A thread takes the stacks, as py-spy reads the symbols of torch's libraries for seconds.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from outlast.runtime.processes import process_state
 
 if TYPE_CHECKING:
     from outlast.launch.cycle import Cycle
+    from outlast.launch.workers import WorkerProcess
 
 log = logging.getLogger(__name__)
 REPORT_S = 30.0
-"""A rank that runs this long after the first clean exit, without a heartbeat since then, is reported."""
+"""A rank that still runs this long after the first clean exit, without a heartbeat since, is reported."""
 _LOOK_S = 10.0
 _ACTIVE_SHARE = 0.01
-"""Processes that use less of one processor are idle: threads of NCCL and gloo look around now and then."""
+"""Processes below this share of one processor are idle: threads of NCCL and gloo poll now and then."""
 _NATIVE_STACK_S, _PYTHON_STACK_S = 60.0, 5.0
 
 
 class LingeringRanks:
-    """Follow the ranks of a node that run although a rank of their cycle exited with 0.
-
-    Args:
-        cycle: The cycle, not over.
+    """Follow the ranks of a node that still run although a rank of their cycle exited with 0.
 
     Thread: the agent's main thread.
     """
@@ -57,7 +55,7 @@ class LingeringRanks:
         return min(_LOOK_S, (self._limit.seconds or math.inf) / 4)
 
     def look(self) -> Incident | None:
-        """Report the ranks once; return the incident of one that is to be ended, once its stack was read."""
+        """Report the ranks once; return the incident of a rank to end, after its stack was read."""
         self._sample()
         now_ns, late = clock.now_ns(), self._late()
         expired = self._limit.overdue(late, first_exit_ns=self._first_exit_ns, now_ns=now_ns)
@@ -76,20 +74,21 @@ class LingeringRanks:
                 last_heartbeat_ns=board.read(worker.local_rank).last_heartbeat_ns,
                 last_active_ns=self._active_ns.get(worker.pid, 0),
             )
-            for worker in self._cycle.workers.values()
-            if worker.exit_code is None and worker.pid
+            for worker in self._running()
         ]
 
+    def _running(self) -> list[WorkerProcess]:
+        return [worker for worker in self._cycle.workers.values() if worker.exit_code is None and worker.pid]
+
     def _sample(self) -> None:
-        """Note which ranks have used a processor since the last look."""
+        """Note which ranks have used a processor since the last call."""
         now_ns = clock.now_ns()
         least_s = _ACTIVE_SHARE * (now_ns - self._looked_ns) / 1e9
-        for worker in self._cycle.workers.values():
-            if worker.exit_code is None and worker.pid:
-                used_s = _processor_time_s(worker.pid)
-                if used_s - self._used_s.get(worker.pid, used_s) > least_s:
-                    self._active_ns[worker.pid] = now_ns
-                self._used_s[worker.pid] = used_s
+        for worker in self._running():
+            used_s = _processor_time_s(worker.pid)
+            if used_s - self._used_s.get(worker.pid, used_s) > least_s:
+                self._active_ns[worker.pid] = now_ns
+            self._used_s[worker.pid] = used_s
         self._looked_ns = now_ns
 
     def _begin_report(self, ranks: list[int]) -> threading.Thread:
@@ -137,7 +136,7 @@ class LingeringRanks:
 
 
 def _processor_time_s(pid: int) -> float:
-    """Return the processor time that a process and its descendants have used; 0 when it is gone."""
+    """Return the processor time of a process and its descendants; 0 if it is gone."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -154,8 +153,8 @@ def _processor_time_s(pid: int) -> float:
 
 
 def _keep_stack(pid: int, path: Path) -> str:
-    """Write the stack of a process to a file, native frames included if py-spy can read them; return where it is."""
-    # py-spy does not read native frames of a stopped process, and may not be permitted to trace another process at all.
+    """Write a process's stack to a file, with native frames if py-spy can read them; return the path."""
+    # py-spy does not read native frames of a stopped process, and may not be permitted to trace at all.
     text = stacks.py_spy(pid, native=True, timeout_s=_NATIVE_STACK_S) or stacks.py_spy(pid)
     text = text or stacks.dump(pid, timeout_s=_PYTHON_STACK_S)
     if not text:

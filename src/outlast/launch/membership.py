@@ -1,22 +1,16 @@
-"""The nodes of a job as the coordinator knows them: who is there, who lives, who holds which slot, who is waited for.
+"""The nodes of a job as the coordinator knows them, and who forms the next cycle.
 
-A slot is a node's place in the world. Whoever holds one keeps it from cycle to cycle, so that ranks and the order of
-nodes stay as they were; only an empty slot is given to another node (:func:`fill_slots`).
-
-:class:`Nodes` is the roll. :class:`Forming` fills the slots of the next cycle from the nodes that wait, as far as this
-part of the job has the :class:`Quorum`. :class:`Adoption` rebuilds them for a new coordinator of a job in progress:
-what a coordinator knows is soft state, so agents that lost theirs keep their slots and register with their place in the
-last cycle once they reach another. A slot that nobody claims in time belonged to a node that was lost with the old one.
-
-One module because roll, quorum, adoption and forming decide on the same places of the same nodes.
+:class:`Nodes` lists the nodes and the slots that they hold. :class:`Forming` fills the slots of the next cycle from the
+waiting nodes, if this part of the job has the :class:`Quorum`. :class:`Adoption` rebuilds the slots for a new
+coordinator of a job in progress: agents keep their slots and register with their place in the last cycle. A slot that
+no agent claims in time belonged to a node that was lost with the old coordinator.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,80 +18,20 @@ import msgspec
 from outlast.errors import ExitReason
 from outlast.launch import protocol as m
 from outlast.launch.job_settings import JobSettings
+from outlast.launch.slots import Slot, SlotCandidate, fill_slots, shrink
 from outlast.policy.ladder import LadderState, known_durable
 from outlast.policy.leadership import has_quorum_of, may_begin
 from outlast.wording import count
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """A node's place: who holds it, and how many ranks it carries."""
-
-    holder: str | None = None
-    nproc: int | None = None
-    """Number of ranks; ``None`` until somebody held it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotCandidate:
-    """A node that waits to be given a slot."""
-
-    order: int
-    """When it came; lower is earlier."""
-    nproc: int
-    """Number of workers that it would start."""
-    wish: int | None = None
-    """The slot that its user asked for, if any."""
-
-
-def fill_slots(
-    slots: Sequence[Slot], ready: Mapping[str, SlotCandidate], *, barred: Collection[str] = ()
-) -> tuple[Slot, ...]:
-    """Return the slots after every empty one was given to a waiting node, as far as there are any.
-
-    A holder that is ready and not barred keeps its slot. The others are filled by wish, then in the order of
-    arrival, by nodes with as many workers as the slot has ranks.
-    """
-    kept = [slot if slot.holder in ready and slot.holder not in barred else Slot(nproc=slot.nproc) for slot in slots]
-    taken = {slot.holder for slot in kept if slot.holder}
-    free = sorted((node.order, name) for name, node in ready.items() if name not in taken and name not in barred)
-    empty = [index for index, slot in enumerate(kept) if slot.holder is None]
-    wishes: dict[int | None, list[str]] = {}
-    for _, name in free:
-        wishes.setdefault(ready[name].wish, []).append(name)
-    given: set[str] = set()
-    for index in empty:  # every node is looked at once: the slots may be thousands
-        nproc = kept[index].nproc
-        fits = (name for name in wishes.get(index, ()) if nproc in (None, ready[name].nproc))
-        if (wished := next(fits, None)) is not None:
-            kept[index] = Slot(holder=wished, nproc=ready[wished].nproc)
-            given.add(wished)
-    queues: dict[int, deque[tuple[int, str]]] = {}
-    for order, name in free:
-        if name not in given:
-            queues.setdefault(ready[name].nproc, deque()).append((order, name))
-    for index in empty:
-        if kept[index].holder is not None:
-            continue
-        nproc = kept[index].nproc
-        alike = [queue for size, queue in queues.items() if queue and nproc in (None, size)]
-        if alike:
-            queue = min(alike, key=lambda queue: queue[0])
-            _, name = queue.popleft()
-            kept[index] = Slot(holder=name, nproc=ready[name].nproc)
-    return tuple(kept)
-
-
-def shrink(slots: Sequence[Slot], *, min_nodes: int | None) -> tuple[Slot, ...] | None:
-    """Return the world without its empty slots, or ``None`` when it would get smaller than the script allows."""
-    held = tuple(slot for slot in slots if slot.holder is not None)
-    return held if min_nodes is not None and len(held) >= min_nodes else None
-
-
 log = logging.getLogger(__name__)
-
+REMIND_S = 10.0
+"""Seconds between two log lines on missing nodes."""
+FIRST_REMINDER_S = 3.0
+"""Seconds until the first of them."""
+_HOST_MISSING_S = 1.0
+"""How long the node of the lost coordinator may take to rejoin once all other nodes have joined."""
 Outbox = list[tuple[str, str, m.ToNode]]
-"""(node, epoch, message) to be sent."""
+"""Node, epoch and message to send."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,34 +42,30 @@ class Node:
     epoch: str
     candidate: SlotCandidate
     ready: bool = True
-    """It waits for a cycle; otherwise it is in one."""
+    """The node waits for a cycle; otherwise it is in one."""
     last: m.ToNode | None = None
-    """What it was sent last."""
+    """The last message sent to it."""
     beat: int = -1
     beat_at_s: float = 0.0
 
 
 class Nodes:
-    """All nodes by name, and the slots.
-
-    Args:
-        num_slots: Nodes that train at a time.
-    """
+    """All nodes by name, and the slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.by_name: dict[str, Node] = {}
         self.out: Outbox = []
-        """What is to be sent, in order."""
+        """Messages to send, in order."""
         self.num_joins = 0
         self.num_changes = 0
-        """How often a node has come or gone."""
+        """Number of nodes that joined or were removed."""
         self.claims: dict[str, m.JoinRequest | m.NameClaim] = {}
-        """Agents that claim a name whose former life is not yet known to be over."""
+        """Agents that claim a name whose former life may not be over."""
         self.admissions: list[tuple[str, str, str | None]] = []
-        """Agents that claimed a name: node, epoch, and why it is not theirs; ``None``: it is."""
+        """Decided claims: node, epoch, and the reason for a refusal; ``None``: admitted."""
         self._ready: set[str] = set()
         self.holders: frozenset[str] = frozenset()
-        """Names of the nodes that hold a slot, also of those that are gone."""
+        """Names of the nodes that hold a slot, including nodes that are gone."""
         self.slots = [Slot()] * num_slots
 
     def __iter__(self) -> Iterator[Node]:
@@ -152,7 +82,7 @@ class Nodes:
         self.holders = frozenset(slot.holder for slot in slots if slot.holder is not None)
 
     def name_of_rank(self, rank: int | None) -> str:
-        """Return the name of the node that carries a rank; empty where that cannot be told."""
+        """Return the name of the node that carries a rank; empty: not known."""
         base_rank = 0
         for slot in self._slots:
             base_rank += slot.nproc or 0
@@ -161,7 +91,6 @@ class Nodes:
         return ""
 
     def add(self, message: m.JoinRequest | m.Register, now_s: float) -> Node:
-        """Add a node's new life."""
         self.num_joins += 1
         self.num_changes += 1
         candidate = SlotCandidate(order=self.num_joins, nproc=message.nproc, wish=message.wish)
@@ -179,22 +108,25 @@ class Nodes:
             self._ready.discard(node.name)
 
     def remove(self, name: str) -> None:
-        """Forget a node; the slot that it holds stays its until another one is given it."""
+        """Remove a node; it holds its slot until another node is given it."""
         self.num_changes += 1
         self.by_name.pop(name, None)
         self._ready.discard(name)
 
+    def present(self, names: Iterable[str]) -> list[Node]:
+        """Return the connected ones of some nodes."""
+        return [self.by_name[name] for name in names if name in self.by_name]
+
     def holder(self, slot: Slot) -> Node | None:
-        """Return the node that holds a slot, if it is there."""
+        """Return the node that holds a slot, if it is connected."""
         return self.by_name.get(slot.holder) if slot.holder is not None else None
 
     def holds_slot(self, node: Node) -> bool:
-        """Return whether a node holds a slot."""
         return node.name in self.holders
 
     @property
     def num_ready(self) -> int:
-        """Number of nodes that wait for a cycle; asked for at every message, so it costs the same for any number."""
+        """Number of nodes that wait for a cycle; O(1), as every message reads it."""
         return len(self._ready)
 
     def ready(self) -> dict[str, SlotCandidate]:
@@ -202,7 +134,7 @@ class Nodes:
         return {name: self.by_name[name].candidate for name in self.by_name if name in self._ready}
 
     def any_busy_holder(self) -> bool:
-        """Return whether a node that is there and holds a slot is still in a cycle."""
+        """Return whether a connected holder of a slot is still in a cycle."""
         return len(self.by_name) > len(self._ready) and any(
             name in self.by_name and name not in self._ready for name in self.holders
         )
@@ -212,17 +144,16 @@ class Nodes:
         return [n for n in self if n.ready and not self.holds_slot(n) and n.name not in barred]
 
     def num_heirs(self, name: str, barred: Sequence[str]) -> int:
-        """Return how many spares could take the slot of a node; any could, where it holds none."""
+        """Return how many spares could take the slot of a node; all, if it holds none."""
         nproc = next((slot.nproc for slot in self._slots if slot.holder == name), None)
         return sum(nproc in (None, spare.candidate.nproc) for spare in self.spares(barred))
 
     def send(self, node: Node, message: m.ToNode) -> None:
-        """Send a node a message."""
         node.last = message
         self.out.append((node.name, node.epoch, message))
 
     def refuse_claim(self, holder: Node) -> None:
-        """Turn away a second agent of a node's name, if there is one: the first has just shown that it lives."""
+        """Refuse a second agent of a node's name, if there is one: the first is alive."""
         if (claim := self.claims.pop(holder.name, None)) is None:
             return
         reason = f"another agent of the name {holder.name!r} is alive in this job; give each its own --node-name"
@@ -239,12 +170,12 @@ class Nodes:
             del self.claims[name]
 
     def take_out(self) -> Outbox:
-        """Return what is to be sent, once."""
+        """Return the messages to send, once."""
         out, self.out = self.out, []
         return out
 
     def is_here(self, name: str, epoch: str) -> bool:
-        """Return whether this life of a node is here."""
+        """Return whether this life of a node is connected."""
         node = self.by_name.get(name)
         return node is not None and node.epoch == epoch
 
@@ -261,12 +192,12 @@ class Nodes:
         """Return the nodes whose main loop ran since the last call, and those that are lost.
 
         Args:
-            beats: Node name to its counter.
+            beats: Heartbeat counter by node.
             now_s: Monotonic seconds.
             timeout_s: How long nothing may come from a node.
             loop_timeout_s: How long its main loop may stand still while heartbeats arrive.
-            paused: The caller itself was away: nobody is judged.
-            unheard_s: Node name to the seconds since anything came from its agent.
+            paused: The caller itself was paused: no node is judged.
+            unheard_s: Seconds since anything came from a node's agent.
         """
         alive, silent = [], []
         for node in self:
@@ -283,24 +214,19 @@ class Nodes:
 
 
 class Quorum:
-    """Whether this part of the job may go on: see :mod:`outlast.policy.leadership`.
-
-    Args:
-        settings: The job's settings.
-        nodes: Who is here.
-    """
+    """Whether this part of the job may form a cycle; see :mod:`outlast.policy.leadership`."""
 
     def __init__(self, settings: JobSettings, nodes: Nodes) -> None:
         self._settings, self._nodes = settings, nodes
         self._claims: dict[tuple[str, str], tuple[m.SlotPlace | None, m.SlotPlace | None]] = {}
-        """Of each life of a node: its place in the last cycle that it knows to have run, and in the last it took."""
+        """By life of a node: its place in the last cycle known to have run, and in the last cycle that it joined."""
         self._newest = (-1, -1)
-        """The order of the newest cycle that any of them knows to have run."""
+        """Order of the newest cycle known to have run."""
         self._dead: set[tuple[str, str]] = set()
         self._is_new = settings.former_host is None
-        """No cycle has run under any coordinator that is known of."""
+        """No cycle is known to have run under any coordinator."""
         self._adopts = not self._is_new
-        """What ran last ran under another coordinator, and is known from those who register."""
+        """The last cycle ran under another coordinator, and is known from the nodes' registrations."""
         self._formed: set[tuple[int, int]] = set()
         """Cycles that this coordinator has formed, whether they ran or not."""
         self._num_changes = 0
@@ -313,7 +239,7 @@ class Quorum:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a cycle has run, and most of its members may go on elsewhere."""
+        """Whether a cycle has run, and most of its members may continue elsewhere."""
         return not self._is_new and not self.is_here
 
     @property
@@ -327,9 +253,9 @@ class Quorum:
         return self._judged[1]
 
     def is_held_by(self, names: Collection[str]) -> bool:
-        """Return whether some of the nodes that are here may form a cycle without the others.
+        """Return whether some of the connected nodes may form a cycle without the others.
 
-        Only nodes that have taken a place in a cycle, or beside it, speak for it: others may speak for another one.
+        Only nodes with a place in a cycle, or as its spares, count: others may count for another coordinator.
         """
         if not self.is_asked or self._is_new:
             return self.is_here
@@ -365,23 +291,24 @@ class Quorum:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether a world may be smaller than the job asks for: where there may be two, only once a whole one ran."""
+        """Whether the world may be smaller than the job asks for; with several endpoints only after a full cycle
+        ran."""
         return self.is_here and not (self.is_asked and self._is_new)
 
     @property
     def leads(self) -> bool:
-        """Whether a cycle has run, and this part may go on from it."""
+        """Whether a cycle has run, and this part may continue from it."""
         return not self._is_new and self.is_here
 
     def adopt(self) -> None:
-        """Begin with what nodes register: this coordinator is new, and the job is not."""
+        """Rely on registrations: this coordinator is new, and the job is not."""
         self._is_new, self._adopts = False, True
 
     def register(self, message: m.Register) -> None:
-        """Note the places of a node that comes from another coordinator."""
+        """Note the places of a node that registers."""
         newest = self._newest
         if message.ran is not None and message.ran.order > newest:
-            self._adopts = True  # another one has led since
+            self._adopts = True  # another coordinator has led since
         if message.place is not None and (self._adopts or self.knows_newer(message)):
             self._is_new = False
             self._num_changes += 1
@@ -390,7 +317,7 @@ class Quorum:
                 self._newest = max(newest, message.ran.order)
 
     def knows_newer(self, message: m.Register) -> bool:
-        """Return whether a node took a place in a newer cycle than any that this coordinator knows of."""
+        """Return whether a node took a place in a newer cycle than any that this coordinator knows."""
         place = message.place
         return place is not None and place.order > self._newest and place.order not in self._formed
 
@@ -400,32 +327,27 @@ class Quorum:
         return taken or ran
 
     def note_formed(self, place: m.SlotPlace) -> None:
-        """Note that this coordinator gives out places of a cycle."""
+        """Note that this coordinator forms a cycle."""
         self._formed.add(place.order)
 
     def note_ran(self, places: Mapping[str, m.SlotPlace]) -> None:
-        """Note that a cycle has been started on all of its nodes, which are the members now."""
+        """Note that a cycle has started on all of its nodes, which are the members now."""
         self._is_new, self._adopts, self._dead = False, False, set()
         self._num_changes += 1
-        self._claims = {
-            (name, self._nodes.by_name[name].epoch): (place, None)
-            for name, place in places.items()
-            if name in self._nodes.by_name
-        }
+        self._claims = {(one.name, one.epoch): (places[one.name], None) for one in self._nodes.present(places)}
         self._newest = max((place.order for place in places.values()), default=(-1, -1))
-        # What the former host's place was counted in the cycle before.
+        # The former host's place belonged to the previous cycle.
         self._settings = dataclasses.replace(self._settings, host_is_dead=False)
 
     def admit(self, places: Mapping[str, m.SlotPlace]) -> None:
-        """Count spares that came after the last cycle began among its members, now that all holders know of them."""
+        """Count late spares among the members of the last cycle, now that all holders know of them."""
         self._num_changes += 1
         num_spares = next(iter(places.values())).num_spares
         for who, (ran, taken) in self._claims.items():
             if ran is not None:
                 self._claims[who] = msgspec.structs.replace(ran, num_spares=num_spares), taken
-        for name, place in places.items():
-            if (node := self._nodes.by_name.get(name)) is not None:
-                self._claims[name, node.epoch] = place, None
+        for node in self._nodes.present(places):
+            self._claims[node.name, node.epoch] = places[node.name], None
 
     def count_holders(self, names: Collection[str]) -> int:
         """Return how many of these nodes held a slot in the last cycle that ran."""
@@ -435,49 +357,45 @@ class Quorum:
         )
 
     def note_dead(self, node: Node) -> None:
-        """Note that a life of a node is over for certain."""
+        """Note that a life of a node is certainly over."""
         if (node.name, node.epoch) in self._claims:
             self._num_changes += 1
             self._dead.add((node.name, node.epoch))
 
 
-_HOST_MISSING_S = 1.0
-"""How long the node of the lost coordinator may take to rejoin once all other nodes have joined."""
-
-
 @dataclass(slots=True)
 class Adoption:
-    """What the agents of a job in progress have registered so far.
+    """The registrations of the agents of a job in progress.
 
     Args:
-        num_slots: Slots of a job that was in no cycle yet.
-        former_term: The lost coordinator's.
+        num_slots: Number of slots of a job that was in no cycle yet.
+        former_term: Term of the lost coordinator.
     """
 
     num_slots: int
     former_term: int
     since_s: float | None = None
-    """When the first agent was heard; ``None`` = nobody yet."""
+    """When the first agent registered or joined; ``None``: not yet."""
     newest: m.SlotPlace | None = None
-    """A place in the newest cycle that anybody was in."""
+    """A place in the newest registered cycle."""
     claims: dict[int, Slot] = field(default_factory=dict)
-    """Slot number to its holder."""
+    """Holders by slot."""
     running: dict[str, m.SlotPlace] = field(default_factory=dict)
-    """Nodes whose workers run or have finished, and their places."""
+    """Places of nodes whose workers run or have finished."""
     ended: dict[str, m.CycleFacts] = field(default_factory=dict)
-    """What nodes reported of the cycle that had ended for them."""
+    """Reports on the cycle that ended, by node."""
     lost: dict[str, str] = field(default_factory=dict)
     """Nodes that registered and were lost before all had, and why."""
     _slot_of: dict[str, int] = field(default_factory=dict)
-    """The slot that each node claimed."""
+    """Claimed slot by node."""
 
     def begin(self, now_s: float) -> None:
-        """Count the time from the first agent that is heard, also one that was in no cycle and only joins."""
+        """Start the time limit; called for the first agent, including one that only joins."""
         if self.since_s is None:
             self.since_s = now_s
 
     def register(self, message: m.Register, now_s: float) -> None:
-        """Take one node's place; an older cycle's counts for nothing."""
+        """Take one node's place; places in older cycles are dropped."""
         self.begin(now_s)
         place = message.place
         if place is not None and message.running:
@@ -496,23 +414,22 @@ class Adoption:
         self._slot_of[message.node] = place.slot
 
     def lose(self, node: str, why: str) -> None:
-        """Note that a node was lost; the slot that it claimed stays its until the cycle's end is judged."""
+        """Note that a node was lost; it keeps the claimed slot until the cycle's end is judged."""
         self.running.pop(node, None)
         self.lost[node] = why
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots as claimed; nobody's are empty."""
+        """The slots as claimed."""
         return tuple(self.claims.get(index, Slot()) for index in range(self.num_slots))
 
     @property
     def num_missing(self) -> int:
-        """Number of slots that nobody claimed; asked for at every message, so it costs the same for any number."""
+        """Number of unclaimed slots; O(1), as every message reads it."""
         return self.num_slots - len(self.claims)
 
     @property
     def missing(self) -> list[int]:
-        """Slots that nobody claimed."""
         return [index for index in range(self.num_slots) if index not in self.claims]
 
     @property
@@ -523,18 +440,18 @@ class Adoption:
 
     @property
     def lost_slot(self) -> int | None:
-        """The slot of the lost coordinator's own node, if nobody claimed it and that is known: it formed the cycle."""
+        """The slot of the lost coordinator's own node, if it is unclaimed and known."""
         newest = self.newest
         if newest is None or newest.term != self.former_term or newest.host_slot in self.claims:
             return None
         return newest.host_slot
 
     def is_stale(self, name: str) -> bool:
-        """Return whether a node's workers run in a cycle that a newer one has followed."""
+        """Return whether a node's workers run in a superseded cycle."""
         return self.newest is not None and self.running[name].order < self.newest.order
 
     def is_over(self, now_s: float, wait_s: float) -> bool:
-        """Return whether all have registered, or had ``wait_s`` seconds to."""
+        """Return whether all nodes have registered, or had ``wait_s`` seconds to."""
         if self.since_s is None:
             return False
         if self.newest is not None and not self.num_missing:
@@ -542,12 +459,6 @@ class Adoption:
         if self.num_missing == 1 and self.lost_slot is not None:
             wait_s = min(wait_s, _HOST_MISSING_S)
         return now_s - self.since_s > wait_s
-
-
-REMIND_S = 10.0
-"""Seconds between two lines on who is waited for."""
-FIRST_REMINDER_S = 3.0
-"""Seconds until the first of them."""
 
 
 def why_it_waits(node: Node, state: LadderState) -> str:
@@ -561,7 +472,7 @@ def why_it_waits(node: Node, state: LadderState) -> str:
 
 @dataclass(slots=True)
 class Forming:
-    """Wait until every slot has a ready node, but not forever."""
+    """Wait until every slot has a ready node, up to the join timeout."""
 
     settings: JobSettings
     nodes: Nodes
@@ -569,36 +480,27 @@ class Forming:
     _since_s: float | None = None
     """Since when nodes are missing."""
     missing: int = 0
-    """Slots without a node, as :meth:`fill` found last."""
+    """Slots without a node at the last :meth:`fill`."""
     _lacks_quorum: bool = False
-    """The slots could be filled, and most of the members may be elsewhere."""
+    """The slots could be filled, but most members may be elsewhere."""
     _said_s: float | None = None
-    """When it was last said who is waited for."""
+    """Time of the last reminder."""
 
     def begin(self, state: LadderState, quarantine: Collection[str]) -> None:
-        """Begin with a new cycle: the time to wait starts afresh.
-
-        Args:
-            state: What the ladder remembers.
-            quarantine: Nodes that lose their slots now; each is sent why.
-        """
+        """Begin a new cycle, and with it a new time limit; notify the nodes that are quarantined now."""
         self._since_s = self._said_s = None
-        for name in quarantine:
-            if (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
+        for node in self.nodes.present(quarantine):
+            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state)))
 
     def fill(self, cycle: int, now_s: float, *, barred: Collection[str]) -> tuple[Slot, ...] | None:
         """Return the slots of the world that can start now; ``None`` while nodes are missing.
 
-        Args:
-            cycle: The cycle that forms; only a later one may be smaller than the first.
-            now_s: Monotonic seconds.
-            barred: Nodes that may have no slot.
+        Only a later cycle than the first may be smaller than requested.
         """
         num_slots, num_ready = len(self.nodes.slots), self.nodes.num_ready
         self._lacks_quorum = False
         may_shrink = bool(cycle) and self.settings.min_nodes is not None and self.quorum.may_shrink
-        if num_ready < ((self.settings.min_nodes or num_slots) if may_shrink else num_slots):  # usual, O(1) a message
+        if num_ready < ((self.settings.min_nodes or num_slots) if may_shrink else num_slots):  # the usual case, in O(1)
             self._miss(num_slots - num_ready, cycle, now_s)
             return None
         slots = fill_slots(self.nodes.slots, self.nodes.ready(), barred=barred)
@@ -610,23 +512,24 @@ class Forming:
             log.warning("no spare is left: the world shrinks from %s to %d", count(len(slots), "node"), len(smaller))
             slots = smaller
         if not self.quorum.is_here:
-            # Another part of a divided network could be complete as well; two worlds must not train.
+            # Another part of a divided network could be complete as well; only one world may train.
             self.await_quorum(cycle, now_s)
             return None
         self._since_s = self._said_s = None
         return slots
 
     def await_quorum(self, cycle: int, now_s: float) -> None:
-        """Note that most of the members are missing."""
+        """Note that most members are missing."""
         self._lacks_quorum = True
         self._miss(0, cycle, now_s)
 
     def remind(self, now_s: float) -> None:
-        """Send the nodes that wait, every ten seconds, who is missing."""
+        """Send the waiting nodes a reminder of the missing ones, at most every ten seconds."""
         if self._since_s is None:
             return
         if self._said_s is None:
-            self._said_s = self._since_s - REMIND_S + FIRST_REMINDER_S  # nodes that start together come within this
+            # nodes that start together join within this time
+            self._said_s = self._since_s - REMIND_S + FIRST_REMINDER_S
         if now_s - self._said_s < REMIND_S:
             return
         self._said_s = now_s
@@ -634,29 +537,17 @@ class Forming:
         names = ", ".join(have[:8]) + (f" and {len(have) - 8} more" if len(have) > 8 else "")
         left_s = max(0.0, self._since_s + self.settings.join_timeout_s - now_s)
         num_slots = len(self.nodes.slots)
-        reason = (
-            f"waiting for {self.missing} of {num_slots} node{'' if num_slots == 1 else 's'} (have: {names or 'none'})"
-            f"; gives up in {left_s:.0f} s"
-        )
+        reason = f"waiting for {self.missing} of {num_slots} node{'s' * (num_slots != 1)} (have: {names or 'none'})"
         if self._lacks_quorum:
             reason = (
-                f"waiting for most nodes of the last cycle, which may still train elsewhere (have: {names or 'none'}); "
-                f"gives up in {left_s:.0f} s"
+                f"waiting for most nodes of the last cycle, which may still train elsewhere (have: {names or 'none'})"
             )
-        for node in self.nodes:
-            if node.ready:
-                self.nodes.out.append(
-                    (node.name, node.epoch, m.NodesMissing(reason=reason, missing=max(1, self.missing)))
-                )
+        reason += f"; gives up in {left_s:.0f} s"
+        reminder = m.NodesMissing(reason=reason, missing=max(1, self.missing))
+        self.nodes.out += [(node.name, node.epoch, reminder) for node in self.nodes if node.ready]
 
     def place_nodes(self, cycle: int, state: LadderState, *, term: int) -> dict[str, m.SlotPlace]:
-        """Return the place of each slot's node and of each spare.
-
-        Args:
-            cycle: The cycle that starts.
-            state: What the ladder remembers.
-            term: The coordinator's.
-        """
+        """Return the place of each slot's node and of each spare in a new cycle."""
         slots, spares = self.nodes.slots, self.nodes.spares(state.quarantined)
         numbers = {spare.name: number for number, spare in enumerate(spares)}
         indices = {slot.holder: index for index, slot in enumerate(slots) if slot.holder is not None}
@@ -675,13 +566,13 @@ class Forming:
         return places | {name: msgspec.structs.replace(common, spare=number) for name, number in numbers.items()}
 
     def start(self, places: Mapping[str, m.SlotPlace], addr: str, port: int, state: LadderState) -> None:
-        """Send every slot's node its place, and the others that they wait.
+        """Send every slot's node its Start, and the spares that they wait.
 
         Args:
             places: Of all nodes.
-            addr: Where the first node hosts the cycle's store.
-            port: The store's port.
-            state: What the ladder remembers.
+            addr: Address of the cycle's store, which the first node hosts.
+            port: Port of the store.
+            state: State of the recovery policy.
         """
         slots, base_rank = self.nodes.slots, 0
         world_size = sum(slot.nproc or 0 for slot in slots)
@@ -711,13 +602,12 @@ class Forming:
         self.tell_spares(places, state)
 
     def tell_spares(self, places: Mapping[str, m.SlotPlace], state: LadderState) -> None:
-        """Send the spares their places beside a cycle."""
-        for name, place in places.items():
-            if place.slot is None and (node := self.nodes.by_name.get(name)) is not None:
-                self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=place))
+        """Send the spares their places in a cycle."""
+        for node in self.nodes.present(name for name, place in places.items() if place.slot is None):
+            self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=places[node.name]))
 
     def lacks_heir(self, state: LadderState) -> bool:
-        """Return whether a node that is held back is needed after all: the spare that was to have its slot is gone."""
+        """Return whether a node that is held back is needed after all: the spare for its slot is gone."""
         return bool(state.held_back) and not self._can_fill(state.barred) and self._can_fill(state.quarantined)
 
     def may_shrink(self) -> bool:
@@ -726,11 +616,11 @@ class Forming:
         return least is not None and self.quorum.may_shrink and len(self.nodes.slots) - 1 >= least
 
     def gave_up(self, now_s: float, *, is_awaited: bool) -> str | None:
-        """Return why nodes are not waited for any longer, for people; ``None`` while they are.
+        """Return why the wait for nodes is over, for people; ``None`` while it is not.
 
         Args:
             now_s: Monotonic seconds.
-            is_awaited: Somebody waits for the next cycle.
+            is_awaited: An agent waits for the next cycle.
         """
         timeout_s = self.settings.join_timeout_s
         if self._since_s is None or now_s - self._since_s <= timeout_s or not is_awaited:
@@ -746,7 +636,7 @@ class Forming:
         )
 
     def lack(self, now_s: float) -> m.LiveLack | None:
-        """Return who is waited for; ``None``: nothing was missing at the last look."""
+        """Return the missing nodes; ``None``: none at the last check."""
         if self._since_s is None:
             return None
         waited_s = max(0.0, now_s - self._since_s)

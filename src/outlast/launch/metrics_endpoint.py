@@ -1,11 +1,10 @@
 """The HTTP endpoint of a node for Prometheus, which lives as long as its agent.
 
-:class:`MetricsEndpoint` listens and answers in threads of its own, and one more thread reads the node's journal on,
-every :data:`LOOK_S`. So the agent's loop waits for nothing: a scraper that does not read, and a disk that hangs, each
-keep one of these threads waiting, and no other. The number of connections is bounded, and so is the time of each;
-further connections are closed at once. :mod:`outlast.launch.node_metrics` has what is shown.
+:class:`MetricsEndpoint` answers each scrape in a thread; one more thread reads the node's journal every :data:`LOOK_S`.
+A scraper that does not read or a disk that hangs blocks only its own thread, never the agent's loop. Connections are
+limited in number and time. :mod:`outlast.launch.node_metrics` has the metrics.
 
-Rejected: ``prometheus_client.start_http_server``, which bounds neither.
+Rejected: ``prometheus_client.start_http_server``, which limits neither.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from outlast.runtime.addresses import Endpoint
 
 log = logging.getLogger(__name__)
 LOOK_S = 2.0
-"""How often the journal is read on, and the iterations are noted of which the rate is made."""
+"""How often the journal is read, and the iteration is sampled for the rate."""
 FIRST_LOOK_S = 0.2
-"""The same until the journal has been read: counters must be there, at 0, before the first incident."""
+"""The same until the journal has been read: counters must exist, at 0, before the first incident."""
 MAX_CONNECTIONS = 16
-"""Scrapes at the same time."""
+"""Concurrent scrapes."""
 SCRAPE_S = 10.0
-"""How long a connection may wait for its other side."""
+"""How long a connection may wait for its peer."""
 
 
 class MetricsEndpoint:
-    """Listen, and show what is asked for.
+    """Serve this node's metrics.
 
     Args:
-        where: Address and port; port 0 = a free one.
+        where: Address and port; port 0: a free one.
         run_id: Name of the run.
         node: Name of the node.
         run_dir: The run directory.
 
     Raises:
-        ConfigError: The package is not installed, or nothing can listen there; one line with the remedy.
+        ConfigError: prometheus-client is not installed, or the port cannot be opened.
 
     Thread: any; no method waits for a scraper.
     """
@@ -58,9 +57,11 @@ class MetricsEndpoint:
         self._outlook: Callable[[], AgentOutlook] = AgentOutlook
         self.history = NodeHistory(run_dir, node)
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector({"run_id": run_id, "node": node}, self._samples))
+        self._registry.register(
+            _Collector({"run_id": run_id, "node": node}, lambda: collect(self._outlook(), self.history))
+        )
         self._has_final, self._was_scraped = threading.Event(), threading.Event()
-        """What the job ended with is shown completely; and a scraper has received that."""
+        """The metrics of the job's end are complete; a scraper has received them."""
 
         def answer(handler: Any) -> None:
             is_final = self._has_final.is_set()
@@ -78,7 +79,6 @@ class MetricsEndpoint:
                 "machine a different port, or 0 for a free one"
             ) from None
         self.url = f"http://{Endpoint(where.host, self._server.server_port)}/metrics"
-        """Where it is."""
         self._ends = threading.Event()
         serve = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="outlast-metrics-endpoint", daemon=True
@@ -89,27 +89,20 @@ class MetricsEndpoint:
         log.info("metrics of this node for Prometheus are at %s", self.url)
 
     def show(self, outlook: Callable[[], AgentOutlook]) -> None:
-        """Show an agent from now on.
-
-        Args:
-            outlook: Returns how it is; called in other threads.
-        """
+        """Serve the metrics of an agent from now on; ``outlook`` is called in other threads."""
         self._outlook = outlook
 
     def await_scrape(self, timeout_s: float) -> None:
-        """Wait until a scraper has received the metrics of the job's end. Blocks: up to ``timeout_s`` seconds."""
+        """Wait until a scraper has received the metrics of the job's end. Blocks: up to ``timeout_s``."""
         if timeout_s > 0 and not self._was_scraped.wait(timeout_s):
             log.warning("no scrape within %g s after the job's end: its exit code is in no metric", timeout_s)
 
     def close(self) -> None:
-        """Stop listening. Idempotent. Blocks: some 0.1 s; scrapes that are under way end by themselves."""
+        """Stop listening; running scrapes end by themselves. Idempotent. Blocks: about 0.1 s."""
         if not self._ends.is_set():
             self._ends.set()
             self._server.shutdown()
             self._server.server_close()
-
-    def _samples(self) -> Samples:
-        return collect(self._outlook(), self.history)
 
     # -- in threads of its own ---------------------------------------------------------------------------------
 
@@ -134,7 +127,7 @@ class _Collector:
         self._own, self._samples = own, samples
 
     def collect(self) -> Iterator[Any]:
-        """Yield the families of a scrape."""
+        """Yield the metric families of a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
@@ -149,11 +142,7 @@ class _Collector:
 
 
 class _ScrapeServer(ThreadingHTTPServer):
-    """Serve each connection in a thread, but not more than :data:`MAX_CONNECTIONS`.
-
-    Raises:
-        OSError: Nothing can listen there.
-    """
+    """Serve each connection in a thread, at most :data:`MAX_CONNECTIONS` at a time."""
 
     daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
@@ -164,29 +153,28 @@ class _ScrapeServer(ThreadingHTTPServer):
         super().__init__((where.host, where.port), handler)
 
     def server_bind(self) -> None:
-        """Bind; the base class would ask a name server for the address's name, which may take long."""
+        """Bind without the base class's reverse name lookup, which may take long."""
         socketserver.TCPServer.server_bind(self)
         host, self.server_port = self.server_address[:2]
         self.server_name = str(host)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, if one may still be begun."""
+        """Answer in a thread if the limit permits."""
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread can be had
+        except BaseException:  # no thread can be started
             self._places.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what ended a connection before its time; the base class prints a traceback."""
+        """Log what ended a connection early; the base class prints a traceback."""
         log.debug("a scrape from %s ended before its time", client_address, exc_info=True)

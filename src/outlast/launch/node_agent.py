@@ -1,26 +1,23 @@
-"""The agent: one per node; starts, watches and ends the workers, and carries out what the coordinator decides.
+"""The agent of a node: starts, watches and ends the workers as the coordinator decides.
 
-torch knows it as an elastic agent, so that torch's options, results and error reports work with it.
+The agent is a torch elastic agent, so that torch's options, results and error reports work with it.
 
-Every event comes in through one ``select``: the zygote's socket (starts and deaths), and a mailbox into which the
-connection's threads, the watchdog and the signal handlers put theirs. Nothing is polled, and nothing that can block on
-the network runs in this thread. Its own timer counts for the coordinator: where this loop hangs, the node's beats do
-not advance, and the node is replaced.
+All events come through one ``poll``: the fork server's socket (starts and exits), the workers' datagrams, and a mailbox
+for the connection's threads, the watchdog and the signal handlers. Nothing in this thread blocks on the network. A
+timer of this loop drives the heartbeat counter: if the loop hangs, the coordinator replaces the node.
 
 States::
 
-    OUTSIDE   not known to be fit yet, or unfit: no slot is requested
+    OUTSIDE   not yet known to be healthy, or unhealthy: no slot is requested
     JOINING   requested a slot in the next cycle (a spare stays here)
     RUNNING   the cycle's workers run
-    FINISHED  they all ended with 0; the others may still fail
+    FINISHED  all workers exited with 0; other nodes may still fail
     LEAVING   a signal requested a shutdown; the workers may save
-    STOPPING  the job is over; what still runs is ended in order
+    STOPPING  the job is over; running workers are ended in order
 
-From RUNNING a failure here or elsewhere leads to JOINING at once: the request for the next cycle goes out while the
-zygote still kills what is left of this one, and the next workers start when both the answer has come and the zygote has
-reported that all are gone, with their memory on the GPUs.
-
-One module because it is one state machine: each event is judged by the state that all others change.
+From RUNNING a failure on any node leads to JOINING at once: the agent requests the next cycle while the fork server
+still kills the workers. The next workers start once the coordinator has answered, the fork server has reported that all
+old workers are gone, and their GPU memory is free.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ from torch.distributed.elastic.agent.server.api import (
     SimpleElasticAgent,
     Worker,
     WorkerGroup,
-    WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -70,19 +66,19 @@ from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, Zygo
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
 _BRIEF_GOODBYE_S = 0.2
-"""How long a host that leaves before the first cycle waits until its messages are sent."""
+"""How long a host that exits before the first cycle waits until its messages are sent."""
 _PROTECTION_AFTER_S = 5.0
 """When the line on a run's protection is logged if no session has reported by then."""
 _PLAIN_AFTER_S = 60.0
 """A script that has sent no heartbeat by then probably has no session."""
 REAP_S = 30.0
-"""How long a killed worker may take to be gone: one that takes longer sits in the kernel, in a driver or on a disk."""
+"""How long a killed worker may take to end: one that takes longer is stuck in the kernel, in a driver or on a disk."""
 _REPORT_S = 2.0
-"""How long a worker's datagram may take after its write to the heartbeat memory, and its exit after peers see it."""
+"""How long a worker's datagram may follow its write to the heartbeat memory, and its exit its peers' reports."""
 
 
 class AgentState(StrEnum):
-    """What the agent is doing; see the module's head."""
+    """The agent's state; see the module's docstring."""
 
     OUTSIDE = "outside"
     JOINING = "joining"
@@ -98,13 +94,14 @@ class NodeAgent(SimpleElasticAgent):
     Args:
         launch: How the workers are started.
         workers: Starts and ends their processes; the agent closes it.
-        writer: The node's checkpoint writer, which outlives the workers; the agent closes it. ``None`` = none could be
-            started: each worker starts its own.
+        writer: The node's checkpoint writer, which outlives the workers; the agent closes it. ``None``: each worker
+            starts
+            its own.
         client: This node's connection to the coordinator, not yet started.
-        checkups: Checks this node; closed with the agent. ``None`` = the node is not checked.
-        memory: Waits for the GPU memory of workers that ended; closed with the agent.
-        mailbox: Where the connection and the signal handlers deliver.
-        began_s: When the agent began, by the monotonic clock.
+        checkups: Checks this node; closed with the agent. ``None``: no health checks.
+        memory: Waits for the GPU memory of ended workers; closed with the agent.
+        mailbox: Receives the events of other threads and of signal handlers.
+        began_s: Start time of the agent, by the monotonic clock.
 
     Thread: the main thread.
     """
@@ -128,7 +125,7 @@ class NodeAgent(SimpleElasticAgent):
         self.is_host = False
         """Whether this process hosts the coordinator."""
         self.has_left = False
-        """Whether this node was shut down while it held no slot: the job continues without it."""
+        """Whether this node was shut down while it held no slot, so that the job continues without it."""
         self._workers, self._writer, self._client, self._mailbox = workers, writer, client, mailbox
         self._memory = memory
         self._relay = client.link.relay
@@ -144,28 +141,27 @@ class NodeAgent(SimpleElasticAgent):
         self._state = AgentState.OUTSIDE
         self._cycle: Cycle | None = None
         self._kept: tuple[KeptDurability, ...] = ()
-        """The newest cycle, also after its end."""
         self._failures: dict[int, ProcessFailure] = {}
-        """Workers that failed by themselves in it, by global rank."""
-        self._start: m.Start | None = None  # a cycle to start once the zygote has cleared away the last one
+        """Workers of the newest cycle that failed by themselves, by global rank."""
+        self._start: m.Start | None = None  # a cycle to start once the last one's workers are gone
         self._cycle_store: TCPStore | None = None
         self._signal, self._is_done = 0, False
         self._waits_for = ""
         self._num_missing = 0
-        """Slots without a node, as the coordinator reported last; of no meaning once a cycle starts."""
+        """Slots without a node at the coordinator's last report; meaningless once a cycle starts."""
         self._has_no_slot = False
-        """The coordinator has reported that other nodes hold all slots, or that this node gets none."""
+        """The coordinator has reported that this node gets no slot."""
         self._protection: str | None = None
-        """What was logged of it last; ``None`` = nothing yet."""
+        """The last logged line on the protection; ``None``: none yet."""
 
     @property
     def job(self) -> str:
-        """Name of the job, once it is known."""
+        """Name of the job; empty: not yet known."""
         return self._journal.job
 
     def outlook(self) -> AgentOutlook:
-        """Return how this agent is. Thread: any."""
-        cycle, ladder, options = self._cycle, self._client.ladder, self.options
+        """Return a snapshot for the metrics. Thread: any."""
+        cycle, ladder, options = self._cycle, self._client.link.ladder, self.options
         config = options.fault_tolerance if cycle is None else cycle.layers.config
         timeouts = Timeouts.from_config(config, with_defaults=True)
         if cycle is not None and cycle.watchdog is not None and cycle.script_settings is not None:
@@ -191,12 +187,11 @@ class NodeAgent(SimpleElasticAgent):
                 "shutdown_grace": config.shutdown_grace,
                 "join_timeout": options.join_timeout_s,
             },
-            exit_code=self.stop.exit_code if self._is_done else None,  # those of its workers are known then
+            exit_code=self.stop.exit_code if self._is_done else None,  # the workers' exit codes are known then
         )
 
     @property
     def _running(self) -> Cycle | None:
-        """The newest cycle, unless it is over."""
         return self._cycle if self._cycle is not None and not self._cycle.over else None
 
     # -- torch's interface -------------------------------------------------------------------------------------
@@ -213,7 +208,7 @@ class NodeAgent(SimpleElasticAgent):
         return RunResult(state, {} if has_failed else dict.fromkeys(ranks), self._failures)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Free everything; whatever worker is left is killed."""
+        """Close everything; remaining workers are killed."""
         never_ran = self._cycle is None
         self._health.close()
         self._memory.close()
@@ -223,7 +218,7 @@ class NodeAgent(SimpleElasticAgent):
         self._workers.close()
         if self._writer is not None:
             self._writer.close()
-        # If a shutdown was requested before the first cycle, the job is not over: no node waits for a message.
+        # A shutdown before the first cycle does not end the job: no node waits for a message.
         self._client.link.close(goodbye_timeout_s=_BRIEF_GOODBYE_S if never_ran and self._signal else GOODBYE_S)
         self._cycle_store = None
         self._journal.close()
@@ -256,7 +251,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._on_event(event)
         self._timers.fire()
         if cycle is not None and cycle.script_settings is None:
-            self._take_settings(cycle)  # whatever else looked may have read the datagram of a worker that attached
+            self._take_settings(cycle)  # another reader may have taken the datagram of a worker that attached
         elif cycle is not None:
             cycle.apply_calculated_timeouts()
         self._advance()
@@ -307,7 +302,7 @@ class NodeAgent(SimpleElasticAgent):
                 if (cycle := self._running) is not None and cycle.number == event.cycle:
                     self._watch_lingering(cycle)
             case m.Decided():
-                self._client.note_decided(event)
+                self._client.link.ladder = event.ladder
             case m.NodesMissing():
                 self._num_missing = event.missing
                 log.info("%s", event.reason)
@@ -345,7 +340,7 @@ class NodeAgent(SimpleElasticAgent):
         self._client.link.count += 1
         if (cycle := self._running) is not None and cycle.has_trained:
             self._client.report_step(cycle.number)
-        self._timers.set("beat", self._client.link.beat_interval_s, self._beat)
+        self._timers.set("beat", self._client.link.settings.beat_interval_s, self._beat)
 
     def _wait_for_link(self, left_s: float) -> None:
         """Log every ten seconds that the coordinator is not found yet."""
@@ -365,7 +360,7 @@ class NodeAgent(SimpleElasticAgent):
         client, self.is_host = self._client, event.is_host
         is_other_job = event.job != self.job and not event.is_first
         if is_other_job and self._state in (AgentState.LEAVING, AgentState.STOPPING):
-            return  # its own end is under way
+            return  # its own shutdown is under way
         if is_other_job:
             self._leave_job(event.job)
         client.note_term(event.term)
@@ -389,7 +384,7 @@ class NodeAgent(SimpleElasticAgent):
             )
 
     def _leave_job(self, other: str) -> None:
-        """End this node's part in its job: the coordinator of the run serves another one."""
+        """Abandon this node's part in its job: the run's coordinator serves another job."""
         reason = f"job {self.job} is over: the coordinator of this run began job {other}"
         log.warning("%s; this node joins it", reason)
         self._client.begin_job()
@@ -405,12 +400,12 @@ class NodeAgent(SimpleElasticAgent):
         if self._state != AgentState.LEAVING:
             self._state = AgentState.JOINING
         if ended is not None:
-            # The coordinator gives up earlier than this, if it still runs: a stopped one answers nothing at all.
+            # A running coordinator gives up earlier than this; a stopped one never answers.
             self._timers.set("answer", self.options.join_timeout_s + _ANSWER_MARGIN_S, self._give_up_on_link)
         self._client.join(ended)
 
     def _advance(self) -> None:
-        """Leave, join or start the next workers, as soon as nothing is in the way; called after all events."""
+        """Exit, join or start the next workers as soon as the conditions hold; called after all events."""
         if self._is_done:
             return
         if self._health.stop is not None:
@@ -420,7 +415,7 @@ class NodeAgent(SimpleElasticAgent):
             self._join(None)
         if self._state != AgentState.JOINING or not self._workers.are_cleared:
             return
-        if not self._health.uses_gpus:  # a check has memory of its own there: it comes first
+        if not self._health.uses_gpus:  # a health check uses GPU memory: it goes first
             self._memory.begin()
         if self._start is not None and not self._health.is_looking and not self._memory.is_awaited:
             start, self._start = self._start, None
@@ -449,7 +444,9 @@ class NodeAgent(SimpleElasticAgent):
             incident = self._journal.incident(IncidentKind.CANNOT_START, str(error), cycle=start.cycle)
             self._join(m.CycleFacts(cycle=start.cycle, incident=incident))
             return
-        self._failures, self._worker_group.workers = {}, _torch_workers(start, self._launch.spec)
+        base, size, ranks = start.base_rank, start.world_size, range(self._launch.spec.local_world_size)
+        self._failures = {}
+        self._worker_group.workers = [Worker(rank, base + rank, base + rank, size, size) for rank in ranks]
         self._worker_group.group_rank = start.node_rank  # type: ignore[assignment]
         self._worker_group.group_world_size = start.num_nodes  # type: ignore[assignment]
         self._state, self._has_no_slot = AgentState.RUNNING, False
@@ -466,14 +463,14 @@ class NodeAgent(SimpleElasticAgent):
         self._timers.set("plain", _PLAIN_AFTER_S, self._log_protection)
 
     def _writer_address(self) -> str:
-        """Return the address of the checkpoint writer; empty when there is none, or it died too often."""
+        """Return the address of the checkpoint writer; empty if there is none, or it died too often."""
         try:
             return self._writer.address if self._writer is not None else ""
         except OSError:
             return ""
 
     def _take_settings(self, cycle: Cycle) -> None:
-        """Use what the script's config sets, now that a worker may have reported it."""
+        """Apply the settings of the script's config once a worker has reported them."""
         if cycle.over:
             return
         cycle.apply_script_settings()
@@ -483,7 +480,7 @@ class NodeAgent(SimpleElasticAgent):
             self._log_protection()
 
     def _log_protection(self) -> None:
-        """Log in one line what the run is protected against, once it is known and when it has changed."""
+        """Log in one line what the run is protected against, once it is known and whenever it changes."""
         cycle = self._running
         if cycle is None or cycle.all_ended:
             return
@@ -520,7 +517,7 @@ class NodeAgent(SimpleElasticAgent):
         killed_by_us = cycle.over or self._state == AgentState.STOPPING
         self._look_at_recovery(cycle, waits=not cycle.all_ended)
         spared = bool(event.exit_code) and not killed_by_us and cycle.continues_without(worker)
-        if cycle.job == self.job:  # otherwise it is of a job that this node has left
+        if cycle.job == self.job:  # otherwise this node has left the cycle's job
             self._journal.write_exited(worker, event, killed_by_us=killed_by_us)
         if spared:
             self._continue_without(worker, event.key, cycle)
@@ -529,7 +526,7 @@ class NodeAgent(SimpleElasticAgent):
             if self._state == AgentState.STOPPING and cycle.all_ended:
                 self._finish(self.stop)
             elif self._state == AgentState.JOINING and cycle.all_ended and self._timers.is_set("grace"):
-                self._timers.cancel("grace")  # nobody is left to wait for
+                self._timers.cancel("grace")  # no worker is left to wait for
                 self._clear()
         elif self._state == AgentState.LEAVING:
             if cycle.all_ended:
@@ -538,7 +535,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._timers.set("alone", ALONE_S, self._on_grace_over)
         elif spared or event.exit_code in (ExitReason.FINISHED, ExitReason.PREEMPTED):
             if cycle.lacks_a_rank:
-                self._fail_when_clear(cycle)  # another one failed a moment ago
+                self._fail_when_clear(cycle)  # another worker failed a moment ago
             elif cycle.all_ended:
                 self._on_all_ended(cycle)
             elif event.exit_code == ExitReason.FINISHED:
@@ -553,7 +550,8 @@ class NodeAgent(SimpleElasticAgent):
             self._fail_when_clear(cycle)
 
     def _fail_when_clear(self, cycle: Cycle) -> None:
-        """End the cycle for a worker that failed, once it is clear which one began; others may just be failing, too."""
+        """End the cycle for a failed worker once the first failure is clear: other workers may be about to fail,
+        too."""
         wait_s = cycle.wait_for_others_s
         if not wait_s:
             self._timers.cancel("clear")
@@ -579,7 +577,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_all_ended(self, cycle: Cycle) -> None:
         if ExitReason.PREEMPTED in cycle.exit_codes:
-            # The notice did not come through this agent: a peer's workers, or the scheduler itself, passed it on.
+            # A peer's workers or the scheduler delivered the preemption notice, not this agent.
             self._leave()
             return
         self._state = AgentState.FINISHED
@@ -588,7 +586,7 @@ class NodeAgent(SimpleElasticAgent):
         self._client.finish(cycle.facts(incident))
 
     def _fail(self, incident: Incident) -> None:
-        """End the running cycle because of what happened here."""
+        """End the running cycle because of an incident here."""
         cycle = self._running
         if cycle is None or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
@@ -600,7 +598,7 @@ class NodeAgent(SimpleElasticAgent):
         self._journal.write(EventKind.CYCLE_ENDED, reason=reason, iterations=cycle.iterations())
 
     def _log_incident(self, incident: Incident) -> None:
-        """Log what was seen on this node; on the coordinator's node its verdict follows, with the same and more."""
+        """Log an incident of this node; on the coordinator's node its decision contains the same."""
         log.log(logging.DEBUG if self.is_host else logging.WARNING, "%s", incident.describe())
 
     def _on_hang(self, hang: HangSeen) -> None:
@@ -608,14 +606,14 @@ class NodeAgent(SimpleElasticAgent):
         if cycle is None or cycle.number != hang.cycle or self._state != AgentState.RUNNING:
             return
         incident = cycle.describe_hang(hang.report)
-        # The other nodes look at their ranks while this one does.
+        # The other nodes examine their ranks at the same time.
         self._client.send(m.Hung(cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
         positions = cycle.examine(hang.report)
         if is_alone := cycle.start.num_nodes == 1:
             incident = name_culprit(incident, positions)
         self._journal.write_incident(incident)
-        log.debug("%s", incident.describe())  # the watchdog has logged whose timeout passed
-        # The culprit is found from what all nodes saw: the verdict names it.
+        log.debug("%s", incident.describe())  # the watchdog has logged the exceeded timeout
+        # The root cause is found from the reports of all nodes; the coordinator's decision contains it.
         reason = incident.describe() if is_alone else f"a hang; first seen: {incident.evidence['summary']}"
         self._end_cycle(cycle, cycle.facts(None, positions), reason)
         self._health.suspect()
@@ -631,17 +629,17 @@ class NodeAgent(SimpleElasticAgent):
         if cycle is None or cycle.number != over.cycle or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
         if over.awaits_alike and not cycle.all_ended:
-            # The ranks here are about to fail as those elsewhere did, or wait for them.
-            if not self._timers.is_set("clear"):  # else one has failed, and the others have their time already
+            # The ranks here are about to fail like those elsewhere, or wait for them.
+            if not self._timers.is_set("clear"):  # otherwise a worker has failed, and the others' time runs
                 self._timers.set("clear", same_fault_s(cycle.ran_s), lambda: self._fail_or_follow(cycle, over.reason))
             return
-        level = logging.DEBUG if self.is_host else logging.WARNING  # the verdict follows there
+        level = logging.DEBUG if self.is_host else logging.WARNING  # the decision is logged there
         log.log(level, "cycle %d is over: %s", over.cycle, over.reason)
         positions = cycle.examine(None) if over.examine and self._state == AgentState.RUNNING else ()
         self._end_cycle(cycle, cycle.facts(None, positions), over.reason)
 
     def _fail_or_follow(self, cycle: Cycle, reason: str) -> None:
-        """End a cycle that has ended elsewhere, with what failed here meanwhile."""
+        """End a cycle that has ended elsewhere, with the failures here since then."""
         if any(code not in (None, ExitReason.FINISHED) for code in cycle.exit_codes):
             self._fail(cycle.describe_failure())
         elif cycle is self._running and self._state in (AgentState.RUNNING, AgentState.FINISHED):
@@ -652,9 +650,9 @@ class NodeAgent(SimpleElasticAgent):
 
         Args:
             cycle: The running one.
-            facts: What is known of it; ``None``: the coordinator does not know the cycle.
+            facts: The report on it; ``None``: the coordinator does not know the cycle.
             reason: Why it ends.
-            are_gone: Nothing is left of its workers.
+            are_gone: Its workers are gone already.
         """
         cycle.over = True
         if self._relay is not None:
@@ -680,16 +678,18 @@ class NodeAgent(SimpleElasticAgent):
             self._health.suspect()
 
     def _clear(self) -> None:
-        """Kill what is left of the workers; it has to be gone in time."""
+        """Kill the remaining workers, with a time limit for their end."""
         self._workers.clear()
         self._timers.set("reap", REAP_S, self._on_unreapable)
 
     def _kill(self) -> None:
+        for name in ("grace", "alone"):
+            self._timers.cancel(name)
         self._workers.kill()
         self._timers.set("reap", REAP_S, self._on_unreapable)
 
     def _on_unreapable(self) -> None:
-        """Leave the job, as killed workers do not end: no worker can start here, and a spare may take the slot."""
+        """Leave the job because killed workers do not end: no worker can start here, and a spare may take the slot."""
         cycle = self._cycle
         stuck = [worker for worker in cycle.workers.values() if worker.exit_code is None] if cycle is not None else []
         if self._state in (AgentState.STOPPING, AgentState.LEAVING) and not stuck:
@@ -711,7 +711,7 @@ class NodeAgent(SimpleElasticAgent):
             self._finish(m.Stop(exit_code=ExitReason.UNHEALTHY_NODE, reason=incident.describe()))
 
     def _on_workers_lost(self) -> None:
-        """Continue after the process that starts workers died; the kernel has killed the workers with it."""
+        """Continue after the fork server's death; the kernel has killed its workers with it."""
         if self._state == AgentState.STOPPING:
             self._finish(self.stop)
         elif self._state == AgentState.LEAVING:
@@ -722,12 +722,12 @@ class NodeAgent(SimpleElasticAgent):
                 incident = self._journal.incident(IncidentKind.WORKER_DIED, why, exit_code=-9)
                 self._journal.write_incident(incident)
                 self._end_cycle(cycle, cycle.facts(incident), incident.describe(), are_gone=True)
-            self._health.note_cleared()  # a check may wait for the workers that were being ended
+            self._health.note_cleared()  # a health check may wait for the workers' end
 
     # -- restarts inside the processes -------------------------------------------------------------------------
 
     def _look_at_recovery(self, cycle: Cycle, *, waits: bool = True) -> None:
-        """Report a restart inside the processes to the coordinator, if there was one."""
+        """Report an in-process restart to the coordinator, if there was one."""
         if cycle.over:
             return
         recovered = cycle.in_process.take_recovered(waits=waits)
@@ -758,7 +758,7 @@ class NodeAgent(SimpleElasticAgent):
             self._look_at_recovery(cycle)
 
     def _continue_without(self, worker: WorkerProcess, key: int, cycle: Cycle) -> None:
-        """Leave the replacement of a lost worker to its peers, for as long as that may take."""
+        """Let the peers of a lost worker replace it, within their time limit."""
         assert worker.lost is not None
         self._workers.sweep(key)
         if self._relay is not None:
@@ -782,7 +782,6 @@ class NodeAgent(SimpleElasticAgent):
         name = signal.Signals(received.signal).name
         if self._state in (AgentState.LEAVING, AgentState.STOPPING):
             log.warning("received %s again: ending the workers now", name)
-            self._end_grace()
             self._kill()
             return
         self._signal = received.signal
@@ -795,18 +794,13 @@ class NodeAgent(SimpleElasticAgent):
         grace_s = cycle.layers.config.shutdown_grace
         log.info("received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
         self._state = AgentState.LEAVING
-        self._client.send(m.Noticed(signal=received.signal))  # first: other nodes leave because of these workers
+        self._client.send(m.Noticed(signal=received.signal))  # first: other nodes shut down because of these workers
         self._workers.notify(cycle.workers)
         self._timers.set("grace", grace_s, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
         log.warning("the workers did not end in time: killing them")
-        self._end_grace()
         self._kill()
-
-    def _end_grace(self) -> None:
-        for name in ("grace", "alone"):
-            self._timers.cancel(name)
 
     def _leave(self, *, whole_job: bool = True) -> None:
         cycle = self._running
@@ -831,21 +825,21 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_stop(self, stop: m.Stop) -> None:
         if self._state in (AgentState.LEAVING, AgentState.STOPPING) and not stop.is_replaced:
-            return  # its own end is under way
-        # The host waits for this, but not for the workers, the checkpoint writer and the logs of this node.
+            return  # its own shutdown is under way
+        # The host waits for this message, but not for this node's workers, checkpoint writer and logs.
         self._client.send(m.Bye())
         self._client.link.stop_taking_over()
         if self._state == AgentState.OUTSIDE:
             stop = self._health.stop_outside(stop)
         if stop.is_replaced:
-            self._journal.close()  # what this agent does from now on would be taken for the other one's
+            self._journal.close()  # later events would be attributed to the other agent
         self.stop = stop
         cycle = self._running
         if cycle is None or cycle.all_ended:
             self._finish(stop)
             return
         self._state = AgentState.STOPPING
-        if stop.is_replaced:  # nothing that these workers could still save counts
+        if stop.is_replaced:  # their saves no longer count
             self._kill()
             return
         self._workers.notify(cycle.workers)
@@ -867,22 +861,8 @@ class NodeAgent(SimpleElasticAgent):
 
 
 def _wait_readable(descriptors: list[int], timeout_s: float | None) -> set[int]:
-    """Return which descriptors can be read; not ``select``, which knows none above 1023."""
+    """Return the readable descriptors; ``select`` supports none above 1023."""
     waiting = select.poll()
     for fd in descriptors:
         waiting.register(fd, select.POLLIN)
     return {fd for fd, _ in waiting.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))}
-
-
-def _torch_workers(start: m.Start, spec: WorkerSpec) -> list[Worker]:
-    """Return torch's view of this node's workers."""
-    return [
-        Worker(
-            local_rank=local_rank,
-            global_rank=start.base_rank + local_rank,
-            role_rank=start.base_rank + local_rank,
-            world_size=start.world_size,
-            role_world_size=start.world_size,
-        )
-        for local_rank in range(spec.local_world_size)
-    ]

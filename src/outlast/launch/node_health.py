@@ -1,16 +1,14 @@
-"""Whether this node may take part, by what the health checks of its agent found.
+"""Whether this node may take part in the job, by the results of its health checks (:mod:`outlast.launch.checkups`).
 
-A node that fails before it joins stays outside: its agent reports why, and ends. A checkpoint directory or object store
-that does not respond is no such failure: the start waits for it. If it hosts the coordinator it stays
-for the others' sake, without a slot; with ``retry_interval`` it is checked again.
+Before joining: a node that fails stays outside; its agent reports the reason and exits. It stays running without a slot
+if it hosts the coordinator, or with ``retry_interval``, which repeats the check. A checkpoint directory or object store
+that does not respond is not such a failure: the start waits for it.
 
-After a fault the next slot is requested at once, while the node is checked; only the start of workers waits for the
-result. A node that fails then declines its slot, and the ladder decides. If it is given the slot again, because there
-is no other node, its workers start nevertheless.
+After a fault: the agent requests the next slot at once, and only the start of workers waits for the result. A node that
+fails declines its slot, and the recovery policy decides; if it is given the slot again, because there is no other node,
+its workers start nevertheless.
 
-A node that fails while it trains is reported; the coordinator replaces it if a spare waits.
-
-The checks run apart from the agent's loop (:mod:`outlast.launch.checkups`).
+While training: a failure is reported, and the coordinator replaces the node if a spare waits.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ log = logging.getLogger(__name__)
 _OF_ARITHMETIC = ("compute", "device memory")
 _OF_PLACES = ("disk", "store")
 _UNREPORTED_S = 15.0
-"""How long a node that stays outside tries to report to the coordinator why."""
+"""How long a node that stays outside tries to report the reason to the coordinator."""
 
 
 def _is_of_place(result: CheckResult) -> bool:
-    """Return whether a check failed because of a place that the run writes to; a clock is read from a file there."""
+    """Return whether a check failed because of a place that the run writes to; the clock check reads a file there."""
     return result.name in _OF_PLACES or (result.name == "clock" and result.status == Status.TIMED_OUT)
 
 
@@ -47,12 +45,12 @@ class NodeHealth:
     """Decide whether this node may take part.
 
     Args:
-        checkups: Checks the node; closed with this. ``None`` = it is never checked.
+        checkups: Checks the node; closed with this object. ``None``: no health checks.
         client: Reports to the coordinator.
-        journal: This node's.
-        timers: The agent's.
-        is_alone: The job has no other node: nobody else needs the coordinator.
-        run_dir: The run directory; training does not need it, so its disk decides nothing once the node has joined.
+        journal: This node's journal.
+        timers: The agent's timers.
+        is_alone: The job has no other node that needs the coordinator.
+        run_dir: The run directory; its disk is irrelevant once the node has joined.
 
     Thread: the agent's main thread.
     """
@@ -71,42 +69,42 @@ class NodeHealth:
         self._checkups, self._config = checkups, checkups.config if checkups is not None else None
         self._client, self._journal, self._timers, self._is_alone = client, journal, timers, is_alone
         self._is_admitted = self._config is None or not self._config.before_joining
-        """No check is in the way of joining; this does not change back."""
+        """No check prevents joining; never reset."""
         self.stop: m.Stop | None = None
-        """How the agent is to end, as its node does not join; ``None``: it is not to."""
+        """How the agent must end, as its node does not join; ``None``: it need not."""
         self.is_looking = False
-        """The node is being checked after a fault: no worker starts."""
+        """A check after a fault runs: no worker may start."""
         self._is_connected = self._is_host = False
         self._outside: Incident | None = None
         """Why the node stays outside."""
         self._num_faults = 0
         self._is_clear = False
-        """Nothing is left of the workers of before the fault."""
+        """The workers from before the fault are gone."""
         self._is_asked = self._since_clear = False
-        """A check after the fault is under way, and it began when the node was clear."""
+        """A check after a fault runs; it began after the workers were gone."""
         self._is_reporting = False
         """The places are checked after the fault, for the log only."""
         self._unfit: CheckedUp | None = None
-        """What the one after the last fault found."""
+        """Failed result of the last check after a fault."""
         self._known: frozenset[tuple[str, str]] = frozenset()
-        """What failed while training, as far as it was reported already."""
+        """Failures while training that were logged already."""
         if self._is_admitted:
             self._expect_next()
 
     @property
     def may_join(self) -> bool:
-        """Whether the coordinator is reachable, and no check is in the way of joining."""
+        """Whether the coordinator is reachable, and no check prevents joining."""
         return self._is_connected and self._is_admitted
 
     def note_connected(self, *, is_host: bool) -> None:
-        """Note that the coordinator is reachable, perhaps again; report why the node stays outside, if it does."""
+        """Note that the coordinator is reached; report why the node stays outside, if it does."""
         self._is_connected, self._is_host = True, is_host
         self._timers.cancel("unreported")
         if self._outside is not None:
             self._stay_outside()
 
     def take(self, found: CheckedUp) -> None:
-        """Take what a check-up found."""
+        """Take the results of a health check."""
         match found.occasion:
             case Occasion.JOINING:
                 self._take_before_joining(found)
@@ -116,20 +114,17 @@ class NodeHealth:
                 self._take_while_training(found)
 
     def close(self) -> None:
-        """Give up what is under way."""
         if self._checkups is not None:
             self._checkups.close()
 
     # -- before joining ----------------------------------------------------------------------------------------
 
     def _take_before_joining(self, found: CheckedUp) -> None:
+        self._log(found)
         if not self._prevents_joining(found):
-            if found.failed:
-                self._log(found)
             self._outside, self._is_admitted = None, True
             self._expect_next()
             return
-        self._log(found)
         self._outside = self._incident(found)
         if self._is_connected:
             self._stay_outside()
@@ -158,11 +153,7 @@ class NodeHealth:
         self._checkups.begin(Occasion.JOINING, gpus=self._checkups.config.gpus)
 
     def stop_outside(self, stop: m.Stop | None) -> m.Stop:
-        """Return how the job ended for a node that stayed outside.
-
-        Args:
-            stop: How it ended for the others, if it has.
-        """
+        """Return how the job ended for a node that stayed outside; ``stop``: its end for the other nodes, if known."""
         if self._outside is None and stop is not None:
             return stop  # its check has not ended
         why = self._outside.describe() if self._outside is not None else f"node {self._client.node} was not yet fit"
@@ -173,31 +164,31 @@ class NodeHealth:
     # -- after a fault -----------------------------------------------------------------------------------------
 
     def suspect(self) -> None:
-        """Check the node because of a fault that began on it; call it when the workers are being ended."""
+        """Check the node because of a fault that began on it; called while the workers are being ended."""
         self._num_faults += 1
         if self._checkups is None or self._config is None or not self._config.after_fault:
             return
-        if self._is_alone:  # its workers start again whatever the result: nothing waits for it
+        if self._is_alone:  # no node could replace it: its workers start whatever the result
             self._checkups.begin(Occasion.TRAINING, gpus=False, computes=self._num_faults > 1)
             return
         self.is_looking, self._is_clear, self._is_asked, self._unfit = True, False, False, None
-        if not self._with_gpus:  # dying workers still hold theirs
+        if not self._with_gpus:  # dying workers still hold GPU memory
             self._look_after_fault()
 
     def note_cleared(self) -> None:
-        """Note that nothing is left of the workers that were being ended."""
+        """Note that the ended workers are gone."""
         self._is_clear = True
         if self.is_looking and not self._is_asked:
             self._look_after_fault()
 
     def refuse(self, cycle: int) -> Incident | None:
-        """Return why this node's workers are not to start in a cycle; only once, then they start nevertheless."""
+        """Return once why this node's workers must not start in a cycle; ``None``: they may."""
         unfit, self._unfit = self._unfit, None
         return None if unfit is None else self._incident(unfit, cycle=cycle)
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether the check after a fault takes memory of the GPUs, or is about to."""
+        """Whether the check after a fault uses GPU memory, or is about to."""
         return self.is_looking and self._with_gpus
 
     @property
@@ -208,7 +199,7 @@ class NodeHealth:
         assert self._checkups is not None
         self._is_asked, self._since_clear = True, self._is_clear
         self._checkups.begin(Occasion.FAULT, gpus=self._with_gpus, computes=self._num_faults > 1, places=False)
-        if not self._is_reporting:  # apart, so that no start waits for a place that hangs
+        if not self._is_reporting:  # separately, so that a place that hangs delays no start
             self._is_reporting = True
             self._checkups.begin(Occasion.TRAINING, gpus=False, computes=False)
 
@@ -216,12 +207,11 @@ class NodeHealth:
         self._is_asked = False
         is_unfit = self._prevents_training(found)
         if is_unfit and not self._since_clear:
-            # Dying workers may still have held what was lacking: only a check without them counts.
+            # Dying workers may have held what was missing: only a check without them counts.
             if self._is_clear:
                 self._look_after_fault()
             return
-        if found.failed:
-            self._log(found)
+        self._log(found)
         if is_unfit:
             self._unfit = found
         self.is_looking = False
@@ -250,16 +240,16 @@ class NodeHealth:
     def _prevents_training(self, found: CheckedUp) -> bool:
         """Return whether the workers cannot train here.
 
-        Checkpoint directories and object stores decide nothing: memory and replicas hold checkpoints while a disk is
-        full or hangs, and ``max_durable_lag`` is the limit. Neither does the run directory.
+        Checkpoint directories, object stores and the run directory are irrelevant: memory and replicas hold checkpoints
+        while a disk is full or hangs, and ``max_durable_lag`` is the limit.
         """
         return not all(_is_of_place(one) for one in found.failed)
 
     def _prevents_joining(self, found: CheckedUp) -> bool:
-        """Return whether the node is refused.
+        """Return whether the node must stay outside.
 
-        A place that does not respond is waited for at the start, and one that cannot be written to counts only if it is
-        the run directory, or if the node cannot write to any of its checkpoint directories.
+        The start waits for a place that does not respond. One that cannot be written to counts only if it is the run
+        directory, or if the node cannot write to any checkpoint directory.
         """
         tiers = {one.target for one in found.results if one.name in _OF_PLACES} - {self._run_dir}
         unusable = {one.target for one in found.failed if one.name == "disk" and one.status != Status.TIMED_OUT}

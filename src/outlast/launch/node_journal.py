@@ -1,4 +1,4 @@
-"""What an agent writes to the journal about its node, and the incidents that belong to no worker."""
+"""The agent's journal of its node, and the incidents that belong to no worker."""
 
 from __future__ import annotations
 
@@ -21,25 +21,17 @@ log = logging.getLogger(__name__)
 
 
 class NodeJournal:
-    """Write for one node.
-
-    Args:
-        options: The launcher's options.
-        node: Name of the node.
-        began_s: When the agent began, by the monotonic clock.
-
-    Thread: the agent's main thread.
-    """
+    """Write the journal of one node. Thread: the agent's main thread."""
 
     def __init__(self, options: RunOptions, node: str, *, began_s: float) -> None:
         self._options, self._node, self._began_s = options, node, began_s
         self._journal: Journal | None = None
         self._cycle: int | None = None
         self.job = ""
-        """Name of the job, once it is known; nothing is written before."""
+        """Name of the job; empty: not yet known, and nothing is written."""
 
     def open(self, job: str, command: tuple[str, ...], nproc: int, endpoints: Sequence[str]) -> None:
-        """Begin with a job, which has admitted this agent; the journal of the last one is closed."""
+        """Begin the journal of a job that has admitted this agent; the last job's journal is closed."""
         options = self._options
         self.close()
         self.job, self._cycle = job, None
@@ -66,11 +58,10 @@ class NodeJournal:
             self._journal.write(EventKind.QUEUED, started_wall_ns=started_ns, scheduler="slurm")
 
     def begin_cycle(self, number: int) -> None:
-        """Note which cycle what follows belongs to."""
+        """Set the cycle of the events that follow."""
         self._cycle = number
 
     def write_started(self, start: Start, workers: Sequence[WorkerProcess], *, gpu_memory_wait_s: float) -> None:
-        """Write that all workers of a cycle run."""
         waited: dict[str, Any] = {"gpu_memory_wait_s": round(gpu_memory_wait_s, 3)} if gpu_memory_wait_s else {}
         self.write(
             EventKind.CYCLE_STARTED,
@@ -90,13 +81,11 @@ class NodeJournal:
         )
 
     def write_exited(self, worker: WorkerProcess, news: Exited, *, killed_by_us: bool) -> None:
-        """Write that a worker ended."""
         rank, pid, code = worker.global_rank, news.pid, news.exit_code
         lost = {"spared": True} if worker.lost is not None else {}
         self.write(EventKind.WORKER_EXITED, rank=rank, pid=pid, exit_code=code, killed_by_us=killed_by_us, **lost)
 
     def write_incident(self, incident: Incident) -> None:
-        """Write an incident."""
         self.write(EventKind.INCIDENT, rank=incident.rank, iteration=incident.iteration, incident=incident)
 
     def write(self, kind: EventKind, *, rank: int | None = None, iteration: int | None = None, **data: object) -> None:
@@ -118,6 +107,5 @@ class NodeJournal:
         )
 
     def close(self) -> None:
-        """End the journal."""
         if self._journal is not None:
             self._journal.close()

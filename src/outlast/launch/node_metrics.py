@@ -1,11 +1,11 @@
-"""The metrics of a node: from the board, from the agent itself, and from the node's journal.
+"""The metrics of a node: from the heartbeat memory, the agent and the node's journal.
 
-A scrape shows three things: the board of the newest cycle, which is made to be read while others write; what the agent
-shows of itself (:class:`AgentOutlook`, single attributes that the agent replaces as a whole); and what this node's
-processes have written to the journal (:class:`NodeHistory`). :mod:`outlast.launch.metrics_endpoint` serves them.
+A scrape reads the heartbeat memory of the newest cycle, which is safe while others write, a snapshot of the agent
+(:class:`AgentOutlook`), and the counts of this node's journal (:class:`NodeHistory`).
+:mod:`outlast.launch.metrics_endpoint` serves them.
 
-Rejected: gauges that the agent's loop sets, since a value would be as old as the loop's last event, and each event
-would cost; a query of the coordinator in a scrape, since each agent has to answer also while there is none.
+Rejected: gauges set by the agent's loop (values as old as its last event, and a cost for each event), and queries of
+the coordinator in a scrape (each agent must answer while there is none, too).
 """
 
 from __future__ import annotations
@@ -42,151 +42,104 @@ if TYPE_CHECKING:
     from outlast.runtime.board import RankState
 
 _MAX_CHUNKS = 16
-"""Of one file at one look; the rest is read at the next ones."""
+"""Limit of one read per file; the next reads continue."""
 Samples = Iterator[tuple[str, dict[str, str], float]]
 """Name, labels, value."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentMetric:
-    """One metric of the endpoint."""
-
     name: str
     """Without the prefix ``outlast_``; a counter's name ends with ``_total``."""
     help: str
     labels: tuple[str, ...]
-    """In addition to ``run_id`` and ``node``, which all have."""
+    """Labels in addition to ``run_id`` and ``node``."""
 
     @property
     def is_counter(self) -> bool:
-        """Whether it only grows while the agent lives."""
         return self.name.endswith("_total")
 
 
+_TABLE = f"""
+agent_info `job version python`: 1; the labels have the job and the versions.
+agent_state `state`: 1 for the state that the agent is in.
+agent_is_coordinator: Whether this node's agent hosts the coordinator.
+cycle: The newest cycle that this node took part in; -1 before the first one.
+cycles_started_total: Cycles that this node has started in this job.
+world_size: Ranks of that cycle; 0 while none runs here.
+num_nodes: Nodes of that cycle; 0 while none runs here.
+spares: Nodes that waited for a slot at the last update from the coordinator.
+node_iteration: Optimizer steps done: the maximum over this node's ranks.
+iterations_per_second: Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none.
+durable_iteration: Highest iteration that survives the end of the job, as known to the ranks of this node.
+checkpoint_lag_iterations `failure`: Iterations that would be lost by the failure of a worker, the loss of a node, or
+    the end of the job now.
+durable_checkpoint_age_seconds: Seconds since the newest checkpoint that survives the end of the job was committed, or
+    loaded.
+durable_checkpoint_due_seconds: Seconds for which a commit that survives the end of the job has been due; 0 if none is.
+rank_exit_code `rank`: Exit code of a rank that has ended in the newest cycle; negative: the signal that ended it.
+rank_iteration `rank`: Optimizer steps that a rank has done.
+rank_state `rank state`: 1 for the state that a rank is in: starting, running, restarting, spare, stopped, finished,
+    ended.
+rank_section_info `rank section`: 1 for the path of the open sections of a rank.
+rank_section_seconds `rank`: Seconds that a rank has been in its innermost section.
+rank_heartbeat_age_seconds `rank`: Seconds since the last heartbeat of a rank.
+restarts_total `rung`: Restarts of the run, in all of its jobs, by recovery level; the same on all nodes.
+budget_left `budget`: Remaining budget before the job ends: restarts, restarts_total, no_progress_cycles.
+missing_nodes: Nodes for which the job waits; 0 while a cycle runs here.
+excluded_nodes: Nodes that get no slot, permanently or in this cycle.
+excluded_node_info `excluded_node`: 1 for each excluded node.
+timeout_seconds `timeout`: Timeouts in effect, by setting; those of sections as rank_section_timeouts:NAME.
+last_incident_info `kind culprit_node culprit_rank exit_code cause rung`: 1 for the newest incident on which the
+    coordinator decided; on the coordinator's node.
+last_incident_timestamp_seconds: Time of that decision, in seconds since the epoch.
+job_exit_code `reason`: Exit code of the job, once it has ended on this node; see --metrics-linger.
+steps_rerun_total: Steps that ranks of this node ran again in place.
+incidents_total `kind`: Incidents that this node's processes reported.
+committed_iteration `tier`: Iteration of the newest checkpoint that a rank of this node committed, by tier.
+committed_timestamp_seconds `tier`: Time of that commit, in seconds since the epoch.
+saves_total: Saves that ranks of this node began.
+save_failures_total `tier`: Saves that failed in a tier: memory, local or global; each rank of this node counts.
+save_stall_seconds: Seconds for which the newest save blocked this node's slowest rank.
+save_stall_seconds_total: The same, summed over the saves of all ranks of this node.
+straggler_score `basis stat`: Scores of all ranks: basis relative or individual, stat min, median or max; on rank 0's
+    node alone.
+job_goodput: Goodput of this job, as computed by the ranks of this node.
+journal_age_seconds: Seconds since this node's journal was last read.
+"""
+"""Each metric as ``NAME `LABEL...`: HELP``; indented lines continue a row."""
 METRICS = {
-    name: AgentMetric(name, text, tuple(labels.split()))
-    for name, text, labels in (
-        ("agent_info", "1; the labels have the job and the versions.", "job version python"),
-        ("agent_state", "1 for the state that the agent is in.", "state"),
-        ("agent_is_coordinator", "Whether this node's agent hosts the coordinator.", ""),
-        ("cycle", "The newest cycle that this node took part in; -1 before the first one.", ""),
-        ("cycles_started_total", "Cycles that this node has started in this job.", ""),
-        ("world_size", "Ranks of that cycle; 0 while none runs here.", ""),
-        ("num_nodes", "Nodes of that cycle; 0 while none runs here.", ""),
-        ("spares", "Nodes that waited for a slot at the last update from the coordinator.", ""),
-        ("node_iteration", "Optimizer steps done: the maximum over this node's ranks.", ""),
-        ("iterations_per_second", f"Mean of the last {RATE_WINDOW_S:g} s without a step back; 0 if none.", ""),
-        (
-            "durable_iteration",
-            "Highest iteration that survives the end of the job, as known to the ranks of this node.",
-            "",
-        ),
-        (
-            "checkpoint_lag_iterations",
-            "Iterations that would be lost by the failure of a worker, the loss of a node, or the end of the job now.",
-            "failure",
-        ),
-        (
-            "durable_checkpoint_age_seconds",
-            "Seconds since the newest checkpoint that survives the end of the job was committed, or loaded.",
-            "",
-        ),
-        (
-            "durable_checkpoint_due_seconds",
-            "Seconds for which a commit that survives the end of the job has been due; 0 if none is.",
-            "",
-        ),
-        (
-            "rank_exit_code",
-            "Exit code of a rank that has ended in the newest cycle; negative: the signal that ended it.",
-            "rank",
-        ),
-        ("rank_iteration", "Optimizer steps that a rank has done.", "rank"),
-        (
-            "rank_state",
-            "1 for the state that a rank is in: starting, running, restarting, spare, stopped, finished, ended.",
-            "rank state",
-        ),
-        ("rank_section_info", "1 for the path of the open sections of a rank.", "rank section"),
-        ("rank_section_seconds", "Seconds that a rank has been in its innermost section.", "rank"),
-        ("rank_heartbeat_age_seconds", "Seconds since the last heartbeat of a rank.", "rank"),
-        (
-            "restarts_total",
-            "Restarts of the run, in all of its jobs, by recovery level; the same on all nodes.",
-            "rung",
-        ),
-        (
-            "budget_left",
-            "Remaining budget before the job ends: restarts, restarts_total, no_progress_cycles.",
-            "budget",
-        ),
-        ("missing_nodes", "Nodes for which the job waits; 0 while a cycle runs here.", ""),
-        ("excluded_nodes", "Nodes that get no slot, permanently or in this cycle.", ""),
-        ("excluded_node_info", "1 for each excluded node.", "excluded_node"),
-        (
-            "timeout_seconds",
-            "Timeouts in effect, by setting; those of sections as rank_section_timeouts:NAME.",
-            "timeout",
-        ),
-        (
-            "last_incident_info",
-            "1 for the newest incident on which the coordinator decided; on the coordinator's node.",
-            "kind culprit_node culprit_rank exit_code cause rung",
-        ),
-        ("last_incident_timestamp_seconds", "Time of that decision, in seconds since the epoch.", ""),
-        ("job_exit_code", "Exit code of the job, once it has ended on this node; see --metrics-linger.", "reason"),
-        ("steps_rerun_total", "Steps that ranks of this node ran again in place.", ""),
-        ("incidents_total", "Incidents that this node's processes reported.", "kind"),
-        (
-            "committed_iteration",
-            "Iteration of the newest checkpoint that a rank of this node committed, by tier.",
-            "tier",
-        ),
-        ("committed_timestamp_seconds", "Time of that commit, in seconds since the epoch.", "tier"),
-        ("saves_total", "Saves that ranks of this node began.", ""),
-        (
-            "save_failures_total",
-            "Saves that failed in a tier: memory, local or global; each rank of this node counts.",
-            "tier",
-        ),
-        ("save_stall_seconds", "Seconds for which the newest save blocked this node's slowest rank.", ""),
-        ("save_stall_seconds_total", "The same, summed over the saves of all ranks of this node.", ""),
-        (
-            "straggler_score",
-            "Scores of all ranks: basis relative or individual, stat min, median or max; on rank 0's node alone.",
-            "basis stat",
-        ),
-        ("job_goodput", "Goodput of this job, as computed by the ranks of this node.", ""),
-        ("journal_age_seconds", "Seconds since this node's journal was last read.", ""),
-    )
+    name: AgentMetric(name, text, tuple(labels))
+    for head, text in (row.split(": ", 1) for row in _TABLE.strip().replace("\n    ", " ").splitlines())
+    for name, *labels in [head.replace("`", "").split()]
 }
-"""All that the endpoint shows, by name."""
+"""All metrics of the endpoint, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutlook:
-    """An agent at one moment, as far as other threads may see it."""
+    """A snapshot of an agent for other threads."""
 
     job: str = ""
     state: str = "starting"
     is_host: bool = False
     cycle: Cycle | None = None
-    """The newest one, also after its end."""
+    """The newest cycle, also after its end."""
     num_spares: int = 0
     num_missing: int = 0
-    """Nodes for which the job waits, as this node was told last."""
+    """Nodes for which the job waits, as reported last."""
     ladder: LadderState | None = None
-    """What the recovery policy remembers of the run; ``None`` = not yet known."""
+    """State of the recovery policy; ``None``: not yet known."""
     budgets: LiveBudgets | None = None
-    """What may still be tried; ``None`` = not yet known."""
+    """``None``: not yet known."""
     timeouts: Mapping[str, float | None] = field(default_factory=dict)
-    """In force, in seconds, by the setting."""
+    """Enforced timeouts in seconds, by setting."""
     exit_code: int | None = None
-    """Of the job, once it has ended on this node."""
+    """Exit code of the job once it has ended on this node."""
 
 
 def collect(outlook: AgentOutlook, history: NodeHistory) -> Samples:
-    """Yield what is shown of an agent and of its node."""
+    """Yield the metrics of an agent and of its node."""
     cycle, states = outlook.cycle, read_states(outlook)
     runs = cycle is not None and not cycle.over
     python = platform.python_version()
@@ -215,7 +168,7 @@ def collect(outlook: AgentOutlook, history: NodeHistory) -> Samples:
 
 
 def _show_policy(outlook: AgentOutlook) -> Samples:
-    """Yield what the recovery policy has decided, and what it may still decide; nothing until that is known."""
+    """Yield the recovery policy's decisions and remaining budgets, once they are known."""
     ladder, budgets = outlook.ladder, outlook.budgets
     if ladder is None or budgets is None:
         return
@@ -235,7 +188,7 @@ def _show_policy(outlook: AgentOutlook) -> Samples:
 
 
 def _reason(exit_code: int) -> str:
-    """Return what an exit code of a job means, in a word."""
+    """Return the name of a job's exit code."""
     with suppress(ValueError):
         return ExitReason(exit_code).name.lower()
     with suppress(ValueError):
@@ -244,10 +197,10 @@ def _reason(exit_code: int) -> str:
 
 
 def _show_durability(states: Sequence[RankState], *, now_ns: int) -> Samples:
-    """Yield how far the checkpoints go that survive each failure."""
+    """Yield the iterations of the checkpoints that survive each kind of failure."""
     by_level = {
         SurvivalLevel.WORKER: max(_known(one.committed_iteration for one in states), default=None),
-        # A rank whose copy is missing is lost with its node, whatever the others have.
+        # A rank without a replica is lost with its node, whatever the others have.
         SurvivalLevel.NODE: min(_known(one.node_durable_iteration for one in states), default=None),
         SurvivalLevel.JOB: max(_known(one.durable_iteration for one in states), default=None),
     }
@@ -269,16 +222,16 @@ def _known(iterations: Iterable[int | None]) -> list[int]:
     return [one for one in iterations if one is not None]
 
 
-# -- the board ---------------------------------------------------------------------------------------------------
+# -- the heartbeat memory ----------------------------------------------------------------------------------------
 
 
 def read_states(outlook: AgentOutlook) -> list[RankState]:
-    """Return the pages of the newest cycle; none once its board is freed."""
+    """Return the ranks' records of the newest cycle; none once its heartbeat memory is freed."""
     if outlook.cycle is None:
         return []
     try:
         return outlook.cycle.board.read_all()
-    except ValueError:  # the agent has freed it meanwhile
+    except ValueError:  # the agent has just freed it
         return []
 
 
@@ -287,7 +240,7 @@ def farthest(states: Sequence[RankState]) -> int | None:
 
 
 def _show_rank(worker: WorkerProcess, state: RankState | None, *, now_ns: int) -> Samples:
-    """Yield what a rank does; ``state``: its page of the board, ``None`` once the board is freed."""
+    """Yield a rank's state; ``state``: its heartbeat record, ``None`` once the memory is freed."""
     labels, exit_code = {"rank": str(worker.global_rank)}, worker.exit_code
     has_ended = exit_code is not None
     if exit_code is not None:
@@ -313,11 +266,7 @@ def _show_rank(worker: WorkerProcess, state: RankState | None, *, now_ns: int) -
 
 
 class NodeHistory:
-    """What this node's processes have written to the journal of the newest job, counted; and the rate of its ranks.
-
-    Args:
-        run_dir: The run directory.
-        node: Name of the node.
+    """Counts of the journal events of this node's processes in the newest job, and the rate of its ranks.
 
     Thread: :meth:`read_on` and :meth:`note_iteration` one; :meth:`show` any.
     """
@@ -325,20 +274,19 @@ class NodeHistory:
     def __init__(self, run_dir: Path, node: str) -> None:
         self._run_dir, self._node = run_dir, node
         self._lock = threading.Lock()
-        """Held only while values change or are copied, never while a disk is waited for."""
+        """Held only while values change or are copied, never during disk access."""
         self._rate, self._rated_cycle = IterationRate(), -1
         self._forget("")
 
     def _forget(self, job: str) -> None:
-        """Begin with another job."""
         self._job = job
         self._procs: dict[str, None] = {}
-        """Processes whose files are read: also of ranks that an earlier cycle had here."""
+        """Processes whose files are read, including ranks that an earlier cycle had here."""
         self._tail, self._view = JournalTail(self._run_dir), RunView(keeps_samples=False)
         self._read_ns = 0
 
     def note_iteration(self, cycle: int, iteration: int | None) -> None:
-        """Note how far this node is."""
+        """Note this node's iteration for the rate."""
         with self._lock:
             if cycle != self._rated_cycle or iteration is None:
                 self._rate.clear()
@@ -347,11 +295,7 @@ class NodeHistory:
                 self._rate.note(clock.now_ns(), iteration)
 
     def read_on(self, job: str, ranks: list[int]) -> None:
-        """Read what was written since the last look.
-
-        Args:
-            job: The job; what another one counted is dropped.
-            ranks: Global ranks of this node.
+        """Read the events since the last call; those of another job than ``job`` are dropped.
 
         Blocks: as long as the disk does.
         """
@@ -374,11 +318,9 @@ class NodeHistory:
 
     @property
     def has_read(self) -> bool:
-        """Whether the journal of the job has been read."""
         return self._read_ns > 0
 
     def show(self) -> Samples:
-        """Yield the values."""
         with self._lock:
             samples = list(self._samples())
         yield from samples
@@ -423,7 +365,7 @@ def _describe_incident(data: Any, verdict: Mapping[str, Any]) -> dict[str, str]:
     try:
         incident = convert(data, Incident)
         rung = Rung(verdict.get("rung", -1)).name.lower()
-    except (msgspec.ValidationError, ValueError):  # of another version
+    except (msgspec.ValidationError, ValueError):  # written by another version
         return dict.fromkeys(METRICS["last_incident_info"].labels, "unknown")
     return {
         "kind": incident.kind,

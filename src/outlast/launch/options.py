@@ -1,4 +1,4 @@
-"""The options of ``outlast run``: torchrun's, and ours."""
+"""The options of ``outlast run``: torchrun's, and those that outlast adds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from outlast.wording import count
 NO_TERMINATION_SIGNAL = "outlast run ends a hung worker with SIGKILL; leave it out"
 """Why ``rank_termination_signal`` has no effect."""
 NODE_PORTS, WORKER_PORTS = 3, 3
-"""How many listen on a node: the stores of a cycle and of the next one, the writer; of each worker the monitor, the
+"""Listening ports: of a node the stores of a cycle and of the next one, and the writer; of a worker the monitor, the
 store of a call, and the consensus while it connects."""
 _FOLDER_S = 10.0
 """How long a folder that the run writes to may take to respond."""
@@ -62,73 +62,74 @@ _STREAMS = re.compile(r"[0-3]|\d:[0-3](,\d:[0-3])*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A command line whose values fit, on whatever machine it is run."""
+    """A command line with valid values, checked without regard to the machine."""
 
     command: RunCommand
     config: Config
-    """What the file of ``--config`` holds."""
+    """Contents of the file of ``--config``."""
     layers: LayeredSettings
-    """The fault tolerance settings of each source."""
+    """The fault tolerance settings by source."""
     num_slots: int
     max_nodes: int
     endpoints: str
-    """Where agents meet."""
+    """Where the agents meet."""
     is_alone: bool
-    """There is one agent, which nobody else looks for."""
+    """There is only one agent, and no other agent connects to it."""
     join_timeout_s: float
     resolve_timeout_s: float
-    """How long no host of the endpoints may be known at the start."""
+    """How long all hosts of the endpoints may be unknown at the start."""
     any_command: bool
     """The agents' commands may differ."""
     notes: tuple[str, ...]
-    """What to log at the start: settings that mean something else than they do to torchrun."""
+    """Lines to log at the start, on settings that differ from torchrun's meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(Checked):
-    """The options of ``outlast run``, checked."""
+    """The options of ``outlast run``, checked on this machine."""
 
     run_id: str
     run_dir: Path
     node_name: str
     wish: int | None
     health: HealthConfig | None
-    """What the node must have; ``None`` = it is not looked at."""
+    """Limits that the node must meet; ``None``: no health checks."""
     health_places: tuple[str, ...]
-    """Where the run writes on this node."""
+    """Directories and URLs that the run writes to on this node."""
     preload: tuple[str, ...]
     workers_stop_timeout_s: float
     is_named: bool
-    """The run has an id or a directory of its own, so that a later job continues it; once finished, it stays so."""
+    """The user gave the run an id or a directory, so that a later job resumes it; a finished run is not trained
+    again."""
     names: tuple[str, ...]
-    """The names that the run was given: its id, its directory."""
+    """The id and the directory that the user gave the run."""
     metrics: Endpoint | None
-    """Where this agent shows Prometheus its figures; ``None`` = nowhere."""
+    """Address of this agent's metrics endpoint; ``None``: no endpoint."""
     log_level: str | None
-    """What ``--log-level`` or ``--quiet`` asks for; ``None`` = the environment's."""
+    """Level of ``--log-level`` or ``--quiet``; ``None``: the environment's."""
     new_folders: tuple[Path, ...]
-    """The folders of logs and of the run, and those above, as far as they were not there before; innermost first."""
+    """Folders of logs and run that parsing created, innermost first."""
 
     @property
     def torchrun(self) -> SimpleNamespace:
-        """torchrun's own options, and ours."""
+        """The parsed options of torchrun and of the launcher."""
         return self.command.args
 
     @property
     def fault_tolerance(self) -> FaultToleranceConfig:
-        """What is in force before the script runs."""
+        """The settings in force before the script runs."""
         return self.layers.config
 
     def remove_new_folders(self) -> None:
-        """Remove what parsing made, as far as it is empty: the run was refused before it began."""
+        """Remove the folders that parsing created, as far as they are empty: the run was refused before it began."""
         _remove_empty(self.new_folders)
 
 
 def check_values(argv: Sequence[str]) -> Checked:
-    """Parse a command line and check all that does not depend on the machine.
+    """Parse a command line and check everything that does not depend on the machine.
 
     Raises:
-        ConfigError: Something is unknown, out of range or contradictory; one line with the remedy.
+        ConfigError: An option is unknown, a value is out of range, or options contradict each other.
     """
     command = parse_command(argv)
     args, name = command.args, command.name
@@ -203,10 +204,10 @@ def check_values(argv: Sequence[str]) -> Checked:
 
 
 def parse_options(argv: Sequence[str]) -> RunOptions:
-    """Parse and check the command line, before anything is started; make the run directory once nothing is wrong.
+    """Parse and check the command line before anything starts; create the run directory once all is valid.
 
     Raises:
-        ConfigError: Something is unknown, out of range, contradictory, or cannot be used; one line with the remedy.
+        ConfigError: An option is unknown, invalid or contradictory, or cannot be used on this machine.
     """
     checked = check_values(argv)
     command, config = checked.command, checked.config
@@ -223,8 +224,9 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
     run_dir = Path(args.run_dir or config.run_dir or Path("outlast-runs") / env.clean_name(run_id)).absolute()
     has_directory = args.run_dir is not None or config.run_dir is not None
     health, places = _health(command, config, run_dir)
-    # Last: what is refused leaves nothing.
-    new_folders = _make_folder(run_dir, _source_of_run_dir(command, config))
+    # Last, so that a refused command line leaves nothing behind.
+    source = f"run_dir of {args.config}" if config.run_dir else "the run directory"
+    new_folders = _make_folder(run_dir, command.name("run_dir") if args.run_dir else source)
     if args.log_dir is not None:
         try:
             new_folders = (*_make_folder(Path(args.log_dir).absolute(), command.name("log_dir")), *new_folders)
@@ -253,7 +255,7 @@ def parse_options(argv: Sequence[str]) -> RunOptions:
 
 
 def _health(command: RunCommand, config: Config, run_dir: Path) -> tuple[HealthConfig | None, tuple[str, ...]]:
-    """Return what this node must have, and where the run writes on it."""
+    """Return the limits that this node must meet, and where the run writes on it."""
     args, places = command.args, [str(run_dir)]
     if args.no_health_check:
         return None, ()
@@ -272,8 +274,7 @@ def _parse_nnodes(text: str, name: str) -> tuple[int, int]:
     except ValueError:
         bounds = 0, 0
     require(
-        0 < bounds[0] <= bounds[1],
-        f"{name}={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5",
+        0 < bounds[0] <= bounds[1], f"{name}={text!r} is not N or MIN:MAX with 0 < MIN <= MAX; write for example 4:5"
     )
     return bounds
 
@@ -295,14 +296,11 @@ def _check_nproc(text: str, name: str) -> None:
     if text.lstrip("-").isdigit():
         require(int(text) > 0, f"{name}={text} must be at least 1")
         return
-    require(
-        text in ("auto", "cpu", "gpu", "xpu"),
-        f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu",
-    )
+    require(text in ("auto", "cpu", "gpu", "xpu"), f"{name}={text!r} is neither a number nor auto, cpu, gpu or xpu")
 
 
 def _check_network(command: RunCommand) -> None:
-    """Refuse an interface that is not here, and a range of ports that is none or too small for this node."""
+    """Reject an interface that does not exist, and a port range that is invalid or too small for this node."""
     args = command.args
     interface, ports = args.interface or env.interface(), args.port_range or env.port_range()
     if interface is not None:
@@ -314,7 +312,7 @@ def _check_network(command: RunCommand) -> None:
 
 
 def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
-    """Return where this agent shows its figures; refuse an address that is none, and a package that is not there."""
+    """Return the address of the metrics endpoint; reject an invalid one, and a missing package."""
     args, name = command.args, command.name
     given_address, given_port = env.metrics_endpoint()
     port, source = args.metrics_port, name("metrics_port")
@@ -346,7 +344,7 @@ def _metrics_endpoint(command: RunCommand) -> Endpoint | None:
 
 
 def _check_devices(command: RunCommand) -> None:
-    """Refuse workers on devices that are certainly not here, before torch is imported."""
+    """Reject workers on devices that do not exist, before torch is imported."""
     args, name = command.args, command.name
     text, binding = args.nproc_per_node, args.numa_binding
     why = why_absent(text) if text in ("gpu", "xpu") else None
@@ -356,7 +354,7 @@ def _check_devices(command: RunCommand) -> None:
 
 
 def _check_streams(command: RunCommand) -> None:
-    """Refuse what torch would refuse of the options of its logs, but later."""
+    """Reject log options that torch would reject later."""
     args, name = command.args, command.name
     for attribute in ("redirects", "tee"):
         text = getattr(args, attribute)
@@ -373,7 +371,7 @@ def _check_streams(command: RunCommand) -> None:
 
 
 def _check_plugins(command: RunCommand) -> None:
-    """Refuse names that the installed packages do not have; torch would, seconds later."""
+    """Reject plugins that are not installed; torch would do so seconds later."""
     args, name = command.args, command.name
     handlers = find_event_handlers()
     require(
@@ -390,13 +388,10 @@ def _check_plugins(command: RunCommand) -> None:
 
 
 def _check_script(command: RunCommand) -> None:
-    """Refuse a training script that cannot be started from here: not there, not readable, no module or program."""
+    """Reject a training script that cannot be started from here."""
     args, script = command.args, command.args.training_script
     if args.no_python:
-        require(
-            shutil.which(script) is not None,
-            f"{script!r} is not an executable program; check its path and mode",
-        )
+        require(shutil.which(script) is not None, f"{script!r} is not an executable program; check its path and mode")
     elif args.module:
         module, top = command.name("module"), script.partition(".")[0]
         require(not script.endswith(".py"), f"{module} takes a module's name; write {script[:-3]}, without .py")
@@ -410,10 +405,10 @@ def _check_script(command: RunCommand) -> None:
 
 
 def why_not_there(script: str) -> str:
-    """Return what to do about a script that does not exist."""
+    """Return how to correct the name of a script that does not exist."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(script)) or script == "torchrun":
         return f"outlast run starts Python itself: leave {script!r} out"
-    first = os.fsencode(script).decode(errors="replace")[:1]  # whatever the locale makes of it
+    first = os.fsencode(script).decode(errors="replace")[:1]  # valid under any locale
     if first and first in "\u2010\u2011\u2012\u2013\u2014\u2212":
         return "it begins with a dash that only looks like '-': type it again"
     return "check its path"
@@ -434,7 +429,7 @@ def _check_endpoints(command: RunCommand, num_slots: int) -> str:
 
 
 def _describe_spares(num_slots: int, max_nodes: int) -> str | None:
-    """Return which nodes train, where torchrun would train on all of them."""
+    """Return which nodes train, as torchrun would train on all of them."""
     if num_slots == max_nodes:
         return None
     spares = max_nodes - num_slots
@@ -447,9 +442,9 @@ def _describe_spares(num_slots: int, max_nodes: int) -> str | None:
 
 
 def _parse_conf(text: str, option: str) -> tuple[dict[str, float], bool, str | None]:
-    """Return the timeouts of ``--rdzv-conf``, whether commands may differ, and a line on what else it holds.
+    """Return the timeouts of ``--rdzv-conf``, whether commands may differ, and a line on unknown settings.
 
-    Quotes around the whole may have come through from a script or a YAML file; torchrun takes them, too.
+    Like torchrun, accept quotes around the whole, which may come from a script or a YAML file.
     """
     values: dict[str, float] = {}
     others: list[str] = []
@@ -479,17 +474,10 @@ def _parse_conf(text: str, option: str) -> tuple[dict[str, float], bool, str | N
     return values, any_command, ignored if others else None
 
 
-def _source_of_run_dir(command: RunCommand, config: Config) -> str:
-    """Return how the run directory's place was given, for an error."""
-    if command.args.run_dir:
-        return command.name("run_dir")
-    return f"run_dir of {command.args.config}" if config.run_dir else "the run directory"
-
-
 def _make_folder(path: Path, source: str) -> tuple[Path, ...]:
-    """Make a folder to write to; return it and those above it that were not there, innermost first.
+    """Create a folder to write to; return the created folders, innermost first.
 
-    Blocks: up to 10 s where the file system does not respond.
+    Blocks: up to 10 s if the file system does not respond.
     """
     remedy = "name another" if source != "the run directory" else "name another with --run-dir"
     named = f"{source}={path}" if source.startswith("-") else f"{source}, {path},"
@@ -524,5 +512,5 @@ def _make_missing(path: Path, named: str, remedy: str) -> tuple[Path, ...]:
 
 def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # not empty, or somebody else's by now
+        with contextlib.suppress(OSError):  # not empty, or removed by another process
             folder.rmdir()

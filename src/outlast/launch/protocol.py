@@ -1,7 +1,7 @@
-"""What agents and the coordinator send each other; how it travels is :mod:`outlast.launch.control`'s.
+"""The messages between agents and the coordinator; :mod:`outlast.launch.control` has the connection.
 
-Numbers and names have limits, which hold where a message is decoded: whoever sends one beyond them is disconnected. So
-no agent, however broken, can have the coordinator count to a trillion.
+Limits on numbers and names are checked at decoding; a sender beyond them is disconnected, so that no broken agent can
+make the coordinator loop over a trillion ranks.
 """
 
 from __future__ import annotations
@@ -21,78 +21,78 @@ from outlast.policy.recovery_point import Distrusted, Load
 from outlast.policy.rerun import Replay
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""Of a node, a life of one, a host."""
+"""Of a node, an agent's life, or a host."""
 Text = Annotated[str, msgspec.Meta(max_length=8192)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""Of a cycle, a term, a beat."""
+"""A cycle, a term or a heartbeat counter."""
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-"""Of a world or a part of one, or a place in it: there is a loop over so many somewhere."""
+"""Of a world or a part of it, or a place in it: loops run over it."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An agent's first message: who it is."""
+    """An agent's first message."""
 
     run_id: Text
     node: Name
     epoch: Name
-    """Names this life of the agent."""
+    """Identifies this life of the agent."""
     command: Name
-    """Digest of what its workers run."""
+    """Digest of its workers' command."""
     command_text: Text
-    """The same for people, shortened."""
+    """The command for people, shortened."""
     job: Name | None = None
-    """The job that it takes part in; ``None``: it has just begun."""
+    """The job that the agent takes part in; ``None``: it has just begun."""
     leader: Name = ""
-    """The coordinator that it has obeyed last."""
+    """The coordinator that the agent has obeyed last."""
     term: Number = 0
-    """The highest that it has obeyed."""
+    """The highest term that the agent has obeyed."""
     version: Name = ""
-    """Of the package; empty: it reports none."""
+    """Version of the package; empty: not reported."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The coordinator's answer to a :class:`Hello`."""
+    """The coordinator's answer to an accepted :class:`Hello`."""
 
     job: str
     host: str
     """Node of the coordinator."""
     leader: str
-    """Names this life of the coordinator."""
+    """Identifies this life of the coordinator."""
     term: int
     version: str = ""
-    """Of the package; empty: it reports none."""
+    """Version of the package; empty: not reported."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """The coordinator's answer to a :class:`Hello` that does not fit."""
+    """The coordinator's answer to a :class:`Hello` that does not match the job."""
 
     reason: str
     job: str | None = None
-    """Another job of the run, which the coordinator serves: the agent's own is over here; ``None``: the reason is
-    another one."""
+    """The other job of the run that the coordinator serves, so that the agent's own job is over here; ``None``: refused
+    for another reason."""
     leads: bool = False
-    """That job's coordinator leads it; see :class:`outlast.policy.leadership.Leadership`."""
+    """The coordinator leads that job; see :class:`outlast.policy.leadership.Leadership`."""
     successor: Name | None = None
-    """Endpoint of the coordinator to which this one has yielded; ``None``: it has not."""
+    """Endpoint of the coordinator to which this one has yielded; ``None``: it has not yielded."""
 
 
 class AgentBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An agent's sign of life, and the coordinator's answer with the same count."""
+    """An agent's heartbeat, and the coordinator's answer with the same counter."""
 
     count: Number
-    """How often the agent's main loop has run its timer: a stuck one shows."""
+    """How often the agent's main loop has run its timer: a stuck loop shows."""
 
 
 class Moving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An agent that had no answer for long goes to another coordinator: it lives, and obeys this one no more."""
+    """An agent without answers connects to another coordinator: it is alive, and no longer obeys this one."""
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag=True):
-    """How is the job? Answered with a :class:`LiveStatus`."""
+    """Query of the job's status; answered with :class:`LiveStatus`."""
 
 
 class AskLeadership(msgspec.Struct, frozen=True, tag=True):
-    """How does this coordinator stand? Asked by another one; answered with :class:`Leads`."""
+    """Query of one coordinator to another; answered with :class:`Leads`."""
 
 
 class Leads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -105,44 +105,44 @@ class Leads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one node knows of a cycle that ended for it."""
+    """One node's report on a cycle that ended for it."""
 
     cycle: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
     incident: Incident | None = None
-    """What went wrong here; ``None`` when the node only followed the others."""
+    """The incident on this node; ``None``: the node only followed others."""
     durable_iteration: int | None = None
-    """The newest checkpoint that survives the end of the job."""
+    """Iteration of the newest checkpoint that survives the end of the job."""
     committed_iteration: int | None = None
-    """The newest one in any tier."""
+    """Iteration of the newest checkpoint in any tier."""
     progress_known: bool = False
     had_session: bool = False
-    """A worker of the node had a session, or a monitor."""
+    """A worker of the node had a session or a monitor."""
     has_trained: bool = False
     """A rank of the node completed a step, or may have."""
     positions: tuple[Position, ...] = ()
-    """Where the node's ranks were when a hang was examined."""
+    """Positions of the node's ranks when a hang was examined."""
     observation: Observation | None = None
-    """Longest durations seen by the node's ranks, for learned timeouts."""
+    """Longest durations observed by the node's ranks, for learned timeouts."""
     load: Load | None = None
-    """What the ranks had loaded, as far as the node's ranks reported."""
+    """The checkpoint that the node's ranks reported as loaded."""
     permanent: Cause | None = None
-    """What all ranks of the node failed with alike, before their first step, if a restart cannot help."""
+    """The cause with which all ranks of the node failed alike before their first step, if a restart cannot help."""
 
 
 class FromNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whose message it is; the link fills this in."""
+    """Base of an agent's messages; the link fills in the sender."""
 
     node: Name = ""
     epoch: Name = ""
-    """Names one life of the node's agent."""
+    """Identifies one life of the node's agent."""
 
 
 class JoinRequest(FromNode, frozen=True, kw_only=True, tag=True):
-    """A node wants to take part in the next cycle."""
+    """A node requests a slot in the next cycle."""
 
     addr: Name
     nproc: Size
-    """Workers per node; 0 = not known (an agent that is not ours)."""
+    """Workers per node; 0: not known (torch's own agent)."""
     wish: Size | None = None
     ended: CycleFacts | None = None
     """The cycle that ended for this node, if it took part in one."""
@@ -152,46 +152,46 @@ class SlotPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A node's place in a cycle."""
 
     term: Number = 0
-    """Of the coordinator when it formed the cycle; two coordinators can give the same number to a cycle."""
+    """Term of the coordinator that formed the cycle; two coordinators can use the same cycle number."""
     cycle: Number
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     slot: Size | None = None
     """``None``: a spare."""
     num_spares: Size = 0
-    """Spares that waited when it began."""
+    """Number of waiting spares when the cycle began."""
     spare: Size | None = None
-    """Its number among them."""
+    """The node's number among the spares."""
     num_kept: Size = 0
-    """Holders of slots that held one in the last cycle before it that ran, too."""
+    """Holders of slots that also held one in the last cycle that ran."""
     host_slot: Size | None = None
-    """Slot of the coordinator's node, if it holds one."""
+    """Slot of the coordinator's node; ``None``: it holds none."""
     host_spare: Size | None = None
-    """Its number among the spares, if it is one."""
+    """The coordinator node's number among the spares; ``None``: it is not a spare."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """By which places of different cycles are ordered."""
+        """Sort key of places in different cycles."""
         return self.term, self.cycle
 
 
 class Register(FromNode, frozen=True, kw_only=True, tag=True):
-    """A node of a job in progress reached the coordinator again, perhaps another one than before."""
+    """A node of a job in progress registers with a coordinator that was just reached."""
 
     addr: Name
     nproc: Size
     wish: Size | None = None
     place: SlotPlace | None = None
-    """Its place in the last cycle that it started, or began to wait beside; ``None``: in none."""
+    """Its place in the last cycle that it started or was a spare of; ``None``: none."""
     ran: SlotPlace | None = None
-    """Its place in the last cycle that is known to have started on all of its nodes."""
+    """Its place in the last cycle known to have started on all of its nodes."""
     running: bool = False
     """Its workers of that cycle run, or have finished."""
     ladder: LadderState | None = None
-    """As in the last :class:`Decided` that it received."""
+    """From the last :class:`Decided` that it received."""
 
 
 class Running(FromNode, frozen=True, kw_only=True, tag=True):
-    """This node's workers of a cycle have been started."""
+    """This node has started its workers of a cycle."""
 
     cycle: Number
 
@@ -203,16 +203,16 @@ class Stepped(FromNode, frozen=True, kw_only=True, tag=True):
 
 
 class Counted(FromNode, frozen=True, kw_only=True, tag=True):
-    """This node knows its place beside a cycle, or that it ran, and how many spares wait beside it."""
+    """This node knows its place as a spare, or that a cycle ran, and the number of its spares."""
 
     cycle: Number
     term: Number
-    """In which it was formed."""
+    """Term of the coordinator that formed the cycle."""
     num_spares: Size
 
 
 class Hung(FromNode, frozen=True, kw_only=True, tag=True):
-    """A rank of this node exceeded a timeout: all nodes shall look at their ranks and end the cycle."""
+    """A rank of this node exceeded a timeout: all nodes must examine their ranks and end the cycle."""
 
     cycle: Number
     incident: Incident
@@ -220,32 +220,30 @@ class Hung(FromNode, frozen=True, kw_only=True, tag=True):
 
 
 class Master(FromNode, frozen=True, kw_only=True, tag=True):
-    """The first node opened the cycle's store."""
-
     cycle: Number
     addr: Name
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class Finished(FromNode, frozen=True, kw_only=True, tag=True):
-    """Every worker of this node ended with exit code 0, or could be spared.
+    """Every worker of this node exited with 0, or was spared.
 
-    Where every one of them was lost, and their peers may continue elsewhere, the facts name the incident.
+    If all were lost, and their peers may continue elsewhere, the facts contain the incident.
     """
 
     facts: CycleFacts
 
 
 class Restarted(FromNode, frozen=True, kw_only=True, tag=True):
-    """This node's workers restarted inside their processes, and the cycle continues."""
+    """This node's workers restarted in process, and the cycle continues."""
 
     cycle: Number
     call: Number
-    """Which of the workers' calls of a wrapped function it was, from 0."""
+    """Number of the workers' call of a wrapped function, from 0."""
     restart_count: Number
-    """Which restart of that call began."""
+    """Number of the restart in that call."""
     incident: Incident
-    """What the workers restarted after."""
+    """The cause of the restart."""
     durable_iteration: int | None = None
     committed_iteration: int | None = None
     progress_known: bool = False
@@ -257,47 +255,47 @@ class KnownRank(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit
     initial_rank: int
     standing: p.MemberStanding
     labels: dict[str, str] = {}
-    """What it reports of its place beyond its node."""
+    """Labels that the rank reports, such as its rack."""
     last_words: Gone | p.Left | None = None
-    """``None``: it lives, or may."""
+    """The final report; ``None``: the rank is alive, or may be."""
 
 
 class RankStandings(FromNode, frozen=True, kw_only=True, tag=True):
-    """Ranks of this node came to a call of a wrapped function, or the coordinator is reached again."""
+    """Ranks of this node began a call of a wrapped function, or the coordinator was just reached."""
 
     cycle: int
     call: int
-    """Which of the workers' calls of a wrapped function it is, from 0."""
+    """Number of the workers' call of a wrapped function, from 0."""
     world_size: int
     limits: p.RestartLimits
     ranks: tuple[KnownRank, ...]
     end: p.Finish | p.Abort | None = None
-    """The last order of the call, which they have."""
+    """The last order of the call, which the ranks have received."""
 
 
 _SHORT = {"term": "t", "cycle": "c", "call": "k", "reports": "r", "runs": "n", "order": "o"}
-"""Names on the wire of what each rank, or each node, causes in each restart."""
+"""Short names in messages that each rank or node causes in each restart."""
 
 
 class RankReports(FromNode, frozen=True, kw_only=True, tag="rr", rename=_SHORT):
-    """What ranks of this node report from a wrapped function, in this order."""
+    """Reports of this node's ranks from a wrapped function, in this order."""
 
     cycle: int
     call: int
-    """-1: any; they ended before they had a duty."""
+    """-1: any call; the ranks ended before they joined one."""
     reports: tuple[tuple[int, Gone | p.Report], ...]
     """By initial rank."""
 
 
 class ScriptSettings(FromNode, frozen=True, kw_only=True, tag=True):
-    """What the config of this node's script sets; the coordinator uses what no option and no file sets."""
+    """The settings of the script's config; the coordinator uses those that no option and no file sets."""
 
     fault_tolerance: str
-    """As ``FaultToleranceConfig.to_json`` writes it; empty = nothing."""
+    """As ``FaultToleranceConfig.to_json`` writes it; empty: none."""
 
 
 class Noticed(FromNode, frozen=True, kw_only=True, tag=True):
-    """This node's agent received a signal that requests a shutdown; its workers are ending, and others follow them."""
+    """This node's agent received a shutdown signal; its workers are ending, and others follow them."""
 
     signal: Annotated[int, msgspec.Meta(ge=1, le=127)]
 
@@ -307,50 +305,50 @@ class Leave(FromNode, frozen=True, kw_only=True, tag=True):
 
     saved: bool = False
     signal: Annotated[int, msgspec.Meta(ge=0, le=127)] = 0
-    """What its agent received; 0 = nothing: its workers followed others, or got the request from elsewhere."""
+    """The signal that the agent received; 0: none, as its workers followed others or were requested elsewhere."""
     facts: CycleFacts | None = None
     whole_job: bool = True
-    """The notice is for the job; otherwise only this node goes."""
+    """The shutdown is for the job; otherwise only this node exits."""
 
 
 class Unhealthy(FromNode, frozen=True, kw_only=True, tag=True):
-    """This node failed its health check: before it joined, and it does not; or while it trains."""
+    """This node failed a health check, before it joined or while it trains."""
 
     incident: Incident
     stays: bool
-    """Its agent keeps running, also if the node does not join."""
+    """Its agent keeps running even if the node does not join."""
 
 
 class Bye(FromNode, frozen=True, kw_only=True, tag=True):
-    """This node got its :class:`Stop` and needs the coordinator no more."""
+    """This node received its :class:`Stop` and no longer needs the coordinator."""
 
 
 class Dead(FromNode, frozen=True, kw_only=True, tag=True):
-    """The coordinator's process saw that a node's agent died, or went to another coordinator."""
+    """From the coordinator's host: a node's agent died, or connected to another coordinator."""
 
     reason: str
     is_known: bool = True
-    """It is dead for certain; otherwise it may take part elsewhere."""
+    """The agent is certainly dead; otherwise it may take part elsewhere."""
 
 
 class NameClaim(FromNode, frozen=True, kw_only=True, tag=True):
-    """The coordinator's process got the first message of an agent that has just begun: may it have this name?"""
+    """From the coordinator's host: a new agent requests this name."""
 
 
 class CoordinatorTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Time to look at the nodes' signs of life."""
+    """Time to check the nodes' heartbeats."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The node is a spare (or quarantined) and waits."""
+    """The node has no slot and waits."""
 
     reason: str
     place: SlotPlace | None = None
-    """Its place beside the cycle that has just begun, if one has."""
+    """Its place as a spare of the cycle that has just begun; ``None``: none began."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The node carries the first slot of a new cycle: open its store and report where."""
+    """To the node of a new cycle's first slot: open the cycle's store and report its address."""
 
     cycle: int
 
@@ -360,7 +358,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
 
     cycle: int
     term: int
-    """Of the coordinator that formed it."""
+    """Term of the coordinator that formed the cycle."""
     node_rank: int
     num_nodes: int
     base_rank: int
@@ -369,37 +367,37 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     master_addr: str
     master_port: int
     distrusted: tuple[Distrusted, ...] = ()
-    """What is not to be loaded."""
+    """Checkpoints that must not be loaded."""
     replay: Replay | None = None
-    """What the workers run again before anything else; ``None`` = they train as usual."""
+    """The replay that the workers run first; ``None``: none."""
     has_checkpoint: bool = False
-    """Earlier cycles of the run, or earlier jobs of it, have committed a checkpoint."""
+    """Earlier cycles or jobs of the run have committed a checkpoint."""
     durable_iteration: int | None = None
     """See :class:`~outlast.env.WorkerEnv`."""
     place: SlotPlace
-    """The same as the node keeps it."""
+    """The node's place, for later registrations."""
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All nodes of a cycle have started it, and so many spares wait beside it."""
+    """All nodes of a cycle have started it."""
 
     cycle: int
     num_spares: int
 
 
 class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The cycle failed somewhere: end your workers and join the next one."""
+    """The cycle failed on some node: end the workers and join the next cycle."""
 
     cycle: int
     reason: str
     examine: bool = False
-    """Look where your ranks are before you end them: a hang's culprit is searched."""
+    """Examine the ranks first: the root cause of a hang is searched."""
     awaits_alike: bool = False
-    """Let your ranks fail by themselves for a moment: elsewhere all did, and a restart cannot help."""
+    """Wait a moment for the ranks to fail by themselves: all did elsewhere, and a restart cannot help."""
 
 
 class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nodes are missing: who, and how long they are waited for."""
+    """Reminder of the missing nodes and of the time limit."""
 
     reason: str
     missing: int = 1
@@ -410,11 +408,10 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="ro", rename=_SHO
     """An order to ranks of this node that are in a wrapped function."""
 
     term: int
-    """Of the coordinator."""
     cycle: int
     call: int
     runs: tuple[tuple[int, int], ...]
-    """Runs of the first initial rank and how many."""
+    """Ranges of initial ranks: the first and the number."""
     order: p.Order
 
 
@@ -425,14 +422,14 @@ class PeersFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the recovery policy remembers now. A coordinator that takes over gets it from the agents: ``ladder.json``
-    may be on another machine, or on a full disk."""
+    """The recovery policy's state after a decision, for a coordinator that takes over: ``ladder.json`` may be on
+    another machine or a full disk."""
 
     ladder: LadderState
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something about another node that belongs into this one's log too."""
+    """A line on another node, to be logged here, too."""
 
     text: str
 
@@ -443,7 +440,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     exit_code: int
     reason: str
     is_replaced: bool = False
-    """The job continues: another agent has this node's name in it."""
+    """The job continues: another agent has taken this node's name."""
 
 
 FromAgent = (
@@ -464,21 +461,20 @@ FromAgent = (
     | Unhealthy
     | Bye
 )
-"""What an agent reports."""
 ToCoordinator = FromAgent | NameClaim | Dead | CoordinatorTick
-"""What the coordinator takes."""
+"""Messages to the coordinator."""
 ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | PeersFinished | Decided | Remark | Stop
-"""What the coordinator sends."""
+"""Messages from the coordinator."""
 Question = AskStatus | AskLeadership
 OnControl = FromAgent | Hello | AgentBeat | Moving | Question
-"""What comes in at the coordinator's listener."""
+"""Messages at the coordinator's listener."""
 
 
-# -- how a job is, for whoever asks -----------------------------------------------------------------------------
+# -- live status ------------------------------------------------------------------------------------------------
 
 
 class JobPhase(StrEnum):
-    """Where the job is; see :mod:`outlast.launch.coordinator`."""
+    """The phase of a job; see :mod:`outlast.launch.coordinator`."""
 
     ADOPTING = "adopting"
     FORMING = "forming"
@@ -488,19 +484,19 @@ class JobPhase(StrEnum):
 
 
 class LiveNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One node that is there."""
+    """One connected node."""
 
     name: str
     slot: int | None = None
-    """The slot that it holds; ``None``: it holds none."""
+    """The slot that it holds; ``None``: none."""
     first_rank: int | None = None
     nproc: int = 0
     ready: bool = False
-    """It waits for a cycle; otherwise it is in one."""
+    """The node waits for a cycle; otherwise it is in one."""
 
 
 class LiveLack(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that are waited for."""
+    """Missing nodes, and the time limit."""
 
     num_missing: int
     num_needed: int
@@ -509,7 +505,7 @@ class LiveLack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveBudgets(msgspec.Struct, frozen=True, kw_only=True):
-    """What was tried, and what is allowed."""
+    """Used and allowed restarts."""
 
     restarts_without_progress: int = 0
     max_restarts: int = 0
@@ -521,7 +517,7 @@ class LiveBudgets(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, state: LadderState, limits: Limits) -> LiveBudgets:
-        """Return the budgets in a ladder's state."""
+        """Return the budgets in a recovery policy's state."""
         return cls(
             restarts_without_progress=state.restarts_without_progress,
             max_restarts=limits.max_restarts,
@@ -537,7 +533,7 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """A job at one moment."""
 
     time: str
-    """When this was written, ISO 8601 in UTC."""
+    """Time of the status, ISO 8601 in UTC."""
     run_id: str
     job: str
     host: str
@@ -550,20 +546,20 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     nodes: tuple[LiveNode, ...] = ()
     num_slots: int = 0
     lack: LiveLack | None = None
-    """``None``: no node is waited for."""
+    """``None``: no node is missing."""
     budgets: LiveBudgets = LiveBudgets()
     best_durable: int | None = None
-    """The newest checkpoint that survives the end of the job, when the coordinator last decided."""
+    """Iteration of the newest checkpoint that survives the end of the job, at the last decision."""
     best_committed: int | None = None
-    """The newest one in any tier, then."""
+    """Iteration of the newest checkpoint in any tier, at the last decision."""
     quarantined: tuple[str, ...] = ()
     held_back: tuple[str, ...] = ()
     exit_code: int | None = None
-    """Of the job, once it is over."""
+    """Exit code of the job once it is over."""
     reason: str | None = None
 
 
 Answer = LiveStatus | Leads | Refused
 """To a :data:`Question`."""
 OnAgent = ToNode | Welcome | Refused | AgentBeat
-"""What comes in at an agent."""
+"""Messages at an agent."""

@@ -1,15 +1,13 @@
-"""The coordinator as the hub of restarts inside the processes: what ranks report goes in, orders to them come out.
+"""The in-process restart coordinator: takes the ranks' reports and gives orders to them.
 
-All decisions about a call of a wrapped function are :mod:`outlast.policy.inprocess_restart`'s. Each node's relay
-(:mod:`outlast.launch.rank_relay`) reports which ranks came, which are gone and what the rest report. An order goes to
-each node once. Under ``outlast run`` a node that is lost ends the cycle; elsewhere
-(:mod:`outlast.inprocess.coordinator`) the others resume without it, if they can reach most of the members.
+:mod:`outlast.policy.inprocess_restart` makes all decisions on a call of a wrapped function. Each node's relay
+(:mod:`outlast.launch.rank_relay`) reports which ranks came, which are gone and what the others report; each node gets
+an order once. Under ``outlast run`` a lost node ends the cycle; elsewhere (:mod:`outlast.inprocess.coordinator`) the
+others resume without it if they can reach most of the members.
 
-What is known here is soft state. A coordinator that takes over a running cycle resumes from the standings that the
-relays send it; a relay that reaches the same one again sends them, too, and gets what it missed.
-
-No I/O happens here; part of :class:`outlast.launch.coordinator.Coordinator`, and elsewhere of
-:class:`outlast.inprocess.coordinator.RankCoordinator`.
+The state is soft: a coordinator that takes over a running cycle rebuilds it from the relays' standings, and a relay
+that reconnects sends them again and gets the orders that it missed. No I/O happens here; part of
+:class:`outlast.launch.coordinator.Coordinator` or :class:`outlast.inprocess.coordinator.RankCoordinator`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from outlast.policy import inprocess_restart as restart
 
 log = logging.getLogger(__name__)
 ANY_CALL = -1
-"""In reports: whichever call the rank was about to begin."""
+"""In reports: the next call of the rank."""
 
 Life = tuple[str, str]
 """A node and the epoch of its agent."""
@@ -41,53 +39,52 @@ class _RankCall:
     limits: p.RestartLimits
     state: restart.RestartState
     homes: dict[int, Life] = field(default_factory=dict)
-    """Where the ranks are that have come, by initial rank."""
+    """Agents of the ranks that have joined, by initial rank."""
     members: frozenset[int] = frozenset()
-    """Of the last order to go; empty: there was none."""
+    """Members of the last order to go; empty: there was none."""
     out_of_reach: frozenset[int] = frozenset()
-    """Those of them whose node is, and that may live."""
+    """Members that may be alive on unreachable nodes."""
 
 
 class RankHub:
     """Bring the ranks of the running cycle through faults without ending it.
 
-    All that has to be sent is in :attr:`out` afterwards: node, epoch, order.
+    Methods put the orders to send into :attr:`out`: node, epoch, order.
     """
 
     def __init__(self) -> None:
         self.out: list[tuple[str, str, m.RankOrder]] = []
         self.term = 0
-        """Of the coordinator; orders carry it."""
+        """Term of the coordinator, which orders carry."""
         self._cycle = -1
         self._calls: dict[int, _RankCall] = {}
         self._dead: dict[int, p.RankFault] = {}
-        """Ranks that ended in this cycle: no later call waits for them."""
+        """Ranks that ended in this cycle: later calls do not wait for them."""
         self._kept: list[m.RankStandings | m.RankReports] = []
 
     def begin(self, cycle: int, term: int) -> None:
-        """Begin with a cycle that this coordinator has formed, or goes on with."""
+        """Begin with a cycle that this coordinator has formed or taken over."""
         self.close()
         self._cycle, self.term = cycle, term
 
     def close(self) -> None:
-        """The cycle is over: nothing that its ranks report counts any more."""
+        """End the cycle: later reports of its ranks are ignored."""
         self._cycle = -1
         self._calls, self._dead, self._kept = {}, {}, []
 
     @property
     def deadline_s(self) -> float | None:
-        """When to call :meth:`look`; ``None``: not before something comes."""
+        """When to call :meth:`look`; ``None``: not before a message comes."""
         due = [due_s for one in self._calls.values() if (due_s := _deadline_s(one)) is not None]
         return min(due, default=None)
 
     def look(self, now_s: float) -> None:
-        """Do what is due."""
         for call in list(self._calls.values()):
             if (due_s := _deadline_s(call)) is not None and now_s >= due_s:
                 self._advance(call, restart.TimePassed(at_s=now_s))
 
     def take(self, message: m.RankStandings | m.RankReports, now_s: float) -> None:
-        """Take what a node's relay reports; the node has a slot in the running cycle."""
+        """Take the report of a relay whose node has a slot in the running cycle."""
         if message.cycle != self._cycle:
             log.debug("ranks of node %s reported of cycle %d, which is over", message.node, message.cycle)
             return
@@ -102,28 +99,28 @@ class RankHub:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last order of every call was given."""
+        """Whether every call has had its last order."""
         return all(call.state.end is not None for call in self._calls.values())
 
     def is_home(self, life: str) -> bool:
-        """Return whether a life of an agent has ranks without which their call does not end in order."""
+        """Return whether an agent's life has ranks that a call in progress needs."""
         calls = [call for call in self._calls.values() if call.state.end is None]
         return any(
             home[1] == life and rank in call.state.members for call in calls for rank, home in call.homes.items()
         )
 
     def is_waiting(self) -> bool:
-        """Return whether ranks are expected that have not come yet."""
+        """Return whether a call in progress waits for ranks that have not joined yet."""
         calls = [call for call in self._calls.values() if call.state.end is None]
         return any(not member.is_here for call in calls for member in call.state.members.values())
 
     def lose(self, lives: Container[str], now_s: float) -> None:
-        """Resume without the ranks of agents that are out of reach."""
+        """Resume without the ranks of unreachable agents."""
         for call in self._calls.values():
             self._lose(call, [rank for rank, home in call.homes.items() if home[1] in lives], now_s)
 
     def _lose(self, call: _RankCall, ranks: Iterable[int], now_s: float) -> None:
-        """Resume a call without ranks that may live; stop it where those are most: they may resume without these."""
+        """Resume a call without ranks that may be alive; stop it if they are most: they may resume without these."""
         lost = [rank for rank in ranks if rank in call.state.members]
         call.out_of_reach |= call.members.intersection(lost)
         num_lost, num_all = len(call.out_of_reach), len(call.members)
@@ -141,27 +138,26 @@ class RankHub:
 
     @property
     def has_kept(self) -> bool:
-        """Whether anything was kept."""
         return bool(self._kept)
 
     def missing(self) -> frozenset[int]:
-        """Return the members of the newest call's last order to go that no kept message is about."""
+        """Return the members of the newest call's last order to go that no kept message mentions."""
         standings = [one for one in self._kept if isinstance(one, m.RankStandings)]
         known = {rank.initial_rank: rank for one in _newest_call(standings) for rank in one.ranks}
         newest = max((rank.standing for rank in known.values()), key=lambda one: one.restart_count, default=None)
         return frozenset(() if newest is None else newest.ranks).difference(known)
 
     def keep(self, message: m.RankStandings | m.RankReports) -> None:
-        """Keep what is reported until it is known whether the cycle goes on."""
+        """Keep a report until it is known whether the cycle continues."""
         self._kept.append(message)
 
     def take_over(self, cycle: int, term: int, holders: Iterable[str] | None, now_s: float) -> None:
-        """Go on where the coordinator before this one was: all nodes of the cycle have sent what they know.
+        """Continue a running cycle after all of its nodes have sent their standings.
 
         Args:
             cycle: Number of the cycle.
-            term: Of this coordinator.
-            holders: Its nodes; ``None``: not known: members of which nothing was sent are out of reach.
+            term: Term of this coordinator.
+            holders: Nodes of the cycle; ``None``: not known: members without standings are unreachable.
             now_s: Monotonic seconds.
         """
         names = None if holders is None else frozenset(holders)
@@ -176,7 +172,6 @@ class RankHub:
                 self.take(message, now_s)
 
     def _resume(self, standings: list[m.RankStandings], missing: frozenset[int], now_s: float) -> None:
-        """Go on with a call."""
         first = standings[0]
         ranks = {rank.initial_rank: (rank, one.node) for one in standings for rank in one.ranks}
         living = {number: rank.standing for number, (rank, _) in ranks.items() if rank.last_words is None}
@@ -192,7 +187,7 @@ class RankHub:
         newest = max((standing for standing in living.values()), key=lambda one: one.restart_count, default=None)
         call.members = frozenset(() if newest is None else newest.ranks)
         log.info("took over call %d of the ranks: %s, restart %d", call.number, state.phase, state.restart_count)
-        for one in standings:  # all first: who is gone is missed by those that are here
+        for one in standings:  # all first, as lost members matter to those that are here
             self._seat(call, one, now_s, ends=False)
         for one in standings:
             self._part(call, one, now_s)
@@ -201,11 +196,11 @@ class RankHub:
     # -- a call ------------------------------------------------------------------------------------------------
 
     def _open(self, message: m.RankStandings, now_s: float) -> _RankCall:
-        """Return the call that ranks came to; it begins with the first of them."""
+        """Return the call that ranks joined; the first of them begins it."""
         call = self._calls.get(message.call)
         if call is None:
             call = _RankCall(message.call, message.limits, restart.begin(message.world_size, now_s))
-            # Whoever is not in the call before the newest has been left behind by it.
+            # Ranks that are not in the call before the newest have been left behind.
             self._calls = {number: one for number, one in self._calls.items() if number >= message.call - 1}
             self._calls[message.call] = call
             for rank, fault in list(self._dead.items()):
@@ -233,12 +228,12 @@ class RankHub:
                 self._report(call, rank.initial_rank, rank.last_words, now_s)
 
     def _bury(self, reports: Iterable[tuple[int, Gone | p.Report]], now_s: float) -> None:
-        """Do without ranks that ended before a duty reported for them, in each call that waits for them."""
+        """Record ranks that ended before a monitor process reported for them, in each call that waits for them."""
         for rank, report in reports:
             if isinstance(report, Gone):
                 self._dead[rank] = report.fault
                 for call in self._calls.values():
-                    if rank not in call.homes:  # else it was a member, and is lost to the call already
+                    if rank not in call.homes:  # otherwise it was a member, which the call has lost already
                         self._report(call, rank, report, now_s)
 
     def _report(self, call: _RankCall, rank: int, report: Gone | p.Report, now_s: float) -> None:
@@ -262,11 +257,11 @@ class RankHub:
             self._send(call, action)
 
     def _send(self, call: _RankCall, action: restart.Send) -> None:
-        """Give an order to each node that has one of the ranks, once."""
+        """Send an order once to each node of the ranks concerned."""
         runs: dict[Life, list[tuple[int, int]]] = {}
         for rank in action.to:
             if (life := call.homes.get(rank)) is None:
-                continue  # it gets it when it comes
+                continue  # sent when it joins
             known = runs.setdefault(life, [])
             if known and sum(known[-1]) == rank:
                 known[-1] = known[-1][0], known[-1][1] + 1

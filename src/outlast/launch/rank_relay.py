@@ -1,15 +1,15 @@
-"""The relay of a node: it carries what the duties of its ranks report to the coordinator, and orders back to them.
+"""The relay of a node: carries reports of its ranks' monitor processes to the coordinator, and orders back.
 
-It forwards, it does not decide. The coordinator's part is :mod:`outlast.launch.rank_hub`; one connection of the node
-carries the messages of all its ranks, those of a turn of the loop together. The relay keeps where each rank stands, so
-that a coordinator that has just taken over gets all of it in one message for each call.
+The relay forwards and does not decide (:mod:`outlast.launch.rank_hub` does); the node's one connection carries the
+messages of all its ranks, batched per turn of the loop. The relay keeps the standing of each rank, so that a new
+coordinator gets them in one message per call.
 
-The relay detects first what happens on its node. A rank whose duty (:mod:`outlast.inprocess.monitor_duty`) ended
-without a final report is dead if its process is, which the relay sees at once; if it lives, it has :data:`RECONNECT_S`
-to begin another duty. A rank that ended before it had one is reported by the agent of ``outlast run``.
+The relay detects failures on its node first. If a rank's duty (:mod:`outlast.inprocess.monitor_duty`) ends without a
+final report, the rank is dead if its process is, which the relay detects at once; otherwise it has :data:`RECONNECT_S`
+to begin another duty. The agent of ``outlast run`` reports ranks that ended before they had a duty.
 
-The duties connect to an abstract Unix socket, which leaves no file behind whatever ends its owner; its name holds a
-random token, and the kernel reports which user's process connects.
+Duties connect to an abstract Unix socket, which leaves no file behind; its name contains a random token, and the kernel
+reports the user of the connecting process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from typing import Any
 
 from outlast import clock
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
@@ -35,13 +37,13 @@ from outlast.runtime.wire import SelectedChannel, encode_frame
 
 log = logging.getLogger(__name__)
 RECONNECT_S = 5.0
-"""Time limit for a rank or a node to reconnect after its link broke: another process starts meanwhile, and the machine
-may be busy. A rank whose process has ended is not waited for."""
+"""Time limit for a rank or a node to reconnect: another process starts meanwhile, and the machine may be busy. A rank
+whose process has ended is not waited for."""
 _BACKLOG = 512
 _JOIN_S = 30.0
-"""How long a connection may take to name its rank: a duty does it at once, unless its process is stopped."""
+"""How long a connection may take to identify its rank: a duty does so at once, unless its process is stopped."""
 _MAX_NEWCOMERS = 1024
-"""Connections that have not named their rank; one more closes the oldest."""
+"""Connections without an identified rank; one more closes the oldest."""
 
 DutyLink = SelectedChannel[ToRelay]
 
@@ -53,18 +55,18 @@ class _RelayedRank:
     join: JoinRelay
     record: MemberRecord
     link: DutyLink | None
-    """``None``: its duty is away."""
+    """``None``: its duty is disconnected."""
     last_words: Gone | p.Left | None = None
     is_over: bool = False
-    """It has the last order for it."""
+    """The rank has received its last order."""
     until_s: float | None = None
-    """How long another duty is waited for."""
+    """Time limit for another duty."""
     pidfd: int | None = None
 
 
 @dataclass(slots=True)
 class _RelayedCall:
-    """A call of a wrapped function, as far as it concerns this node."""
+    """This node's part in a call of a wrapped function."""
 
     world_size: int
     limits: p.RestartLimits
@@ -75,18 +77,18 @@ class _RelayedCall:
 class RankRelay:
     """Serve the duties of this node.
 
-    A part of the loop of the agent's link (:class:`outlast.launch.coordinator_client.ControlLink`): that waits until
-    :meth:`fileno` is readable or :attr:`deadline_s` has come, and then calls :meth:`serve`.
+    Part of the loop of the agent's link (:class:`outlast.launch.control_link.ControlLink`), which waits for
+    :meth:`fileno` or :attr:`deadline_s` and then calls :meth:`serve`.
 
     Raises:
         OSError: No socket can be opened.
 
-    Thread: :meth:`begin_cycle`, :meth:`end_cycle` and :meth:`lose` any; the rest the link's.
+    Thread: :meth:`begin_cycle`, :meth:`end_cycle` and :meth:`lose` any; the others the link's.
     """
 
     def __init__(self) -> None:
         self.address = f"outlast-relay-{secrets.token_hex(16)}"
-        """Where duties connect; the name of an abstract socket, without its leading zero."""
+        """Name of the abstract socket for duties, without its leading zero."""
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._selector = selectors.DefaultSelector()
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,56 +105,54 @@ class RankRelay:
         )
         self._selector.register(self._commands, selectors.EVENT_READ, lambda _: None)
         self._links: set[DutyLink] = set()
-        """All that have joined: also those whose cycle is over."""
+        """All links that have joined, also those of ended cycles."""
         self._is_closed = False
         self.term = 0
-        """Highest of a coordinator that was reached."""
+        """Highest term of a coordinator that was reached."""
         self._cycle: int | None = None
         self._calls: dict[int, _RelayedCall] = {}
         self._lost: dict[int, p.RankFault] = {}
         """Ranks that ended in this cycle before they had a duty."""
         self._news: list[tuple[int, m.KnownRank | tuple[int, Gone | p.Report]]] = []
-        """What the coordinator does not know yet: the call, and who came to it or what is reported."""
+        """Unsent events: the call, and a rank that joined it or a report."""
 
     # -- for the agent -----------------------------------------------------------------------------------------
 
     def begin_cycle(self, cycle: int) -> None:
-        """Serve the ranks of a cycle from now on; call it before they start."""
+        """Serve the ranks of a cycle from now on; to be called before they start."""
         self._commands.put(partial(self._use_cycle, cycle))
 
     def end_cycle(self) -> None:
-        """What the ranks report from now on counts no more."""
+        """Ignore later reports of the cycle's ranks."""
         self._commands.put(partial(self._use_cycle, None))
 
     def begin_job(self) -> None:
-        """Obey another job's coordinator, whose terms begin again; what the ranks report counts no more. Thread: the
-        link's."""
+        """Obey another job's coordinator, whose terms begin again; later reports are ignored. Thread: the link's."""
         self.end_cycle()
         self.term = 0
 
     def lose(self, rank: int) -> None:
-        """Note that a rank ended without which its cycle continues; reported only if it had no duty."""
+        """Note the end of a rank without which its cycle continues; reported only if it had no duty."""
         fault = p.RankFault(initial_rank=rank, restart_count=0, kind=p.RankFaultKind.DIED)
         self._commands.put(partial(self._lose, fault))
 
     # -- for the link ------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when :meth:`serve` has something to do."""
         return self._selector.fileno()
 
     @property
     def deadline_s(self) -> float | None:
-        """When to call :meth:`serve`, whatever comes."""
+        """When to call :meth:`serve` at the latest."""
         due = [self._listener.deadline_s] if self._listener.deadline_s is not None else []
         due += [rank.until_s for call in self._calls.values() for rank in call.ranks.values() if rank.until_s]
         return min(due, default=None)
 
     def serve(self) -> list[m.RankStandings | m.RankReports]:
-        """Take in what duties report; return what the coordinator has to know. Blocks: never."""
+        """Read the duties' reports; return the messages to the coordinator. Blocks: never."""
         self._run_commands()  # first: a worker's duty connects after its cycle has begun
         for key, events in self._selector.select(0):
-            # Not what an event before this one has closed; its number may be another's by now.
+            # Skip descriptors that an earlier event has closed; their numbers may be reused.
             if self._selector.get_map().get(key.fd) is key:
                 key.data(events)
         now_s = clock.now_s()
@@ -164,14 +164,11 @@ class RankRelay:
         return self._take_news()
 
     def introduce(self, term: int) -> list[m.RankStandings | m.RankReports]:
-        """Return where all ranks stand, for a coordinator that has just been reached.
-
-        Args:
-            term: Of that coordinator; no earlier one is obeyed from now on.
-        """
+        """Return the standings of all ranks for a coordinator that was just reached; older terms are not obeyed any
+        more."""
         self._run_commands()
         self.term = max(self.term, term)
-        self._news.clear()  # it is in the standings
+        self._news.clear()  # contained in the standings
         if self._cycle is None:
             return []
         told: list[m.RankStandings | m.RankReports] = [
@@ -184,7 +181,7 @@ class RankRelay:
         return told
 
     def obey(self, order: m.RankOrder) -> None:
-        """Give ranks an order of the coordinator's."""
+        """Pass an order of the coordinator to ranks."""
         call = self._calls.get(order.call)
         if call is None or order.cycle != self._cycle or order.term < self.term:
             log.debug("an order of term %d to call %d of cycle %d is not obeyed", order.term, order.call, order.cycle)
@@ -198,7 +195,7 @@ class RankRelay:
                     self._give(rank, rank.link, order.order, frame)
 
     def abandon(self, reason: str) -> None:
-        """Have all ranks stop: no coordinator can be reached any more."""
+        """Make all ranks stop: no coordinator can be reached any more."""
         for call in self._calls.values():
             standings = [rank.record.standing for rank in call.ranks.values()]
             newest = max(standings, key=lambda one: one.restart_count)
@@ -213,7 +210,7 @@ class RankRelay:
             command()
 
     def close(self) -> None:
-        """Let everybody go. Idempotent."""
+        """Close all connections. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -237,7 +234,7 @@ class RankRelay:
         call = self._calls.get(join.call)
         if call is None:
             call = _RelayedCall(join.initial_world_size, join.limits)
-            # Whoever is not in the call before the newest has been left behind by it.
+            # Ranks that are not in the call before the newest have been left behind.
             self._calls = {number: one for number, one in self._calls.items() if number >= join.call - 1}
             self._calls[join.call] = call
         if (old := call.ranks.get(join.initial_rank)) is not None:
@@ -262,7 +259,7 @@ class RankRelay:
                 self._on_broken(rank, link, ConnectionAbortedError("it joined twice"))
                 return
             if isinstance(message, Gone | p.Left) and rank.last_words is None:
-                rank.last_words = message  # why it left counts, not that it ended afterwards
+                rank.last_words = message  # the reason counts, not the exit that follows
             if not isinstance(message, Gone):
                 rank.record.note_report(message)
             if not rank.is_over:
@@ -281,7 +278,7 @@ class RankRelay:
             rank.pidfd = open_pidfd(rank.join.pid)
         except ProcessLookupError:
             self._give_up(rank, p.RankFaultKind.DIED)
-        except OSError as failure:  # such as too many open files: its time ends, whether it is dead or not
+        except OSError as failure:  # such as too many open files: its time limit applies, dead or not
             log.warning("rank %d cannot be watched while it has no duty: %s", rank.join.initial_rank, failure)
         else:
             see_death = partial(self._give_up, rank, p.RankFaultKind.DIED)
@@ -309,7 +306,7 @@ class RankRelay:
         link.close()
 
     def _give(self, rank: _RelayedRank, link: DutyLink, order: p.Order, frame: bytes) -> None:
-        """Give a rank an order, unless it has that: one may cross the standings that are sent to ask for it."""
+        """Send an order to a rank, unless the rank has it: orders may cross the standings that request them."""
         standing, number = rank.record.standing, rank.join.initial_rank
         if isinstance(order, p.Go) and standing.restart_count >= order.restart_count:
             return
@@ -326,7 +323,7 @@ class RankRelay:
         for call in self._calls.values():
             for rank in call.ranks.values():
                 self._end_absence(rank)
-                rank.is_over = True  # its duty's connection stays: its end would make the rank abort
+                rank.is_over = True  # the connection stays open: its end would make the rank abort
         self._cycle, self._calls, self._lost = cycle, {}, {}
         self._news.clear()
 
@@ -335,31 +332,23 @@ class RankRelay:
         if self._cycle is None or any(
             number in call.ranks and not call.ranks[number].is_over for call in self._calls.values()
         ):
-            return  # its duty reports why, or its connection ends
+            return  # its duty reports the reason, or its connection ends
         self._lost[number] = fault
         self._news.append((ANY_CALL, (number, Gone(fault=fault))))
 
     # -- what the coordinator has to know ----------------------------------------------------------------------
 
     def _take_news(self) -> list[m.RankStandings | m.RankReports]:
-        """Return the news as messages, in their order, those of one kind and call together."""
+        """Return the unsent events as messages, in order; consecutive ones of one kind and call share a message."""
         messages: list[m.RankStandings | m.RankReports] = []
         news, self._news = self._news, []
-        came: list[m.KnownRank] = []
-        reports: list[tuple[int, Gone | p.Report]] = []
-        for at, (call, what) in enumerate(news):
-            if isinstance(what, m.KnownRank):
-                came.append(what)
+        for (call, comes), group in groupby(news, key=lambda one: (one[0], isinstance(one[1], m.KnownRank))):
+            some: list[Any] = [what for _, what in group]
+            if comes:
+                messages.append(self._standings(call, some))
             else:
-                reports.append(what)
-            following = news[at + 1] if at + 1 < len(news) else None
-            if following is None or following[0] != call or type(following[1]) is not type(what):
-                if came:
-                    messages.append(self._standings(call, came))
-                else:
-                    assert self._cycle is not None
-                    messages.append(m.RankReports(cycle=self._cycle, call=call, reports=tuple(reports)))
-                came, reports = [], []
+                assert self._cycle is not None
+                messages.append(m.RankReports(cycle=self._cycle, call=call, reports=tuple(some)))
         return messages
 
     def _standings(self, number: int, ranks: list[m.KnownRank]) -> m.RankStandings:

@@ -1,7 +1,7 @@
-"""What torch loads of the group ``torchrun.handlers``: ``torchrun --rdzv-backend=outlast``.
+"""Entry point of the group ``torchrun.handlers`` for ``torchrun --rdzv-backend=outlast``.
 
-torch loads every entry point of the group when its elastic part is imported, which ``import
-torch.distributed.checkpoint`` does. So nothing of ours is imported here until a handler is made.
+torch loads all entry points of the group with its elastic part, which ``import torch.distributed.checkpoint`` imports;
+outlast's modules are therefore imported only when a handler is made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what torch calls to make a handler."""
     return _create_handler
 
 

@@ -1,8 +1,8 @@
 """``outlast run``: from options to an exit code.
 
-In this order: own the run directory, read what the ladder remembers, refuse what cannot work, start what takes long
-(the zygote with torch, the node's health check, the checkpoint writer), import torch here, run the agent, and log how
-the job ended in one line, with its totals, which are read from its journal (:mod:`outlast.launch.job_summary`).
+In this order: own the run directory, load the recovery policy's state, check the endpoints, start slow processes (the
+fork server with torch, the health check, the checkpoint writer), import torch, run the agent, and log the job's end
+with its totals from the journal (:mod:`outlast.launch.job_summary`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import hashlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -57,17 +57,10 @@ log = logging.getLogger(__name__)
 _RESOLVE_AGAIN_S, _RESOLVE_REMIND_S = 1.0, 10.0
 """How often unknown host names are looked up again, and how often that is logged."""
 _SILENT_S = 12.0
-"""How long what listens at the only endpoint may be silent: the run's first agent may be stopped, or very busy."""
+"""How long the only endpoint's listener may be silent: the run's first agent may be stopped, or very busy."""
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch._dynamo",
-    "outlast.monitor",
-)
-"""What a first DDP construction and a session import; a second and more without it."""
+PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch._dynamo", "outlast.monitor")
+"""Imported by a first DDP construction and a session; saves over a second in each worker."""
 
 
 _TOTALS_S = 20.0
@@ -78,17 +71,23 @@ def launch(options: RunOptions) -> int:
     """Run a job's part on this node; return the exit code.
 
     Raises:
-        ConfigError: Another job runs in the run directory, or something cannot be used.
+        ConfigError: Another job runs in the run directory, or an option cannot be used.
 
     Blocks: until the job is over.
     """
     mailbox = Mailbox[object]()
-    lease = own_run_directory(options, mailbox)  # before anything is read or written there
+    lease = own_run_directory(options, mailbox)  # before any other access to the directory
     try:
-        with _show_metrics(options) as metrics:
+        metrics = None
+        with ExitStack() as stack:
+            if options.metrics is not None:
+                metrics = MetricsEndpoint(
+                    options.metrics, run_id=options.run_id, node=options.node_name, run_dir=options.run_dir
+                )
+                stack.callback(metrics.close)
             exit_code = _launch(options, lease, mailbox, metrics)
             is_requested = exit_code == ExitReason.PREEMPTED or exit_code > 128
-            if metrics is not None and not is_requested:  # who requested a shutdown kills what takes long
+            if metrics is not None and not is_requested:  # a scheduler that requests a shutdown kills slow processes
                 metrics.await_scrape(options.torchrun.metrics_linger)
             return exit_code
     except ConfigError:
@@ -102,7 +101,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     started_s = clock.now_s()
     startup = _StartUp()
     raise_descriptor_limit()  # all processes of the node inherit the limit
-    remembered = load_ladder(options.run_dir, is_new_job=False)  # one that cannot be used is refused before all else
+    remembered = load_ladder(options.run_dir, is_new_job=False)  # an unusable file is refused before anything else
     identity = _identify(options)
     records = RunRecords(options.run_dir, lease.owner, last_job=remembered.job)
     endpoints = records.find_endpoints(parse_endpoints(options.endpoints))
@@ -119,7 +118,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     job = name_job(env.environ().get("SLURM_JOB_ID"), remembered)
     given = {env.INTERFACE: options.torchrun.interface, env.PORT_RANGE: options.torchrun.port_range}
     env.update({name: value for name, value in given.items() if value})  # for this agent, its writer and its workers
-    env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported: here, and in the workers' zygote
+    env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")  # read at the import of torch, here and in the fork server
     base_env = _worker_base_env(options)
     base_env[env.RUN_KEY] = identity.key.as_variable()
     base_env[env.AGENT_STARTED] = str(start_time_s(os.getpid()))
@@ -131,7 +130,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(argv[0]))
     new_zygote = partial(Zygote, preload=preload, own_preload=own_preload, folder=folder, env=base_env)
     with ExitStack() as stack:
-        # Both import torch, at the same time: the zygote for the workers, this process for the agent.
+        # The fork server and this process import torch at the same time.
         zygote = new_zygote()
         stack.callback(zygote.close)
         startup.actions.append(zygote.kill)
@@ -172,7 +171,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
                 began_s=started_s,
             )
         except (ValueError, OSError) as error:
-            # torch's own checks of its options: --redirects, --logs-specs, --log-dir, devices that are not there.
+            # torch's own checks of its options: --redirects, --logs-specs, --log-dir, missing devices.
             raise ConfigError(f"{str(error).splitlines()[0]}; see outlast run --help") from error
         if metrics is not None:
             metrics.show(agent.outlook)
@@ -180,7 +179,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
         _install_handlers(options.torchrun.signals_to_handle, lambda number: mailbox.put(SignalReceived(number)))
         _run_with_torch_events(agent, options.torchrun.event_log_handler)
     stop = agent.stop
-    # One agent reads every node's journal for the totals; at 500 nodes the others had better not.
+    # Only one agent reads all nodes' journals: 500 at once would overload the file system.
     totals = _describe_totals(options, agent.job) if agent.is_host and not agent.has_left else ""
     logging.getLogger(logs.OUTCOME).log(
         logging.INFO if agent.has_left or stop.exit_code in _ORDERLY else logging.ERROR,
@@ -195,18 +194,6 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     return stop.exit_code
 
 
-def _show_metrics(options: RunOptions) -> AbstractContextManager[MetricsEndpoint | None]:
-    """Open this node's endpoint for Prometheus, if one is asked for; before anything is started.
-
-    Raises:
-        ConfigError: Nothing can listen there.
-    """
-    if options.metrics is None:
-        return nullcontext()
-    where = options.metrics
-    return closing(MetricsEndpoint(where, run_id=options.run_id, node=options.node_name, run_dir=options.run_dir))
-
-
 def _describe_totals(options: RunOptions, job: str) -> str:
     try:
         return f" ({in_time(options.run_dir, partial(describe_job, options.run_dir, job), _TOTALS_S)})"
@@ -216,16 +203,15 @@ def _describe_totals(options: RunOptions, job: str) -> str:
 
 
 class _StartUp:
-    """Ctrl-C and SIGTERM before there is an agent: the process ends at once, and so does what it has started.
+    """Ctrl-C and SIGTERM before the agent runs: end this process and those that it has started at once.
 
-    Nothing is of value then. An interpreter would raise KeyboardInterrupt in the middle of an import and wait for
-    processes that are busy importing. A signal of these that ``--signals-to-handle`` does not name has the same effect
-    later: the agent is not asked.
+    KeyboardInterrupt would be raised in the middle of an import, and would wait for processes that are busy importing.
+    Later the handler still serves those of the two signals that ``--signals-to-handle`` does not name.
     """
 
     def __init__(self) -> None:
         self.actions: list[Callable[[], None]] = []
-        """What ends that; none of them waits."""
+        """End the started processes; none of them blocks."""
         self.is_over = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._end)
@@ -253,42 +239,34 @@ def _identify(options: RunOptions) -> JobIdentity:
     endpoints = parse_endpoints(options.endpoints)
     is_one_machine = options.max_nodes == 1 or all(is_loopback(one.host) for one in endpoints)
     key = find_run_key(
-        options.run_id,
-        options.run_dir,
-        key_file=options.torchrun.run_key_file,
-        is_one_machine=is_one_machine,
+        options.run_id, options.run_dir, key_file=options.torchrun.run_key_file, is_one_machine=is_one_machine
     )
-    kind, argv = _command(options)
+    identity = JobIdentity(run_id=options.run_id, key=key, run_dir=options.run_dir)
     if options.any_command:
-        return JobIdentity(run_id=options.run_id, key=key, run_dir=options.run_dir)
+        return identity
+    kind, argv = _command(options)
     text = " ".join(argv if kind != "exec" else argv[-1 - len(options.torchrun.training_script_args) :])
     digest = hashlib.sha256("\0".join([kind, *argv[1:]]).encode(errors="surrogateescape")).hexdigest()
-    return JobIdentity(
-        run_id=options.run_id,
-        key=key,
-        command=digest,
-        command_text=text if len(text) < 200 else f"{text[:197]}...",
-        run_dir=options.run_dir,
-    )
+    return replace(identity, command=digest, command_text=text if len(text) < 200 else f"{text[:197]}...")
 
 
 def _check_endpoints(
     endpoints: Sequence[Endpoint], identity: JobIdentity, resolve_timeout_s: float, *, has_more: bool
 ) -> None:
-    """Refuse endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
+    """Reject endpoints that lead nowhere; an agent would wait there in silence until ``join_timeout``.
 
     Args:
         endpoints: Where the agents meet.
         identity: The run, as its coordinator must know it.
-        resolve_timeout_s: How long no host may be known yet: in Kubernetes a name exists once its pod has started.
-        has_more: The run directory names more of them; one that leads nowhere does not matter then.
+        resolve_timeout_s: How long all hosts may be unknown: in Kubernetes a name exists once its pod has started.
+        has_more: The run directory lists further endpoints, so that one that leads nowhere does not matter.
 
     Raises:
-        ConfigError: No host of theirs is known, or what answers at one is no coordinator of this run.
+        ConfigError: No host is known, or another program or run listens at an endpoint.
 
-    Blocks: about 0.01 s where all is well or nobody listens yet; some seconds where names or hosts do not answer;
-    :data:`_SILENT_S` where what listens at the only endpoint is silent; up to ``resolve_timeout_s`` more where no host
-    is known.
+    Blocks: about 0.01 s where all is well or nothing listens yet; seconds where names or hosts do not respond;
+    :data:`_SILENT_S` where the only endpoint's listener is silent; up to ``resolve_timeout_s`` more where no host is
+    known.
     """
     until_s, told_s = clock.now_s() + resolve_timeout_s, clock.now_s()
     while unknown := _find_unknown(endpoints, identity, has_more=has_more):
@@ -302,15 +280,15 @@ def _check_endpoints(
 
 
 def _find_unknown(endpoints: Sequence[Endpoint], identity: JobIdentity, *, has_more: bool) -> list[str]:
-    """Return the hosts that are not known, and why, if none is known.
+    """Return the unknown hosts with reasons, if all hosts are unknown.
 
     Raises:
-        ConfigError: What answers at one is no coordinator of this run.
+        ConfigError: Another program or run listens at an endpoint.
     """
     unknown = []
     is_only = len(endpoints) == 1 and not has_more
     for endpoint in endpoints:
-        if endpoint.port == 0:  # a free one will be taken
+        if endpoint.port == 0:  # a free port is chosen later
             continue
         try:
             found, why = probe(endpoint, identity.run_id, identity.key)
@@ -341,7 +319,7 @@ def _run_with_torch_events(agent: NodeAgent, event_log_handler: str) -> None:
 
 
 def _start_writer(mailbox: Mailbox[object], node: str) -> WriterProcess | None:
-    """Start the node's checkpoint writer, which holds what its workers save, also after their end."""
+    """Start the node's checkpoint writer, whose memory outlives the workers."""
 
     def on_death(summary: str) -> None:
         mailbox.put(WriterDied(summary))
@@ -356,7 +334,7 @@ def _start_writer(mailbox: Mailbox[object], node: str) -> WriterProcess | None:
 
 
 def _begin_checkups(options: RunOptions, mailbox: Mailbox[object]) -> Checkups | None:
-    """Check the node while torch is imported; the agent takes the result before it joins."""
+    """Begin to check the node while torch is imported; the agent takes the result before it joins."""
     config = options.health
     if config is None:
         return None
@@ -395,7 +373,7 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
     """Return torch's description of the workers.
 
     Raises:
-        ValueError, OSError: One of them cannot be used.
+        ValueError, OSError: An option cannot be used.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.events.handlers import get_logging_handler
@@ -404,11 +382,11 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
     args = options.torchrun
     try:
         get_logging_handler(args.event_log_handler)
-    except KeyError:  # torch would find out once the job is over
+    except KeyError:  # torch would detect it at the job's end
         raise ValueError(
             f"--event-log-handler={args.event_log_handler} is not an event handler of torch; write console or null"
         ) from None
-    # What torch's event log asks of a rendezvous handler; the agents meet through the coordinator.
+    # torch's event log queries these of a rendezvous handler; the agents meet through the coordinator.
     names = SimpleNamespace(get_backend=lambda: "outlast", get_run_id=lambda: options.run_id)
     newer: dict[str, Any] = {"virtual_local_rank": True} if args.virtual_local_rank else {}  # not a field in torch 2.8
     return WorkerSpec(
@@ -437,25 +415,23 @@ def _make_client(
     last_job: str,
     nproc: int,
 ) -> CoordinatorClient:
-    """Return the connection to the coordinator, which hosts it if no other agent does; it is not started.
+    """Return the connection to the coordinator, not started; it hosts the coordinator if no other agent does.
 
     Args:
         options: The launcher's options.
         identity: What all agents of the job have in common.
-        lease: On the run directory.
-        mailbox: The agent's.
+        lease: Lease of the run directory.
+        mailbox: The agent's mailbox.
         endpoints: Where the coordinator may be.
-        records: Of the run directory.
+        records: Records of the run directory.
         new_job: Name of the job, if none is in progress.
         last_job: The run's last job when this agent began.
         nproc: Workers of this node.
     """
-    from outlast.launch.control_link import ControlLink, HostSettings, LinkFailed
+    from outlast.launch.control_link import ControlLink
     from outlast.launch.coordinator_client import CoordinatorClient
-    from outlast.launch.coordinator_server import CoordinatorServer
 
     args, ft = options.torchrun, options.fault_tolerance
-    beat_interval_s = min(1.0, ft.node_heartbeat_timeout / 5)
     settings = JobSettings(
         job=new_job,
         num_slots=options.num_slots,
@@ -471,40 +447,30 @@ def _make_client(
         join_timeout_s=options.join_timeout_s,
         is_named=options.is_named,
         node_timeout_s=ft.node_heartbeat_timeout,
-        beat_interval_s=beat_interval_s,
+        beat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
         start_timeout_s=START_S + ft.gpu_memory_reclaim_timeout,
         host=options.node_name,
         last_job=last_job,
     )
 
-    def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
+    def lead() -> None:
         try:
             lease.acquire(leads=True)
-        except OSError as error:  # the endpoint has one coordinator, whatever the run directory shows
+        except OSError as error:  # the endpoint has one coordinator, whatever the run directory contains
             log.warning(
                 "the record of this run in %s cannot be written (%s); this node hosts the coordinator without it: make "
                 "room there, and start no other run in that directory",
                 *(options.run_dir, error),
             )
-        return CoordinatorServer(
-            listeners,
-            where.complete(settings),
-            identity,
-            node=options.node_name,
-            layers=options.layers,
-            may_write=partial(may_write, lease),
-            on_error=lambda error: mailbox.put(LinkFailed(f"the coordinator ended: {error!r}")),
-        )
 
     link = ControlLink(
         endpoints,
-        node=options.node_name,
-        identity=identity,
+        settings,
+        identity,
         deliver=mailbox.put,
-        serve=serve,
-        beat_interval_s=beat_interval_s,
-        silence_s=ft.node_heartbeat_timeout,
-        connect_timeout_s=options.join_timeout_s,
+        layers=options.layers,
+        on_host=lead,
+        may_write=partial(may_write, lease),
         relay=RankRelay(),
         records=records,
     )
@@ -522,20 +488,20 @@ def _install_handlers(names: str, deliver: Callable[[int], None]) -> None:
 
 
 def own_run_directory(options: RunOptions, mailbox: Mailbox[object]) -> Lease:
-    """Own a run directory, before anything else of the job is begun.
+    """Acquire the run directory's lease before any other part of the job begins.
 
-    Agents of one job have the same id and an endpoint in common, by which they meet. The first of them takes the
-    directory before anything else is done, the others enter it as processes of the same job; the agent that hosts the
-    coordinator leads, and renews the lease. An agent whose node has a run directory of its own leads it alone.
+    Agents of one job have the same id and a common endpoint. The first of them acquires the lease, and the others share
+    it; the agent that hosts the coordinator leads and renews it. An agent with a node-local run directory leads its
+    own.
 
     Args:
         options: The launcher's options.
-        mailbox: The agent's, which ends when another job takes the directory over.
+        mailbox: Receives :class:`AgentStops` if another job takes over the directory.
 
     Raises:
-        ConfigError: Another job runs in it, or a link or a file is in place of a folder; one line with the remedy.
+        ConfigError: Another job runs in the directory, or a link or file is in place of a folder.
 
-    Blocks: where only time can tell whether a job on another machine still runs, 10 s.
+    Blocks: 10 s if only time can show whether a job on another machine still runs.
     """
 
     def on_lost(lost: InUse) -> None:
@@ -562,22 +528,22 @@ def own_run_directory(options: RunOptions, mailbox: Mailbox[object]) -> Lease:
 
 
 def may_write(lease: Lease) -> bool:
-    """Return whether a run directory is still this job's, for what is kept for its next job."""
+    """Return whether this job still owns the run directory, before state for its next job is written."""
     try:
         lease.check()
     except InUse as error:
         log.debug("what the run has learned is not written: %s", error)
         return False
-    except OSError as error:  # whoever writes will report it
+    except OSError as error:  # the write will report it
         log.debug("the run directory does not respond: %s", error)
     return True
 
 
 def _describe_owner(options: RunOptions) -> LeaseOwner:
-    """Return what identifies this agent's job."""
+    """Return the record that identifies this agent's job."""
     values, places = env.environ(), describe_places(parse_endpoints(options.endpoints))
     requeues = values.get("SLURM_RESTART_COUNT", "")
-    has_nodes = bool(places)  # others may come to them, if only to wait as spares
+    has_nodes = bool(places)  # other agents may connect to them
     return LeaseOwner(
         token="",
         process=this_process(),

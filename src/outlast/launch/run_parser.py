@@ -1,14 +1,12 @@
-"""The command line of ``outlast run``: one table of options, from which parsing, help, completion and docs are made.
+"""The command line of ``outlast run``: one table of options for parsing, help, completion and docs.
 
-The table has three parts: what the installed torch's ``torchrun`` accepts, what :class:`LauncherSettings` adds, and one
-``--ft-<field>`` for each field of :class:`FaultToleranceConfig`. Help and defaults of the last two come from the
-dataclasses. Importing ``torch.distributed.run`` would cost a second before ``--help`` or a mistyped option could be
-answered, so the one function that lists torchrun's options is compiled from torch's source, and fills a list in place
-of a parser; if that fails (torch moved it), torch is imported.
+The table contains the options of the installed torch's ``torchrun``, those of :class:`LauncherSettings`, and one
+``--ft-<field>`` per field of :class:`FaultToleranceConfig`. Importing ``torch.distributed.run`` would delay ``--help``
+and errors by a second, so the function that lists torchrun's options is compiled from torch's source and run with a
+stand-in parser; if that fails, torch is imported.
 
-Scripts for torchrun rely on three habits of its parser that click does not have: the beginning of a name stands for
-the whole if no other option begins so, ``_`` in a name may be written for ``-``, and ``PET_<NAME>`` in the environment
-gives an option. :func:`read_options` has the first two, and click does the rest.
+Scripts for torchrun rely on three habits of argparse that click lacks: unambiguous abbreviations, ``_`` for ``-`` in
+names, and ``PET_<NAME>`` environment variables. :func:`read_options` handles the first two, and click the rest.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ _GROUPS = {
 
 
 class Value(click.ParamType):  # type: ignore[type-arg]
-    """The value of an option: a text that is converted to the type of a setting.
+    """The value of an option: text that is converted to the type of a setting.
 
     Args:
-        hint: The setting's type, or a function that reads a text.
-        choices: The only values.
-        words: Values that a shell completes; others are accepted, too.
-        path: ``file`` or ``dir``, for a shell to complete.
+        hint: The setting's type, or a function that parses the text.
+        choices: The valid values.
+        words: Values for shell completion; others are valid, too.
+        path: ``file`` or ``dir``, for shell completion.
     """
 
     name = "value"
@@ -74,7 +72,7 @@ class Value(click.ParamType):  # type: ignore[type-arg]
         """Return the setting's value.
 
         Raises:
-            ConfigError: The text does not fit; the option is named as it was typed.
+            ConfigError: The text is not valid for the type; the option is named as typed.
         """
         if not isinstance(value, str):
             return value
@@ -86,24 +84,24 @@ class Value(click.ParamType):  # type: ignore[type-arg]
         return parse_text(self._hint, value, where=name)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the values that begin so, or let the shell complete a path."""
+        """Return the completions of a value, or let the shell complete a path."""
         if self._path is not None:
             return [CompletionItem(incomplete, type=self._path)]
         return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
 
 
 class Option(click.Option):
-    """One option of ``outlast run``, in the spelling of the help.
+    """One option of ``outlast run``, spelled as in the help.
 
     Args:
         names: Its names, with dashes.
         group: The section of the help.
         text: Its help.
-        value: What the help calls its value; ``None`` = a switch, which may have a truth value behind ``=``.
-        kind: How the value is read.
-        default: Its value where it is not given.
-        variable: Environment variable that gives it where the command line does not.
-        is_torchruns: It comes before others where an abbreviation fits both.
+        value: Placeholder of its value in the help; ``None``: a switch, which accepts a truth value after ``=``.
+        kind: Type of the value.
+        default: The value if the option is not given.
+        variable: Environment variable with the value if the command line has none.
+        is_torchruns: Has priority if an abbreviation also matches other options.
     """
 
     def __init__(
@@ -123,12 +121,11 @@ class Option(click.Option):
 
     @property
     def long_name(self) -> str:
-        """The name in full, which begins with two dashes."""
         return next(name for name in self.opts if name.startswith("--"))
 
     @property
     def usage(self) -> str:
-        """The names and the value, as the help has them."""
+        """The names and the value's placeholder for the help."""
         names = ", ".join(sorted(self.opts, key=len))
         return names if self.value is None else f"{names} {self.value}"
 
@@ -165,16 +162,13 @@ _ADAPTED: Mapping[str, tuple[str, str | None, str]] = {
         *(_OTHERS, None),
         "Address under which the other nodes reach this one; default the one towards --rdzv-endpoint.",
     ),
-    "log_dir": (
-        *(_OTHERS, "DIR"),
-        "",
-    ),
+    "log_dir": (*(_OTHERS, "DIR"), ""),
     "print_completion": (_OTHERS, None, "Refused: it completes torchrun alone; see outlast completion --help."),
     "shutdown_timeout": (_OTHERS, None, "The same as --workers-stop-timeout, and before it."),
 }
-"""torchrun's options that mean something else here: attribute to section, value and help."""
+"""torchrun's options with another meaning here: section, placeholder and help by attribute."""
 _UNSET = ("max_restarts", "node_rank", "master_port")
-"""torchrun's options whose default here depends on others, or differs from the same value if that is given."""
+"""torchrun's options whose default here depends on others, or differs from the same value if given."""
 _NEWER: Mapping[str, Any] = {
     "duplicate_stdout_filters": (),
     "duplicate_stderr_filters": (),
@@ -183,7 +177,7 @@ _NEWER: Mapping[str, Any] = {
     "shutdown_timeout": None,
     "virtual_local_rank": False,
 }
-"""torchrun's options that torch 2.8 does not have: attribute to the value that stands for none given."""
+"""torchrun's options that torch 2.8 lacks, with the values of options that are not given."""
 
 
 def _option(group: str, value: str | None = None, default: Any = None) -> Any:
@@ -275,13 +269,26 @@ _WORDS = {
     "simulated_fault_type": ("rank_hung", "rank_killed", "random"),
     "rank_termination_signal": ("SIGKILL", "SIGTERM", "SIGINT", "SIGABRT"),
 }
-"""Values of options that are words, for a shell to complete."""
+"""Values for shell completion."""
 _PATHS = {"FILE": "file", "DIR": "dir"}
 _OTHER_NAMES = {"--health-config": "--config", "--ft-cfg-path": "--config"}
-"""Names that the help does not show; the second is that of ft_launcher."""
-_COMMON_NAMES = ("config", "help", "local-addr", "log-dir", "log-level", "module")
-_SCRIPTS_OWN = frozenset((*_COMMON_NAMES, "preload", "quiet", "role", "run-dir", "run-path"))
-"""Names that scripts have for options of their own: behind the script they are taken for nothing else."""
+"""Names that the help omits; the second is that of ft_launcher."""
+_SCRIPTS_OWN = frozenset(
+    (
+        "config",
+        "help",
+        "local-addr",
+        "log-dir",
+        "log-level",
+        "module",
+        "preload",
+        "quiet",
+        "role",
+        "run-dir",
+        "run-path",
+    )
+)
+"""Options that scripts commonly have themselves: after the script they are not reported as misplaced."""
 _USAGE = """\
 usage: outlast run [OPTION]... SCRIPT [ARGUMENT]...
 
@@ -303,61 +310,59 @@ Options may be abbreviated, other than --ft-*; torchrun's environment variables
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One option of a command line, as it was typed."""
+    """One option of a command line, as typed."""
 
     name: str
     value: str | None
-    """``None``: a switch without a truth value, or an option whose value is missing."""
+    """``None``: a switch without a truth value, or a missing value."""
     words: tuple[str, ...]
     options: tuple[Option, ...]
-    """What the name may mean: one option, or none that is known, or several that begin so."""
+    """The options that the name may mean: one, none if unknown, or several if ambiguous."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand:
-    """A command line of ``outlast run``, parsed; nothing of it is checked beyond the form of its values."""
+    """A parsed command line of ``outlast run``; only the types of its values are checked."""
 
     args: SimpleNamespace
     """Every option's value, by attribute."""
     typed: Mapping[str, str]
-    """Attribute of ``args`` to the option as it was typed, or to the environment variable that it comes from."""
+    """The option as typed, or its environment variable, by attribute."""
     texts: Mapping[str, str | None]
-    """Attribute of ``args`` to the value as it was typed; ``None`` = a switch without one."""
+    """The value as typed, by attribute; ``None``: a switch without a value."""
     strays: tuple[str, ...]
-    """Options of ``outlast run`` among the script's arguments, as they stand there."""
+    """Options of ``outlast run`` among the script's arguments."""
 
     def name(self, attribute: str) -> str:
-        """Return what an option is called: as it was typed, else as the help has it."""
+        """Return an option's name: as typed, otherwise as in the help."""
         return self.typed.get(attribute) or f"--{attribute.replace('_', '-')}"
 
     @property
     def fault_tolerance(self) -> dict[str, Any]:
-        """The ``--ft-*`` options that are given: field to value."""
+        """The given ``--ft-*`` options: value by field."""
         return {name[3:]: getattr(self.args, name) for name in self.typed if name.startswith("ft_")}
 
     @property
     def fault_tolerance_typed(self) -> dict[str, str]:
-        """The same: field to what was written, such as ``--ft-safety-factor=3``."""
+        """The same as typed, such as ``--ft-safety-factor=3``, by field."""
         written = {name: f"={text}" for name, text in self.texts.items() if text is not None}
         return {name[3:]: typed + written.get(name, "") for name, typed in self.typed.items() if name[:3] == "ft_"}
 
     @property
     def hint(self) -> str | None:
-        """A hint at options behind the script, which go to the script."""
+        """A hint at options after the script, which the script receives."""
         return hint_at(self.strays, self.args.training_script, "outlast run")
 
 
 @dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """A section of the help."""
-
     title: str
     text: str
     options: tuple[Option, ...]
 
 
 class RunParser(click.Command):
-    """The command ``outlast run``, which parses and does no more: :class:`RunCommand` is the context's object."""
+    """The command ``outlast run``; parses only: the context's object is a :class:`RunCommand`."""
 
     def __init__(self) -> None:
         script = click.Argument(["training_script"], required=False, type=Value(path="file"))
@@ -370,7 +375,7 @@ class RunParser(click.Command):
         """Parse a command line.
 
         Raises:
-            ConfigError: An option is unknown, a value does not fit its option, or there is no script; one line.
+            ConfigError: An option is unknown, a value is not valid, or the script is missing.
         """
         given, script = read_options(names_of(self.options), args)
         known = [one for one in given if len(one.options) == 1 and (one.value is not None or one.options[0].is_flag)]
@@ -447,7 +452,7 @@ class RunParser(click.Command):
         return f"did you mean --{close}?" if close else "see outlast run --help"
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the options that begin with ``incomplete``, with ``_`` if that has some; none behind the script."""
+        """Return the options that begin with ``incomplete``, with its ``_`` kept; none after the script."""
         if ctx.params["training_script"] is not None:
             return []
         items = super().shell_complete(ctx, incomplete.replace("_", "-"))
@@ -457,7 +462,7 @@ class RunParser(click.Command):
         return items
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples, our options, and torchrun's."""
+        """Write the usage and all options."""
         formatter.write(_USAGE)
         for group in describe_options(self.options):
             with formatter.section(group.title):
@@ -476,17 +481,17 @@ class RunParser(click.Command):
 
 
 def parse_command(argv: Sequence[str]) -> RunCommand:
-    """Parse what follows ``outlast run``.
+    """Parse the arguments of ``outlast run``.
 
     Raises:
-        ConfigError: An option is unknown, a value does not fit its option, or there is no script; one line.
+        ConfigError: An option is unknown, a value is not valid, or the script is missing.
     """
     command: RunCommand = RunParser().make_context("outlast run", list(argv)).obj
     return command
 
 
 def given_options(argv: Sequence[str]) -> dict[str, str]:
-    """Return which options a command line gives: attribute to the option as typed; the script's own do not count.
+    """Return the options given on a command line as typed, by attribute; without the script's own.
 
     Raises:
         ConfigError: As :func:`parse_command`.
@@ -495,7 +500,7 @@ def given_options(argv: Sequence[str]) -> dict[str, str]:
 
 
 def describe_options(options: Iterable[Option] | None = None) -> tuple[OptionGroup, ...]:
-    """Return the options as the help groups them; torchrun's other ones come last."""
+    """Return the options as the help groups them; torchrun's other options come last."""
     listed = _list_options() if options is None else tuple(options)
     return tuple(
         OptionGroup(title, text, tuple(option for option in listed if option.group == title))
@@ -504,16 +509,16 @@ def describe_options(options: Iterable[Option] | None = None) -> tuple[OptionGro
 
 
 def names_of(options: Iterable[Option]) -> dict[str, Option]:
-    """Return every name of the options, those included that the help does not show."""
+    """Return all options by name, including names that the help omits."""
     names = {name: option for option in options for name in option.opts}
     return names | {other: names[name] for other, name in _OTHER_NAMES.items() if name in names}
 
 
 def find_options(names: Mapping[str, Option], name: str) -> tuple[Option, ...]:
-    """Return what a name as typed, or the beginning of one, may mean: one option, several, or none that is known.
+    """Return the options that a name or abbreviation may mean: one, several, or none if unknown.
 
-    What torchrun takes for one of its own options means that option here, too, whatever we have added. Names that begin
-    with ``--ft`` have no abbreviations: many begin alike, and a shortened one would pass for another timeout.
+    Abbreviations of torchrun's options keep their meaning, whatever options outlast adds. Names that begin with
+    ``--ft`` cannot be abbreviated: many begin alike, and a shortened one could mean another timeout.
     """
     name = name.replace("_", "-")
     if name in names:
@@ -526,7 +531,7 @@ def find_options(names: Mapping[str, Option], name: str) -> tuple[Option, ...]:
 
 
 def read_options(names: Mapping[str, Option], argv: Sequence[str]) -> tuple[list[Given], list[str]]:
-    """Return the options that stand before the script, and the words from the script on."""
+    """Return the options before the script, and the words from the script on."""
     given, at = list[Given](), 0
     while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-", "--"):
         word, following = argv[at], argv[at + 1 : at + 2]
@@ -535,7 +540,7 @@ def read_options(names: Mapping[str, Option], argv: Sequence[str]) -> tuple[list
         if not found and word[1] != "-" and word[:2] in names:  # -t3
             name, equals, text, found = word[:2], "=", word[2:], (names[word[:2]],)
         takes_next = len(found) == 1 and not found[0].is_flag and not equals
-        if following and re.match(r"-[^\d.]", following[0]):  # another option
+        if following and re.match(r"-[^\d.]", following[0]):  # the next word is an option
             takes_next = False
         words = (word, *following) if takes_next else (word,)
         value = text if equals else following[0] if takes_next and following else None
@@ -545,12 +550,12 @@ def read_options(names: Mapping[str, Option], argv: Sequence[str]) -> tuple[list
 
 
 def hint_at(strays: Sequence[str], script: str, command: str) -> str | None:
-    """Return a hint at options behind the script; ``None`` = there are none.
+    """Return a hint at options after the script; ``None``: there are none.
 
     Args:
-        strays: The options, as they stand there.
+        strays: The options as typed.
         script: The training script.
-        command: What they would be options of.
+        command: The command that they may be meant for.
     """
     if not strays:
         return None
@@ -650,7 +655,7 @@ def list_torchrun_options() -> tuple[Option, ...]:
 
 
 def find_event_handlers() -> frozenset[str]:
-    """Return the names that the installed torch knows for ``--event-log-handler``; empty = not known."""
+    """Return the valid names for ``--event-log-handler`` of the installed torch; empty: not known."""
     try:
         text = (_torch() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
     except (OSError, ImportError):
@@ -674,7 +679,7 @@ def _read_affinity_modes(path: Path) -> list[SimpleNamespace]:
 
 
 def _find(path: Path, name: str) -> str:
-    """Return the source of a function or class of a module, without what stands around it."""
+    """Return the source of a function or class of a module."""
     found = re.search(rf"^{name}\b.*?\n(?=[^\s)#]|\Z)", path.read_text(), re.MULTILINE | re.DOTALL)
     if found is None:
         raise LookupError(f"{path} has no {name}")

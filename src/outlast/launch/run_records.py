@@ -1,8 +1,8 @@
-"""What the run directory shows of a job whose coordinator is not reached: where another one may be, how the job ended.
+"""Records in the run directory for an agent that cannot reach the coordinator: another endpoint, or the job's end.
 
-Both matter where the nodes share the run directory. The record of its owner lists the endpoints of the agent that hosts
-the coordinator, so that an agent which knows only the endpoint of a dead host finds the successor. What is read there
-is an address and nothing more: a coordinator that is found through it proves the run key like any other.
+If the nodes share the run directory, the record of its owner lists the endpoints of the agent that hosts the
+coordinator, so that an agent that knows only a dead host's endpoint finds the successor. The record is only an address:
+a coordinator found through it must prove the run key like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def describe_places(endpoints: Sequence[Endpoint]) -> tuple[str, ...]:
     """Return where agents of a job meet, for the record of its run directory."""
-    # An endpoint such as localhost is another place on each machine.
+    # A loopback endpoint is another place on each machine.
     return tuple(f"{one} {env.hostname()}" if is_loopback(one.host) else str(one) for one in endpoints if one.port)
 
 
@@ -37,9 +37,9 @@ class RunRecords:
     Args:
         run_dir: The run directory.
         own: The record of this agent.
-        last_job: The last job of the run when this agent began.
+        last_job: The run's last job when this agent began.
 
-    Blocks: each method up to 2 s where the file system does not respond.
+    Blocks: each method up to 2 s if the file system does not respond.
     Thread: any.
     """
 
@@ -47,11 +47,7 @@ class RunRecords:
         self._run_dir, self._own, self._last_job = run_dir, own, last_job
 
     def find_endpoints(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
-        """Return where the coordinator may be: endpoints of this agent, and those of the agent that hosts it.
-
-        Args:
-            endpoints: The endpoints that this agent knows.
-        """
+        """Return the given endpoints together with those of the agent that hosts the coordinator."""
         try:
             owner = in_time(self._run_dir, partial(newest_owner, FolderRecords(self._run_dir)))
         except (OSError, OutlastError) as error:
@@ -68,8 +64,8 @@ class RunRecords:
         """Return how a job ended without this agent; ``None``: it did not, as far as the run directory shows.
 
         Args:
-            job: The job; ``None``: this agent takes part in none yet, and any that has ended meanwhile counts.
-            known: What this agent knows of the decisions of the recovery policy.
+            job: The job; ``None``: any that has ended since this agent began.
+            known: The recovery policy's state as this agent knows it.
         """
         try:
             if job is None:

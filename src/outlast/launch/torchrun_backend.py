@@ -1,8 +1,7 @@
 """The rendezvous for torch's own agents: ``torchrun --rdzv-backend=outlast``.
 
-``outlast run`` drives the same link from its own agent; here torch's agent asks, so that only what the rendezvous
-itself gives is available: fresh stores and ports, spares that never disturb, linear time. Restarts and budgets are
-torchrun's.
+Uses the same link as the agent of ``outlast run``, but provides only a rendezvous: new stores and ports per cycle,
+spares that do not disturb, linear time. Restarts and budgets are torchrun's.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
-from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -31,9 +28,8 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.control_link import ControlLink, HostSettings, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_client import CoordinatorClient
-from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.job_settings import JobSettings
 from outlast.policy.ladder import Limits
 from outlast.runtime import store as stores
@@ -46,7 +42,7 @@ _UNLIMITED = 1 << 31
 
 
 class OutlastRendezvous(RendezvousHandler):
-    """Answer torch's elastic agent from the coordinator.
+    """Serve torch's elastic agent from the coordinator.
 
     Args:
         params: torchrun's options. ``--rdzv-conf`` takes ``join_timeout`` (600 s: how long a cycle may wait for nodes),
@@ -73,10 +69,7 @@ class OutlastRendezvous(RendezvousHandler):
             num_slots=params.min_nodes,
             max_nodes=params.max_nodes,
             limits=Limits(
-                max_restarts=_UNLIMITED,
-                max_no_progress_cycles=_UNLIMITED,
-                max_node_faults=0,
-                max_restart_delay_s=0.0,
+                max_restarts=_UNLIMITED, max_no_progress_cycles=_UNLIMITED, max_node_faults=0, max_restart_delay_s=0.0
             ),
             join_timeout_s=self._join_timeout_s,
             node_timeout_s=node_timeout_s,
@@ -88,32 +81,13 @@ class OutlastRendezvous(RendezvousHandler):
             key=find_run_key(params.run_id, None, key_file=params.get("run_key_file"), is_one_machine=False),
         )
 
-        def serve(listeners: Sequence[socket.socket], where: HostSettings) -> CoordinatorServer:
-            return CoordinatorServer(
-                listeners,
-                where.complete(settings),
-                identity,
-                node=node,
-                layers=LayeredSettings(),
-                on_error=lambda error: self._news.put(LinkFailed(str(error))),
-            )
-
         self._link = ControlLink(
-            endpoints,
-            node=node,
-            identity=identity,
-            deliver=self._news.put,
-            serve=serve,
-            beat_interval_s=node_timeout_s / 5,
-            silence_s=node_timeout_s,
-            connect_timeout_s=self._join_timeout_s,
-            has_loop=False,
+            endpoints, settings, identity, deliver=self._news.put, layers=LayeredSettings(), has_loop=False
         )
         self._client = CoordinatorClient(self._link, addr=self._addr, nproc=0, wish=None)
         self._link.start()
 
     def get_backend(self) -> str:
-        """Return the backend's name."""
         return "outlast"
 
     @property
@@ -125,7 +99,7 @@ class OutlastRendezvous(RendezvousHandler):
         """Join the next cycle.
 
         Raises:
-            RendezvousTimeoutError: It was not complete in ``join_timeout`` seconds (spares wait on).
+            RendezvousTimeoutError: It was not complete within ``join_timeout`` (spares keep waiting).
             RendezvousConnectionError: The coordinator is out of reach.
             SystemExit: With 0: the job is over and this node was a spare.
         """
@@ -160,8 +134,8 @@ class OutlastRendezvous(RendezvousHandler):
                 case m.Stop():
                     self._closed = True
                     if news.exit_code == ExitReason.FINISHED:
-                        # RendezvousGracefulExitError would say it, but torch 2.13's launcher fails on its own
-                        # handling of it (AttributeError: 'NoneType' object has no attribute 'is_failed').
+                        # RendezvousGracefulExitError has this meaning, but torch 2.13's launcher fails on it
+                        # (AttributeError: 'NoneType' object has no attribute 'is_failed').
                         log.info("%s; this spare was not needed", news.reason)
                         raise SystemExit(0)
                     raise RendezvousClosedError(news.reason)
@@ -170,19 +144,19 @@ class OutlastRendezvous(RendezvousHandler):
                 case LinkDown():
                     log.warning("the coordinator is out of reach (%s)", news.error)
                     deadline_s = clock.now_s() + self._join_timeout_s
-                case LinkUp():
-                    self._on_link_up(news, is_running=False)
-                case m.Ran():
-                    self._client.note_ran(news)
-                case m.Decided():
-                    self._client.note_decided(news)
-                case m.CycleOver() | m.NodesMissing() | m.PeersFinished() | m.Remark():
-                    pass
+                case _:
+                    self._note(news, is_running=False)
 
-    def _on_link_up(self, up: LinkUp, *, is_running: bool) -> None:
-        self._client.note_term(up.term)
-        if not up.is_first:
-            self._client.register(is_running=is_running, is_joining=not is_running, has_finished=False)
+    def _note(self, news: News, *, is_running: bool) -> None:
+        match news:
+            case LinkUp():
+                self._client.note_term(news.term)
+                if not news.is_first:
+                    self._client.register(is_running=is_running, is_joining=not is_running, has_finished=False)
+            case m.Ran():
+                self._client.note_ran(news)
+            case m.Decided():
+                self._link.ladder = news.ladder
 
     def _enter(self, start: m.Start) -> RendezvousInfo:
         self._cycle = start.cycle
@@ -198,7 +172,6 @@ class OutlastRendezvous(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        """Return whether the job is over."""
         return self._closed
 
     def set_closed(self) -> None:
@@ -207,7 +180,7 @@ class OutlastRendezvous(RendezvousHandler):
         self._link.send(m.Leave(whole_job=True))
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 once the running cycle is over elsewhere, else 0: spares are never a reason to restart."""
+        """Return 1 once the running cycle is over elsewhere, otherwise 0: spares are not a reason to restart."""
         while True:
             try:
                 news = self._news.get_nowait()
@@ -217,21 +190,16 @@ class OutlastRendezvous(RendezvousHandler):
                 self._waiting = 1
             elif isinstance(news, m.Stop):
                 self._closed = True
-            elif isinstance(news, m.Ran):
-                self._client.note_ran(news)
-            elif isinstance(news, m.Decided):
-                self._client.note_decided(news)
-            elif isinstance(news, LinkUp):
-                self._on_link_up(news, is_running=True)
             elif isinstance(news, LinkDown):
                 log.warning("the coordinator is out of reach (%s); training continues", news.error)
+            else:
+                self._note(news, is_running=True)
 
     def get_run_id(self) -> str:
-        """Return the run's id."""
         return self._params.run_id
 
     def shutdown(self) -> bool:
-        """Leave the job and free everything; a failed node's slot goes to a spare."""
+        """Leave the job and close everything; a failed node's slot goes to a spare."""
         if self._cycle is not None and not self._closed:
             self._link.send(m.Finished(facts=m.CycleFacts(cycle=self._cycle)))
         self._link.close()

@@ -1,7 +1,7 @@
-"""How a cycle ended, and what the recovery policy decides about it.
+"""The end of a cycle, and the recovery policy's decision on it.
 
-:class:`CycleEnding` brings together what all nodes know of a cycle that is ending. :class:`LadderClient` asks the
-policy, and keeps what it remembers (``ladder.json``) before any node learns of the decision.
+:class:`CycleEnding` collects the reports of all nodes on an ending cycle. :class:`LadderClient` queries the policy, and
+saves its state (``ladder.json``) before any node learns of the decision.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from outlast.policy.rerun import Diagnosis
 
 log = logging.getLogger(__name__)
 REPORT_S = 2.0
-"""Seconds in which all nodes have reported a restart inside the processes, unless one has no worker left to see it."""
+"""Time in which all nodes report an in-process restart, unless one has no worker left to detect it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CycleEnding:
-    """What was gathered about a cycle that is ending."""
+    """The reports on a cycle that is ending."""
 
     job: str
     cycle: int
     has_begun: bool = True
-    """All of its nodes had started their workers."""
+    """All nodes had started their workers."""
     has_trained: bool = False
-    """A node reported a completed step while it ran."""
+    """A node reported a completed step while the cycle ran."""
     incidents: list[Incident] = field(default_factory=list)
     expired: list[Expired] = field(default_factory=list)
     facts: list[m.CycleFacts] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)
-    """Nodes that did."""
+    """Nodes that have reported."""
 
     def take(self, node: str, facts: m.CycleFacts) -> None:
-        """Add what one node knows; what it sends again counts once."""
+        """Add one node's report; a repeated one counts once."""
         if node in self.reported:
             return
         self.reported.add(node)
@@ -56,7 +56,7 @@ class CycleEnding:
             self.incidents.append(facts.incident)
 
     def lose(self, node: str, why: str, *, detected_after_s: float | None = None) -> Incident:
-        """Add the loss of a node, and return it."""
+        """Add the loss of a node; return its incident."""
         incident = Incident(
             kind=IncidentKind.NODE_LOST,
             job=self.job,
@@ -69,12 +69,12 @@ class CycleEnding:
         return incident
 
     def summarise(self, *, num_heirs: Callable[[str], int], may_shrink: bool, num_nodes: int) -> CycleEnd:
-        """Return what the ladder judges: the cause among all incidents, and how far the cycle got.
+        """Return the policy's input: the root cause among all incidents, and the progress of the cycle.
 
         Args:
-            num_heirs: Says how many spares could take a node's slot.
+            num_heirs: Returns how many spares could take a node's slot.
             may_shrink: The world may continue without one of its nodes.
-            num_nodes: Nodes that took part.
+            num_nodes: Number of nodes that took part.
         """
         is_permanent = self._is_permanent(num_nodes)
         cause = self._cause(is_permanent=is_permanent)
@@ -98,7 +98,7 @@ class CycleEnding:
         )
 
     def exceeded(self) -> list[Expired]:
-        """Return the timeouts that were exceeded, each with whether something else than a short timeout explains it."""
+        """Return the exceeded timeouts, marked as explained if another cause than a short timeout explains them."""
         positions = [position for facts in self.facts for position in facts.positions]
         others = any(one.kind != IncidentKind.WORKER_HUNG for one in self.incidents)
         is_explained = others or is_hang_explained(positions)
@@ -111,7 +111,7 @@ class CycleEnding:
 
     def _cause(self, *, is_permanent: bool) -> Incident:
         failed = [one for one in self.incidents if one.kind != IncidentKind.NODE_LOST]
-        # What all ranks failed with was before the loss of a node that has reported it, too.
+        # If all ranks failed alike, that precedes the loss of a node that has reported it.
         cause = root_cause(failed if is_permanent and failed else self.incidents)
         positions = [position for facts in self.facts for position in facts.positions]
         if cause is None:
@@ -127,30 +127,30 @@ class CycleEnding:
 
 
 def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
-    """Return the highest iteration that any node knows to survive the end of the job; ``None`` = none."""
+    """Return the highest iteration that any node knows to survive the end of the job; ``None``: none."""
     return max((one.durable_iteration for one in facts if one.durable_iteration is not None), default=None)
 
 
 def highest_committed(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
-    """Return the highest iteration that any node knows to be committed in any tier; ``None`` = none."""
+    """Return the highest iteration that any node knows to be committed in any tier; ``None``: none."""
     return max((one.committed_iteration for one in facts if one.committed_iteration is not None), default=None)
 
 
 @dataclass(slots=True)
 class RestartReports:
-    """Gather the reports of the nodes on the newest restart inside the processes, until the restart is charged.
+    """Collect the nodes' reports on the newest in-process restart until the restart is charged to the budget.
 
-    Each node reports a restart, and knows only the checkpoints that its own ranks have seen. So where progress counts,
-    the restart is charged once all nodes have reported it, or the next restart begins, or :data:`REPORT_S` has passed.
+    Each node reports a restart with the checkpoints that its own ranks know. If progress counts, the restart is charged
+    once all nodes have reported it, the next restart begins, or :data:`REPORT_S` has passed.
     """
 
     charged: tuple[int, int] = (0, 0)
-    """The newest restart that was charged: its call, and its number."""
+    """Call and number of the newest restart that was charged."""
     _pending: list[m.Restarted] = field(default_factory=list)
     _since_s: float = 0.0
 
     def add(self, report: m.Restarted, now_s: float) -> CycleEnd | None:
-        """Add the report of a node; return an earlier restart that is to be charged now."""
+        """Add a node's report; return an earlier restart that must be charged now."""
         newest = _restart_of(self._pending[0]) if self._pending else self.charged
         if _restart_of(report) < newest or _restart_of(report) == self.charged:
             return None
@@ -161,10 +161,10 @@ class RestartReports:
         return earlier
 
     def due(self, nodes: Collection[str], now_s: float, *, progress_counts: bool) -> CycleEnd | None:
-        """Return the restart that is to be charged now; ``None`` = there is none.
+        """Return the restart that must be charged now; ``None``: there is none.
 
         Args:
-            nodes: Those of the running cycle.
+            nodes: Nodes of the running cycle.
             now_s: Monotonic seconds.
             progress_counts: Earlier cycles of the run reported progress.
         """
@@ -179,7 +179,7 @@ class RestartReports:
     def _charge(self) -> CycleEnd:
         reports, self._pending = self._pending, []
         self.charged = _restart_of(reports[0])
-        # The node of the rank that failed knows most about it.
+        # The node of the failed rank knows most about it.
         first = next((one for one in reports if one.incident.node == one.node), reports[0])
         return CycleEnd(
             cycle=first.cycle,
@@ -196,30 +196,29 @@ def _restart_of(report: m.Restarted) -> tuple[int, int]:
 
 
 def observations(facts: list[m.CycleFacts]) -> list[Observation]:
-    """Return what the nodes' ranks observed of their durations."""
     return [one.observation for one in facts if one.observation is not None]
 
 
 def departure(cycle: int, leave: m.Leave) -> CycleEnd:
     """Return the end of a cycle whose job was requested to shut down."""
-    facts = leave.facts
+    facts = leave.facts or m.CycleFacts(cycle=cycle)
     return CycleEnd(
         cycle=cycle,
         incident=None,
         preempted=True,
         preempted_saved=leave.saved,
-        durable_iteration=facts.durable_iteration if facts else None,
-        committed_iteration=facts.committed_iteration if facts else None,
-        progress_known=facts.progress_known if facts else False,
-        had_session=facts.had_session if facts else False,
+        durable_iteration=facts.durable_iteration,
+        committed_iteration=facts.committed_iteration,
+        progress_known=facts.progress_known,
+        had_session=facts.had_session,
     )
 
 
 def describe_notice(noticed: Mapping[str, int]) -> str:
-    """Return who received the signal because of which a job shuts down, for people.
+    """Return which nodes received the shutdown signal of a job, for people.
 
     Args:
-        noticed: Nodes whose agents received one, and its number; others only followed.
+        noticed: Signal by node whose agent received one; other nodes followed.
     """
     if not noticed:
         return "the workers received a preemption notice"  # from the scheduler itself, or a file
@@ -231,7 +230,7 @@ def describe_notice(noticed: Mapping[str, int]) -> str:
 
 
 def diagnosis_in(incident: Incident) -> Diagnosis | None:
-    """Return the diagnosis that a worker left; ``None`` where there is none that can be read."""
+    """Return the diagnosis that a worker left; ``None``: there is none, or it cannot be decoded."""
     try:
         return convert(incident.evidence["diagnosis"], Diagnosis)
     except (KeyError, msgspec.ValidationError):
@@ -239,7 +238,7 @@ def diagnosis_in(incident: Incident) -> Diagnosis | None:
 
 
 def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
-    """Return the incident of a copy that is not loaded again, because of the invalid result in ``cause``."""
+    """Return the incident of a checkpoint copy that is excluded because of the invalid result in ``cause``."""
     assert cause is not None
     what = f"generation {one.generation} (attempt {one.attempt})"
     return Incident(
@@ -260,7 +259,7 @@ def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
 
 
 def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
-    """Return the incident of the rank that saw the invalid result, where only ranks that left with it reported."""
+    """Return the incident of the rank with the invalid result, if only ranks that exited with it reported."""
     if incident.rank == diagnosis.rank:
         return incident
     return msgspec.structs.replace(
@@ -273,7 +272,7 @@ def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
 
 
 def name_culprit(incident: Incident, positions: Sequence[Position]) -> Incident:
-    """Return the incident of a hang with the rank that all others waited for, if one can be told."""
+    """Return the incident of a hang with the rank that all others waited for, if it can be identified."""
     culprit = find_culprit(positions)
     position = culprit.position
     evidence = {**incident.evidence, "summary": culprit.reason, "first_reported_rank": incident.rank}
@@ -306,7 +305,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Keep what the recovery policy remembers, before any node learns of the decision."""
+    """Save the recovery policy's state, before any node learns of the decision."""
 
     state: LadderState
 
@@ -318,40 +317,34 @@ class Learn:
     cycle: int
     observations: list[Observation]
     expired: list[Expired] | None
-    """The timeouts that were exceeded in it; ``None``: it finished."""
+    """The timeouts that were exceeded; ``None``: the cycle finished."""
 
 
 Effects = list[Record | Remember | Learn]
-"""What the coordinator's host has to do, in this order, before it sends anything."""
+"""What the coordinator's host must do, in this order, before it sends any message."""
 
 
 class LadderClient:
-    """Ask the ladder.
+    """Query the recovery policy and keep its state.
 
     Args:
-        state: What it remembers of the run.
-        limits: What is allowed.
-        nodes: All of them are sent the new state whenever it changed.
-        effects: Receives what is to be recorded and remembered.
-        tell_time: Returns the time for people, as the journal writes it; no decision reads it.
+        state: The policy's state.
+        limits: The restart budgets.
+        nodes: Receive the new state whenever it changes.
+        effects: Receives events and states to save.
+        tell_time: Returns the wall-clock time as text, for the history; no decision uses it.
 
     Thread: the coordinator's.
     """
 
     def __init__(
-        self,
-        state: LadderState,
-        limits: Limits,
-        *,
-        nodes: Nodes,
-        effects: Effects,
-        tell_time: Callable[[], str],
+        self, state: LadderState, limits: Limits, *, nodes: Nodes, effects: Effects, tell_time: Callable[[], str]
     ) -> None:
         self.state, self.limits = state, limits
         self._nodes, self._effects, self._tell_time = nodes, effects, tell_time
 
     def rule(self, end: CycleEnd) -> Verdict:
-        """Return the verdict on a cycle's end, or on what its workers recovered from in process."""
+        """Return the decision on a cycle's end, or on an in-process restart."""
         before = self.state.distrusted
         state, verdict = ladder.decide(self.state, end, self.limits)
         state = self._with_time(state)
@@ -364,7 +357,7 @@ class LadderClient:
         data: dict[str, object] = {"verdict": verdict}
         if end.incident is not None:
             data["incident"] = end.incident
-            # A job's last line gives the reason why it stops.
+            # A job's last log line contains the reason for its end.
             level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
             what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
             log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
@@ -374,27 +367,27 @@ class LadderClient:
         return verdict
 
     def would_replace(self, end: CycleEnd) -> bool:
-        """Return whether the node would be replaced if a cycle ended so; nothing is decided by asking."""
+        """Return whether such an end of a cycle would replace the node; the state does not change."""
         return ladder.decide(self.state, end, self.limits)[1].rung == Rung.REPLACE_NODE
 
     def bar(self, node: str) -> None:
-        """Give a node no slot any more in this job."""
+        """Quarantine a node for this job."""
         if node not in self.state.quarantined:
             self._keep(msgspec.structs.replace(self.state, quarantined=(*self.state.quarantined, node)))
 
     def admit(self, node: str) -> None:
-        """Take back that a node was barred."""
+        """End a node's quarantine."""
         if node in self.state.quarantined:
             others = tuple(name for name in self.state.quarantined if name != node)
             self._keep(msgspec.structs.replace(self.state, quarantined=others))
 
     def drop_replay(self, why: str) -> None:
-        """Let the next cycle train as usual, because the node that was to replay is gone."""
+        """Make the next cycle train as usual, because the node that was to replay is gone."""
         log.warning("%s: the next cycle trains without the replay", why)
         self._keep(ladder.drop_replay(self.state))
 
     def learn(self, reported: LadderState) -> None:
-        """Take over what an agent keeps of the decisions of the coordinator before, which ``ladder.json`` may lack."""
+        """Merge an agent's record of earlier decisions, which ``ladder.json`` may lack."""
         if (merged := ladder.merge(self.state, reported)) != self.state:
             self._replace(merged)  # with its number: another agent may have a later state
 

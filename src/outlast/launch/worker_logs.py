@@ -1,8 +1,8 @@
 """The log files of a node's workers, and their copies on the console.
 
-The files are torch's: :func:`make_logs_specs` takes torchrun's options. They are optional: where they cannot be made,
-the workers of that cycle write to the console. A thread for each file copies its lines; a console that takes none for
-a while delays the copies, and then loses lines, which it reports (:mod:`outlast.queued_writer`); the files have them.
+The files are torch's, by torchrun's options. They are optional: if they cannot be made, the workers of that cycle write
+to the console. One thread per file copies its lines. A blocked console delays the copies and then loses lines, which is
+reported (:mod:`outlast.queued_writer`); the files are complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST_S = 10.0
 
 
 def make_logs_specs(args: SimpleNamespace, run_dir: Path) -> LogsSpecs:
-    """Return torch's log specs as torchrun's options ask for; the default folder is ``<run_dir>/logs``.
+    """Return torch's log specs by torchrun's options; the default folder is ``<run_dir>/logs``.
 
     Raises:
         ValueError, OSError: An option cannot be used, or the folder cannot be made or does not respond in time.
@@ -60,17 +60,18 @@ def open_logs(
 
     Args:
         specs: torch's log specs.
-        envs: Local rank to its environment.
+        envs: Environment by local rank.
         args: torchrun's options.
         run_dir: The run directory.
-        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
+        prefixes: Prefix of the console lines by local rank; ``None``: torch's own.
 
     Returns:
         The logs, and the environments, to which torch adds the path of the error file.
     """
 
     def make() -> tuple[WorkerLogs, dict[int, dict[str, str]]]:
-        own = {rank: dict(variables) for rank, variables in envs.items()}  # a failed try leaves the others as they are
+        # a failed attempt does not change the argument
+        own = {rank: dict(variables) for rank, variables in envs.items()}
         return WorkerLogs(specs.reify(own), args, prefixes), own
 
     folder = args.log_dir or str(run_dir / "logs")
@@ -85,11 +86,6 @@ def open_logs(
 class WorkerLogs:
     """The log files of one cycle on one node, and the threads that copy them to the console.
 
-    Args:
-        destinations: Where the output goes.
-        args: torchrun's options.
-        prefixes: Local rank to the prefix of its lines, or ``None`` for torch's own.
-
     Raises:
         OSError: A file cannot be made.
     """
@@ -98,7 +94,7 @@ class WorkerLogs:
         self.destinations = destinations
         paths = {*destinations.stdouts.values(), *destinations.stderrs.values()} - {""}
         self._outputs = {path: open(path, "ab", buffering=0, opener=open_private) for path in paths}  # noqa: SIM115
-        """What the workers write to: they are given the descriptors, as opening a file may hang."""
+        """Output files, passed to the workers as descriptors: opening a file may hang."""
         self._filtered: list[TextIO] = []
         self._tails: list[TailLog] = []
 
@@ -121,19 +117,19 @@ class WorkerLogs:
                 tail(getattr(dest, f"tee_{stream}s"), file, needles)
 
     def outputs_of(self, local_rank: int) -> tuple[int | None, int | None]:
-        """Return where a worker writes its output and its errors, as descriptors; ``None`` = to the console."""
+        """Return the descriptors of a worker's stdout and stderr; ``None``: the console."""
         dest = self.destinations
         stdout, stderr = (self._outputs.get(files.get(local_rank) or "") for files in (dest.stdouts, dest.stderrs))
         return None if stdout is None else stdout.fileno(), None if stderr is None else stderr.fileno()
 
     def start(self) -> None:
-        """Start copying; the workers have their descriptors."""
+        """Start copying; called after the workers have their descriptors."""
         self._close_outputs()
         for tail in self._tails:
             tail.start()
 
     def stop(self, *, wait: bool) -> None:
-        """Copy what is left and end, in the background unless ``wait``: a tail looks only every 0.1 s."""
+        """Copy the rest and end; in the background unless ``wait``, as a tail polls only every 0.1 s."""
         self._close_outputs()
         if not self._tails and not self._filtered:
             return
@@ -150,7 +146,7 @@ class WorkerLogs:
                 file.close()
 
         if outputs:
-            begin(close)  # on a network file system a close waits until what the workers wrote is stored
+            begin(close)  # a close on a network file system waits until the workers' output is stored
 
     def _stop(self) -> None:
         for tail in self._tails:
@@ -163,5 +159,5 @@ class WorkerLogs:
 
 
 def _forward_to(stream: TextIO) -> TextIO:
-    """Return where output for a stream goes, so that a terminal or a pipe which nothing reads ends no tail's thread."""
+    """Return the queued writer of a stream, so that a blocked terminal or pipe does not block a tail's thread."""
     return cast("TextIO", writer_of(stream) or stream)

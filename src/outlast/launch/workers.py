@@ -1,4 +1,4 @@
-"""The workers of a node, as its agent sees them: the fork server that starts, signals and clears them away."""
+"""The workers of a node, as its agent sees them: the fork server that starts, signals and clears them."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class WorkerProcess:
     global_rank: int
     pid: int = 0
     started_ns: int = 0
-    """When it was known to run, on the node's monotonic clock; 0 = not yet."""
+    """When its start was reported, on the node's monotonic clock; 0: not yet."""
     exit_code: int | None = None
     ended_ns: int = 0
-    """When its end was seen, on the node's monotonic clock; 0 = it runs."""
+    """When its end was reported, on the node's monotonic clock; 0: it runs."""
     lost: Incident | None = None
-    """What ended it, if the other ranks continue without it; else ``None``."""
+    """The incident that ended it if the other ranks continue without it; otherwise ``None``."""
 
 
 class NodeWorkers:
-    """Start, signal and clear away the workers of this node.
+    """Start, signal and clear the workers of this node.
 
     Args:
-        zygote: A running one; it is ended by :meth:`close`.
-        new_zygote: Makes another one, should it die.
+        zygote: A running fork server, which :meth:`close` ends.
+        new_zygote: Makes another fork server if it dies.
 
     Thread: the agent's main thread.
     """
@@ -55,13 +55,12 @@ class NodeWorkers:
         self._num_clearing = 0
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when :meth:`receive` has something."""
         return self._zygote.fileno()
 
     def receive(self) -> ZygoteReady | Started | FailedToStart | Exited | Cleared | None:
-        """Return the next event of the workers; ``None`` when the zygote died (a new one is there already).
+        """Return the next event of the workers; ``None`` if the fork server died (it has been replaced).
 
-        Blocks: until there is one; call it when :meth:`fileno` is readable.
+        Blocks: until there is an event; to be called when :meth:`fileno` is readable.
         """
         event = self._zygote.receive()
         if isinstance(event, ZygoteReady):
@@ -80,26 +79,26 @@ class NodeWorkers:
 
     @property
     def are_cleared(self) -> bool:
-        """Whether nothing is left of the workers of earlier cycles; nothing new may start before."""
+        """Whether all workers of earlier cycles are gone; no new one may start before."""
         return not self._num_clearing
 
     def start(self, spawns: Iterable[tuple[Spawn, Sequence[int]]]) -> None:
         """Start a cycle's workers, each with the descriptors of its output.
 
         Raises:
-            OutlastError: The zygote is gone, or a worker's environment is too large.
+            OutlastError: The fork server is gone, or a worker's environment is too large.
         """
         for request, fds in spawns:
             self._zygote.send(request, fds)
 
     def notify(self, workers: Mapping[int, WorkerProcess]) -> None:
-        """Request the workers that still run to shut down: SIGTERM to each alone, as its data loaders must live on."""
+        """Send SIGTERM to each running worker alone: its data loaders must live on."""
         for key, worker in workers.items():
             if worker.exit_code is None:
                 self._send(SendSignal(signal=signal.SIGTERM, key=key, group=False))
 
     def sweep(self, key: int) -> None:
-        """Kill what a worker that ended has left in its process group."""
+        """Kill the remaining processes in an ended worker's process group."""
         self._send(SendSignal(signal=signal.SIGKILL, key=key))
 
     def kill(self) -> None:
@@ -107,11 +106,11 @@ class NodeWorkers:
         self._send(SendSignal(signal=signal.SIGKILL))
 
     def begin_clearing(self, *, gently: bool) -> None:
-        """Begin to end the workers; nothing new starts until a :meth:`clear` is done.
+        """Begin to end the workers; no new one starts until a :meth:`clear` is done.
 
         Args:
-            gently: Send SIGTERM to every worker's process group now; the caller calls :meth:`clear` later. Otherwise
-                they are killed at once.
+            gently: Send SIGTERM to every worker's process group; the caller calls :meth:`clear` later. Otherwise kill
+                them.
         """
         self._num_clearing += 1
         if gently:
@@ -120,20 +119,20 @@ class NodeWorkers:
             self.clear()
 
     def clear(self) -> None:
-        """Kill what is left, and reap it; :class:`Cleared` comes when all is gone.
+        """Kill and reap the remaining workers; :class:`Cleared` follows.
 
-        Nothing happens if nothing is being ended any more: a zygote that died took its workers with it, and those of
-        the new one belong to a later cycle.
+        Does nothing if no clearing is pending: a dead fork server took its workers with it, and those of the new one
+        belong to a later cycle.
         """
         if self._num_clearing:
             self._send(Clear())
 
     def close(self) -> None:
-        """End the zygote and whatever worker is left."""
+        """End the fork server and the remaining workers."""
         self._zygote.close()
 
     def _send(self, request: Clear | SendSignal) -> None:
         try:
             self._zygote.send(request)
         except OutlastError as error:
-            log.debug("%s", error)  # the loop sees its end, and continues with another one
+            log.debug("%s", error)  # the loop detects its end and replaces it
