@@ -1,7 +1,7 @@
-"""The lane to the global tier: its own thread and exchange, behind the commit to memory.
+"""Saves to the global tier in a thread with its own message exchange, after the commit to memory.
 
-Every rank takes inventory of its image, rank 0 shares the writing out, every rank has its writer process put its files
-together, several at once, and rank 0 commits: data, ``.metadata``, manifest, tracker. All ranks get the same outcome.
+Every rank lists the contents of its image; rank 0 distributes the writing; each rank's writer process assembles its
+files; rank 0 commits data, ``.metadata``, manifest and tracker. All ranks get the same outcome.
 """
 
 from __future__ import annotations
@@ -52,33 +52,31 @@ from outlast.policy.recovery_point import Tier
 log = logging.getLogger(__name__)
 NUM_FILES_AT_ONCE = 3
 STALE_S = 10.0
-"""A save for which the directory took longer than this to respond gives its turn to a newer one, if there is one."""
+"""A save yields to a newer one if the directory took longer than this to respond."""
 ANSWER_S = 5.0
-"""The time limit for the writer's response, beyond that for its writes: a slow writer is not taken for dead."""
+"""Time that the writer has to respond beyond its time limit for writing, so that a slow writer is not declared dead."""
 
 
 class Inventoried(RankAnswer, frozen=True, kw_only=True):
-    """What a rank has to save, or why it cannot tell."""
+    """A rank's inventory, or why it has none."""
 
     inventory: InventoryRoot | None = None
 
 
 class Wrote(RankAnswer, frozen=True, kw_only=True):
-    """What a rank wrote, or why it did not."""
+    """A rank's write report, or why it wrote nothing."""
 
     report: WriteReport | None = None
 
 
 class Orders(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank, and those below it in the tree, are to write."""
+    """The orders of a rank and of its subtree."""
 
     orders: list[tuple[int, Order]]
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedWriting:
-    """What rank 0 knows of a save under way."""
-
     inventories: list[Inventory]
     duties: tuple[Duty, ...]
 
@@ -90,7 +88,7 @@ class GlobalLane(RetryingLane):
     _tier = Tier.GLOBAL
     tiers = frozenset({Tier.GLOBAL})
     file_bytes = FILE_BYTES
-    """A file that has reached it is full."""
+    """Size from which a file takes no more tensors."""
 
     def _commit(self, save: Save) -> Reached:
         if not self._wanted(save):
@@ -126,30 +124,26 @@ class GlobalLane(RetryingLane):
         return f"the global tier ({self._directory.url})"
 
     def _clear_up(self, save: Save) -> None:
-        """Rank 0 has done it before it posted the outcome."""
+        """Nothing to do: rank 0 cleans up before it posts the outcome."""
 
     # -- every rank --------------------------------------------------------------------------------------------
 
     def _look(self, save: Save) -> tuple[Items | None, Inventoried]:
-        """Return what this rank has, ``None`` when its image cannot be read, and what it sends of it."""
+        """Return the rank's items (``None``: the image cannot be read) and the message to rank 0."""
         try:
             items = Items(self._check_staged(save).view(save.num_bytes), save.tensors, world_size=self._world_size)
             mine = items.inventory
             table, digests = self._share(mine.table), self._share(PartDigests(mine.digests))
             root = InventoryRoot(table, digests, mine.offsets, mine.private)
             return items, Inventoried(iteration=save.iteration, inventory=root)
-        except Exception as error:  # whatever it is: the others wait for this rank's answer
+        except Exception as error:  # any error: the other ranks wait for this rank's message
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("cannot determine the contents of iteration %d", save.iteration)
             answer = Inventoried.of(error, self._text_of(error), iteration=save.iteration)
             return None, answer
 
     def _take_order(self, save: Save, plan: _SharedWriting | None) -> Duty | None:
-        """Return what this rank is to write, after passing on the orders of those below it in the tree.
-
-        Returns:
-            The duty; ``None``: there is nothing to write, since the outcome is known.
-        """
+        """Return this rank's duty, after forwarding its subtree's orders; ``None``: the outcome is known."""
         if plan is not None:
             orders = {rank: Order.of(duty) for rank, duty in enumerate(plan.duties)}
         else:
@@ -166,11 +160,11 @@ class GlobalLane(RetryingLane):
         return mine.duty
 
     def _write(self, save: Save, directory: GlobalDirectory, items: Items | None, duty: Duty) -> Wrote:
-        """Write what rank 0 orders; return what came of it."""
+        """Write the files that rank 0 ordered."""
         try:
             assert items is not None  # else there is no order
             return Wrote(iteration=save.iteration, report=self._write_files(save, directory, items, duty))
-        except Exception as error:  # rank 0 waits for this rank's answer
+        except Exception as error:  # any error: rank 0 waits for this rank's report
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("files of iteration %d cannot be written", save.iteration)
             return Wrote.of(error, self._text_of(error), iteration=save.iteration)
@@ -209,7 +203,7 @@ class GlobalLane(RetryingLane):
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
     def _plan(self, save: Save, answer: Inventoried) -> _SharedWriting | None:
-        """Gather what all ranks have; on rank 0 share the writing out, or post why that cannot be done."""
+        """Gather all inventories; on rank 0 distribute the writing, or post the error as the outcome."""
         if self._rank != 0:
             self._gather_answers(save, "has", answer)
             return None
@@ -238,10 +232,10 @@ class GlobalLane(RetryingLane):
             return None
 
     def _report(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting | None, wrote: Wrote) -> None:
-        """Gather what all ranks wrote; on rank 0 commit it, or clear it away, and post which."""
+        """Gather all write reports; on rank 0 commit, or delete the files, and post the outcome."""
         reports: list[WriteReport] = []
         try:
-            # Even after a failure of all: nothing may be cleared away while somebody writes.
+            # Waits for all ranks even after a failure: no file may be deleted while a rank still writes.
             answers = self._gather_answers(save, "wrote", wrote, waits_for_all=True)
             reports = [one.report for one in answers if one.report is not None]  # there is one, or an error
             outcome = SaveOutcome()

@@ -1,8 +1,7 @@
-"""Any place that fsspec reaches, with a time limit on everything. Nothing here imports torch.
+"""Object stores through fsspec, with a time limit on every operation. Must not import torch.
 
-Whatever a store's own library raises comes out as one of two: ``FileNotFoundError``, or a CheckpointError that names
-the object. That an object exists already is no error of :meth:`ObjectStore.create`. Settings and credentials are
-fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads.
+A store library's errors become ``FileNotFoundError`` or a CheckpointError that names the object. Settings and
+credentials are fsspec's: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and the library's own sources.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from outlast.errors import CheckpointError, Unavailable
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
-"""For one small operation, or one piece of a large one."""
+"""Time limit for one small operation, or one part of a large one."""
 SLACK_S = 1.0
 RENEW_S = 300.0
-"""A file system that fails is replaced when it is this old. Each new one loads its client again, about 10 MB."""
+"""Age from which a failing file system client is replaced; each new client takes about 10 MB."""
 MAX_TRIES = 3
 BATCH = 1000
-"""Objects that S3 deletes in one request."""
+"""Objects deleted by one S3 request."""
 _CONDITIONAL = ("s3", "s3a", "gs", "gcs", "memory")
-"""Protocols in which fsspec makes an object only if there is none, in one step."""
+"""Protocols in which fsspec can create an object atomically only if it does not exist."""
 _REFUSED = frozenset({errno.EINVAL, errno.EBUSY})
-"""What s3fs makes of the codes 412 and 409: a condition was not met, or another request was quicker."""
+"""s3fs's translations of HTTP 412 and 409: a condition failed, or a concurrent request won."""
 
 _NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoRegionError"})
-"""Errors of botocore that the object store has no part in."""
+"""botocore's errors that do not come from the object store."""
 
 _stores: dict[str, ObjectStore] = {}
 _lock = threading.Lock()
@@ -49,18 +48,18 @@ def is_remote(url: str) -> bool:
 
 
 def local_path(url: str) -> str:
-    """Return the path of a place on a file system; as with fsspec, ``%20`` in a URL means itself."""
+    """Return the path of a file URL; as in fsspec, ``%20`` is not decoded."""
     return url.removeprefix("file://") or "/"
 
 
 def without_slash(url: str) -> str:
-    """Return a URL without slashes at its end, except those of a scheme that alone is a place: ``memory://``."""
+    """Strip trailing slashes, except those of a bare scheme such as ``memory://``."""
     bare = url.rstrip("/")
     return f"{bare}//" if bare.endswith(":") else bare
 
 
 def open_store(url: str) -> ObjectStore:
-    """Return the store at a URL; the same one, with its connections, each time."""
+    """Return the shared client for a URL."""
     with _lock:
         if url not in _stores:
             _stores[url] = ObjectStore(url)
@@ -71,7 +70,7 @@ class ObjectStore:
     """Objects below one URL. Thread: any.
 
     Args:
-        url: ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, or any other that fsspec knows.
+        url: ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, or any other URL that fsspec supports.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -81,7 +80,6 @@ class ObjectStore:
         self._opened: tuple[Any, str] | None = None
         self._opened_at = 0.0
         self._is_unfenced = False
-        """Whether it was logged that this store cannot fence."""
 
     @property
     def _is_s3(self) -> bool:
@@ -95,17 +93,13 @@ class ObjectStore:
         return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}" if name else self.url
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the objects below a folder: names relative to it, and their bytes; empty when there is none."""
+        """Return the bytes of the objects below a folder by relative name; empty if there is no such folder."""
         strip = len(self._path(folder).strip("/")) + 1
         found = self._find(folder).items()
         return {path.strip("/")[strip:]: int(about.get("size") or 0) for path, about in found}
 
     def modified_ns(self, folder: str = "") -> int | None:
-        """Return when an object below a folder last changed, in nanoseconds since the epoch by the store's clock.
-
-        Returns:
-            The newest of their times; ``None``: the store does not tell.
-        """
+        """Return the newest modification time below a folder, in ns since the epoch; ``None``: not reported."""
         times = [_modified_ns(about) for about in self._find(folder).values()]
         return None if None in times else max(filter(None, times), default=None)
 
@@ -116,7 +110,7 @@ class ObjectStore:
             return {}
 
     def names(self) -> list[str]:
-        """Return the names of what lies directly here, folders and objects alike."""
+        """Return the names directly below the URL, folders and objects."""
         try:
             found = self._call("ls", "", self._path(""), detail=False)
         except FileNotFoundError:
@@ -127,8 +121,8 @@ class ObjectStore:
         """Return a small object.
 
         Raises:
-            FileNotFoundError: There is none.
-            CheckpointError: The store does not give it, or it is larger than the limit.
+            FileNotFoundError: The object does not exist.
+            CheckpointError: The store fails, or the object is larger than the limit.
         """
         about = self._call("info", name, self._path(name))
         if about.get("type") == "directory":
@@ -142,8 +136,8 @@ class ObjectStore:
         """Return an object's bytes from ``start`` to ``end``.
 
         Raises:
-            FileNotFoundError: There is none.
-            CheckpointError: The store does not give it.
+            FileNotFoundError: The object does not exist.
+            CheckpointError: The store fails.
         """
         return bytes(self._call("cat_file", name, self._path(name), start=start, end=end)) if start != end else b""
 
@@ -151,15 +145,13 @@ class ObjectStore:
         self._call("pipe_file", name, self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put a small object unless it exists; of several that try at once, one succeeds.
+        """Create a small object unless it exists; return whether this call created it.
 
-        A store that knows no such condition is asked before, which two may be at the same time; a warning says so.
-
-        Returns:
-            Whether this call made it.
+        Of several concurrent callers one succeeds. If the store has no conditional create, existence is checked first,
+        which is racy, and a warning is logged.
 
         Raises:
-            CheckpointError: The store does not answer, or refuses.
+            CheckpointError: The store does not respond, or refuses.
         """
         if self.url.partition("://")[0] not in _CONDITIONAL:
             self.warn_unfenced()
@@ -182,11 +174,7 @@ class ObjectStore:
         return True
 
     def version(self, name: str) -> str | None:
-        """Return what identifies an object's present content.
-
-        Returns:
-            ``None``: there is no such object; empty: the store cannot replace one version only.
-        """
+        """Return an object's version; ``None``: no object; empty: the store has no conditional replace."""
         try:
             about = self._call("info", name, self._path(name))
         except FileNotFoundError:
@@ -195,13 +183,10 @@ class ObjectStore:
         return str(about.get(key) or "")
 
     def replace(self, name: str, data: bytes, version: str | None) -> bool:
-        """Put a small object in place of one version of it, as :meth:`version` returned it.
-
-        Returns:
-            Whether it is there now; ``False``: another version is.
+        """Replace one :meth:`version` of a small object; return whether the new content is stored.
 
         Raises:
-            CheckpointError: The store does not answer, or refuses.
+            CheckpointError: The store does not respond, or refuses.
         """
         try:
             if version is None:
@@ -225,7 +210,7 @@ class ObjectStore:
             return False
 
     def _replace_in_gcs(self, name: str, data: bytes, version: str) -> None:
-        """Upload a small object in one request, as gcsfs does, with the condition that gcsfs has no argument for."""
+        """Upload a small object in one request with the precondition that gcsfs does not expose."""
         file_system, _ = self._open()
         bucket, key, _ = file_system.split_path(self._path(name))
         self._call(
@@ -241,7 +226,7 @@ class ObjectStore:
         )
 
     def check_fencing(self, name: str) -> None:
-        """Log once, as a warning, what two owners could do to each other here; ``name`` is used to find out."""
+        """Log a warning once if the store cannot fence owners; ``name`` is a probe object."""
         with contextlib.suppress(CheckpointError):  # the first commit will fail, and say so
             self.remove([name])
             if self.create(name, b"{}") and self.create(name, b"{}"):
@@ -251,7 +236,6 @@ class ObjectStore:
             self.remove([name])
 
     def warn_unfenced(self, lacks: str = "make an object only if there is none") -> None:
-        """Log once that nothing keeps two owners of this store apart."""
         if not self._is_unfenced:
             self._is_unfenced = True
             log.warning(
@@ -268,13 +252,13 @@ class ObjectStore:
         return True
 
     def put(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
-        """Put a large object: in S3 several parts at once, elsewhere piece after piece.
+        """Upload a large object: in S3 several parts at once, elsewhere part after part.
 
         Args:
-            data: Has a length, and gives bytes for slices, which are asked for when they are needed.
+            data: Has a length and returns bytes for slices, on demand.
         """
         if self._is_s3:
-            # Less than two parts go up as one object, which has to be there as a whole.
+            # Fewer than two parts are uploaded as one object, which must be complete in memory.
             parts = data[:] if len(data) < 2 * part_bytes else data
             arguments = {"chunksize": part_bytes, "max_concurrency": concurrency}
             self._call("pipe_file", name, self._path(name), parts, timeout_s=timeout_s, **arguments)
@@ -298,7 +282,7 @@ class ObjectStore:
         self._guard(name, lambda: _in_thread(put, timeout_s), timeout_s, writes=True)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete objects, in S3 a thousand with each request; those that do not exist are no error."""
+        """Delete objects, in batches in S3; missing objects are ignored."""
         left = list(names)
         while self._is_s3 and len(left) > 1:
             try:
@@ -326,7 +310,7 @@ class ObjectStore:
     def _connect(self) -> tuple[Any, str]:
         import fsspec  # type: ignore[import-untyped]
 
-        # A listing that is remembered would hide what other ranks wrote.
+        # A cached listing would hide the other ranks' files.
         file_system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         return file_system, str(root).rstrip("/")
 
@@ -353,10 +337,10 @@ class ObjectStore:
     def _guard(
         self, name: str, work: Callable[[], Any], limit_s: float, *, writes: bool = False, creates: bool = False
     ) -> Any:
-        """Do something with the store; its errors become ours.
+        """Run a store operation and translate its errors.
 
         Args:
-            creates: ``FileExistsError`` comes through: the object is there already.
+            creates: Lets ``FileExistsError`` through.
         """
         where = self.describe(name)
         try:
@@ -384,20 +368,20 @@ class ObjectStore:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Return whether an error of a store's library says something about the call and not about the object store."""
+    """Return whether a library error concerns the call rather than the object store."""
     if isinstance(error, TypeError | ValueError | NotImplementedError | AttributeError | KeyError):
         return True
-    # s3fs reports 409 and 503 as EBUSY: another request was quicker, or the object store cannot serve this one now.
+    # s3fs reports 409 and 503 as EBUSY: a concurrent request, or a temporary failure of the store.
     return type(error).__name__ in _NO_CREDENTIALS or (isinstance(error, OSError) and error.errno == errno.EINVAL)
 
 
 def _is_unknown(error: CheckpointError) -> bool:
-    """Return whether a store, or its library, does not know an operation."""
+    """Return whether the store or its library lacks an operation."""
     return isinstance(error.__cause__, TypeError | NotImplementedError) or "NotImplemented" in str(error)
 
 
 def _in_thread(work: Callable[[], Any], timeout_s: float) -> Any:
-    """Do something that knows no time limit; past its limit it is left alone."""
+    """Run a call without a timeout of its own in a thread, abandoned at the time limit."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -411,7 +395,7 @@ def _in_thread(work: Callable[[], Any], timeout_s: float) -> Any:
 
 
 def _modified_ns(about: Mapping[str, Any]) -> int | None:
-    """Return the time of an object, under whichever name a store's library has it."""
+    """Return an object's time, whatever key the library uses."""
     for key in ("LastModified", "mtime", "updated", "last_modified", "created"):
         when = about.get(key)
         if isinstance(when, str):
