@@ -46,7 +46,6 @@ class StateTracker:
     """Saves and loads an actor's state, if configured, and tracks which state it is.
 
     A state is *held* if it is consistent and the attempt that saved it is known: it need not be loaded from there.
-
     Thread: the working thread, except where a method names another.
     """
 
@@ -120,11 +119,7 @@ class StateTracker:
     def open(self, place: WorkerEnv, journal: Journal) -> None:
         """Begin an incarnation.
 
-        Raises:
-            CheckpointError: A folder cannot be used.
-            PeerLost: A peer was lost.
-
-        Collective: all ranks.
+        Raises: CheckpointError (a folder cannot be used); PeerLost (a peer was lost). Collective: all ranks.
         """
         from outlast.checkpoint.manager import open_manager
 
@@ -153,10 +148,7 @@ class StateTracker:
             has: The iteration whose state may be kept; ``None`` = load.
             take: Called with the loaded plain values; ``None`` = never loads.
 
-        Raises:
-            CheckpointError: There are checkpoints, but none that all ranks can load.
-            PeerLost: A peer was lost.
-
+        Raises: CheckpointError (there are checkpoints, but none that all ranks can load); PeerLost (a peer was lost).
         Collective: all ranks.
         """
         held = None
@@ -202,12 +194,8 @@ class StateTracker:
     def save(self, state: Mapping[str, Any], iteration: int, *, now: bool) -> SaveHandle | None:
         """Save the state if that is due.
 
-        Raises:
-            OutlastError: The state is not at ``iteration``.
-            CheckpointError: Saving failed too often in a row.
-
-        Collective: all ranks, at the same iteration.
-        Blocks: while the state is copied.
+        Raises: OutlastError (the state is not at ``iteration``); CheckpointError (saving failed too often in a row).
+        Collective: all ranks, at the same iteration. Blocks: while the state is copied.
         """
         self._check_whole()
         if iteration != self.count:
@@ -245,8 +233,7 @@ class StateTracker:
     def close(self) -> None:
         """End the incarnation; uncommitted saves are abandoned. Idempotent.
 
-        Blocks: up to 10 s, independent of peers.
-        Thread: any, once the working thread has left the call.
+        Blocks: up to 10 s, independent of peers. Thread: any, once the working thread has left the call.
         """
         manager, self._manager = self._manager, None
         if self._consensus is not None:

@@ -31,8 +31,7 @@ from outlast.ray.protocol import Mesh, MeshRank
 def copy_for_later(values: Any) -> Any:
     """Return a copy of arguments for a later call; object references and actor handles are not copied.
 
-    Raises:
-        Exception: A value cannot be pickled.
+    Raises: Exception (a value cannot be pickled).
     """
     stream = io.BytesIO()
     handles = _HandlePickler(stream)
@@ -83,8 +82,7 @@ def count_samples(fields: Mapping[str, Any]) -> int | None:
     Args:
         fields: Values by their name in error messages.
 
-    Raises:
-        ConfigError: Two batches have different lengths, or a list seems to hold fields.
+    Raises: ConfigError (two batches have different lengths, or a list seems to hold fields).
     """
     first: tuple[str, int] | None = None
     for name, value in fields.items():
@@ -382,8 +380,7 @@ def register_dispatch(name: str, dispatch: type[Dispatch] | Dispatch) -> None:
 def find_dispatch(dispatch: str | Dispatch) -> Dispatch:
     """Return the dispatch of a name; an object is returned unchanged.
 
-    Raises:
-        ConfigError: No dispatch has this name; the error suggests the nearest one.
+    Raises: ConfigError (no dispatch has this name; the error suggests the nearest one).
     """
     if isinstance(dispatch, Dispatch):
         return dispatch

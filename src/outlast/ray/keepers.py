@@ -37,10 +37,7 @@ def start_on(node_id: str, actor_class: type, arguments: Mapping[str, Any], **op
 class NodeKeeper:
     """Owns one node's writer.
 
-    Raises:
-        OSError: The writer process cannot be started.
-
-    Thread: the actor's main thread; the writer ends with it.
+    Raises: OSError (the writer process cannot be started). Thread: the actor's main thread; the writer ends with it.
     """
 
     def __init__(self, address: str) -> None:
@@ -85,9 +82,8 @@ class NodeKeepers:
     def ensure(self, node_ids: Collection[str], timeout_s: float) -> dict[str, str]:
         """Return the writers' addresses by node, without nodes whose writer does not start in time.
 
-        Known keepers are queried again, and replaced if they died.
-
-        Blocks: some milliseconds; up to ``timeout_s`` if one has to be started.
+        Known keepers are queried again, and replaced if they died. Blocks: some milliseconds; up to ``timeout_s`` if
+        one has to be started.
         """
         deadline_s = clock.now_s() + timeout_s
         found, gone = self._ask(node_ids, timeout_s)

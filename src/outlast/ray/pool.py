@@ -180,12 +180,9 @@ class Pool:
     def open(self) -> None:
         """Reserve all resources, then begin to start the actors.
 
-        Raises:
-            ConfigError: The strategy is unknown, or the caller's placement group has too few bundles.
-            SparesExhausted: The cluster has too few resources; the reservation is released.
-            GroupClosed: The group was closed meanwhile.
-
-        Blocks: up to ``start_timeout``.
+        Raises: ConfigError (the strategy is unknown, or the caller's placement group has too few bundles);
+        SparesExhausted (the cluster has too few resources; the reservation is released); GroupClosed (the group was
+        closed meanwhile). Blocks: up to ``start_timeout``.
         """
         self._notices = DrainNotices()
         self._reserve()
@@ -237,8 +234,7 @@ class Pool:
     def idle(self) -> None:
         """Poll if due; for use while something else is waited for. Blocks: about a millisecond.
 
-        Raises:
-            GroupClosed: The group is being closed.
+        Raises: GroupClosed (the group is being closed).
         """
         self._check_open()
         if clock.now_s() - self._polled_s >= _POLL_S:
@@ -267,12 +263,8 @@ class Pool:
     def wait_for_spares(self, num: int, timeout_s: float) -> bool:
         """Wait for ``num`` usable spares; return whether they exist.
 
-        Returns at once if no more actors are being started.
-
-        Raises:
-            GroupClosed: The group is being closed.
-
-        Blocks: up to ``timeout_s``.
+        Returns at once if no more actors are being started. Raises: GroupClosed (the group is being closed). Blocks: up
+        to ``timeout_s``.
         """
         deadline_s = clock.now_s() + timeout_s
         while True:
@@ -287,12 +279,8 @@ class Pool:
     def require(self, num: int) -> None:
         """Wait until ``num`` actors have started, for the first formation.
 
-        Raises:
-            ActorFailed: The user's constructor raised; that exception is the cause.
-            DeadlineExceeded: Fewer actors started in time.
-            GroupClosed: The group is being closed.
-
-        Blocks: up to ``start_timeout``.
+        Raises: ActorFailed (the user's constructor raised; that exception is the cause); DeadlineExceeded (fewer actors
+        started in time); GroupClosed (the group is being closed). Blocks: up to ``start_timeout``.
         """
         timeout_s = self._config.start_timeout
         deadline_s = clock.now_s() + timeout_s
@@ -348,9 +336,8 @@ class Pool:
     def close(self) -> None:
         """End all actors and writers; release their resources.
 
-        Ray ends an actor at once; one whose process is stopped, after 5 seconds.
-
-        Blocks: until all have ended, at most ``close_timeout``.
+        Ray ends an actor at once; one whose process is stopped, after 5 seconds. Blocks: until all have ended, at most
+        ``close_timeout``.
         """
         if self._notices is not None:
             self._notices.close()

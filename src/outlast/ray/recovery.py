@@ -114,11 +114,9 @@ class Recovery:
     def form(self, mesh: Mesh) -> Incarnation:
         """Form the first incarnation of the started actors, ordered by node and device.
 
-        Raises:
-            ActorFailed: The user's ``setup`` raises, or actors are lost repeatedly.
-            SparesExhausted: Actors were lost, and no spare can take their slots.
-
-        Blocks: up to ``join_timeout``, and longer if actors are lost meanwhile.
+        Raises: ActorFailed (the user's ``setup`` raises, or actors are lost repeatedly); SparesExhausted (actors were
+        lost, and no spare can take their slots). Blocks: up to ``join_timeout``, and longer if actors are lost
+        meanwhile.
         """
         spares = sorted(self._pool.usable, key=lambda one: one.number)[: mesh.size]
         nodes = list(dict.fromkeys(one.node for one in spares))
@@ -132,11 +130,8 @@ class Recovery:
     def recover(self, failed: Incarnation, gathered: Gathered, *, method: str) -> tuple[Incarnation, RecoveryReport]:
         """Form the next incarnation.
 
-        Raises:
-            SparesExhausted: No spare can take an empty slot.
-            ActorFailed: ``max_rounds`` attempts failed.
-
-        Blocks: up to the limits of the phases; a second or less with an available spare.
+        Raises: SparesExhausted (no spare can take an empty slot); ActorFailed (``max_rounds`` attempts failed). Blocks:
+        up to the limits of the phases; a second or less with an available spare.
         """
         return self._recover(failed, gathered, _Progress(method=method, first=failed))
 

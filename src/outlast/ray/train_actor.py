@@ -354,8 +354,7 @@ class Shell:
     def host_store(self) -> tuple[str, int]:
         """Host the TCPStore of the next incarnation; return its address and port.
 
-        Raises:
-            RendezvousError: No port is available.
+        Raises: RendezvousError (no port is available).
         """
         store = host(Endpoint(self._addr, 0), timeout_s=_STORE_TIMEOUT_S)
         if store is None:
@@ -430,11 +429,8 @@ class Shell:
     def _join(self, assignment: ActorAssignment) -> Joined:
         """Join an incarnation: process groups, set-up, state.
 
-        Raises:
-            OutlastError: Joining failed; or any exception of the user's methods.
-
-        Collective: all ranks of the incarnation.
-        Blocks: until all ranks have joined and loaded.
+        Raises: OutlastError (joining failed; or any exception of the user's methods). Collective: all ranks of the
+        incarnation. Blocks: until all ranks have joined and loaded.
         """
         difference = describe_difference(assignment.version, whose="the driver", own="this actor")
         if difference is not None:
@@ -492,11 +488,8 @@ class Shell:
     def _form_groups(self, assignment: ActorAssignment) -> None:
         """Form the process groups.
 
-        Raises:
-            RendezvousError: The ranks could not connect.
-
-        Collective: all ranks of the incarnation.
-        Blocks: up to ``assignment.timeout_s``, until all ranks have joined, or the incarnation is aborted.
+        Raises: RendezvousError (the ranks could not connect). Collective: all ranks of the incarnation. Blocks: up to
+        ``assignment.timeout_s``, until all ranks have joined, or the incarnation is aborted.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
@@ -621,11 +614,9 @@ class Shell:
     def _leave(self) -> None:
         """End the incarnation. Idempotent.
 
-        Raises:
-            OutlastError: A collective does not end; this process must not continue.
-
-        Blocks: some 10 ms; up to 20 s if a collective does not end or a TCPStore does not respond.
-        Thread: any, once the working thread has left the call.
+        Raises: OutlastError (a collective does not end; this process must not continue). Blocks: some 10 ms; up to 20 s
+        if a collective does not end or a TCPStore does not respond. Thread: any, once the working thread has left the
+        call.
         """
         self.tracker.close()
         with self._looking:

@@ -130,9 +130,8 @@ def _group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
 def _remove_copies(copies: Sequence[NodeCopy]) -> None:
     """Delete a checkpoint's folders.
 
-    Raises:
-        CheckpointError: A folder has changed since it was listed: a run is using it.
-        OSError: A folder cannot be deleted.
+    Raises: CheckpointError (a folder has changed since it was listed: a run is using it); OSError (a folder cannot be
+    deleted).
     """
     for copy in copies:
         if not copy.path.exists():
@@ -348,12 +347,9 @@ _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)
 def look_into_store(url: str) -> DirectoryListing:
     """List the contents of a global directory.
 
-    Raises:
-        CheckpointError: The object store does not respond.
-        ConfigError: The directory is empty.
-        OSError: A folder cannot be read.
-
-    Blocks: up to the store's time limit for one listing, and one manifest for every ``NUM_THREADS`` checkpoints.
+    Raises: CheckpointError (the object store does not respond); ConfigError (the directory is empty); OSError (a folder
+    cannot be read). Blocks: up to the store's time limit for one listing, and one manifest for every ``NUM_THREADS``
+    checkpoints.
     """
     directory = GlobalDirectory.open(url)
     sizes = directory.sizes("")
@@ -490,10 +486,8 @@ def look_into(name: str) -> DirectoryListing:
             or
             the URL of a global directory.
 
-    Raises:
-        ConfigError: The directory is none of these.
-        CheckpointError: The object store cannot be reached.
-        OSError: The directory cannot be read.
+    Raises: ConfigError (the directory is none of these); CheckpointError (the object store cannot be reached); OSError
+    (the directory cannot be read).
     """
     try:
         name.encode()

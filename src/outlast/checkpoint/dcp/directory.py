@@ -63,11 +63,7 @@ class GlobalDirectory(ClaimedPlace):
     # -- what is there -----------------------------------------------------------------------------------------
 
     def manifest(self, iteration: int) -> GlobalManifest:
-        """Read a checkpoint's manifest.
-
-        Raises:
-            CheckpointError: The manifest is missing or cannot be trusted.
-        """
+        """Read a checkpoint's manifest. Raises: CheckpointError (the manifest is missing or cannot be trusted)."""
         try:
             data = self.read(f"{self.folder(iteration)}/{MANIFEST}")
         except FileNotFoundError:
@@ -87,8 +83,7 @@ class GlobalDirectory(ClaimedPlace):
     def read_into(self, name: str, start: int, target: memoryview) -> int:
         """Fill ``target`` with a file's bytes from ``start``; return the number of bytes read.
 
-        Raises:
-            FileNotFoundError: The file does not exist.
+        Raises: FileNotFoundError (the file does not exist).
         """
 
     @staticmethod
@@ -116,8 +111,7 @@ class GlobalDirectory(ClaimedPlace):
         Args:
             confirm: Raises if a later owner exists; called immediately before the commit.
 
-        Raises:
-            Incomplete: A file is missing or torn.
+        Raises: Incomplete (a file is missing or torn).
         """
 
     @abstractmethod
@@ -295,8 +289,7 @@ class ObjectDirectory(GlobalDirectory):
     def _keep_from_replacing(self, folder: str) -> set[str]:
         """Change a manifest's version so that no earlier owner can replace it; return the files that it names.
 
-        Raises:
-            CheckpointError: The manifest cannot be trusted, or the store does not respond.
+        Raises: CheckpointError (the manifest cannot be trusted, or the store does not respond).
         """
         name = f"{folder}/{MANIFEST}"
         for _ in range(MAX_TRIES):

@@ -53,8 +53,7 @@ class Items:
         image: The shard's bytes; must not change.
         world_size: With more than one rank, parts that ranks may share are digested for comparison.
 
-    Raises:
-        CheckpointError: The tree is malformed.
+    Raises: CheckpointError (the tree is malformed).
     """
 
     def __init__(self, image: memoryview, tensors: Sequence[TensorSpan], *, world_size: int) -> None:
@@ -114,8 +113,7 @@ class Items:
 def named_tensors(tree: bytes) -> dict[str, str]:
     """Return all tensors of a tree: name in the shard to name shared by all ranks.
 
-    Raises:
-        CheckpointError: The tree is malformed.
+    Raises: CheckpointError (the tree is malformed).
     """
     root = _root(tree)
     found = {name: OURS + name for node in root.values() for name in _tensors(node)}

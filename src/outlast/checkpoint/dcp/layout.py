@@ -149,8 +149,7 @@ def join(
 ) -> list[Inventory]:
     """Return the ranks' inventories; equal data is one object.
 
-    Raises:
-        CheckpointError: A rank's message contradicts its table.
+    Raises: CheckpointError (a rank's message contradicts its table).
     """
     forms = {}
     for name, table in tables.items():
@@ -264,10 +263,8 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
 
     A part that several ranks have is written by the one with the least to write. If ranks have different versions of a
     part, the lowest rank's counts for all and the others write theirs as their own. A plain value is written by the
-    lowest rank that has it. Equal arguments give equal results.
-
-    Raises:
-        CheckpointError: The parts of a tensor do not cover it, so another world size would load holes.
+    lowest rank that has it. Equal arguments give equal results. Raises: CheckpointError (the parts of a tensor do not
+    cover it, so another world size would load holes).
     """
     kinds, single = kinds_of(inventories), find_single(inventories)
     groups, own_of_kind = _group([(one, one.rows(private=False)) for one, _ in kinds], single)
@@ -481,8 +478,7 @@ class Repacking:
     def find(self, inventory: Inventory, duty: Duty, report: WriteReport) -> Packed:
         """Return the locations of a rank's parts.
 
-        Raises:
-            CheckpointError: The reported file sizes do not match the duty.
+        Raises: CheckpointError (the reported file sizes do not match the duty).
         """
         key = id(inventory.table), duty, report.tree_bytes, report.value_bytes
         found = self._known.get(key)
@@ -521,8 +517,7 @@ def compose(
     Args:
         name_of: Returns a file's name from its rank and number.
 
-    Raises:
-        CheckpointError: A rank's files do not match its duty.
+    Raises: CheckpointError (a rank's files do not match its duty).
     """
     repacking, single = Repacking(file_bytes), find_single(inventories)
     left_out = {table: frozenset(one.rows) for table, one in single.items()}
@@ -632,8 +627,7 @@ _DATE = 33
 def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[bytes, bytes]:
     """Return the bytes before (padded to 64) and after the raw bytes of a contiguous tensor.
 
-    Raises:
-        ValueError: The type is unknown, or the tensor has another size.
+    Raises: ValueError (the type is unknown, or the tensor has another size).
     """
     if math.prod(shape) * ELEMENT_BYTES.get(dtype, -1) != num_bytes:
         raise ValueError(f"a tensor of {dtype} {shape} does not take {num_bytes} bytes")

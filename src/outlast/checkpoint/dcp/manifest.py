@@ -146,9 +146,8 @@ def encode_global_manifest(manifest: GlobalManifest) -> bytes:
 def decode_global_manifest(data: bytes) -> GlobalManifest:
     """Decode a manifest and check that its locations and sizes are consistent.
 
-    Raises:
-        Corrupt: The data is not a manifest, was changed, or is inconsistent.
-        Untrusted: A later version of this package wrote it.
+    Raises: Corrupt (the data is not a manifest, was changed, or is inconsistent); Untrusted (a later version of this
+    package wrote it).
     """
     manifest, _ = unseal(data, GlobalManifest, schema=SCHEMA)
     _check(manifest)

@@ -42,10 +42,8 @@ NUM_LOCAL, NUM_REMOTE = 2, 8
 def _read_in_order(files: VerifiedFiles, jobs: Iterable[tuple[Where, Callable[[VerifiedFile], None]]]) -> None:
     """Run jobs on the files that they read from, each file's jobs by offset, several files at once.
 
-    Raises:
-        Exception: The first job's error, in file order.
-
-    Blocks: until all jobs are done; after a failure, until the running ones are.
+    Raises: Exception (the first job's error, in file order). Blocks: until all jobs are done; after a failure, until
+    the running ones are.
     """
     by_file: dict[int, list[tuple[int, Callable[[VerifiedFile], None]]]] = {}
     for where, job in jobs:
@@ -73,9 +71,7 @@ class Wanted:
 def fill(files: VerifiedFiles, wanted: Iterable[Wanted]) -> None:
     """Read regions of tensors across all stored pieces.
 
-    Raises:
-        CheckpointError: A chunk differs from its digest, a file is torn or missing, or a region is not stored.
-
+    Raises: CheckpointError (a chunk differs from its digest, a file is torn or missing, or a region is not stored).
     Blocks: until everything is read.
     """
     jobs: list[tuple[Where, Callable[[VerifiedFile], None]]] = []
@@ -103,8 +99,7 @@ def read_region(
 ) -> None:
     """Read a region of a piece into a tensor of the same shape, on any device and of any castable type.
 
-    Raises:
-        CheckpointError: A chunk differs from its digest, or the file is torn or missing.
+    Raises: CheckpointError (a chunk differs from its digest, or the file is torn or missing).
     """
     if not into.numel():
         return
@@ -153,8 +148,7 @@ def read_tree(files: VerifiedFiles, rank: int) -> bytes:
 def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, Item]:
     """Return a rank's tensors by their names in its shard, each with the one piece that was the rank's.
 
-    Raises:
-        Incomplete: A tensor is not in the checkpoint.
+    Raises: Incomplete (a tensor is not in the checkpoint).
     """
     items = {item.name: item for item in manifest.items}
     own = {tensor.name: tensor for tensor in manifest.ranks[rank].tensors}
@@ -191,10 +185,8 @@ def read_rank(
     Args:
         accept: Called with the plain values and structure; may raise before tensors are read.
 
-    Raises:
-        CheckpointError: A byte differs from its digest or is missing; names file, items and chunk.
-
-    Blocks: until everything is read into new memory.
+    Raises: CheckpointError (a byte differs from its digest or is missing; names file, items and chunk). Blocks: until
+    everything is read into new memory.
     """
     tree = read_tree(files, rank)
     accept(tree)

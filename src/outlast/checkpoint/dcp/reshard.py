@@ -67,8 +67,7 @@ def saved_structure(files: VerifiedFiles) -> dict[str, Any]:
 def _without_layouts(node: Any, arrays: set[str]) -> Any:
     """Return a tree without distributed tensors; adds the names of former arrays to ``arrays``.
 
-    Raises:
-        CheckpointError: The tree holds a sharded tensor subclass, which no other layout can load.
+    Raises: CheckpointError (the tree holds a sharded tensor subclass, which no other layout can load).
     """
     match node:
         case ["w", *_, [[_, tensor]], True, _]:
@@ -158,8 +157,7 @@ class Resharded:
     def apply(self) -> None:
         """Load the values into the live state.
 
-        Raises:
-            CheckpointError: A ``load_state_dict`` refused them; the live state is then unusable.
+        Raises: CheckpointError (a ``load_state_dict`` refused them; the live state is then unusable).
         """
         restore_into(self.state, replace_all(self.saved, lambda value, _: value.tensor(), _Shadow, ()))
 
@@ -172,9 +170,7 @@ def load_resharded(files: VerifiedFiles, state: Mapping[str, Any], *, keeps_miss
     Args:
         state: The live state: plain, DDP or ``fully_shard`` modules, optimizers, anything with a ``state_dict``.
 
-    Raises:
-        CheckpointError: A byte differs from its digest or is missing, or the checkpoint does not fit ``state``.
-
+    Raises: CheckpointError (a byte differs from its digest or is missing, or the checkpoint does not fit ``state``).
     Blocks: until everything is read. Does not communicate, but a ``state_dict()`` in ``state`` may.
     """
     planner = _Planner(files, keeps_missing=keeps_missing)
@@ -300,8 +296,7 @@ def _optimizer_templates(
 ) -> dict[Path, torch.Tensor]:
     """Return the parameter for the path of each state; a state of a parameter's shape has its layout.
 
-    Raises:
-        Mismatch: The optimizer has other parameters.
+    Raises: Mismatch (the optimizer has other parameters).
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list) or not isinstance(saved.get("state"), Mapping):

@@ -120,9 +120,8 @@ class ObjectStore:
     def read(self, name: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         """Return a small object.
 
-        Raises:
-            FileNotFoundError: The object does not exist.
-            CheckpointError: The store fails, or the object is larger than the limit.
+        Raises: FileNotFoundError (the object does not exist); CheckpointError (the store fails, or the object is larger
+        than the limit).
         """
         about = self._call("info", name, self._path(name))
         if about.get("type") == "directory":
@@ -135,9 +134,7 @@ class ObjectStore:
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return an object's bytes from ``start`` to ``end``.
 
-        Raises:
-            FileNotFoundError: The object does not exist.
-            CheckpointError: The store fails.
+        Raises: FileNotFoundError (the object does not exist); CheckpointError (the store fails).
         """
         return bytes(self._call("cat_file", name, self._path(name), start=start, end=end)) if start != end else b""
 
@@ -148,10 +145,7 @@ class ObjectStore:
         """Create a small object unless it exists; return whether this call created it.
 
         Of several concurrent callers one succeeds. If the store has no conditional create, existence is checked first,
-        which is racy, and a warning is logged.
-
-        Raises:
-            CheckpointError: The store does not respond, or refuses.
+        which is racy, and a warning is logged. Raises: CheckpointError (the store does not respond, or refuses).
         """
         if self.url.partition("://")[0] not in _CONDITIONAL:
             self.warn_unfenced()
@@ -185,8 +179,7 @@ class ObjectStore:
     def replace(self, name: str, data: bytes, version: str | None) -> bool:
         """Replace one :meth:`version` of a small object; return whether the new content is stored.
 
-        Raises:
-            CheckpointError: The store does not respond, or refuses.
+        Raises: CheckpointError (the store does not respond, or refuses).
         """
         try:
             if version is None:

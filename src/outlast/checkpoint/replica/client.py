@@ -84,9 +84,8 @@ class Target(msgspec.Struct, frozen=True):
 def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[ReplicaChannel]:
     """Open an authenticated connection; errors within the context become :class:`ReplicaError`.
 
-    Raises:
-        ReplicaRefused: The node could not carry out the request.
-        ReplicaError: The node cannot be reached, has another key, or stopped responding.
+    Raises: ReplicaRefused (the node could not carry out the request); ReplicaError (the node cannot be reached, has
+    another key, or stopped responding).
     """
     address = target.host, target.port
     with naming(target), ReplicaChannel(socket.create_connection(address, timeout_s), timeout_s) as channel:
@@ -131,10 +130,8 @@ def push(
         timeout_s: Seconds without progress; also how long the node may take to make room for the part.
         contributor: Rank whose block of a shard is XORed into the parity ``copy``; -1: no parity.
 
-    Raises:
-        ReplicaError: The node did not store the part.
-
-    Blocks: until the node has stored the part durably (in memory where that is its folder).
+    Raises: ReplicaError (the node did not store the part). Blocks: until the node has stored the part durably (in
+    memory where that is its folder).
     """
     begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
     keep_s = KEEP_FACTOR * timeout_s + max(0, end - begin) / MIN_DISK_BYTES_PER_S
@@ -159,10 +156,8 @@ def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *,
     Args:
         fd: File or memfd of at least ``num_bytes``.
 
-    Raises:
-        ReplicaError: The node lacks the part, has another size, or stopped responding; ``fd`` may be partly written.
-
-    Blocks: until the whole part is received.
+    Raises: ReplicaError (the node lacks the part, has another size, or stopped responding; ``fd`` may be partly
+    written). Blocks: until the whole part is received.
     """
     if not num_bytes:
         return ()
@@ -293,10 +288,8 @@ def rebuild(
 ) -> tuple[str, ...]:
     """Rebuild a shard; return its digests, which are correct only if all inputs were.
 
-    Raises:
-        ReplicaError: Another member lacks its parity or shard, or stopped responding.
-
-    Blocks: until all is read; each other member sends as many bytes as the shard has.
+    Raises: ReplicaError (another member lacks its parity or shard, or stopped responding). Blocks: until all is read;
+    each other member sends as many bytes as the shard has.
     """
     num_bytes = next(member.num_bytes for member in members if member.rank == lost.rank)
     if not num_bytes:

@@ -85,8 +85,7 @@ class Parities:
     def begin(self, key: CopyKey, contributor: int, num_contributors: int) -> Block:
         """Begin to receive a block.
 
-        Raises:
-            HoldingsError: The parity was abandoned, the block was received before, or there is no memory.
+        Raises: HoldingsError (the parity was abandoned, the block was received before, or there is no memory).
         """
         with self._lock:
             parity = self._parities.get(key)
@@ -117,11 +116,7 @@ class Parities:
             self._parities.pop(key).give_up("a newer one replaced it")
 
     def finish(self, parity: _Parity) -> None:
-        """Store a complete parity.
-
-        Raises:
-            HoldingsError: The parity was abandoned meanwhile, or cannot be stored.
-        """
+        """Store a complete parity. Raises: HoldingsError (the parity was abandoned meanwhile, or cannot be stored)."""
         with self._lock:
             if self._parities.get(parity.key) is not parity:  # its descriptor may have been reused
                 raise HoldingsError("the parity was given up: a newer one replaced it, or this node stops")
@@ -154,11 +149,7 @@ class Block:
         self._done = False
 
     def write(self, piece: memoryview, offset: int) -> None:
-        """XOR a piece into the parity.
-
-        Raises:
-            HoldingsError: The parity was abandoned, or there is no memory.
-        """
+        """XOR a piece into the parity. Raises: HoldingsError (the parity was abandoned, or there is no memory)."""
         parity = self._parity
         with parity.lock:
             parity.check()
@@ -177,8 +168,7 @@ class Block:
     def keep(self) -> None:
         """Complete the block; the last block stores the parity.
 
-        Raises:
-            HoldingsError: The parity was abandoned, or cannot be stored.
+        Raises: HoldingsError (the parity was abandoned, or cannot be stored).
         """
         self._done = True
         with self._parity.lock:

@@ -121,8 +121,7 @@ class ReplicaChannel(MessageChannel[Message]):
             key: The run's key; ``None`` = not known yet, so every peer is rejected.
             is_server: Whether the peer opened the connection.
 
-        Raises:
-            AuthenticationFailed: One side has another key.
+        Raises: AuthenticationFailed (one side has another key).
         """
         return self.authenticate(Handshake(key, "replica", is_server=is_server), within_s=within_s, sign=True)
 
@@ -147,9 +146,8 @@ class ReplicaChannel(MessageChannel[Message]):
     def expect(self, kind: type[M], *, disk_s: float = math.inf) -> M:
         """Wait for a message of a kind, skipping :class:`Working`.
 
-        Raises:
-            RefusedByPeer: The peer could not carry out the request.
-            TimeoutError: The peer's disk did not respond for ``disk_s``.
+        Raises: RefusedByPeer (the peer could not carry out the request); TimeoutError (the peer's disk did not respond
+        for ``disk_s``).
         """
         end_s = clock.now_s() + disk_s
         while True:
