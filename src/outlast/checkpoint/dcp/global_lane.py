@@ -170,7 +170,7 @@ class GlobalLane(RetryingLane):
             return Wrote.of(error, self._text_of(error), iteration=save.iteration)
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
-        values = [items.value(items.inventory.values[index].item) for index in duty.values]
+        values = [items.value(items.inventory.table.values[index].item) for index in duty.values]
         packing, tree = Packing(self.file_bytes), Range(items.tree.offset, items.tree.num_bytes)
         names = frozenset(tensor.name for tensor in examined(save))
         pack(packing, items.inventory, duty, tree, values, items.offsets, names)

@@ -96,27 +96,6 @@ class Inventory(msgspec.Struct, frozen=True):
         offsets = tuple(box[2] for box in boxes)
         return cls(table, offsets, bytes.fromhex(digests[True]), bytes.fromhex(digests[False]))
 
-    @property
-    def parts(self) -> tuple[TensorPart, ...]:
-        digests = {index: digest for private in (False, True) for index, _, digest in self.rows(private=private)}
-        return tuple(
-            TensorPart(
-                row.name,
-                row.item,
-                row.path,
-                row.dtype,
-                *self.table.boxes[row.box],
-                self.offsets[row.box],
-                row.num_bytes,
-                digests[index].hex(),
-            )
-            for index, row in enumerate(self.table.rows)
-        )
-
-    @property
-    def values(self) -> tuple[PlainValue, ...]:
-        return self.table.values
-
     def rows(self, *, private: bool) -> Iterator[tuple[int, TableRow, bytes]]:
         """Yield index, row and digest (or empty) of the training state's rows, or of the other (private) rows."""
         digests, at = self.private if private else self.digests, 0
@@ -393,7 +372,7 @@ def _first_holders(kinds: Sequence[tuple[Inventory, Sequence[int]]]) -> dict[int
     taken: set[str] = set()
     values: dict[int, list[int]] = {}
     for inventory, ranks in kinds:
-        for index, value in enumerate(inventory.values):
+        for index, value in enumerate(inventory.table.values):
             if value.item not in taken:
                 taken.add(value.item)
                 values.setdefault(ranks[0], []).append(index)
@@ -415,15 +394,10 @@ class Packing:
     def add_tensor(self, dtype: str, shape: tuple[int, ...], raw: Range) -> Where:
         """Add a tensor of the image in ``torch.load`` format; return its location."""
         prefix, suffix = tensor_blob(dtype, shape, raw.num_bytes)
-        return self._add((prefix, raw, suffix), len(prefix), raw.num_bytes)
+        return self.add((prefix, raw, suffix), len(prefix), raw.num_bytes)
 
-    def add_range(self, offset: int, num_bytes: int) -> Where:
-        return self._add((Range(offset, num_bytes),), 0, num_bytes)
-
-    def add_bytes(self, data: bytes) -> Where:
-        return self._add((data,), 0, len(data))
-
-    def _add(self, contents: Iterable[Content], lead: int, data_bytes: int) -> Where:
+    def add(self, contents: Iterable[Content], lead: int, data_bytes: int) -> Where:
+        """Add a blob whose raw bytes begin after ``lead``; return its location."""
         if not self.files or self.sizes[-1] >= self.file_bytes:
             self.files.append([])
             self.sizes.append(0)
@@ -462,37 +436,14 @@ def pack(
     return Packed(
         parts=tuple(add(index) for index in duty.parts),
         own=tuple(add(index) for index in duty.own),
-        tree=packing.add_range(tree.offset, tree.num_bytes),
-        values=tuple(packing.add_bytes(value) for value in values),
+        tree=packing.add((tree,), 0, tree.num_bytes),
+        values=tuple(packing.add((value,), 0, len(value)) for value in values),
         sizes=tuple(packing.sizes),
     )
 
 
-class Repacking:
-    """Recomputes where ranks stored their parts, once for all ranks that wrote alike."""
-
-    def __init__(self, file_bytes: int = FILE_BYTES) -> None:
-        self._file_bytes = file_bytes
-        self._known: dict[tuple[int, Duty, int, tuple[int, ...]], Packed] = {}
-
-    def find(self, inventory: Inventory, duty: Duty, report: WriteReport) -> Packed:
-        """Return the locations of a rank's parts.
-
-        Raises: CheckpointError (the reported file sizes do not match the duty).
-        """
-        key = id(inventory.table), duty, report.tree_bytes, report.value_bytes
-        found = self._known.get(key)
-        if found is None:
-            nowhere = dict.fromkeys((row.name for row in inventory.table.rows), 0)
-            values = (bytes(size) for size in report.value_bytes)
-            packing = Packing(self._file_bytes)
-            found = pack(packing, inventory, duty, Range(0, report.tree_bytes), values, nowhere)
-            self._known[key] = found
-        if found.sizes != tuple(file.num_bytes for file in report.files):
-            raise CheckpointError(
-                "the files of a rank are not as long as they should be; do all ranks run one version?"
-            )
-        return found
+_Shared: TypeAlias = dict[str, tuple[TableRow, tuple[int, ...], list[TensorPiece]]]
+"""Tensors by their shared name: row, shape of the whole, pieces so far."""
 
 
 class Composed(NamedTuple):
@@ -519,14 +470,24 @@ def compose(
 
     Raises: CheckpointError (a rank's files do not match its duty).
     """
-    repacking, single = Repacking(file_bytes), find_single(inventories)
+    single, known = find_single(inventories), dict[tuple[int, Duty, int, tuple[int, ...]], Packed]()
     left_out = {table: frozenset(one.rows) for table, one in single.items()}
     items: dict[str, Item] = {}
-    shared = _SharedItems()
+    shared: _Shared = {}
     written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Where] = {}
     files, entries = list[FileEntry](), list[RankEntry]()
     for rank, (inventory, duty, report) in enumerate(zip(inventories, duties, reports, strict=True)):
-        packed, first, table = repacking.find(inventory, duty, report), len(files), inventory.table
+        first, table = len(files), inventory.table
+        key = id(table), duty, report.tree_bytes, report.value_bytes
+        if (packed := known.get(key)) is None:  # once for all ranks that wrote alike
+            nowhere = dict.fromkeys((row.name for row in table.rows), 0)
+            values = map(bytes, report.value_bytes)
+            packed = pack(Packing(file_bytes), inventory, duty, Range(0, report.tree_bytes), values, nowhere)
+            known[key] = packed
+        if packed.sizes != tuple(file.num_bytes for file in report.files):
+            raise CheckpointError(
+                "the files of a rank are not as long as they should be; do all ranks run one version?"
+            )
         rows, boxes, offsets, is_single = table.rows, table.boxes, inventory.offsets, left_out[id(table)]
 
         def move(where: Where, first: int = first) -> Where:
@@ -541,7 +502,8 @@ def compose(
             row = rows[index]
             shape, whole = boxes[row.box]
             if index in is_single:
-                shared.add(row, whole, TensorPiece(offsets[row.box], shape, move(where), ranks))
+                piece = TensorPiece(offsets[row.box], shape, move(where), ranks)
+                shared.setdefault(row.item, (row, whole, []))[2].append(piece)
             else:
                 written[row.item, offsets[row.box], shape] = move(where)
         for index, where in zip(duty.values, packed.values, strict=True):
@@ -555,32 +517,15 @@ def compose(
             tensors.append(OwnTensor(name=row.name, dtype=row.dtype, shape=shape, where=place))
         entries.append(RankEntry(tree=move(packed.tree), tensors=tuple(tensors)))
     _add_compared(shared, inventories, duties, left_out, written)
-    for item in shared.items():
-        items[item.name] = item
+    for name, (row, whole, found) in shared.items():
+        # A single piece lists no ranks.
+        pieces = found if len(found) > 1 else [msgspec.structs.replace(found[0], ranks=())]
+        items[name] = Item(name=name, path=row.path, dtype=row.dtype, shape=whole, pieces=tuple(pieces))
     return Composed(tuple(files), tuple(items.values()), tuple(entries), all(report.finite for report in reports))
 
 
-class _SharedItems:
-    """Tensors under shared names, built piece by piece."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[str, tuple[TableRow, tuple[int, ...], list[TensorPiece]]] = {}
-
-    def add(self, row: TableRow, whole: tuple[int, ...], piece: TensorPiece) -> None:
-        found = self._pieces.get(row.item)
-        if found is None:
-            found = self._pieces[row.item] = (row, whole, [])
-        found[2].append(piece)
-
-    def items(self) -> Iterator[Item]:
-        """Yield the tensors; a single piece lists no ranks."""
-        for name, (row, whole, found) in self._pieces.items():
-            pieces = found if len(found) > 1 else [msgspec.structs.replace(found[0], ranks=())]
-            yield Item(name=name, path=row.path, dtype=row.dtype, shape=whole, pieces=tuple(pieces))
-
-
 def _add_compared(
-    shared: _SharedItems,
+    shared: _Shared,
     inventories: Sequence[Inventory],
     duties: Sequence[Duty],
     left_out: Mapping[int, frozenset[int]],
@@ -597,7 +542,8 @@ def _add_compared(
                 shape, whole = inventory.table.boxes[row.box]
                 found.setdefault((row.item, inventory.offsets[row.box], shape), (row, whole, []))[2].extend(ranks)
     for key, (row, whole, holders) in found.items():
-        shared.add(row, whole, TensorPiece(key[1], key[2], written.get(key), tuple(sorted(holders))))
+        piece = TensorPiece(key[1], key[2], written.get(key), tuple(sorted(holders)))
+        shared.setdefault(row.item, (row, whole, []))[2].append(piece)
 
 
 ALIGNMENT = 64

@@ -156,13 +156,12 @@ class ObjectStore:
             except FileExistsError:
                 return False
             except CheckpointError as error:
-                if self._exists(name):
+                if self.version(name) is not None:
                     return False
-                if not _is_unknown(error):
-                    if number == MAX_TRIES:
-                        raise
-                    continue
-            break
+                if _is_unknown(error):
+                    break
+                if number == MAX_TRIES:
+                    raise
         self.warn_unfenced()
         self.write(name, data)
         return True
@@ -182,17 +181,12 @@ class ObjectStore:
         Raises: CheckpointError (the store does not respond, or refuses).
         """
         try:
-            if version is None:
-                if self.create(name, data):
-                    return True
-            elif version and self._is_gcs:
-                self._replace_in_gcs(name, data, version)
-                return True
-            elif version:
-                self._call("pipe_file", name, self._path(name), data, IfMatch=version)
-                return True
-            else:
-                self.write(name, data)
+            if version is not None or self.create(name, data):
+                if version and self._is_gcs:
+                    self._replace_in_gcs(name, data, version)
+                elif version is not None:
+                    condition = {"IfMatch": version} if version else {}
+                    self._call("pipe_file", name, self._path(name), data, **condition)
                 return True
         except CheckpointError:
             if self.version(name) == version:
@@ -236,13 +230,6 @@ class ObjectStore:
                 self.url,
                 lacks,
             )
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self._call("info", name, self._path(name))
-        except FileNotFoundError:
-            return False
-        return True
 
     def put(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
         """Upload a large object: in S3 several parts at once, elsewhere part after part.

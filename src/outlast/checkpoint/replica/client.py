@@ -379,14 +379,6 @@ class Holder(msgspec.Struct, frozen=True):
     target: Target
 
 
-class _Failure(msgspec.Struct, frozen=True):
-    """Why a target is skipped."""
-
-    reason: str
-    retry_s: float
-    """Monotonic time of the first probe."""
-
-
 class Replicator:
     """Copies parts to other nodes' writers. Thread: any.
 
@@ -397,8 +389,8 @@ class Replicator:
     def __init__(self, key: bytes, *, probe_interval_s: float = PROBE_INTERVAL_S) -> None:
         self._key, self._probe_interval_s = key, probe_interval_s
         self._lock = threading.Lock()
-        self._failed: dict[Target, _Failure] = {}
-        """Targets that are skipped until a probe succeeds."""
+        self._failed: dict[Target, tuple[str, float]] = {}
+        """Targets that are skipped until a probe succeeds: the reason, and the monotonic time of the first probe."""
         self._num_failures: dict[Target, int] = {}
         """Failures in a row."""
         self._prober: threading.Thread | None = None
@@ -447,7 +439,7 @@ class Replicator:
         with self._lock:
             known = self._failed.get(target)
         if known is not None:
-            return CopyOutcome(target.node, None, f"skipped until it responds again: {known.reason}", False)
+            return CopyOutcome(target.node, None, f"skipped until it responds again: {known[0]}", False)
         try:
             chunks = push_to(target)
         except ReplicaError as error:
@@ -457,7 +449,7 @@ class Replicator:
                 self._num_failures[target] = num + 1
                 if not isinstance(error, ReplicaRefused):  # a node that refuses at once need not be skipped
                     after_s = RETRY_AFTER_S[min(num, len(RETRY_AFTER_S) - 1)]
-                    self._failed[target] = _Failure(str(error), clock.now_s() + after_s)
+                    self._failed[target] = str(error), clock.now_s() + after_s
                     if self._prober is None and not self._stopping.is_set():
                         self._prober = threading.Thread(target=self._probe, name="outlast-probe", daemon=True)
                         self._prober.start()
@@ -474,7 +466,7 @@ class Replicator:
                 if not self._failed:
                     self._prober = None
                     return
-                due = [target for target, failure in self._failed.items() if now_s >= failure.retry_s]
+                due = [target for target, (_, retry_s) in self._failed.items() if now_s >= retry_s]
             for target in due:
                 if self._stopping.is_set():
                     return
