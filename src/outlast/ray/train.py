@@ -40,10 +40,12 @@ from outlast.config.base import require
 from outlast.config.launching import AGENTS_OWN
 from outlast.errors import BudgetExhausted, OutlastError
 from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.launch.protocol import CycleFacts
+from outlast.launch.verdicts import highest_committed, highest_durable
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
 from outlast.ray.keepers import start_on
 from outlast.ray.replies import await_replies, describe_error
-from outlast.ray.train_watch import AttemptFacts, TrainWatch, WorkerPlace, answers_of
+from outlast.ray.train_watch import TrainWatch, WorkerPlace, answers_of
 from outlast.session import Session, init
 
 __all__ = ["TrainCallback", "session"]
@@ -166,19 +168,17 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
         if not self._was_watched:
             return
         self._was_watched = False
-        found: list[AttemptFacts] = self._ask_all("facts", "report the attempt")
+        found: list[CycleFacts] = self._ask_all("facts", "report the attempt")
         incident = next((one.incident for one in found if one.incident is not None), None)
         if incident is not None:
             log.error("attempt %d: %s", self._attempt, incident.describe())
         if failure_decision.name != "RETRY" or self._is_preempting:
             return
-        durable = [one.durable_iteration for one in found if one.durable_iteration is not None]
-        committed = [one.committed_iteration for one in found if one.committed_iteration is not None]
         end = CycleEnd(
             cycle=self._attempt,
             incident=incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
-            durable_iteration=max(durable, default=None),
-            committed_iteration=max(committed, default=None),
+            durable_iteration=highest_durable(found),
+            committed_iteration=highest_committed(found),
             progress_known=any(one.progress_known for one in found),
         )
         limits = Limits(

@@ -27,9 +27,11 @@ from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.launch.protocol import CycleFacts
+from outlast.launch.verdicts import name_culprit
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.culprit import Culprit, Position, find_culprit
+from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts, expired
 from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board
@@ -47,19 +49,6 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     global_rank: int
     pid: int
-
-
-class AttemptFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A watch's report on an attempt."""
-
-    durable_iteration: int | None = None
-    """Newest checkpoint known to survive the end of the job; ``None`` = none yet."""
-    committed_iteration: int | None = None
-    """Newest checkpoint known to be committed in any tier; ``None`` = none yet."""
-    progress_known: bool = False
-    """Whether the workers report their checkpoints."""
-    incident: Incident | None = None
-    """The hang that this watch judged."""
 
 
 class TrainWatch:
@@ -151,18 +140,18 @@ class TrainWatch:
             positions += answer
         if not positions:
             return
-        culprit = find_culprit(positions)
-        incident = self._describe(first, culprit)
+        with_stacks = {**first.evidence, "stacks": self._stacks_dir}
+        incident = name_culprit(msgspec.structs.replace(first, evidence=with_stacks), positions)
         with self._lock:
             if attempt == self._attempt:
                 self._incident = incident
         self._journal.write(
             EventKind.INCIDENT, cycle=attempt, rank=incident.rank, iteration=incident.iteration, incident=incident
         )
-        log.error("%s; stacks in %s", culprit.reason, self._stacks_dir)
+        log.error("%s; stacks in %s", incident.evidence["summary"], self._stacks_dir)
         # Without a root cause one worker is ended anyway, so that Ray Train restarts the group.
-        late = next((one for one in positions if one.global_rank == first.rank), positions[0])
-        self._have_ended(attempt, culprit.position or late)
+        by_rank: dict[int | None, Position] = {one.global_rank: one for one in positions}
+        self._have_ended(attempt, by_rank.get(incident.rank) or by_rank.get(first.rank) or positions[0])
 
     def end_worker(self, attempt: int, rank: int) -> bool:
         """End a worker of this machine; return whether it is one. Blocks: up to the grace period, unless SIGKILL."""
@@ -184,11 +173,12 @@ class TrainWatch:
             os.close(worker)
         return True
 
-    def facts(self) -> AttemptFacts:
+    def facts(self) -> CycleFacts:
         """Return the state of the attempt so far."""
         with self._lock:
             states = self._board.read_all() if self._board is not None else []
-            return AttemptFacts(
+            return CycleFacts(
+                cycle=self._attempt,
                 durable_iteration=max(
                     (s.durable_iteration for s in states if s.durable_iteration is not None), default=None
                 ),
@@ -257,31 +247,6 @@ class TrainWatch:
         asked = [peer.end_worker.remote(attempt, position.global_rank) for peer in self._peers]
         if not any(answers_of(asked, _ASK_S + self._config.rank_termination_grace, "end its worker")):
             log.error("rank %d (node %s) could not be ended", position.global_rank, position.node)
-
-    def _describe(self, first: Incident, culprit: Culprit) -> Incident:
-        position = culprit.position
-        evidence = {
-            **first.evidence,
-            "summary": culprit.reason,
-            "first_reported_rank": first.rank,
-            "stacks": self._stacks_dir,
-        }
-        if position is None:
-            return msgspec.structs.replace(
-                first, node=culprit.node, rank=None, pid=None, section=None, iteration=None, evidence=evidence
-            )
-        evidence["process_state"] = position.process_state
-        if position.stack_line:
-            evidence["stack_line"] = position.stack_line
-        return msgspec.structs.replace(
-            first,
-            node=position.node,
-            rank=position.global_rank,
-            pid=position.pid,
-            section="/".join(position.sections) or first.section,
-            iteration=position.iteration,
-            evidence=evidence,
-        )
 
 
 def answers_of(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
