@@ -33,7 +33,7 @@ from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
 from outlast.ray.replies import describe_error
 from outlast.ray.train_actor import TrainActor, create_shell
-from outlast.ray.watch import Gathered, LossKind, Watch
+from outlast.ray.watch import Gathered, LossKind, Watch, lose
 from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 
@@ -99,9 +99,6 @@ class _Submitted:
     dispatch: Dispatch
     takes_weights: bool
     future: Future[Any] = field(default_factory=Future)
-
-    def wants_result(self, rank: int, current: Incarnation) -> bool:
-        return self.dispatch.wants_result(current.mesh.place(rank))
 
 
 class GroupStep:
@@ -462,12 +459,13 @@ class ActorGroup:
                 f"could load was {self._known}, not {known}; continue with the data from there",
                 iteration=self._known,
             )
+        wants = call.dispatch.wants_result
         while True:
             current, begun_at = self._current, self._current.iteration
             gathered = self._call_once(current, call)
             if gathered.is_whole:
                 self._note_end(gathered)
-                results = {rank: one.value for rank, one in gathered.values.items() if call.wants_result(rank, current)}
+                results = {rank: one.value for rank, one in gathered.values.items() if wants(current.mesh.place(rank))}
                 return call.dispatch.collect(current.mesh, results)
             report = self._recover(gathered, call.method)
             self._known = report.iteration
@@ -494,12 +492,10 @@ class ActorGroup:
         stored = {id(parcel): ray.put(parcel) for parcel in {id(parcel): parcel for parcel in parcels}.values()}
         refs = {}
         for rank, actor in current.members.items():
-            message = Call(
-                incarnation=current.number,
-                method=call.method,
-                wants_result=call.wants_result(rank, current),
-            )
-            parcel = parcels[call.dispatch.parcel_of(current.mesh.place(rank))]
+            place = current.mesh.place(rank)
+            wants_result = call.dispatch.wants_result(place)
+            message = Call(incarnation=current.number, method=call.method, wants_result=wants_result)
+            parcel = parcels[call.dispatch.parcel_of(place)]
             refs[rank] = actor.handle.call.remote(message, stored[id(parcel)])
         return self._watch.gather(current.members, refs, leaves_nodes=self._can_carry())
 
@@ -525,13 +521,12 @@ class ActorGroup:
                     leaving,
                 )
                 continue
-            self._pool.ask_for_spares(len(leaving))
+            num, pool = len(leaving), self._pool
+            pool.ask_for_spares(num)
             is_near = self._checkpoint is not None and self._checkpoint.directory is None
             if is_near and self._current.iteration == self._recovered_at:
                 continue  # copies of the loaded state may be on nodes that were left; those of the next step are not
-            if len(self._pool.usable) < len(leaving):
-                continue
-            if len(self._pool.answering(len(leaving), self._config.ping_timeout)) < len(leaving):
+            if len(pool.usable) < num or len(pool.answering(num, self._config.ping_timeout)) < num:
                 continue
             gathered = self._save_now()
             if why := next((one.value for one in gathered.values.values() if one.value), None):
@@ -544,7 +539,7 @@ class ActorGroup:
                     continue
                 for rank in leaving:
                     text = describe_drain(self._pool.draining.get(node, math.inf))
-                    gathered.lose(rank, members[rank], LossKind.DRAINED, text)
+                    gathered.lost[rank] = lose(rank, members[rank], LossKind.DRAINED, text)
             self._recover(gathered, "")
 
     def _can_carry(self) -> bool:

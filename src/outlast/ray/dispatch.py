@@ -129,11 +129,6 @@ def keep_whole(value: Any) -> Any:
     return value
 
 
-def pad_weights(num_samples: int, start: int, length: int) -> torch.Tensor:
-    """Return 1 for each real sample of the same ``cut`` and 0 for each padding sample (float32)."""
-    return (torch.arange(start, start + length) < num_samples).to(torch.float32)
-
-
 def concat(results: Sequence[Any], num_samples: int | None = None) -> Any:
     """Join the results of data shards, in shard order, into one result of all samples.
 
@@ -319,7 +314,7 @@ class MeshDispatch(Dispatch):
         for start in range(0, length * mesh.dp, length) if length else [0] * mesh.dp:
             parcel = cut(arguments, start, length)
             if takes_weights:
-                weights = pad_weights(num_samples, start, length)
+                weights = (torch.arange(start, start + length) < num_samples).to(torch.float32)
                 parcel[1]["weights"] = weights if own_weights is None else parcel[1]["weights"] * weights
             parcels.append(parcel)
         return parcels

@@ -179,14 +179,15 @@ class Recovery:
                 elif isinstance(aborted, Aborted):
                     where = f" ({aborted.waited_for})" if aborted.waited_for else ""
                     text = f"it did not leave the interrupted call within {limit_s:g} s{where}"
-                    gathered.lose(rank, actor, LossKind.STUCK, text)
+                    gathered.lost[rank] = lose(rank, actor, LossKind.STUCK, text)
                 elif reply.fault == ReplyFault.DIED:
-                    gathered.lose(rank, actor, LossKind.DIED, describe_error(reply.error))
+                    gathered.lost[rank] = lose(rank, actor, LossKind.DIED, describe_error(reply.error))
                 elif reply.fault == ReplyFault.RAISED:
-                    gathered.lose(rank, actor, LossKind.STUCK, f"aborting raised {describe_error(reply.error)}")
+                    text = f"aborting raised {describe_error(reply.error)}"
+                    gathered.lost[rank] = lose(rank, actor, LossKind.STUCK, text)
                 elif is_over:
                     text = f"no response within {limit_s:g} s to the request to leave the call"
-                    gathered.lose(rank, actor, LossKind.SILENT, text)
+                    gathered.lost[rank] = lose(rank, actor, LossKind.SILENT, text)
                 else:
                     continue  # unreachable, or the reply was lost: try again
                 del left[rank]
@@ -275,7 +276,7 @@ class Recovery:
             gathered = Gathered()
             kind = LossKind.DIED if reply.fault == ReplyFault.DIED else LossKind.STUCK
             text = f"it could not open the store of the incarnation: {describe_error(reply.error)}"
-            gathered.lose(0, host, kind, text)
+            gathered.lost[0] = lose(0, host, kind, text)
             return gathered
         with timed(progress.phases_s, "join"):
             assignments = self._assign(new, has, *reply.value)

@@ -77,12 +77,6 @@ class Gathered:
     def is_whole(self) -> bool:
         return not (self.failed or self.lost or self.unclear)
 
-    def lose(
-        self, rank: int, actor: Actor, kind: LossKind, evidence: str, detected_after_s: float | None = None
-    ) -> None:
-        """Record that an actor must be replaced."""
-        self.lost[rank] = lose(rank, actor, kind, evidence, detected_after_s)
-
 
 @dataclass(slots=True, kw_only=True)
 class _AwaitedActor:
@@ -132,13 +126,13 @@ class Watch:
             self._check(waiting, gathered)
             if leaves_nodes and waiting and gathered.is_whole:
                 for rank, text in self._pool.due_to_leave(members).items():
-                    gathered.lose(rank, members[rank], LossKind.DRAINED, text)
+                    gathered.lost[rank] = lose(rank, members[rank], LossKind.DRAINED, text)
             if not gathered.is_whole:
                 break
             if clock.now_s() - begun_s >= timeout_s:
                 for rank, one in waiting.items():
                     text = f"no response within {timeout_s:g} s"
-                    gathered.lose(rank, one.actor, LossKind.STUCK, text, timeout_s)
+                    gathered.lost[rank] = lose(rank, one.actor, LossKind.STUCK, text, timeout_s)
                 break
         return gathered
 
@@ -162,7 +156,7 @@ class Watch:
             elif reply.fault is None:
                 gathered.values[rank] = reply.value
             elif reply.fault == ReplyFault.DIED:
-                gathered.lose(rank, one.actor, LossKind.DIED, describe_error(reply.error))
+                gathered.lost[rank] = lose(rank, one.actor, LossKind.DIED, describe_error(reply.error))
             else:
                 log.debug("rank %d: the reply was lost: %s", rank, describe_error(reply.error))
                 gathered.unclear.add(rank)
@@ -179,14 +173,15 @@ class Watch:
                     exceeded[rank] = (reply.value.exceeded[0], one.open_s)
                 continue
             if reply is not None and reply.fault == ReplyFault.DIED:
-                gathered.lose(rank, one.actor, LossKind.DIED, describe_error(reply.error), now_s - one.alive_s)
+                text = describe_error(reply.error)
+                gathered.lost[rank] = lose(rank, one.actor, LossKind.DIED, text, now_s - one.alive_s)
                 continue
             if reply is not None:
                 log.debug("rank %d: its status is unavailable: %s", rank, describe_error(reply.error))
                 one.ping.note_failure()
             if silent_s >= self._config.ping_timeout:
                 text = f"no response for {silent_s:.1f} s"
-                gathered.lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
+                gathered.lost[rank] = lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
             elif now_s >= self._silent_s(one):
                 text = f"a timeout is exceeded, and no response for {silent_s:.1f} s"
                 exceeded[rank] = (text, one.open_s + now_s - one.alive_s)
@@ -213,7 +208,7 @@ class Watch:
         replies = await_replies(refs, self._config.examine_timeout)
         for rank, reply in replies.items():
             if reply.fault == ReplyFault.DIED:
-                gathered.lose(rank, waiting[rank].actor, LossKind.DIED, describe_error(reply.error))
+                gathered.lost[rank] = lose(rank, waiting[rank].actor, LossKind.DIED, describe_error(reply.error))
         if gathered.lost:
             return
         positions = {rank: reply.value for rank, reply in replies.items() if reply.value is not None}
@@ -233,4 +228,4 @@ class Watch:
         text, open_s = exceeded.get(rank) or next(iter(exceeded.values()))
         reason = culprit.reason.partition(": ")[2]  # the prefix names the rank
         kind = LossKind.HUNG if culprit.position.responsive else LossKind.SILENT
-        gathered.lose(rank, waiting[rank].actor, kind, f"{text}; {reason}", open_s)
+        gathered.lost[rank] = lose(rank, waiting[rank].actor, kind, f"{text}; {reason}", open_s)

@@ -137,7 +137,7 @@ class ListedGeneration:
     files: tuple[StoredFile, ...]
     """The files to verify; files with a known problem are left out."""
     judge: Callable[[Sequence[Problem]], Generation]
-    """Return the entry with additional problems of files."""
+    """Return the entry with additional problems of files, as before :func:`mark_abandoned`."""
     remove: Callable[[], None]
     """Delete the checkpoint so that a partial deletion is never loaded.
 
@@ -195,26 +195,12 @@ def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]
 def _mark(place: DirectoryListing, branches: Mapping[str | None, Lineage]) -> DirectoryListing:
     found = []
     for one in place.found:
-        attempt, lineage = one.entry.attempt, branches.get(one.entry.run)
-        if lineage is None or attempt is None or one.entry.suspect:
-            found.append(one)
-            continue
-        abandoned = lineage.why_superseded(attempt)
-        found.append(
-            replace(
-                one,
-                entry=structs.replace(one.entry, abandoned=abandoned),
-                judge=partial(_judge, one.judge, abandoned),
-                is_abandoned_for_certain=lineage.is_superseded_for_certain(attempt),
-            )
-        )
+        attempt, lineage, marked = one.entry.attempt, branches.get(one.entry.run), one
+        if lineage is not None and attempt is not None and not one.entry.suspect:
+            entry = structs.replace(one.entry, abandoned=lineage.why_superseded(attempt))
+            marked = replace(one, entry=entry, is_abandoned_for_certain=lineage.is_superseded_for_certain(attempt))
+        found.append(marked)
     return replace(place, found=tuple(found))
-
-
-def _judge(
-    judge: Callable[[Sequence[Problem]], Generation], abandoned: str | None, problems: Sequence[Problem]
-) -> Generation:
-    return structs.replace(judge(problems), abandoned=abandoned)
 
 
 def check_hint(

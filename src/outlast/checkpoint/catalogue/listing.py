@@ -549,7 +549,8 @@ def verify(
         )
         for flaw in flaws
     ]
-    return Verified(entry=found.judge(problems) if problems else found.entry, num_bytes_read=sum(sizes))
+    judged = msgspec.structs.replace(found.judge(problems), abandoned=found.entry.abandoned)
+    return Verified(entry=judged, num_bytes_read=sum(sizes))
 
 
 def _is_store(path: Path) -> bool:
