@@ -77,8 +77,7 @@ class TrainWatch:
         self._attempt = -1
         self._board: Board | None = None
         self._watchdog: Watchdog | None = None
-        self._pids: dict[int, int] = {}
-        self._workers: dict[int, int] = {}  # global rank to pidfd, since pids may be reused
+        self._workers: dict[int, tuple[int, int]] = {}  # global rank to pidfd, since pids may be reused, and pid
         self._peers: tuple[Any, ...] = ()
         self._judge: Any = None
         self._incident: Incident | None = None
@@ -97,8 +96,7 @@ class TrainWatch:
             for worker in workers:
                 board.assign(worker.local_rank, pid=worker.pid, global_rank=worker.global_rank, cycle=attempt)
                 try:
-                    self._workers[worker.global_rank] = open_pidfd(worker.pid)
-                    self._pids[worker.global_rank] = worker.pid
+                    self._workers[worker.global_rank] = open_pidfd(worker.pid), worker.pid
                 except ProcessLookupError:
                     log.warning("rank %d (pid %d) ended before it could be watched", worker.global_rank, worker.pid)
             self._watchdog = Watchdog(board, self._timeouts, node=self.node, on_hang=self._on_hang)
@@ -158,7 +156,8 @@ class TrainWatch:
         with self._lock:
             if attempt != self._attempt or rank not in self._workers:
                 return False
-            worker, pid = os.dup(self._workers[rank]), self._pids[rank]
+            pidfd, pid = self._workers[rank]
+            worker = os.dup(pidfd)
         try:
             wanted = signal.Signals[self._config.rank_termination_signal]
             log.error("rank %d is ended with %s, so that Ray Train restarts the group", rank, wanted.name)
@@ -199,8 +198,8 @@ class TrainWatch:
             if self._board is not None:
                 self._board.close()
                 self._board = None
-            for worker in self._workers.values():
-                os.close(worker)
+            for pidfd, _ in self._workers.values():
+                os.close(pidfd)
             self._workers.clear()
 
     def close(self) -> None:
