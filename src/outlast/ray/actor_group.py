@@ -91,8 +91,6 @@ class Pending:
 
 @dataclass(slots=True, kw_only=True)
 class _Submitted:
-    """One call of a method of all actors."""
-
     method: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

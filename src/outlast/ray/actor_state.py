@@ -32,8 +32,6 @@ HeldState = tuple[tuple[int, str] | None, bool]
 
 
 class StartingState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state from which a rank continues."""
-
     generation: int | None = None
     """The checkpoint that all ranks agreed on; ``None`` = none."""
     origin: str = "kept"
@@ -74,7 +72,6 @@ class StateTracker:
 
     @property
     def is_new(self) -> bool:
-        """Whether the state is as set up."""
         return not self._is_torn and self.count == 0
 
     def start_over(self, *, has_state: bool) -> None:

@@ -63,7 +63,6 @@ class Actor:
 
     @property
     def pid(self) -> int:
-        """Process id on the node."""
         return self.identity.pid
 
 
@@ -296,7 +295,6 @@ class Pool:
                 )
 
     def take(self, numbers: Collection[int]) -> dict[int, Actor]:
-        """Remove spares from the pool by number."""
         taken = {spare.number: spare for spare in self.spares if spare.number in numbers}
         self.spares = tuple(spare for spare in self.spares if spare.number not in taken)
         for number in taken:
@@ -304,7 +302,6 @@ class Pool:
         return taken
 
     def give(self, actors: Iterable[Actor]) -> None:
-        """Return actors without a slot to the spares."""
         self.spares = (*self.spares, *actors)
 
     def answering(self, num: int, timeout_s: float) -> list[Actor]:

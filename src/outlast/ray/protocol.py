@@ -218,8 +218,6 @@ def shrunk(mesh: Mesh, num_actors: int) -> Mesh | None:
 
 
 class ShellSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """An actor's settings, given at its creation."""
-
     group: str
     """Name of the group; unique in the Ray cluster and never reused, because saved copies carry it."""
     backend: str = "gloo"
@@ -280,8 +278,6 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
-    """An actor has joined an incarnation."""
-
     iteration: int | None
     """Optimizer steps of the state, the same on every rank; ``None`` = no state."""
     generation: int | None
@@ -303,8 +299,6 @@ def timed(phases_s: dict[str, float], name: str) -> Iterator[None]:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a user's method."""
-
     incarnation: int
     method: str
     wants_result: bool = True
@@ -312,8 +306,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallReturned(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that succeeded."""
-
     iteration: int | None
     """Optimizer steps of the state after the call; ``None`` = no state."""
     value: Any = None

@@ -91,8 +91,6 @@ class Incarnation:
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """The progress of one recovery."""
-
     method: str
     first: Incarnation
     """The failed incarnation, as it was when the call began."""

@@ -37,8 +37,6 @@ class ReplyFault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The result of a remote call."""
-
     value: Any = None
     fault: ReplyFault | None = None
     error: BaseException | None = None

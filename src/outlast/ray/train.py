@@ -150,7 +150,6 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
     # -- the run -----------------------------------------------------------------------------------------------
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Record the run's name and id."""
         logs.configure("train controller", least=logging.WARNING, is_shared=True)
         self._run_id = train_run_context.get_run_config().name or train_run_context.run_id
         self._job = train_run_context.run_id[:12]

@@ -173,7 +173,6 @@ class TrainWatch:
         return True
 
     def facts(self) -> CycleFacts:
-        """Return the state of the attempt so far."""
         with self._lock:
             states = self._board.read_all() if self._board is not None else []
             return CycleFacts(

@@ -30,8 +30,6 @@ from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork, Lineage, SavedPoint, 
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem of a checkpoint."""
-
     kind: str
     """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError`` (cannot be read)."""
     reason: str
@@ -151,8 +149,6 @@ class ListedGeneration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedLeftover:
-    """A leftover and its deletion."""
-
     entry: Leftover
     remove: Callable[[], None]
     is_own: bool = True
@@ -311,8 +307,6 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The entries to delete."""
-
     generations: tuple[ListedGeneration, ...]
     remains: tuple[ListedLeftover, ...]
 

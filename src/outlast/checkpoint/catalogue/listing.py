@@ -516,8 +516,6 @@ def _look_into(name: str) -> DirectoryListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The result of reading a whole checkpoint."""
-
     entry: Generation
     """With the problems found; ``valid`` is judged by the bytes."""
     num_bytes_read: int

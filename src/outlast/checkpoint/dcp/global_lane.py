@@ -82,8 +82,6 @@ class _SharedWriting:
 
 
 class GlobalLane(RetryingLane):
-    """Commit saves to the global tier."""
-
     name = "global"
     _tier = Tier.GLOBAL
     tiers = frozenset({Tier.GLOBAL})

@@ -73,8 +73,6 @@ class InventoryTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """Everything that a rank has to save."""
-
     table: InventoryTable
     offsets: tuple[tuple[int, ...], ...]
     """One for each box of the table."""
@@ -385,8 +383,6 @@ FILE_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class Packing:
-    """A rank's files, filled in order."""
-
     file_bytes: int = FILE_BYTES
     files: list[list[Content]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)

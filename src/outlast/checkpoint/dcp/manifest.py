@@ -64,8 +64,6 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that only one rank has."""
-
     name: str
     """Name in the rank's shard."""
     dtype: str
@@ -75,8 +73,6 @@ class OwnTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a single rank."""
-
     tree: Where
     """Plain values and structure, as in the rank's shard."""
     tensors: tuple[OwnTensor, ...] = ()

@@ -169,8 +169,6 @@ def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, It
 
 @dataclass(frozen=True, slots=True)
 class StoredRankState:
-    """One rank's saved state."""
-
     tree: bytes
     """Plain values and structure, for ``state.decode``."""
     tensors: dict[str, torch.Tensor]

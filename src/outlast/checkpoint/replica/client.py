@@ -361,8 +361,6 @@ def _combine(
 
 
 class CopyOutcome(msgspec.Struct, frozen=True):
-    """The result of one target's copy."""
-
     node: str
     chunks: tuple[str, ...] | None
     """Digests that the target computed of the received bytes; ``None`` = no copy was stored."""

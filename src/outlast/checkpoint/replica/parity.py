@@ -186,7 +186,6 @@ class Block:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at an offset."""
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
