@@ -271,11 +271,9 @@ class Recovery:
         with timed(progress.phases_s, "store"):
             reply = await_replies({0: host.handle.host_store.remote()}, self._config.store_timeout)[0]
         if reply.fault is not None:
-            gathered = Gathered()
             kind = LossKind.DIED if reply.fault == ReplyFault.DIED else LossKind.STUCK
             text = f"it could not open the store of the incarnation: {describe_error(reply.error)}"
-            gathered.lost[0] = lose(0, host, kind, text)
-            return gathered
+            return Gathered(lost={0: lose(0, host, kind, text)})
         with timed(progress.phases_s, "join"):
             assignments = self._assign(new, has, *reply.value)
             refs = {rank: actor.handle.join.remote(assignments[rank]) for rank, actor in new.members.items()}

@@ -332,11 +332,10 @@ def _group(
     for holder, (inventory, rows) in enumerate(holders):
         boxes, offsets, skipped = inventory.table.boxes, inventory.offsets, left_out[id(inventory.table)]
         for index, row, digest in rows:
-            if index in skipped:
-                firsts.setdefault(row.item, (row, boxes[row.box][1]))
-                continue
             shape, whole = boxes[row.box]
             first, first_whole = firsts.setdefault(row.item, (row, whole))
+            if index in skipped:
+                continue
             if not _is_same(row, whole, first, first_whole):
                 own[holder].append(index)
                 continue

@@ -185,7 +185,7 @@ class ObjectStore:
                 if version and self._is_gcs:
                     self._replace_in_gcs(name, data, version)
                 elif version is not None:
-                    condition = {"IfMatch": version} if version else {}
+                    condition: dict[str, Any] = {"IfMatch": version} if version else {}
                     self._call("pipe_file", name, self._path(name), data, **condition)
                 return True
         except CheckpointError:
