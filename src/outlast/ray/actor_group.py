@@ -497,7 +497,7 @@ class ActorGroup:
             refs[rank] = actor.handle.call.remote(message, stored[id(parcel)])
         return self._watch.gather(current.members, refs, leaves_nodes=self._can_carry())
 
-    # -- nodes that Ray drains ---------------------------------------------------------------------------------
+    # -- drained nodes -----------------------------------------------------------------------------------------
 
     def _leave_drained_nodes(self) -> None:
         """Replace the actors of drained nodes by spares elsewhere, one node at a time, keeping the state.

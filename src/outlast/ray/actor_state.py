@@ -63,7 +63,7 @@ class StateTracker:
         self._incarnation, self._world_size = 0, 1
         self._stepped_ns = 0
 
-    # -- which state this is --------------------------------------------------------------------------------------
+    # -- identity of the state ------------------------------------------------------------------------------------
 
     @property
     def iteration(self) -> int | None:
@@ -111,7 +111,7 @@ class StateTracker:
         if self._is_torn:
             raise OutlastError("the state was left in the middle of an update: it has to be loaded first")
 
-    # -- an incarnation ----------------------------------------------------------------------------------------
+    # -- incarnations ------------------------------------------------------------------------------------------
 
     def open(self, place: WorkerEnv, journal: Journal) -> None:
         """Begin an incarnation.

@@ -334,7 +334,7 @@ def journal_recovery(report: RecoveryReport, journal: Journal) -> None:
     log.warning("incarnation %d of %s: %s", report.incarnation, journal.job, report.describe())
     for lost in report.lost:
         if lost.kind == LossKind.DRAINED:
-            continue  # recorded when the notice came
+            continue  # recorded with the preemption notice
         has_ended = lost.kind in (LossKind.DIED, LossKind.RAISED)
         incident = Incident(
             kind=IncidentKind.WORKER_FAILED if has_ended else IncidentKind.WORKER_HUNG,

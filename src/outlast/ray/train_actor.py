@@ -93,7 +93,7 @@ class TrainActor:
 
     _shell: Shell | None = None
 
-    # -- to be overridden --------------------------------------------------------------------------------------
+    # -- overridden by users -----------------------------------------------------------------------------------
 
     def setup(self) -> None:
         """Create model, optimizer and the like; called once, when the actor has a rank.
@@ -132,7 +132,7 @@ class TrainActor:
                 )
             setattr(self, name, value)
 
-    # -- to be used --------------------------------------------------------------------------------------------
+    # -- called by users ---------------------------------------------------------------------------------------
 
     @property
     def place(self) -> MeshRank:
@@ -302,7 +302,7 @@ class Shell:
         gc.collect()
         gc.freeze()  # long-lived objects need no scan at each teardown of process groups
 
-    # -- control: answered at any time -------------------------------------------------------------------------
+    # -- control: responds at any time -------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
     def identity(self) -> ActorIdentity:
@@ -315,7 +315,7 @@ class Shell:
         sections: tuple[tuple[str, float], ...] = ()
         exceeded: tuple[str, ...] = ()
         due_in_s = None
-        is_idle = not self._is_in_call and self._joined == self._incarnation  # then nothing has a timeout
+        is_idle = not self._is_in_call and self._joined == self._incarnation  # no timeout runs
         if not is_idle and (state := self._look()) is not None:
             now_ns = clock.now_ns()
             sections = tuple((one.name, max(0.0, (now_ns - one.start_ns) / 1e9)) for one in state.sections)
@@ -410,7 +410,7 @@ class Shell:
             return self._failed(outcome)
         return CallReturned(iteration=self.tracker.iteration, value=outcome.value if call.wants_result else None)
 
-    # -- used by the actor that this hosts ---------------------------------------------------------------------
+    # -- used by the hosted actor ------------------------------------------------------------------------------
 
     @property
     def monitor(self) -> PlacedRankMonitor:
@@ -424,7 +424,7 @@ class Shell:
 
         return device.training_device() if self._settings.use_gpu else torch.device("cpu")
 
-    # -- into an incarnation -----------------------------------------------------------------------------------
+    # -- joining an incarnation --------------------------------------------------------------------------------
 
     def _join(self, assignment: ActorAssignment) -> Joined:
         """Join an incarnation: process groups, set-up, state.
@@ -563,14 +563,14 @@ class Shell:
             return StartingState(origin="new" if self.tracker.is_new else "kept")
         with self._interruption.update():
             self.tracker.open(env, journal)
-            take = getattr(self._actor, "take_state", None)  # a plain class has none, and is never loaded
+            take = getattr(self._actor, "take_state", None)  # a plain class has none and never loads
             begin = self.tracker.restore(state, has, take)
         if begin.origin == "new" and not begin.is_as_set_up:
             self._start_over()
             self._set_up()
         return begin
 
-    # -- within one, and out of it -----------------------------------------------------------------------------
+    # -- in an incarnation, and leaving it ---------------------------------------------------------------------
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # Timeouts outside sections and between heartbeats restart here: they do not run between two calls. The time to

@@ -60,7 +60,7 @@ class GlobalDirectory(ClaimedPlace):
         text = os.fspath(url)
         return ObjectDirectory(text) if is_remote(text) else FileDirectory(local_path(text))
 
-    # -- what is there -----------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------
 
     def manifest(self, iteration: int) -> GlobalManifest:
         """Read a checkpoint's manifest. Raises: CheckpointError (the manifest is missing or cannot be trusted)."""
@@ -153,7 +153,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
             folders.sort()
             for name in sorted(names):
                 path = Path(above, name)
-                with contextlib.suppress(FileNotFoundError):  # a run is at work there
+                with contextlib.suppress(FileNotFoundError):  # a run changes the folder
                     found[path.relative_to(root).as_posix()] = path.stat().st_size
         return found
 
@@ -234,7 +234,7 @@ class ObjectDirectory(GlobalDirectory):
         else:
             raise CheckpointError(f"{self.url}/{folder} is written by another process all the time")
         reach("checkpoint.indexed", attempt=str(attempt))
-        try:  # after the commit, so that an owner that is none any more changes nothing of what is committed
+        try:  # after the commit, so that a former owner changes nothing committed
             self._store.replace(index, metadata, index_version)
         except CheckpointError as error:
             log.warning(
@@ -248,20 +248,20 @@ class ObjectDirectory(GlobalDirectory):
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         folder = self.folder(iteration)
         names = {name for name in self._store.sizes(folder) if name.endswith(f".{attempt.label}.distcp")}
-        if (committed := self._committed_files(folder)) is not None:  # a commit whose answer was lost is one
+        if (committed := self._committed_files(folder)) is not None:  # the commit may have succeeded although its response was lost
             self._remove(folder, names - committed)
 
     def remove(self, iteration: int) -> None:
         folder = self.folder(iteration)
         names = set(self._store.sizes(folder))
-        self._store.remove([f"{folder}/{MANIFEST}"])  # first: what is left then is no generation
+        self._store.remove([f"{folder}/{MANIFEST}"])  # first: without its manifest it is not a checkpoint
         self._remove(folder, names - {MANIFEST})
 
     def fence(self, number: int, token: str) -> None:
         """See :class:`ClaimedPlace`; a manifest whose files are missing is not a checkpoint."""
         self._store.check_fencing(f"{FOLDER}/{number}.probe")
         retiring = f"{FOLDER}/{number - 1}.retiring"
-        with contextlib.suppress(FileNotFoundError):  # what the last owner was deleting it may continue to delete
+        with contextlib.suppress(FileNotFoundError):  # the last owner may still be deleting these
             try:
                 doomed = from_json(self._store.read(retiring), list[int])
             except msgspec.DecodeError as error:
@@ -278,7 +278,7 @@ class ObjectDirectory(GlobalDirectory):
                 found.setdefault(folder, set()).add(name)
         for folder, names in found.items():
             if (committed := self._committed_files(folder)) is None:
-                continue  # nobody knows what belongs to it
+                continue  # unknown which files belong to the checkpoint
             if not names <= committed:
                 committed = self._keep_from_replacing(folder)
                 self._remove(folder, names - committed)
@@ -314,11 +314,11 @@ class ObjectDirectory(GlobalDirectory):
             version, metadata = self._store.version(name), dump_metadata(manifest)
             entry = manifest.metadata
             if entry is None or (len(metadata), digests(metadata)) != (entry.num_bytes, entry.chunks):
-                return  # another version of torch saved it
+                return  # saved with another version of torch
             if version is None or self._store.read(name) != metadata:
                 self._store.replace(name, metadata, version)
         except (CheckpointError, FileNotFoundError):
-            return  # whoever loads the generation names what is wrong with it
+            return  # a load reports the error
 
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
         self._store.write(f"{FOLDER}/{number}.retiring", msgspec.json.encode(list(iterations)))
@@ -328,13 +328,13 @@ class ObjectDirectory(GlobalDirectory):
         num_removed = 0
         for iteration in iterations:
             if num_removed >= MAX_REMOVED:
-                return  # without a manifest it is no generation; the rest goes after the next commit
+                return  # without a manifest it is not a checkpoint; the rest is deleted after the next commit
             names = set(self._store.sizes(self.folder(iteration)))
             self._remove(self.folder(iteration), names)
             num_removed += len(names)
 
     def is_own(self, iteration: int) -> bool:
-        names = self._store.sizes(self.folder(iteration))  # without a manifest where its removal was cut short
+        names = self._store.sizes(self.folder(iteration))  # no manifest if its deletion was interrupted
         return not names or any(map(is_attempt_file, names))
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
@@ -344,7 +344,7 @@ class ObjectDirectory(GlobalDirectory):
             stale = {name for name in self._store.sizes(folder) if attempt.makes_stale(_FILE.fullmatch(name))}
             committed = self._committed_files(folder) if stale else None
             if committed is None:
-                continue  # nobody knows what belongs to it
+                continue  # unknown which files belong to the checkpoint
             stale -= committed
             self._remove(folder, stale)
             removed += [f"{folder}/{name}" for name in sorted(stale)]
@@ -392,7 +392,7 @@ class StoreRecords:
         self._store.remove([f"{FOLDER}/{number}.json"])
 
     def forget(self) -> None:
-        pass  # a folder is nothing but the names of its objects
+        pass  # object stores have no folders
 
 
 def _raise_unless_gone(error: OSError) -> None:

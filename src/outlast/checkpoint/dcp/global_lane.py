@@ -115,7 +115,7 @@ class GlobalLane(RetryingLane):
 
     @property
     def _directory(self) -> GlobalDirectory:
-        assert self._places.directory is not None  # else there is no such lane
+        assert self._places.directory is not None  # otherwise there is no global lane
         return self._places.directory
 
     def _where(self) -> str:
@@ -160,7 +160,7 @@ class GlobalLane(RetryingLane):
     def _write(self, save: Save, directory: GlobalDirectory, items: Items | None, duty: Duty) -> Wrote:
         """Write the files that rank 0 ordered."""
         try:
-            assert items is not None  # else there is no order
+            assert items is not None  # otherwise rank 0 sent no order
             return Wrote(iteration=save.iteration, report=self._write_files(save, directory, items, duty))
         except Exception as error:  # any error: rank 0 waits for this rank's report
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
@@ -194,7 +194,7 @@ class GlobalLane(RetryingLane):
 
         are_finite: list[bool] = []
         with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="outlast-global") as pool:
-            running = [pool.submit(ask, request) for request in requests]  # all end, also when one fails
+            running = [pool.submit(ask, request) for request in requests]  # all run to the end, even if one fails
         files = tuple(one.result() for one in running)
         return WriteReport(files, all(are_finite), tree.num_bytes, tuple(map(len, values)))
 
@@ -216,7 +216,7 @@ class GlobalLane(RetryingLane):
         self._start_clock()
         try:
             answers = self._gather_answers(save, "has", answer)
-            roots = [one.inventory for one in answers if one.inventory is not None]  # there is one, or an error
+            roots = [one.inventory for one in answers if one.inventory is not None]  # never None without an error
             tables = {one.table: InventoryTable for one in roots}
             digests = {one.digests: PartDigests for one in roots}
             inventories = join(
@@ -235,7 +235,7 @@ class GlobalLane(RetryingLane):
         try:
             # Waits for all ranks even after a failure: no file may be deleted while a rank still writes.
             answers = self._gather_answers(save, "wrote", wrote, waits_for_all=True)
-            reports = [one.report for one in answers if one.report is not None]  # there is one, or an error
+            reports = [one.report for one in answers if one.report is not None]  # never None without an error
             outcome = SaveOutcome()
         except CheckpointError as failure:
             if self._rank != 0:
@@ -250,7 +250,7 @@ class GlobalLane(RetryingLane):
                 if not save.suspect:
                     self._outcomes.report_committed(
                         save.iteration, frozenset({Tier.GLOBAL})
-                    )  # first, as in the near lane
+                    )  # before posting, as in the node-local lane
             except (CheckpointError, OSError) as failure:
                 outcome = self._failed_here(failure)
         if outcome.error is not None:
@@ -275,7 +275,7 @@ class GlobalLane(RetryingLane):
         metadata = dump_metadata(manifest)
         entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))
         manifest = msgspec.structs.replace(manifest, metadata=entry)
-        assert self._claim is not None  # this is rank 0
+        assert self._claim is not None  # rank 0 has a claim
         with self._claim.committing():
             directory.commit(save.attempt, manifest, metadata, confirm=self._claim.acquire)
         if not save.suspect:

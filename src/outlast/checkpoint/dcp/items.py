@@ -244,7 +244,7 @@ def _knows_classes() -> bool:
     )
     try:
         return bool(pickle.loads(_put_together(sample)) == make_metadata(sample))
-    except Exception as error:  # noqa: BLE001  whatever it is, this torch is another one
+    except Exception as error:  # noqa: BLE001  any error means an unknown version of torch
         log.info("the index for other readers is pickled by torch's own classes: %s", error)
         return False
 
@@ -309,9 +309,9 @@ class _Pickled:
     def value(self, value: Any) -> bytes:
         buffer = io.BytesIO()
         pickler = pickle.Pickler(buffer, _PROTOCOL)
-        pickler.fast = True  # refers to nothing that was pickled before
+        pickler.fast = True  # without references to earlier values
         pickler.dump(value)
-        return buffer.getvalue()[2:-1]  # without the protocol and the end
+        return buffer.getvalue()[2:-1]  # without the protocol and stop opcodes
 
     def shared(self, value: Any) -> bytes:
         """Return a reference to an immutable value, pickled once."""

@@ -235,7 +235,7 @@ class _Planner:
 
     def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
         if isinstance(saved, torch.Tensor):
-            return saved  # the live value of what was not saved
+            return saved  # not saved: keeps its live value
         if isinstance(live, torch.Tensor):
             return self._shadow(path, live)
         if isinstance(live, Mapping):

@@ -149,7 +149,7 @@ class ObjectStore:
         """
         if self.url.partition("://")[0] not in _CONDITIONAL:
             self.warn_unfenced()
-        for number in range(1, MAX_TRIES + 1):  # of two that try at the same moment, a store may ask both to try again
+        for number in range(1, MAX_TRIES + 1):  # a store may reject both of two concurrent requests
             try:
                 self._call("pipe_file", name, self._path(name), data, mode="create")
                 return True
@@ -191,7 +191,7 @@ class ObjectStore:
         except CheckpointError:
             if self.version(name) == version:
                 raise
-        try:  # a store's library may have asked twice, and found what it had put itself
+        try:  # the store's library may have retried and found its own first write
             return self.read(name) == data
         except FileNotFoundError:
             return False
@@ -214,7 +214,7 @@ class ObjectStore:
 
     def check_fencing(self, name: str) -> None:
         """Log a warning once if the store cannot fence owners; ``name`` is a probe object."""
-        with contextlib.suppress(CheckpointError):  # the first commit will fail, and say so
+        with contextlib.suppress(CheckpointError):  # the first commit will fail with the error
             self.remove([name])
             if self.create(name, b"{}") and self.create(name, b"{}"):
                 self.warn_unfenced()
@@ -252,9 +252,9 @@ class ObjectStore:
             try:
                 for start in range(0, len(data), part_bytes):
                     file.write(data[start : start + part_bytes])
-            except BaseException:  # whatever ends it, no object must come of it
+            except BaseException:  # however it ends, no object may be created
                 if isinstance(file, AbstractBufferedFile):
-                    file.closed = True  # its end would make an object of the half that is there
+                    file.closed = True  # closing would create an object of the partial data
                     file.discard()
                 raise
             file.close()
@@ -308,7 +308,7 @@ class ObjectStore:
                     running.cancel()
                     raise
                 finally:
-                    del running  # it has the error, whose traceback has this frame: a cycle
+                    del running  # its error's traceback references this frame: a cycle
             return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)
 
         writes = method in ("pipe_file", "call")
@@ -333,13 +333,13 @@ class ObjectStore:
             raise Unavailable(f"{where}: the object store did not respond within {limit_s:.3g} s") from error
         except ImportError as error:
             raise CheckpointError(f"{where}: {error}; install the package that reaches this store") from error
-        except Exception as error:  # each store's library has errors of its own
+        except Exception as error:  # each store's library has its own errors
             if creates and isinstance(error, FileExistsError):
                 raise
             is_refused = isinstance(error, OSError) and error.errno in _REFUSED
             is_old = time.monotonic() - self._opened_at > RENEW_S
             if isinstance(error, RuntimeError) or (is_old and not is_refused):
-                self._opened = None  # closed, or its library does not recover: the next call opens another
+                self._opened = None  # closed, or its library does not recover: the next call opens a new one
             text = str(error).strip().splitlines()
             line = f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}"
             if _is_usage_error(error):
@@ -367,7 +367,7 @@ def _in_thread(work: Callable[[], Any], timeout_s: float) -> Any:
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="outlast-store", daemon=True).start()
