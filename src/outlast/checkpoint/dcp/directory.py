@@ -248,7 +248,7 @@ class ObjectDirectory(GlobalDirectory):
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         folder = self.folder(iteration)
         names = {name for name in self._store.sizes(folder) if name.endswith(f".{attempt.label}.distcp")}
-        if (committed := self._committed_files(folder)) is not None:  # the commit may have succeeded although its response was lost
+        if (committed := self._committed_files(folder)) is not None:  # the commit may have succeeded
             self._remove(folder, names - committed)
 
     def remove(self, iteration: int) -> None:
