@@ -175,14 +175,12 @@ class TrainWatch:
     def facts(self) -> CycleFacts:
         with self._lock:
             states = self._board.read_all() if self._board is not None else []
+            durable = [one.durable_iteration for one in states if one.durable_iteration is not None]
+            committed = [one.committed_iteration for one in states if one.committed_iteration is not None]
             return CycleFacts(
                 cycle=self._attempt,
-                durable_iteration=max(
-                    (s.durable_iteration for s in states if s.durable_iteration is not None), default=None
-                ),
-                committed_iteration=max(
-                    (s.committed_iteration for s in states if s.committed_iteration is not None), default=None
-                ),
+                durable_iteration=max(durable, default=None),
+                committed_iteration=max(committed, default=None),
                 progress_known=any(state.reports_progress for state in states),
                 incident=self._incident,
             )
