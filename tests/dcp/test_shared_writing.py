@@ -45,6 +45,18 @@ def _part(
     )
 
 
+def _parts_of(one: Inventory) -> tuple[TensorPart, ...]:
+    digests = {index: digest.hex() for private in (False, True) for index, _, digest in one.rows(private=private)}
+    return tuple(
+        TensorPart(
+            *(row.name, row.item, row.path, row.dtype, *one.table.boxes[row.box], one.offsets[row.box]),
+            row.num_bytes,
+            digests[index],
+        )
+        for index, row in enumerate(one.table.rows)
+    )
+
+
 def _met(inventories: list[Inventory]) -> list[Inventory]:
     """Return inventories as rank 0 has them after all ranks sent theirs: equal ones are one object."""
     tables = {repr(one.table): one.table for one in inventories}
@@ -88,18 +100,19 @@ def test_everything_is_written_once_and_every_rank_finds_its_own(inventories: li
     elements: dict[str, int] = {}
     for inventory, duty in zip(inventories, duties, strict=True):
         for index in duty.parts:
-            part = inventory.parts[index]
+            part = _parts_of(inventory)[index]
             key = (part.item, part.offset, part.shape)
             assert key not in written
             written[key] = part.digest
             elements[part.item] = elements.get(part.item, 0) + math.prod(part.shape)
     for inventory, duty in zip(inventories, duties, strict=True):
-        for index, part in enumerate(inventory.parts):
+        for index, part in enumerate(_parts_of(inventory)):
             assert elements.get(part.item, 0) == math.prod(part.global_shape)
             if index not in duty.own and part.num_bytes:
                 assert written[part.item, part.offset, part.shape] == part.digest
-    names = [inventory.values[i].item for inventory, duty in zip(inventories, duties, strict=True) for i in duty.values]
-    assert sorted(names) == sorted({value.item for inventory in inventories for value in inventory.values})
+    tables = [inventory.table for inventory in inventories]
+    names = [table.values[i].item for table, duty in zip(tables, duties, strict=True) for i in duty.values]
+    assert sorted(names) == sorted({value.item for table in tables for value in table.values})
 
 
 @given(_inventories())
@@ -117,13 +130,13 @@ def test_the_manifest_leads_every_rank_to_its_parts(inventories: list[Inventory]
     for rank, (inventory, duty) in enumerate(zip(inventories, duties, strict=True)):
         packing = Packing(FILE_BYTES)
         values = [bytes(10 + rank) for _ in duty.values]
-        offsets = {part.name: 64 * number for number, part in enumerate(inventory.parts)}
+        offsets = {part.name: 64 * number for number, part in enumerate(_parts_of(inventory))}
         packed = pack(packing, inventory, duty, Range(0, 7 + rank % 2), values, offsets)
         packs.append(packed)
         files = tuple(WrittenFile(size, bytes(8)) for size in packed.sizes)
         reports.append(WriteReport(files, True, 7 + rank % 2, tuple(map(len, values))))
         for index, where in zip(duty.parts, packed.parts, strict=True):
-            part = inventory.parts[index]
+            part = _parts_of(inventory)[index]
             spot[part.item, part.offset, part.shape] = (f"f{rank}.{where.file}", where.start)
 
     composed = compose(inventories, duties, reports, file_bytes=FILE_BYTES, name_of=lambda rank, n: f"f{rank}.{n}")
@@ -134,8 +147,8 @@ def test_the_manifest_leads_every_rank_to_its_parts(inventories: list[Inventory]
         tree = composed.ranks[rank].tree
         assert (names[tree.file], tree.start) == (f"f{rank}.{packs[rank].tree.file}", packs[rank].tree.start)
         own = {tensor.name for tensor in composed.ranks[rank].tensors}
-        assert own == {inventory.parts[index].name for index in duty.own}
-        for index, part in enumerate(inventory.parts):
+        assert own == {_parts_of(inventory)[index].name for index in duty.own}
+        for index, part in enumerate(_parts_of(inventory)):
             if index in duty.own:
                 continue
             pieces = [piece for piece in items[part.item].pieces if not piece.ranks or rank in piece.ranks]
@@ -159,7 +172,7 @@ def test_files_of_another_length_are_refused() -> None:
 def test_nothing_is_lost_on_the_way(inventories: list[Inventory]) -> None:
     """An inventory has the parts that it was made of, and an order the duty."""
     for inventory, duty in zip(inventories, assign(inventories), strict=True):
-        assert Inventory.of(inventory.parts, inventory.values) == inventory
+        assert Inventory.of(_parts_of(inventory), inventory.table.values) == inventory
         assert Order.of(duty).duty == duty
 
 

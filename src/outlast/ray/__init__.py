@@ -1,4 +1,4 @@
-"""Groups of training actors on Ray that replace what dies and go on."""
+"""Groups of training actors on Ray that replace lost actors and continue."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ __all__ = [
     "register_dispatch",
 ]
 
-# On first use, so that what needs only a mesh waits neither for torch nor for Ray.
+# Lazy, so that importing only Mesh loads neither torch nor Ray.
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,6 +1,6 @@
-"""A group of training actors that replaces those that die or hang and repeats the interrupted call.
+"""A group of training actors that replaces dead and hanging actors and repeats the interrupted call.
 
-One thread owns the actors: it carries out one call after the other, and recovers in between.
+One thread owns the actors, carries out the calls in order, and recovers between them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
 from outlast.ray.replies import describe_error
 from outlast.ray.train_actor import TrainActor, create_shell
-from outlast.ray.watch import Gathered, LossKind, Watch
+from outlast.ray.watch import Gathered, LossKind, Watch, lose
 from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 
@@ -43,15 +43,14 @@ _CLOSE_MARGIN_S = 5.0
 
 
 class Pending:
-    """Stand for the result of a submitted call.
+    """The result of a submitted call.
 
-    Awaitable: ``await pending`` gives the result, or raises what the call raised. To stop waiting, by a timeout, by
-    Ctrl-C, or by cancelling the task that awaits it, does not stop the call: the group continues it, and calls that
-    are submitted later begin after it.
+    Awaitable: ``await pending`` returns the result, or raises the call's exception. Ending the wait (timeout, Ctrl-C,
+    cancelling the awaiting task) does not end the call: the group continues it, and later calls begin after it.
 
     Args:
-        method: Name of the method that is called.
-        future: Is given the result.
+        method: Name of the called method.
+        future: Receives the result.
 
     Thread: any.
     """
@@ -62,17 +61,17 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is a result, or an error."""
+        """Whether the call has ended, with a result or an error."""
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Return the call's result.
 
         Args:
-            timeout_s: Seconds to wait; ``None``: as long as it takes.
+            timeout_s: Seconds to wait; ``None``: no limit.
 
         Raises:
-            DeadlineExceeded: There is none in time; the call continues.
+            DeadlineExceeded: The call has not ended in time; it continues.
 
         Blocks: until the call has ended, recoveries included.
         """
@@ -80,7 +79,7 @@ class Pending:
             return self._future.result(timeout_s)
         except FutureTimeout as error:
             if self._future.done():
-                raise  # the call itself raised it
+                raise  # raised by the call itself
             raise DeadlineExceeded(
                 f"{self.method!r} has not ended within {timeout_s} s; it continues: wait again, or close the group"
             ) from error
@@ -92,8 +91,6 @@ class Pending:
 
 @dataclass(slots=True, kw_only=True)
 class _Submitted:
-    """One call of a method of all actors."""
-
     method: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -101,23 +98,19 @@ class _Submitted:
     takes_weights: bool
     future: Future[Any] = field(default_factory=Future)
 
-    def wants_result(self, rank: int, current: Incarnation) -> bool:
-        """Return whether the result of a rank is wanted."""
-        return self.dispatch.wants_result(current.mesh.place(rank))
-
 
 class GroupStep:
     """One turn of :meth:`ActorGroup.steps`: a context in which a rollback of the group ends the turn, not the loop.
 
     Args:
-        iteration: Number of optimizer steps that the actors' state has done.
+        iteration: Number of optimizer steps of the actors' state.
     """
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
-        """Number of optimizer steps that the actors' state has done as the turn begins."""
+        """Number of optimizer steps of the actors' state at the start of the turn."""
         self.rolled_back: RolledBack | None = None
-        """Why the turn ended early; ``None``: it has not."""
+        """The rollback that ended the turn early; ``None``: none."""
 
     def __enter__(self) -> int:
         return self.iteration
@@ -128,39 +121,41 @@ class GroupStep:
 
 
 class ActorGroup:
-    """Actors that train together as the ranks of a mesh, with spares that take the slots of those that are lost.
+    """Actors that train together as the ranks of a mesh, with spares that replace lost actors.
 
-    An actor that dies, is stopped, or hangs is noticed, whatever its peers wait in; it alone is replaced. The others
-    keep their processes, and their state where it is that of the newest generation. Then the interrupted call is
+    A dead, stopped or hanging actor is detected, whatever its peers wait for, and only that actor is replaced. The
+    others keep their processes, and their state if it is that of the newest checkpoint. Then the interrupted call is
     repeated.
 
     Args:
-        actor_class: A subclass of :class:`~outlast.ray.TrainActor`, or any class of one's own; not a Ray actor.
+        actor_class: A subclass of :class:`~outlast.ray.TrainActor`, or any other class; not a Ray actor.
         mesh: Sizes by axis (``dp``, ``cp``, ``tp``, ``pp``, and ``ep``, ``etp`` for experts).
         args: Positional arguments of the class's constructor.
-        kwargs: Keyword arguments of it.
-        num_spares: Actors that start like the others, and wait. Where one was lost another one is started in the
+        kwargs: Keyword arguments of the class's constructor.
+        num_spares: Actors that start like the others, and wait. A spare that takes a slot is replaced in the
             background.
         num_cpus: CPUs of each actor.
         num_gpus: GPUs of each actor.
         resources: Custom resources of each actor.
-        placement: How actors are spread over nodes: ``PACK``, ``SPREAD``, ``STRICT_PACK``, ``STRICT_SPREAD``, or a
-            placement group of one's own with a bundle for each.
-        backend: Of the process groups; ``None``: NCCL beside gloo with GPUs, else gloo.
-        checkpoint: Where and how often state is saved; ``None``: nowhere, so after a lost actor all start over.
-        fault_tolerance: Timeouts of sections and heartbeats; ``None``: hangs are only found where actors do not answer
-            at all. Limits of recoveries are ``recovery``'s: a field that nothing reads here is refused.
+        placement: Placement over nodes: ``PACK``, ``SPREAD``, ``STRICT_PACK``, ``STRICT_SPREAD``, or a placement group
+            with
+            a bundle for each actor.
+        backend: Backend of the process groups; ``None``: NCCL and gloo with GPUs, else gloo.
+        checkpoint: Where and how often state is saved; ``None``: not saved, so all start over after a lost actor.
+        fault_tolerance: Timeouts of sections and heartbeats; ``None``: a hang is detected only if the actor does not
+            respond
+            at all. A field that the group does not use is rejected; limits of recoveries are in ``recovery``.
         recovery: Limits of recoveries; ``None``: the defaults.
-        run_dir: Where the journal is written; ``None``: nowhere.
-        runtime_env: As Ray takes it, for the actors and the checkpoint writers of their nodes.
+        run_dir: Directory of the journal; ``None``: no journal.
+        runtime_env: Ray's runtime environment for the actors and the checkpoint writers of their nodes.
 
     Raises:
-        ConfigError: A setting is wrong; nothing was started.
-        SparesExhausted: The cluster has no room for so many actors.
+        ConfigError: A setting is invalid; nothing was started.
+        SparesExhausted: The cluster has no resources for so many actors.
         ActorFailed: The class's constructor or ``setup`` raises.
 
     Blocks: until the first incarnation works.
-    Thread: any; calls are carried out one after the other, in the order in which they were submitted.
+    Thread: any; calls are carried out one after the other, in the order of submission.
     """
 
     def __init__(
@@ -198,7 +193,7 @@ class ActorGroup:
         logs.configure("driver", least=logging.WARNING, is_shared=True)
         self._actor_class, self._config = actor_class, recovery or RecoveryConfig()
         self._checkpoint = checkpoint
-        # Replaced as a whole by the thread, and read by any.
+        # Replaced as a whole by the thread; any thread may read it.
         self._current = Incarnation(number=-1, mesh=Mesh.of(mesh), members={})
         self._recoveries: tuple[RecoveryReport, ...] = ()
         name = f"{actor_class.__name__}-{uuid.uuid4().hex[:8]}"
@@ -224,9 +219,9 @@ class ActorGroup:
         self._watch = Watch(self._config, self._pool)
         self._recovery = Recovery(self._config, self._pool, self._watch)
         self._budget = RecoveryBudget(self._config.max_recoveries)
-        self._known: int | None = None  # the iteration at which whoever makes calls believes the group to be
-        self._recovered_at: int | None = None  # the iteration of the newest recovery
-        self._staying: set[str] = set()  # drained nodes that the group does not leave before they are gone
+        self._known: int | None = None  # the group's iteration as known to the callers
+        self._recovered_at: int | None = None  # iteration of the newest recovery
+        self._staying: set[str] = set()  # drained nodes that the group does not leave before they end
         self._calls: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._broken: OutlastError | None = None
@@ -241,43 +236,43 @@ class ActorGroup:
             raise
 
     def run(self, method: str, *args: Any, dispatch: str | Dispatch = "mesh", **kwargs: Any) -> Any:
-        """Call a method on all actors and return the results, whatever dies meanwhile.
+        """Call a method on all actors and return the results; lost actors are replaced and the call repeated.
 
         Args:
             method: Name of the method.
-            args: Its arguments, divided by the dispatch.
-            dispatch: Who gets which part: ``mesh``, ``pass_through``, a name of one's own, or a dispatch.
-            kwargs: Its keyword arguments, divided likewise.
+            args: The method's arguments, divided by the dispatch.
+            dispatch: How arguments are divided: ``mesh``, ``pass_through``, a registered name, or a dispatch object.
+            kwargs: The method's keyword arguments, divided likewise.
 
         Returns:
-            What the dispatch makes of the results; with ``mesh`` a list in the order of the data shards.
+            The results combined by the dispatch; with ``mesh`` a list in the order of the data shards.
 
         Raises:
-            ConfigError: There is no such method or dispatch, or the arguments cannot be divided; nothing was called.
-            RolledBack: Actors were lost, and the group stands at another iteration than the call began from.
-            ActorFailed: The method raised, and did so again when it was repeated; or too much is lost without progress.
+            ConfigError: The method or dispatch does not exist, or the arguments cannot be divided; nothing was called.
+            RolledBack: Actors were lost, and the group is at another iteration than at the start of the call.
+            ActorFailed: The method raised again after it was repeated; or too many actors were lost without progress.
             SparesExhausted: No spare can take a lost actor's slot.
 
-        Blocks: until the call has ended, recoveries included. Ctrl-C ends the wait, not the call: what is called next
-            begins after it, and the group can be closed.
+        Blocks: until the call has ended, recoveries included. Ctrl-C ends the wait, not the call: the next call begins
+        after it, and the group can be closed.
         """
         return self._submit(method, args, kwargs, dispatch).result()
 
     def submit(self, method: str, *args: Any, dispatch: str | Dispatch = "mesh", **kwargs: Any) -> Pending:
-        """Call a method on all actors, and return at once what its result can be awaited with.
+        """Call a method on all actors without waiting; return an awaitable result.
 
-        Takes and raises what :meth:`run` does, the latter where the result is awaited. A call that ends with
-        ``RolledBack`` or ``ActorFailed`` takes those with it that were submitted and have not begun. The arguments are
-        copied, so that the caller may change them afterwards; object references and actor handles stay what they are.
+        Arguments and errors are those of :meth:`run`; errors are raised by the result. ``RolledBack`` and
+        ``ActorFailed`` also fail the submitted calls that have not begun. Arguments are copied, so that the caller may
+        change them afterwards, except object references and actor handles.
 
         Raises:
-            ConfigError: There is no such method or dispatch, or an argument cannot be pickled; nothing is called.
+            ConfigError: The method or dispatch does not exist, or an argument cannot be pickled; nothing is called.
 
         Blocks: while the arguments are copied.
         """
         try:
             args, kwargs = copy_for_later((args, kwargs))
-        except Exception as error:  # what the arguments raise is theirs
+        except Exception as error:  # pickling the arguments may raise anything
             raise ConfigError(f"an argument of {method}() cannot be pickled for the actors: {error}") from error
         return self._submit(method, args, kwargs, dispatch)
 
@@ -338,12 +333,12 @@ class ActorGroup:
 
     @property
     def iteration(self) -> int | None:
-        """Number of optimizer steps that the actors' state has done; ``None``: they keep none."""
+        """Number of optimizer steps of the actors' state; ``None``: they keep no state."""
         return self._current.iteration
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that works now; smaller than at first where the group had to shrink."""
+        """The current mesh; smaller than the initial one if the group had to shrink."""
         return self._current.mesh
 
     @property
@@ -353,7 +348,7 @@ class ActorGroup:
 
     @property
     def nodes(self) -> dict[int, str]:
-        """Rank to Ray's id of the node."""
+        """Rank to Ray's node id."""
         return {rank: actor.node for rank, actor in sorted(self._current.members.items())}
 
     @property
@@ -363,18 +358,16 @@ class ActorGroup:
 
     @property
     def recoveries(self) -> list[RecoveryReport]:
-        """What was recovered from until now, oldest first."""
+        """All recoveries, oldest first."""
         return list(self._recoveries)
 
     def close(self) -> None:
-        """End all actors and release what was reserved for them. Idempotent.
-
-        Calls that have not ended fail.
+        """End all actors and release their resources. Idempotent. Calls that have not ended fail.
 
         Raises:
-            DeadlineExceeded: It could not be done in time; Ray does it at this process's end.
+            DeadlineExceeded: The group did not close in time; Ray ends it with this process.
 
-        Blocks: usually some milliseconds; as long as a stopped actor resists, 5 seconds.
+        Blocks: usually some milliseconds; up to 5 seconds while a stopped actor is killed.
         """
         try:
             self._close()
@@ -412,7 +405,7 @@ class ActorGroup:
             self._end()
 
     def _form(self) -> bool:
-        """Make the first incarnation; return whether that succeeded."""
+        """Form the first incarnation; return whether that succeeded."""
         try:
             self._pool.open()
             self._pool.require(self._current.mesh.size)
@@ -420,7 +413,7 @@ class ActorGroup:
         except GroupClosed:
             self._formed.set_exception(OutlastError("the group of actors was closed while it was formed"))
             return False
-        except Exception as error:  # noqa: BLE001 - belongs to whoever makes the group
+        except Exception as error:  # noqa: BLE001 - raised by the constructor
             self._formed.set_exception(error)
             return False
         self._known = self._current.iteration
@@ -434,7 +427,7 @@ class ActorGroup:
             except queue.Empty:
                 self._pool.poll()
                 if self._broken is None:
-                    with contextlib.suppress(OutlastError, GroupClosed):  # kept for the next call
+                    with contextlib.suppress(OutlastError, GroupClosed):  # raised by the next call
                         self._leave_drained_nodes()
         return None
 
@@ -447,14 +440,14 @@ class ActorGroup:
             call.future.set_result(self._call(call))
         except (RolledBack, ActorFailed) as error:
             call.future.set_exception(error)
-            self._fail_waiting(error)  # whoever submitted them did not know it yet
+            self._fail_waiting(error)  # their callers do not know about it yet
         except GroupClosed:
             call.future.set_exception(OutlastError(f"the group of actors was closed during {call.method!r}"))
-        except Exception as error:  # noqa: BLE001 - belongs to whoever made the call
+        except Exception as error:  # noqa: BLE001 - raised to the caller
             call.future.set_exception(error)
 
     def _call(self, call: _Submitted) -> Any:
-        """Make a call, and make it again after a recovery to the state that it began from."""
+        """Make a call, and repeat it after a recovery to the same iteration."""
         num_own_failures = 0
         self._leave_drained_nodes()
         if ends_call(self._known, [self._current.iteration]):
@@ -464,12 +457,13 @@ class ActorGroup:
                 f"could load was {self._known}, not {known}; continue with the data from there",
                 iteration=self._known,
             )
+        wants = call.dispatch.wants_result
         while True:
             current, begun_at = self._current, self._current.iteration
             gathered = self._call_once(current, call)
             if gathered.is_whole:
                 self._note_end(gathered)
-                results = {rank: one.value for rank, one in gathered.values.items() if call.wants_result(rank, current)}
+                results = {rank: one.value for rank, one in gathered.values.items() if wants(current.mesh.place(rank))}
                 return call.dispatch.collect(current.mesh, results)
             report = self._recover(gathered, call.method)
             self._known = report.iteration
@@ -496,24 +490,22 @@ class ActorGroup:
         stored = {id(parcel): ray.put(parcel) for parcel in {id(parcel): parcel for parcel in parcels}.values()}
         refs = {}
         for rank, actor in current.members.items():
-            message = Call(
-                incarnation=current.number,
-                method=call.method,
-                wants_result=call.wants_result(rank, current),
-            )
-            parcel = parcels[call.dispatch.parcel_of(current.mesh.place(rank))]
+            place = current.mesh.place(rank)
+            wants_result = call.dispatch.wants_result(place)
+            message = Call(incarnation=current.number, method=call.method, wants_result=wants_result)
+            parcel = parcels[call.dispatch.parcel_of(place)]
             refs[rank] = actor.handle.call.remote(message, stored[id(parcel)])
         return self._watch.gather(current.members, refs, leaves_nodes=self._can_carry())
 
-    # -- nodes that Ray drains ---------------------------------------------------------------------------------
+    # -- drained nodes -----------------------------------------------------------------------------------------
 
     def _leave_drained_nodes(self) -> None:
-        """Replace the actors of drained nodes by spares elsewhere, one node after the other, with the state as it is.
+        """Replace the actors of drained nodes by spares elsewhere, one node at a time, keeping the state.
 
-        Nothing is done while there are too few spares elsewhere, or where the state cannot be moved there: training
-        then continues until the node is gone.
+        While there are too few spares elsewhere, or if the state cannot be moved, training continues until the node
+        ends.
         """
-        draining = self._pool.draining  # another thread replaces it
+        draining = self._pool.draining  # replaced by another thread
         for node in sorted(draining, key=draining.__getitem__):
             members = self._current.members
             leaving = [rank for rank, actor in members.items() if actor.node == node]
@@ -527,13 +519,12 @@ class ActorGroup:
                     leaving,
                 )
                 continue
-            self._pool.ask_for_spares(len(leaving))
+            num, pool = len(leaving), self._pool
+            pool.ask_for_spares(num)
             is_near = self._checkpoint is not None and self._checkpoint.directory is None
             if is_near and self._current.iteration == self._recovered_at:
-                continue  # copies of the state that was loaded may be on nodes that were left; the next step's are not
-            if len(self._pool.usable) < len(leaving):
-                continue
-            if len(self._pool.answering(len(leaving), self._config.ping_timeout)) < len(leaving):
+                continue  # copies of the loaded state may be on nodes that were left; those of the next step are not
+            if len(pool.usable) < num or len(pool.answering(num, self._config.ping_timeout)) < num:
                 continue
             gathered = self._save_now()
             if why := next((one.value for one in gathered.values.values() if one.value), None):
@@ -546,11 +537,11 @@ class ActorGroup:
                     continue
                 for rank in leaving:
                     text = describe_drain(self._pool.draining.get(node, math.inf))
-                    gathered.lose(rank, members[rank], LossKind.DRAINED, text)
+                    gathered.lost[rank] = lose(rank, members[rank], LossKind.DRAINED, text)
             self._recover(gathered, "")
 
     def _can_carry(self) -> bool:
-        """Return whether the state of an actor can be had on another node."""
+        """Return whether another node can load an actor's state."""
         config = self._checkpoint
         if self._current.iteration is None or config is None:
             return self._current.iteration is None
@@ -558,7 +549,7 @@ class ActorGroup:
         return config.directory is not None or (config.replication is not False and has_partner)
 
     def _save_now(self) -> Gathered:
-        """Have the state saved to all tiers; each rank replies why that failed, or nothing."""
+        """Save the state to all tiers; each rank replies with the reason of a failure, or an empty string."""
         current, limit_s = self._current, self._config.join_timeout
         if current.iteration is None:
             return Gathered()
@@ -602,7 +593,6 @@ class ActorGroup:
         self._journal.close()
 
     def _fail_waiting(self, error: OutlastError) -> None:
-        """Have the calls that have not begun end with an error."""
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get_nowait()
@@ -629,7 +619,7 @@ _READ = frozenset(
         "num_warmup_iterations",
     }
 )
-"""Fields of the fault tolerance settings that a group of actors uses."""
+"""Fields of ``FaultToleranceConfig`` that a group of actors uses."""
 _INSTEAD = {
     "max_no_progress_cycles": "set recovery.max_recoveries",
     "node_heartbeat_timeout": "set recovery.ping_timeout",

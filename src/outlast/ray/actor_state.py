@@ -1,4 +1,4 @@
-"""Tracking of an actor's state: its iteration, whether it is consistent, what of it is saved, and its loading."""
+"""An actor's state: its iteration, whether it is consistent, saving and loading."""
 
 from __future__ import annotations
 
@@ -28,35 +28,32 @@ if TYPE_CHECKING:
 
 
 HeldState = tuple[tuple[int, str] | None, bool]
-"""What ranks compare: iteration and attempt of the state that one holds, and whether its state is as it was set up."""
+"""What ranks compare: iteration and attempt of the held state, and whether the state is as set up."""
 
 
 class StartingState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state from which a rank continues."""
-
     generation: int | None = None
-    """The generation that all agreed on; ``None`` = none."""
+    """The checkpoint that all ranks agreed on; ``None`` = none."""
     origin: str = "kept"
-    """``kept``; ``new`` = all ranks begin at 0; or the tier that it was read from."""
+    """``kept``; ``new`` = all ranks begin at 0; or the tier that was read."""
     is_as_set_up: bool = True
-    """Of ``new``: whether all ranks are as they were set up; if not, all have to be set up again."""
+    """With ``new``: whether all ranks are as set up; otherwise all have to be set up again."""
 
 
 class StateTracker:
-    """Keep an actor's state, as far as it is configured, and know at any time which state it is.
+    """Saves and loads an actor's state, if configured, and tracks which state it is.
 
-    A state is *held* when it is whole and it is known which attempt saved it: it need not be loaded from there.
-
-    Thread: the working thread, except where a method's docstring names another.
+    A state is *held* if it is consistent and the attempt that saved it is known: it need not be loaded from there.
+    Thread: the working thread, except where a method names another.
     """
 
     def __init__(self, config: CheckpointConfig | None, interruption: AsyncInterruption) -> None:
         self._config, self._interruption = config, interruption
         self.count = 0
-        """Optimizer steps that the state has done, whole or not."""
+        """Optimizer steps of the state, consistent or not."""
         self._is_torn = False
         self.has_state = False
-        """Whether there is a state that could be lost."""
+        """Whether there is a state to lose."""
         self._attempt: str | None = None
         self._random = RandomSnapshot()
         self._manager: CheckpointEngine | None = None
@@ -66,31 +63,26 @@ class StateTracker:
         self._incarnation, self._world_size = 0, 1
         self._stepped_ns = 0
 
-    # -- which state this is --------------------------------------------------------------------------------------
+    # -- identity of the state ------------------------------------------------------------------------------------
 
     @property
     def iteration(self) -> int | None:
-        """Optimizer steps that the state has done; ``None`` = it is torn, or there is no state. Thread: any."""
+        """Optimizer steps of the state; ``None`` = torn, or no state. Thread: any."""
         return None if self._is_torn or not self.has_state else self.count
 
     @property
     def is_new(self) -> bool:
-        """Whether the state is as it was set up."""
         return not self._is_torn and self.count == 0
 
     def start_over(self, *, has_state: bool) -> None:
-        """Take note of a state that was set up just now."""
+        """Record that the state was just set up."""
         self.count, self._is_torn, self._attempt, self._origin = 0, False, None, None
         self.has_state = has_state
         self._random.take()
 
     @contextmanager
     def update(self, iteration: int) -> Iterator[None]:
-        """Be in the context in which the state goes from ``iteration - 1`` to ``iteration``.
-
-        Raises:
-            OutlastError: The state has not done ``iteration - 1`` steps.
-        """
+        """Context of the change from ``iteration - 1`` to ``iteration``. Raises OutlastError at another iteration."""
         self._check_whole()
         if iteration != self.count + 1:
             raise OutlastError(
@@ -103,14 +95,14 @@ class StateTracker:
             self._is_torn = True
             yield
             if self._interruption.is_wanted and count_collectives() != num_collectives:
-                self._interruption.check()  # what a collective brought meanwhile may be nothing: torn it is
+                self._interruption.check()  # a collective may have returned garbage meanwhile: the state is torn
             self.count, self._attempt = iteration, f"unsaved-{self._incarnation}"
             self._random.take()
             self._is_torn = False
 
     @contextmanager
     def whole_call(self) -> Iterator[None]:
-        """Be in a call of an actor of whose state nothing is known: any may change it, and none can be gone back to."""
+        """Context of a call of an actor with unknown state: any call may change it, and none can be undone."""
         self._is_torn = True
         yield
         self.count, self._is_torn = self.count + 1, False
@@ -119,16 +111,12 @@ class StateTracker:
         if self._is_torn:
             raise OutlastError("the state was left in the middle of an update: it has to be loaded first")
 
-    # -- an incarnation ----------------------------------------------------------------------------------------
+    # -- incarnations ------------------------------------------------------------------------------------------
 
     def open(self, place: WorkerEnv, journal: Journal) -> None:
         """Begin an incarnation.
 
-        Raises:
-            CheckpointError: A folder cannot be used.
-            PeerLost: A peer left.
-
-        Collective: all ranks.
+        Raises: CheckpointError (a folder cannot be used); PeerLost (a peer was lost). Collective: all ranks.
         """
         from outlast.checkpoint.manager import open_manager
 
@@ -153,17 +141,11 @@ class StateTracker:
         """Load, or keep, the state that all ranks continue from.
 
         Args:
-            state: Name to what is saved.
-            has: The iteration whose state may be kept; ``None`` = it is loaded in any case.
-            take: Called with plain values that were loaded; ``None`` = nothing is ever loaded.
+            state: The values to save, by name.
+            has: The iteration whose state may be kept; ``None`` = load.
+            take: Called with the loaded plain values; ``None`` = never loads.
 
-        Returns:
-            Which one that is.
-
-        Raises:
-            CheckpointError: There are generations, but none that all ranks can load.
-            PeerLost: A peer left.
-
+        Raises: CheckpointError (there are checkpoints, but none that all ranks can load); PeerLost (a peer was lost).
         Collective: all ranks.
         """
         held = None
@@ -190,16 +172,13 @@ class StateTracker:
         return self._resume(StartingState(generation=restored.generation, origin=restored.tier))
 
     def _resume(self, begin: StartingState) -> StartingState:
-        self._random.restore()  # a call that failed has used some
+        self._random.restore()  # a failed call has used some
         if self._schedule is not None:
             self._schedule.start_from(self.count)
         return begin
 
     def _compare(self, held: tuple[int, str] | None) -> tuple[bool, bool]:
-        """Return whether all ranks hold the same state, and whether all are as they were set up.
-
-        Collective: all ranks.
-        """
+        """Return whether all ranks hold the same state, and whether all are as set up. Collective: all ranks."""
         facts = [msgspec.json.encode((held, self.is_new))]
         if self._world_size > 1:
             from torch.distributed.distributed_c10d import _get_default_group
@@ -210,14 +189,10 @@ class StateTracker:
         return all_hold, all(is_new for _, is_new in of_all)
 
     def save(self, state: Mapping[str, Any], iteration: int, *, now: bool) -> SaveHandle | None:
-        """Save a state if that is due.
+        """Save the state if that is due.
 
-        Raises:
-            OutlastError: The state has not done ``iteration`` steps.
-            CheckpointError: Saving failed too often in a row.
-
-        Collective: all ranks, at the same iteration.
-        Blocks: while the state is copied.
+        Raises: OutlastError (the state is not at ``iteration``); CheckpointError (saving failed too often in a row).
+        Collective: all ranks, at the same iteration. Blocks: while the state is copied.
         """
         self._check_whole()
         if iteration != self.count:
@@ -235,7 +210,7 @@ class StateTracker:
         return handle
 
     def _due(self, iteration: int) -> DueSave:
-        """Return what is due after a step. Collective: all ranks, where an interval is automatic."""
+        """Return the tiers due after a step. Collective: all ranks, if an interval is automatic."""
         assert self._manager is not None
         assert self._schedule is not None
         now_ns = clock.now_ns()
@@ -248,15 +223,14 @@ class StateTracker:
         return self._schedule.due(iteration, agreed)
 
     def give_up(self) -> None:
-        """Have the working thread wait for no save any more; :meth:`close` follows. Blocks: never. Thread: any."""
+        """Abandon the saves that the working thread waits for; :meth:`close` follows. Blocks: never. Thread: any."""
         if (manager := self._manager) is not None:
             manager.give_up()
 
     def close(self) -> None:
-        """End the incarnation; what is not committed yet is given up. Idempotent.
+        """End the incarnation; uncommitted saves are abandoned. Idempotent.
 
-        Blocks: up to 10 s, whatever the peers do.
-        Thread: any, once the working thread is out.
+        Blocks: up to 10 s, independent of peers. Thread: any, once the working thread has left the call.
         """
         manager, self._manager = self._manager, None
         if self._consensus is not None:

@@ -1,11 +1,10 @@
-"""Who gets which part of a call's arguments, and whose results are the call's.
+"""Divides a call's arguments among actors and collects the results.
 
-A *parcel* is the arguments of one call as some actors get them. Each is put into the object store once, however many
-actors read it.
+A *parcel* is the arguments for some of the actors; each parcel is put into Ray's object store once.
 
 A *batch* is a tensor or array of at least one dimension, or a list, whose items are samples. Dicts and tuples hold
-batches as fields, however deep. Everything else (numbers, strings, ``None``, 0-d tensors, other objects) has no
-samples and stays whole.
+batches as fields, at any depth. Everything else (numbers, strings, ``None``, 0-d tensors, other objects) has no samples
+and is passed whole.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ from outlast.ray.protocol import Mesh, MeshRank
 
 
 def copy_for_later(values: Any) -> Any:
-    """Return a copy of values that a thread sends later; object references and actor handles are the same ones.
+    """Return a copy of arguments for a later call; object references and actor handles are not copied.
 
-    Raises:
-        Exception: A value cannot be pickled.
+    Raises: Exception (a value cannot be pickled).
     """
     stream = io.BytesIO()
     handles = _HandlePickler(stream)
@@ -63,10 +61,10 @@ class _HandleUnpickler(pickle.Unpickler):
 
 
 class Whole:
-    """Mark a value that every actor is to get as it is, although it looks like a batch.
+    """Mark a value that looks like a batch but is passed whole to every actor.
 
     Args:
-        value: Anything; the method gets this, not the mark.
+        value: Anything; the method receives the value without the mark.
     """
 
     __slots__ = ("value",)
@@ -79,13 +77,12 @@ class Whole:
 
 
 def count_samples(fields: Mapping[str, Any]) -> int | None:
-    """Return how many samples the batches in ``fields`` have; ``None`` if there is no batch.
+    """Return the number of samples of the batches in ``fields``; ``None`` if there is no batch.
 
     Args:
-        fields: Values by what an error is to call them.
+        fields: Values by their name in error messages.
 
-    Raises:
-        ConfigError: Two batches have different lengths (both are named), or a list seems to hold fields.
+    Raises: ConfigError (two batches have different lengths, or a list seems to hold fields).
     """
     first: tuple[str, int] | None = None
     for name, value in fields.items():
@@ -101,9 +98,9 @@ def count_samples(fields: Mapping[str, Any]) -> int | None:
 
 
 def cut(value: Any, start: int, length: int) -> Any:
-    """Return ``length`` samples of every batch in ``value`` from ``start`` on, in memory of their own.
+    """Return ``length`` samples of every batch in ``value`` from ``start``, in new memory.
 
-    Beyond a batch's end its last sample is repeated. What has no samples is returned as by ``keep_whole``.
+    Beyond a batch's end its last sample is repeated. Values without samples are returned as by ``keep_whole``.
     """
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0:
         return keep_whole(_rows(value, start, length))
@@ -116,9 +113,9 @@ def cut(value: Any, start: int, length: int) -> Any:
 
 
 def keep_whole(value: Any) -> Any:
-    """Return ``value`` without ``Whole`` marks, its tensors in memory of their own.
+    """Return ``value`` without ``Whole`` marks; its tensors own their memory.
 
-    Pickled, a tensor that is a view brings all the memory that it is a view of.
+    A pickled view would include all the memory that it refers to.
     """
     if isinstance(value, Whole):
         return keep_whole(value.value)
@@ -132,22 +129,17 @@ def keep_whole(value: Any) -> Any:
     return value
 
 
-def pad_weights(num_samples: int, start: int, length: int) -> torch.Tensor:
-    """Return what ``cut`` with these limits made of each sample: 1 for a real one, 0 for padding (float32)."""
-    return (torch.arange(start, start + length) < num_samples).to(torch.float32)
-
-
 def concat(results: Sequence[Any], num_samples: int | None = None) -> Any:
-    """Join results of data shards, given in their order, into one of all samples.
+    """Join the results of data shards, in shard order, into one result of all samples.
 
     Args:
-        results: What each shard gave; all of one structure.
-        num_samples: Samples that the call's batch had. What comes after them is padding and is dropped; ``None`` =
-            nothing was padded.
+        results: The results of the shards, all of one structure.
+        num_samples: Samples of the call's batch; samples after these are padding and are dropped. ``None`` = no
+            padding.
 
     Returns:
-        The same structure: tensors, arrays and lists joined along the first dimension; in the place of a value
-        without samples (a loss) a list of what each shard gave.
+        The same structure: tensors, arrays and lists joined along the first dimension; a value without samples (a loss)
+        becomes a list of the shards' values.
 
     Raises:
         ValueError: Results have different structures, or fewer samples than ``num_samples``.
@@ -193,8 +185,8 @@ def _batches(value: Any, where: str) -> Iterator[tuple[str, Sequence[Any] | torc
 
 
 def _refuse_fields(samples: list[Any], where: str) -> None:
-    # What a DataLoader hands out, [inputs, targets], is a list of two fields. Cut as a list of two samples it would
-    # give one actor the inputs and another the targets.
+    # A DataLoader's [inputs, targets] is a list of two fields; cut as two samples, one actor would get the inputs and
+    # another the targets.
     if len(samples) > 1 and all(isinstance(sample, torch.Tensor | np.ndarray) and sample.ndim for sample in samples):
         kinds = {(type(sample), sample.dtype, sample.ndim) for sample in samples}
         if len(kinds) > 1:
@@ -217,7 +209,7 @@ def _rows(batch: Any, start: int, length: int) -> Any:
 def _rebuilt(value: MutableMapping[Any, Any] | tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
         return _tuple_like(value, [change(field) for field in value])
-    # A shallow copy keeps what else a mapping of another class carries, such as a default factory.
+    # A shallow copy keeps the attributes of a mapping subclass, such as a default factory.
     result = copy.copy(value)
     for key, field in value.items():
         result[key] = change(field)
@@ -237,24 +229,23 @@ def _first(joined: Any, num_samples: int | None) -> Any:
 
 
 Parcel = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 
 class Dispatch(ABC):
-    """Divide a call's arguments among the actors of a mesh, and gather what they return.
+    """Divides a call's arguments among the actors of a mesh and collects their results.
 
-    One object serves many calls, also after the mesh has changed; it keeps nothing of them. An interrupted call that
-    is repeated is divided again, for the mesh at that time.
+    One stateless object serves many calls, also after the mesh has changed. A repeated call is divided again for the
+    current mesh.
     """
 
     @abstractmethod
     def split(
         self, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], *, takes_weights: bool
     ) -> Sequence[Parcel]:
-        """Return the parcels; one that stands in several places, as the same object, is stored once.
+        """Return the parcels; the same object in several places is stored once.
 
         Args:
-            mesh: Whom they are for.
+            mesh: The receiving mesh.
             args: The call's positional arguments.
             kwargs: The call's keyword arguments.
             takes_weights: Whether the method has a parameter ``weights``.
@@ -265,33 +256,32 @@ class Dispatch(ABC):
 
     @abstractmethod
     def parcel_of(self, place: MeshRank) -> int:
-        """Return which of the parcels the actor at ``place`` gets."""
+        """Return the index of the parcel for the actor at ``place``."""
 
     def wants_result(self, place: MeshRank) -> bool:
-        """Return whether what the actor at ``place`` returns is fetched; what others return is dropped where it is."""
+        """Return whether the result of the actor at ``place`` is fetched; other results are dropped in the actor."""
         return True
 
     @abstractmethod
     def collect(self, mesh: Mesh, results: Mapping[int, Any]) -> Any:
-        """Make the call's result from those of all ranks whose result is wanted."""
+        """Combine the fetched results, by rank, into the call's result."""
 
 
 class MeshDispatch(Dispatch):
-    """Cut batches over the data axis; tensor-, context- and pipeline-parallel peers get the same shard.
+    """Cut batches along the data axis; tensor-, context- and pipeline-parallel peers get the same shard.
 
-    See ``outlast.ray.dispatch`` for what counts as a batch. Shards have equal lengths: if the samples cannot be divided
-    so, the last one is repeated, and the method must have a parameter ``weights``. It always gets it, a float32
-    tensor with 1 for each real sample and 0 for each repeated one, or with the caller's own weights, which are cut
-    like any batch. With ``sum(weights * loss)`` differentiated on each shard, gradients summed over the data axis and
-    divided by the sum of all weights are those of one process with the whole batch.
+    See ``outlast.ray.dispatch`` for the definition of a batch. Shards have equal lengths: if the samples cannot be
+    divided evenly, the last one is repeated, and the method must have a parameter ``weights``. A method with
+    ``weights`` always receives a float32 tensor with 1 for each real sample and 0 for each repeated one, or the
+    caller's own weights, cut like a batch. With ``sum(weights * loss)`` differentiated on each shard, gradients summed
+    over the data axis and divided by the sum of all weights equal those of one process with the whole batch.
 
-    The result is a list with that of each shard, in their order, from slice 0 of the pipeline stage that has results.
-    That is the last one, also where each actor has several virtual stages one after the other, as in Megatron's
-    interleaved schedule. Where they go back and forth, as in a V-shaped schedule, the last virtual stage is
-    on the first actor: ``dispatch=MeshDispatch(result_stage=0)``.
+    The result is a list with one result for each shard, in order, from slice 0 of the pipeline stage that has results.
+    That is the last stage, including Megatron's interleaved schedule. In a V-shaped schedule the last virtual stage is
+    on the first actor: use ``dispatch=MeshDispatch(result_stage=0)``.
 
     Args:
-        result_stage: The actor along ``pp`` whose results count; negative from the end.
+        result_stage: The actor along ``pp`` whose results are used; negative counts from the end.
     """
 
     def __init__(self, result_stage: int = -1) -> None:
@@ -300,7 +290,7 @@ class MeshDispatch(Dispatch):
     def split(
         self, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], *, takes_weights: bool
     ) -> Sequence[Parcel]:
-        """Return a parcel for each data shard, the same for all if there is no batch."""
+        """Return a parcel for each data shard; the same parcel for all if there is no batch."""
         if not -mesh.pp <= self._result_stage < mesh.pp:
             raise ConfigError(
                 f"invalid result_stage={self._result_stage}: a mesh with pp={mesh.pp} has the stages "
@@ -324,39 +314,39 @@ class MeshDispatch(Dispatch):
         for start in range(0, length * mesh.dp, length) if length else [0] * mesh.dp:
             parcel = cut(arguments, start, length)
             if takes_weights:
-                weights = pad_weights(num_samples, start, length)
+                weights = (torch.arange(start, start + length) < num_samples).to(torch.float32)
                 parcel[1]["weights"] = weights if own_weights is None else parcel[1]["weights"] * weights
             parcels.append(parcel)
         return parcels
 
     def parcel_of(self, place: MeshRank) -> int:
-        """Return the number of the data shard."""
+        """Return the data shard's number."""
         return place.dp
 
     def wants_result(self, place: MeshRank) -> bool:
-        """Return whether the actor speaks for its data shard."""
+        """Return whether the actor's result represents its data shard."""
         return place.tp == 0 and place.cp == 0 and place.pp == self._result_stage % place.pp_size
 
     def collect(self, mesh: Mesh, results: Mapping[int, Any]) -> list[Any]:
-        """Return the results in the order of the data shards."""
+        """Return the results in shard order."""
         return [results[rank] for rank in mesh.ranks() if self.wants_result(mesh.place(rank))]
 
 
 class PassThroughDispatch(Dispatch):
-    """Give all actors the same arguments; the result is a list with that of each rank, in their order."""
+    """Give all actors the same arguments; the result is a list with one result for each rank, in order."""
 
     def split(
         self, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], *, takes_weights: bool
     ) -> Sequence[Parcel]:
-        """Return the arguments as they are."""
+        """Return the arguments unchanged."""
         return [keep_whole((tuple(args), dict(kwargs)))]
 
     def parcel_of(self, place: MeshRank) -> int:
-        """Return 0: there is one parcel."""
+        """Return 0, the only parcel."""
         return 0
 
     def collect(self, mesh: Mesh, results: Mapping[int, Any]) -> list[Any]:
-        """Return the results in the order of the ranks."""
+        """Return the results in rank order."""
         return [results[rank] for rank in mesh.ranks()]
 
 
@@ -365,14 +355,14 @@ _registered: dict[str, Dispatch] = {}
 
 
 def register_dispatch(name: str, dispatch: type[Dispatch] | Dispatch) -> None:
-    """Have ``name`` mean a dispatch of one's own in ``run`` and ``submit`` of this process.
+    """Register a dispatch under a name for ``run`` and ``submit`` in this process.
 
     Args:
-        name: The name in calls. Registered again, it means the new one.
-        dispatch: An object, or a class that is made without arguments.
+        name: The name in calls; registering it again replaces the dispatch.
+        dispatch: An object, or a class that is instantiated without arguments.
 
     Raises:
-        ConfigError: The name is one of ours, or what is given is no dispatch.
+        ConfigError: The name is built in, or the value is not a dispatch.
     """
     if name in _BUILT_IN:
         raise ConfigError(f"dispatch {name!r} is built in; register yours under another name")
@@ -383,10 +373,9 @@ def register_dispatch(name: str, dispatch: type[Dispatch] | Dispatch) -> None:
 
 
 def find_dispatch(dispatch: str | Dispatch) -> Dispatch:
-    """Return the dispatch of a name; an object is taken as it is.
+    """Return the dispatch of a name; an object is returned unchanged.
 
-    Raises:
-        ConfigError: No dispatch has this name; the nearest one is named.
+    Raises: ConfigError (no dispatch has this name; the error suggests the nearest one).
     """
     if isinstance(dispatch, Dispatch):
         return dispatch
@@ -397,6 +386,6 @@ def find_dispatch(dispatch: str | Dispatch) -> Dispatch:
 
 
 def takes_weights(method: Callable[..., Any]) -> bool:
-    """Return whether a method can be given ``weights`` by name."""
+    """Return whether a method accepts ``weights`` by keyword."""
     parameter = inspect.signature(method).parameters.get("weights")
     return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)

@@ -1,8 +1,7 @@
-"""The checkpoint writers of the nodes: each is kept by an actor of the driver's, which is replaced if it dies.
+"""The checkpoint writers of the nodes, each owned by a keeper actor that the driver replaces if it dies.
 
-A writer outlives the actors of its node, and what it holds in memory with it. It ends with its keeper, and so with the
-group. Should a keeper die before, the driver starts another one, whose writer listens at the same address: the actors
-of the node continue to save and need no notice.
+A writer and its memory tier outlive the actors of its node; the writer ends with its keeper, and so with the group. A
+replaced keeper's writer listens at the same address, so actors continue to save without being notified.
 """
 
 from __future__ import annotations
@@ -23,57 +22,53 @@ from outlast.ray.replies import ActorPing, Reply, ReplyFault, await_replies, des
 log = logging.getLogger(__name__)
 _CLOSE_S = 3.0
 _LOOK_S = 0.5
-"""From a keeper's reply to the next question whether it lives."""
+"""Delay between a keeper's reply and the next ping."""
 SILENT_S = 60.0
-"""Seconds without a reply after which a keeper that had started is replaced: it is stopped, or hangs in the kernel."""
+"""Seconds without a reply after which a started keeper is replaced: it is stopped, or hangs in the kernel."""
 
 
 def start_on(node_id: str, actor_class: type, arguments: Mapping[str, Any], **options: Any) -> Any:
-    """Start an actor without resources of its own on a node; return its handle. Blocks: never."""
+    """Start an actor without resources on a node; return its handle. Blocks: never."""
     pinned = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     started = ray.remote(actor_class).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned, **options)
     return started.remote(**arguments)
 
 
 class NodeKeeper:
-    """Keep one node's writer.
+    """Owns one node's writer.
 
-    Raises:
-        OSError: The system starts no process.
-
-    Thread: the actor's main thread; the writer ends with it.
+    Raises: OSError (the writer process cannot be started). Thread: the actor's main thread; the writer ends with it.
     """
 
     def __init__(self, address: str) -> None:
         self._writer = WriterProcess(address=address)
 
     def address(self) -> str:
-        """Return where the node's actors find the writer."""
+        """Return the writer's address for the node's actors."""
         return self._writer.address
 
     def pid(self) -> int:
-        """Return the process id of the writer that runs now."""
+        """Return the process id of the current writer."""
         return self._writer.pid
 
     def close(self) -> None:
-        """End the writer, and give up what it held. Blocks: up to 2 s."""
+        """End the writer and release its memory. Blocks: up to 2 s."""
         self._writer.close()
 
 
 @dataclass(slots=True)
 class _Keeper:
-    """A keeper, and what is known of its life."""
-
     handle: Any
     ping: ActorPing = field(default_factory=ActorPing)
     has_started: bool = False
 
 
 class NodeKeepers:
-    """Have one :class:`NodeKeeper` on each node that needs one.
+    """Keeps one :class:`NodeKeeper` on each node that needs one.
 
     Args:
-        runtime_env: As Ray takes it; that of the actors, as writers need the same credentials. ``None``: the driver's.
+        runtime_env: Ray's runtime environment; that of the actors, as writers need the same credentials. ``None``: the
+            driver's.
 
     Thread: one at a time.
     """
@@ -85,11 +80,10 @@ class NodeKeepers:
         self._lost: list[str] = []
 
     def ensure(self, node_ids: Collection[str], timeout_s: float) -> dict[str, str]:
-        """Return the writers' addresses by node; a node whose writer does not start in time is left out.
+        """Return the writers' addresses by node, without nodes whose writer does not start in time.
 
-        Who was asked before is asked again: a keeper that died meanwhile is replaced.
-
-        Blocks: some milliseconds; up to ``timeout_s`` where one has to be started.
+        Known keepers are queried again, and replaced if they died. Blocks: some milliseconds; up to ``timeout_s`` if
+        one has to be started.
         """
         deadline_s = clock.now_s() + timeout_s
         found, gone = self._ask(node_ids, timeout_s)
@@ -98,13 +92,13 @@ class NodeKeepers:
         return found
 
     def forget(self, node_id: str) -> None:
-        """Give up the writer of a node that is gone. Idempotent. Blocks: never."""
+        """Drop the writer of a lost node. Idempotent. Blocks: never."""
         kept = self._keepers.pop(node_id, None)
         if kept is not None:
             ray.kill(kept.handle)
 
     def look(self) -> list[str]:
-        """Replace the keepers that died, and return the nodes that lost theirs since the last look. Blocks: never."""
+        """Replace dead keepers; return the nodes that lost theirs since the last call. Blocks: never."""
         for node_id, kept in list(self._keepers.items()):
             reply = kept.ping.poll(kept.handle.pid)
             if reply is not None and reply.fault is None:
@@ -130,7 +124,7 @@ class NodeKeepers:
             self.forget(node_id)
 
     def _ask(self, node_ids: Collection[str], timeout_s: float) -> tuple[dict[str, str], list[str]]:
-        """Return the addresses that are known in time, and the nodes whose keeper is gone."""
+        """Return the addresses that arrived in time, and the nodes whose keeper is dead."""
         for node_id in node_ids:
             if node_id not in self._keepers:
                 self._start(node_id)
@@ -156,11 +150,11 @@ class NodeKeepers:
         self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, {"address": address}, **self._options))
 
     def _lose(self, node_id: str, reply: Reply) -> bool:
-        """Give up a keeper that died; return whether another one could take its place."""
+        """Drop a dead keeper; return whether another one can replace it."""
         had_started = self._keepers[node_id].has_started
         self.forget(node_id)
         log.warning("node %s has no checkpoint writer (%s)", node_id[:8], describe_error(reply.error))
         node_lives = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
-        if had_started and node_lives:  # a lost node is reported by the recovery
+        if had_started and node_lives:  # the recovery reports a lost node
             self._lost.append(node_id)
         return had_started and node_lives

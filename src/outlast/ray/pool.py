@@ -1,12 +1,10 @@
-"""The actors of a group, their replies and their nodes' writers: placement, starts, spares; every wait has a limit.
+"""The actors of a group: placement, starts, spares, drained nodes. Every wait has a limit.
 
-Each actor has a bundle of resources, which a successor takes over. When a node is lost, Ray moves its bundles to others
-that have room, and what is to be started there waits for it.
+Each actor has a bundle of resources, which its successor reuses. Ray moves the bundles of a lost node to nodes with
+room; actors to be started there wait for it. Checkpoint writers of the nodes: :mod:`outlast.ray.keepers`.
 
-Where checkpoints are saved, each node has a checkpoint writer (:mod:`outlast.ray.keepers`).
-
-A node that Ray drains is to go: Ray starts nothing there any more, and no spare of it gets a slot. A bundle there stays
-empty until Ray moves it, when the node is gone. Should there be too few spares elsewhere, actors get bundles besides.
+Ray starts nothing on a node that it drains, so spares there get no slot and bundles there stay empty until Ray moves
+them after the node has ended. If there are too few spares elsewhere, actors are started in extra bundles.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _Key = TypeVar("_Key")
 log = logging.getLogger(__name__)
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _MAX_FAILED_STARTS = 3
-"""In a row in one bundle; then the bundle stays empty."""
+"""Failed starts in a row after which a bundle stays empty."""
 _POLL_S = 0.2
 _RESERVE_POLL_S = 0.5
 _CHOICE_S = 0.05
@@ -48,42 +46,41 @@ _DRAIN_POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Actor:
-    """One living actor that has started."""
+    """An actor that has started and is alive."""
 
     number: int
-    """Counts the actors of a group; never used again."""
+    """Number of the actor within its group; never reused."""
     bundle: int
-    """The bundle of resources that it occupies."""
+    """Its bundle of resources."""
     handle: Any
-    """Ray's handle of its shell."""
+    """Ray's handle of the actor's shell."""
     identity: ActorIdentity
 
     @property
     def node(self) -> str:
-        """Ray's id of its node."""
+        """Ray's node id."""
         return self.identity.node_id
 
     @property
     def pid(self) -> int:
-        """Process id on its node."""
         return self.identity.pid
 
 
 class DrainNotices:
-    """Know which nodes Ray drains: spot nodes that are to go, or nodes that somebody drains by hand.
+    """Tracks the nodes that Ray drains (preempted spot nodes, or nodes drained by an operator).
 
-    Thread: one asks, as an answer may take long; ``nodes`` may be read by any.
+    Thread: its own queries Ray, which may take long; any thread may read ``nodes``.
     """
 
     def __init__(self) -> None:
         self.nodes: Mapping[str, float] = {}
-        """Ray's id of each node that is drained, and when it goes on the monotonic clock; infinite = nobody knows."""
+        """Ray's node id to the deadline on the monotonic clock; infinite = unknown."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outlast-drain-notices", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Idempotent. Blocks: never; an answer that is waited for is dropped."""
+        """End the thread. Idempotent. Blocks: never; a pending query is abandoned."""
         self._closing.set()
 
     def _run(self) -> None:
@@ -95,12 +92,12 @@ class DrainNotices:
         while not self._closing.wait(_DRAIN_POLL_S):
             try:
                 found: dict[str, int] = ask()
-            except Exception as error:  # noqa: BLE001 - whatever Ray raises where it is shut down or cannot be reached
+            except Exception as error:  # noqa: BLE001 - Ray raises various errors when it is shut down or unreachable
                 log.debug("cannot query Ray for the nodes that it drains: %s", error)
                 continue
             known = self.nodes
             self.nodes = {
-                # Converted once, unless Ray reports another one: the deadline is of another clock, which may be set.
+                # Converted once unless Ray changes it: the deadline is wall-clock time, which may be adjusted.
                 node: known[node] if told.get(node) == epoch_ms else _ends_s(epoch_ms)
                 for node, epoch_ms in found.items()
             }
@@ -108,18 +105,18 @@ class DrainNotices:
 
 
 def _ends_s(epoch_ms: int) -> float:
-    """Return a deadline that Ray reports on the monotonic clock."""
+    """Convert Ray's deadline to the monotonic clock."""
     return clock.now_s() + clock.seconds_until(epoch_ms / 1e3) if epoch_ms else math.inf
 
 
 def describe_drain(ends_s: float) -> str:
-    """Return in how many seconds a drained node goes, for people."""
+    """Return a line with the seconds until a drained node ends."""
     text = "its node is drained"
     return text if math.isinf(ends_s) else f"{text}, and goes in {max(0.0, ends_s - clock.now_s()):.0f} s"
 
 
 class GroupClosed(Exception):
-    """The group is being closed."""
+    """Raised by waits while the group is being closed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,21 +125,20 @@ class _Starting:
     bundle: int
     handle: Any
     identity: Any
-    """Reference to its :class:`~outlast.ray.protocol.ActorIdentity`."""
+    """Reference to the :class:`~outlast.ray.protocol.ActorIdentity`."""
 
 
 class Pool:
-    """Start an actor in each bundle, and another one where one was lost; have a checkpoint writer on their nodes.
+    """Starts an actor in each bundle, replaces lost spares, and keeps a checkpoint writer on the actors' nodes.
 
     Args:
-        create: Makes an actor with the options that it is given, and returns its handle.
-        num_actors: How many, spares included.
-        resources: What each needs, by Ray's names: ``CPU``, ``GPU``, and custom ones.
-        strategy: How bundles are spread over nodes; or a placement group of the caller's own with bundles enough,
-            which is not removed in the end.
+        create: Creates an actor with the given options and returns its handle.
+        num_actors: Actors including spares.
+        resources: Resources of each actor, by Ray's names: ``CPU``, ``GPU``, and custom ones.
+        strategy: Placement strategy over nodes, or the caller's placement group, which is not removed at the end.
         config: Limits.
-        keepers: Has a checkpoint writer on each node; ``None``: there is no place where generations are saved.
-        journal: Where lost writers are written down.
+        keepers: Keeps a checkpoint writer on each node; ``None``: no checkpoints are saved.
+        journal: Records lost writers and preemption notices.
 
     Thread: one; ``spares`` and ``closing`` may be used by any.
     """
@@ -176,19 +172,16 @@ class Pool:
         self._all: dict[int, Any] = {}
         self._polled_s = 0.0
         self.spares: tuple[Actor, ...] = ()
-        """Actors that have started and have no slot, oldest first."""
+        """Started actors without a slot, oldest first."""
         self.closing = threading.Event()
         """Set to end every wait of the group."""
 
     def open(self) -> None:
-        """Reserve everything, then begin to start the actors.
+        """Reserve all resources, then begin to start the actors.
 
-        Raises:
-            ConfigError: There is no such strategy, or the caller's placement group has too few bundles.
-            SparesExhausted: The cluster has not enough resources; what was reserved is released.
-            GroupClosed: It is closed meanwhile.
-
-        Blocks: up to ``start_timeout``.
+        Raises: ConfigError (the strategy is unknown, or the caller's placement group has too few bundles);
+        SparesExhausted (the cluster has too few resources; the reservation is released); GroupClosed (the group was
+        closed meanwhile). Blocks: up to ``start_timeout``.
         """
         self._notices = DrainNotices()
         self._reserve()
@@ -197,24 +190,24 @@ class Pool:
 
     @property
     def num_starting(self) -> int:
-        """Actors that are on their way, some perhaps for want of resources."""
+        """Actors being started, some perhaps waiting for resources."""
         return len(self._starting)
 
     @property
     def draining(self) -> Mapping[str, float]:
-        """Nodes that Ray drains, and when each goes on the monotonic clock; infinite = nobody knows."""
+        """Node ids that Ray drains to the deadline on the monotonic clock; infinite = unknown."""
         return {} if self._notices is None else self._notices.nodes
 
     @property
     def usable(self) -> tuple[Actor, ...]:
-        """Spares that may take a slot: those on nodes that are not drained."""
+        """Spares on nodes that are not drained."""
         draining = self.draining
         return tuple(spare for spare in self.spares if spare.node not in draining)
 
     def ask_for_spares(self, num: int) -> None:
-        """Start actors besides, on nodes that are not drained, where there are fewer spares than ``num``; once each.
+        """Start extra actors until ``num`` usable spares exist or are being started.
 
-        Blocks: never. They wait for room, which an autoscaler may add.
+        Blocks: never. Extra actors wait for resources, which an autoscaler may add.
         """
         num_starting = sum(one.bundle in self._extra for one in self._starting.values())
         for _ in range(num - len(self.usable) - num_starting):
@@ -224,9 +217,10 @@ class Pool:
             self._start(bundle)
 
     def due_to_leave(self, members: Mapping[_Key, Actor]) -> dict[_Key, str]:
-        """Return who must leave its node now, and why; nobody while there are too few spares elsewhere.
+        """Return the members that must leave their nodes now, with the reason; none while there are too few usable
+        spares.
 
-        Spares are asked for as soon as a node is drained.
+        Spares are requested as soon as a node is drained.
         """
         if not (draining := self.draining):
             return {}
@@ -237,27 +231,26 @@ class Pool:
         return due if len(due) <= len(self.usable) else {}
 
     def idle(self) -> None:
-        """Do what is due while something else is waited for. Blocks: a millisecond or so.
+        """Poll if due; for use while something else is waited for. Blocks: about a millisecond.
 
-        Raises:
-            GroupClosed: The group is being closed.
+        Raises: GroupClosed (the group is being closed).
         """
         self._check_open()
         if clock.now_s() - self._polled_s >= _POLL_S:
             self.poll()
 
     def poll(self) -> None:
-        """See who has started and which spare or writer is lost; replace those. Blocks: a millisecond or so."""
+        """Process starts, lost spares, drained nodes and lost writers. Blocks: about a millisecond."""
         self._polled_s = clock.now_s()
         self._note_starts()
         self._ping_spares()
         self._note_drains()
         if self.keepers is None:
             return
-        # A writer starts where a spare waits, so that no actor waits for it once the spare takes a slot.
+        # The writer starts while the spare waits, so that it is ready when the spare takes a slot.
         if new := {spare.node for spare in self.spares} - self._kept_nodes:
             self.keepers.ensure(new, 0.0)
-            self._kept_nodes |= new  # for good: a spare that is taken is in no incarnation before all have joined
+            self._kept_nodes |= new  # permanently: a spare that was taken is in no incarnation until all have joined
         for node in self.keepers.look():
             summary = "its keeper died; another one takes its place, what the writer held in memory is gone"
             incident = Incident(
@@ -267,14 +260,10 @@ class Pool:
             self._journal.write(EventKind.INCIDENT, incident=msgspec.to_builtins(incident))
 
     def wait_for_spares(self, num: int, timeout_s: float) -> bool:
-        """Wait until so many spares are there; return whether they are.
+        """Wait for ``num`` usable spares; return whether they exist.
 
-        Returns at once where no more are on their way.
-
-        Raises:
-            GroupClosed: The group is being closed.
-
-        Blocks: up to ``timeout_s``.
+        Returns at once if no more actors are being started. Raises: GroupClosed (the group is being closed). Blocks: up
+        to ``timeout_s``.
         """
         deadline_s = clock.now_s() + timeout_s
         while True:
@@ -287,19 +276,15 @@ class Pool:
             ray.wait(refs, num_returns=1, timeout=min(left_s, _POLL_S), fetch_local=False)
 
     def require(self, num: int) -> None:
-        """Wait until so many actors have started, for the first formation.
+        """Wait until ``num`` actors have started, for the first formation.
 
-        Raises:
-            ActorFailed: The user's constructor raised; that is the cause.
-            DeadlineExceeded: Not so many were there in time.
-            GroupClosed: The group is being closed.
-
-        Blocks: up to ``start_timeout``.
+        Raises: ActorFailed (the user's constructor raised; that exception is the cause); DeadlineExceeded (fewer actors
+        started in time); GroupClosed (the group is being closed). Blocks: up to ``start_timeout``.
         """
         timeout_s = self._config.start_timeout
         deadline_s = clock.now_s() + timeout_s
         while not self.wait_for_spares(num, min(_POLL_S, deadline_s - clock.now_s())):
-            if self._num_failed_starts > 1:  # one may have been an accident
+            if self._num_failed_starts > 1:  # a single failure may be transient
                 raise ActorFailed(
                     f"actors do not start: {describe_error(self._why_failed)}; correct the class's constructor"
                 ) from self._why_failed
@@ -310,7 +295,6 @@ class Pool:
                 )
 
     def take(self, numbers: Collection[int]) -> dict[int, Actor]:
-        """Take spares out of the pool, by their numbers."""
         taken = {spare.number: spare for spare in self.spares if spare.number in numbers}
         self.spares = tuple(spare for spare in self.spares if spare.number not in taken)
         for number in taken:
@@ -318,20 +302,19 @@ class Pool:
         return taken
 
     def give(self, actors: Iterable[Actor]) -> None:
-        """Let actors that have no slot any more wait as spares."""
         self.spares = (*self.spares, *actors)
 
     def answering(self, num: int, timeout_s: float) -> list[Actor]:
-        """Return spares that may take a slot and answer now, oldest first.
+        """Return usable spares that respond now, oldest first.
 
-        Blocks: until so many have answered, at most ``timeout_s``.
+        Blocks: until ``num`` have responded, at most ``timeout_s``.
         """
         self._note_starts()
         deadline_s = clock.now_s() + timeout_s
         refs = {one.number: one.handle.status.remote() for one in self.usable}
         alive: set[int] = set()
         while refs and len(alive) < num and clock.now_s() < deadline_s:
-            # All of them usually answer within this, so that there is a choice.
+            # Usually all respond within this time, so that there is a choice.
             ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_CHOICE_S, fetch_local=False)
             for spare in [one for one in self.spares if refs.get(one.number) in ready]:
                 reply = read_reply(refs.pop(spare.number))
@@ -342,17 +325,16 @@ class Pool:
         return [spare for spare in self.spares if spare.number in alive]
 
     def discard(self, actor: Actor) -> None:
-        """End an actor, whatever it does, and start another one in its place. Blocks: never."""
+        """Kill an actor and start its successor. Blocks: never."""
         ray.kill(actor.handle, no_restart=True)
         self._all.pop(actor.number, None)
         self._start(actor.bundle)
 
     def close(self) -> None:
-        """End all actors, those that are starting, too, and all writers; release their resources.
+        """End all actors and writers; release their resources.
 
-        Ray ends an actor at once, one whose process is stopped after 5 seconds.
-
-        Blocks: until all are gone, at most ``close_timeout``.
+        Ray ends an actor at once; one whose process is stopped, after 5 seconds. Blocks: until all have ended, at most
+        ``close_timeout``.
         """
         if self._notices is not None:
             self._notices.close()
@@ -384,7 +366,7 @@ class Pool:
                 )
         elif self._strategy not in _STRATEGIES:
             raise ConfigError(f"placement={self._strategy!r} is unknown; {nearest(str(self._strategy), _STRATEGIES)}")
-        if self._placement is None and self._resources:  # Ray has no empty bundles: who needs nothing fits anywhere
+        if self._placement is None and self._resources:  # Ray has no empty bundles
             self._placement = placement_group([dict(self._resources)] * self._num_bundles, strategy=self._strategy)
         timeout_s, is_reserved = self._config.start_timeout, self._placement is None
         deadline_s = clock.now_s() + timeout_s
@@ -406,7 +388,7 @@ class Pool:
         own = [placement] if placement is not self._strategy else []
         for one in [*own, *self._extra.values()]:
             if one is not None:
-                with contextlib.suppress(ValueError):  # removed by somebody else
+                with contextlib.suppress(ValueError):  # already removed elsewhere
                     remove_placement_group(one)
         self._extra.clear()
 
@@ -461,7 +443,7 @@ class Pool:
                 )
 
     def _note_drains(self) -> None:
-        """Log and write down nodes that are drained since the last look."""
+        """Log and record newly drained nodes."""
         for node, ends_s in self.draining.items():
             if node not in self._noticed:
                 self._noticed.add(node)

@@ -1,8 +1,8 @@
 """The mesh of actors, and the messages between the driver and an actor's shell.
 
-Ranks count as in ``torch.distributed.init_device_mesh(device, mesh.sizes, mesh_dim_names=AXES)``: row-major, so that
-tensor-parallel peers, who talk most, are neighbours. Nothing here imports torch or Ray. All messages travel pickled
-within Ray, which trusts its own cluster.
+Ranks are ordered as by ``torch.distributed.init_device_mesh(device, mesh.sizes, mesh_dim_names=AXES)``: row-major, so
+that tensor-parallel peers, which communicate most, are neighbours. Must not import torch or Ray. Messages are pickled
+by Ray, which trusts its cluster.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from outlast.version import __version__
 AXES = ("pp", "dp", "cp", "tp")
 """Pipeline, data, context and tensor parallelism; the first changes slowest with the rank."""
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
-"""The same ranks as a model's experts see them: pipeline, expert data, expert and expert tensor parallelism."""
+"""The same ranks by expert axis: pipeline, expert data, expert and expert tensor parallelism."""
 _ALL_AXES = (*AXES, *EXPERT_AXES[1:])
 
 
 class MeshRank(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell where in the mesh one actor works."""
+    """An actor's place in the mesh."""
 
     rank: int
     """Global rank, from 0."""
     world_size: int
     """Actors in the mesh."""
     dp: int
-    """Which shard of each batch it gets."""
+    """Index of the actor's shard of each batch."""
     cp: int
-    """Which slice of each sequence is its own."""
+    """Index of the actor's slice of each sequence."""
     tp: int
-    """Which slice of each layer is its own."""
+    """Index of the actor's slice of each layer."""
     pp: int
-    """Which stage of the model is its own; the last has the results."""
+    """The actor's pipeline stage; the last stage has the results."""
     dp_size: int
     """Actors along the data axis."""
     cp_size: int
@@ -52,11 +52,11 @@ class MeshRank(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int
     """Stages of the pipeline."""
     ep: int = 0
-    """Which of the experts are its own."""
+    """Index of the actor's group of experts."""
     etp: int = 0
-    """Which slice of each of its experts is its own."""
+    """Index of the actor's slice of each of its experts."""
     edp: int = 0
-    """Which replica of its experts it has."""
+    """Index of the actor's replica of its experts."""
     ep_size: int = 1
     """Actors along the expert axis; 1 without experts."""
     etp_size: int = 1
@@ -71,29 +71,28 @@ class MeshRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
-    """Say how many actors lie along each axis.
+    """The number of actors along each axis.
 
-    The expert axes add no actors: they lie over ``dp``, ``cp`` and ``tp`` of each stage, the expert tensor axis
-    fastest, as in Megatron-Core's default order ``tp-cp-ep-dp-pp``. What ``ep`` and ``etp`` leave is ``edp``, the
-    replicas of each expert: ``pp * edp * ep * etp`` is the number of actors.
+    The expert axes add no actors: they divide ``dp``, ``cp`` and ``tp`` of each stage, the expert tensor axis fastest,
+    as in Megatron-Core's default order ``tp-cp-ep-dp-pp``. The remaining axis ``edp`` is the number of replicas of each
+    expert: ``pp * edp * ep * etp`` is the number of actors.
 
     Raises:
         ConfigError: A size is not a whole number of at least 1, or the expert axes do not fit.
     """
 
     dp: int = 1
-    """Data parallel: each batch is cut into so many shards."""
+    """Data parallel: number of shards of each batch."""
     cp: int = 1
-    """Context parallel: each sequence is cut into so many slices by the model."""
+    """Context parallel: number of slices of each sequence, cut by the model."""
     tp: int = 1
-    """Tensor parallel: each layer is cut into so many slices by the model."""
+    """Tensor parallel: number of slices of each layer, cut by the model."""
     pp: int = 1
-    """Pipeline parallel: the model is cut into so many stages."""
+    """Pipeline parallel: number of stages of the model."""
     ep: int = 0
-    """Expert parallel: the experts of each layer are divided among so many actors; 0 = no experts, unless ``etp`` is
-    given."""
+    """Expert parallel: number of actors that share the experts of a layer; 0 = no experts, unless ``etp`` is given."""
     etp: int = 0
-    """Expert tensor parallel: each expert is cut into so many slices; 0 = as many as ``tp``, as in Megatron-Core."""
+    """Expert tensor parallel: number of slices of each expert; 0 = as many as ``tp``, as in Megatron-Core."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "etp"):
@@ -109,7 +108,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, sizes: Mapping[str, int] | Mesh) -> Mesh:
-        """Return the mesh that is meant, from sizes by axis; an axis that is left out has size 1.
+        """Return the mesh for sizes by axis; a missing axis has size 1.
 
         Raises:
             ConfigError: An axis is unknown, or a size is not a whole number of at least 1.
@@ -132,22 +131,22 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Actors in the mesh."""
+        """Number of actors."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def has_experts(self) -> bool:
-        """Whether there are expert axes."""
+        """Whether the mesh has expert axes."""
         return bool(self.ep or self.etp)
 
     @property
     def expert_sizes(self) -> tuple[int, ...]:
-        """Sizes in the order of ``EXPERT_AXES``; without experts as for one expert parallel actor."""
+        """Sizes in the order of ``EXPERT_AXES``; without experts as for ``ep=1``."""
         return self.pp, self.size // (self.pp * self._expert_size), self.ep or 1, self.etp or self.tp
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """Sizes by axis; those of the expert axes where there are any."""
+        """Sizes by axis, including expert axes if there are any."""
         sizes = dict(zip(AXES, self.sizes, strict=True))
         return sizes | dict(zip(EXPERT_AXES, self.expert_sizes, strict=True)) if self.has_experts else sizes
 
@@ -156,7 +155,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         return (self.ep or 1) * (self.etp or self.tp)
 
     def place(self, rank: int) -> MeshRank:
-        """Return where ``rank`` works.
+        """Return the place of ``rank``.
 
         Raises:
             IndexError: The mesh has no such rank.
@@ -169,7 +168,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
         return MeshRank(rank=rank, world_size=self.size, **point, **sizes)
 
     def ranks(self, **coordinates: int) -> list[int]:
-        """Return all ranks with these coordinates, in rising order; without any, all ranks.
+        """Return the ranks with these coordinates in ascending order; without any, all ranks.
 
         Example:
             ``mesh.ranks(pp=0, dp=1, cp=0)`` are the tensor-parallel peers of one data shard in the first stage.
@@ -198,7 +197,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _point(rank: int, axes: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
-    """Return the coordinates of a rank, the last axis being the fastest."""
+    """Return the coordinates of a rank; the last axis changes fastest."""
     coordinates = {}
     for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
         rank, coordinates[axis] = divmod(rank, size)
@@ -206,10 +205,10 @@ def _point(rank: int, axes: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str
 
 
 def shrunk(mesh: Mesh, num_actors: int) -> Mesh | None:
-    """Return the largest smaller mesh that ``num_actors`` can fill, ``None`` if there is none.
+    """Return the largest smaller mesh that ``num_actors`` can fill; ``None`` if there is none.
 
-    Only the data axis gets shorter: the others cut the model itself, which the state that is kept could not follow.
-    What is left of it must have room for all experts.
+    Only the data axis shrinks: the other axes cut the model, so kept state would no longer fit. The expert axes must
+    fit into the smaller mesh.
     """
     model = mesh.size // mesh.dp
     for dp in range(min(mesh.dp - 1, num_actors // model), 0, -1):
@@ -219,52 +218,46 @@ def shrunk(mesh: Mesh, num_actors: int) -> Mesh | None:
 
 
 class ShellSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor gets once, when it is made."""
-
     group: str
-    """Names the group; unique in the Ray cluster, and never used again: copies that are saved bear it."""
+    """Name of the group; unique in the Ray cluster and never reused, because saved copies carry it."""
     backend: str = "gloo"
-    """Backend of the process groups, as ``torch.distributed`` takes it; empty = what fits the actor's device."""
+    """Backend of the process groups, as ``torch.distributed`` takes it; empty = by the actor's device."""
     use_gpu: bool = False
     """Whether the actors train on GPUs."""
     checkpoint: CheckpointConfig | None = None
-    """Where state is kept; ``None`` = nowhere."""
+    """Where state is saved; ``None`` = nowhere."""
     fault_tolerance: FaultToleranceConfig | None = None
     """Timeouts of sections; ``None`` = none."""
     run_dir: str | None = None
-    """Where the journal is written; ``None`` = nowhere."""
+    """Directory of the journal; ``None`` = no journal."""
 
 
 class ActorIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who an actor is."""
-
     node_id: str
-    """Ray's id of its node."""
+    """Ray's node id."""
     node: str
-    """Name of its node in tiers and logs: the machine's, with part of the id where several nodes share a machine."""
+    """Node name in tiers and logs: the host name, with part of the node id if several nodes share the host."""
     pid: int
     device: str
-    """What it computes on, to order actors of a node by: ids of its GPUs; empty on a CPU."""
+    """GPU ids, for ordering the actors of a node; empty on a CPU."""
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor is doing."""
-
     iteration: int | None
-    """Optimizer steps that its state has done; ``None`` = torn, or it has none."""
+    """Optimizer steps of the state; ``None`` = torn, or no state."""
     sections: tuple[tuple[str, float], ...] = ()
-    """Open sections, outermost first, and for how many seconds each has been open."""
+    """Open sections, outermost first, with the seconds since each was opened."""
     exceeded: tuple[str, ...] = ()
-    """One line for each timeout that is exceeded, the longest overdue first."""
+    """One line for each exceeded timeout, the longest overdue first."""
     due_in_s: float | None = None
-    """Seconds until the soonest timeout that runs now is exceeded; negative = it is, ``None`` = none runs."""
+    """Seconds until the next timeout is exceeded; negative = exceeded, ``None`` = no timeout runs."""
 
 
 class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """An actor's place in an incarnation of the group."""
 
     incarnation: int
-    """Grows with each; two never share a store's keys."""
+    """Increases with each incarnation; no two share TCPStore keys."""
     rank: int
     mesh: Mesh
     local_rank: int
@@ -273,89 +266,84 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     store_addr: str
     store_port: int
     timeout_s: float
-    """Timeout of collectives, in seconds."""
+    """Timeout of collectives in seconds."""
     has: int | None = None
-    """The iteration that the driver took for the one of this actor's state; it keeps it if the generation that all
-    agree on is the same, and if its own tracker agrees. ``None`` = it loads in any case."""
+    """The iteration of this actor's state according to the driver; the actor keeps the state if its tracker agrees and
+    all ranks agree on that checkpoint. ``None`` = it loads.
+    """
     writer: str | None = None
-    """Address of the checkpoint writer of the actor's node; ``None`` = there is none, so no memory tier."""
+    """Address of the checkpoint writer of the actor's node; ``None`` = no writer, so no memory tier."""
     version: str = __version__
-    """Of the driver's package."""
+    """Version of the driver's package."""
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
-    """An actor that has its place, its groups and its state."""
-
     iteration: int | None
-    """Optimizer steps that its state has done, the same on every rank; ``None`` = it has no state."""
+    """Optimizer steps of the state, the same on every rank; ``None`` = no state."""
     generation: int | None
-    """The generation that all agreed on; ``None`` = there is none: all begin at 0, or all kept what they had."""
+    """The checkpoint that all ranks agreed on; ``None`` = none: all begin at 0, or all kept their state."""
     loaded: bool
     """Whether state was read; ``False`` = it was kept, or begins at 0."""
     origin: str
-    """``kept``, ``new``, or the tier that it was read from: ``memory``, ``local``, ``replica``, ``global``."""
+    """``kept``, ``new``, or the tier that was read: ``memory``, ``local``, ``replica``, ``global``."""
     phases: dict[str, float]
     """Seconds by phase: ``groups``, ``setup``, ``load``."""
 
 
 @contextmanager
 def timed(phases_s: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds within to those of a phase, unless an exception ends it."""
+    """Add the seconds spent in the context to a phase, unless it raises."""
     begin_s = clock.now_s()
     yield
     phases_s[name] = phases_s.get(name, 0.0) + clock.now_s() - begin_s
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a method of the user's."""
-
     incarnation: int
     method: str
     wants_result: bool = True
-    """Whether what it returns is to come back."""
+    """Whether the method's result is returned."""
 
 
 class CallReturned(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that ended well."""
-
     iteration: int | None
-    """Optimizer steps that the state has done now; ``None`` = there is no state."""
+    """Optimizer steps of the state after the call; ``None`` = no state."""
     value: Any = None
-    """What the method returned; ``None`` where it was not wanted."""
+    """The method's result; ``None`` if not wanted."""
 
 
 class FailureKind(StrEnum):
-    """Why a call, or a join, did not end well."""
+    """Why a call or join failed."""
 
     RAISED = "raised"
-    """The user's code raised by itself."""
+    """The user's code raised."""
     PEER = "peer"
-    """It only shows that a peer is gone: a connection ended, a collective timed out."""
+    """A peer was lost: a connection closed, or a collective timed out."""
     ABORTED = "aborted"
-    """The incarnation was given up meanwhile."""
+    """The incarnation was aborted meanwhile."""
     REFUSED = "refused"
-    """It was for another incarnation than the actor is in; nothing was run."""
+    """The call was for another incarnation; nothing was run."""
 
 
 class CallFailed(msgspec.Struct, frozen=True, kw_only=True):
-    """A call or a join that did not end well; an answer, not an exception, so that nothing of it is lost on the way."""
+    """A failed call or join; a reply instead of an exception, so that Ray changes nothing."""
 
     kind: FailureKind
     summary: str
-    """The exception in one line, with where it was raised."""
+    """The exception in one line, with its location."""
     traceback: str = ""
     iteration: int | None = None
-    """Optimizer steps that the state has done; ``None`` = torn, or there is no state."""
+    """Optimizer steps of the state; ``None`` = torn, or no state."""
     error: bytes | None = None
-    """The exception, pickled by Ray's pickler; ``None`` where it cannot be, or is not the user's."""
+    """The exception as a cloudpickle; ``None`` if it cannot be pickled or is not the user's."""
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
-    """An actor whose groups of an incarnation are gone."""
+    """The reply to an abort."""
 
     call_ended: bool
-    """``False`` = it does not leave its call, or a collective does not end: it is unusable."""
+    """``False`` = the call or a collective does not end; the actor is unusable."""
     iteration: int | None
-    """Optimizer steps that its state has done; ``None`` = torn, or it has none."""
+    """Optimizer steps of the state; ``None`` = torn, or no state."""
     waited_for: str = ""
-    """What does not end; empty when all did."""
+    """What does not end; empty if all did."""

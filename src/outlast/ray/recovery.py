@@ -1,4 +1,4 @@
-"""Recovery: from lost actors to a group that works again, each phase with a limit; its report and its journal."""
+"""Forms the group again after actors were lost, with a limit for each phase; reports and records the recovery."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ _AGAIN_S = 0.1
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell what one recovery did."""
+    """What one recovery did."""
 
     incarnation: int
-    """The one that it ended with."""
+    """The new incarnation."""
     method: str
-    """The call that was interrupted; empty: none was."""
+    """The interrupted call; empty: none."""
     lost: tuple[LostActor, ...]
-    """Who failed, failures within the recovery included; those that only raised were kept."""
+    """Lost actors, including failures during the recovery; actors that only raised were kept."""
     kept: dict[int, int]
-    """Rank to process id of those that went on in their processes."""
+    """Rank to process id of the actors that continued in their processes."""
     replaced: dict[int, int]
-    """Rank to process id of those that took a slot."""
+    """Rank to process id of the replacements."""
     loaded: tuple[int, ...]
     """Ranks that loaded their state; the others kept it."""
     generation: int | None
-    """Iteration of the generation that was loaded; ``None``: no rank loaded."""
+    """Iteration of the loaded checkpoint; ``None``: no rank loaded."""
     begun_at: int | None
     """Iteration at which the interrupted call began; ``None``: the actors keep no state."""
     iteration: int | None
-    """Iteration at which the group is now."""
+    """Iteration of the group after the recovery."""
     mesh_before: dict[str, int]
     mesh_after: dict[str, int]
     rounds: int
-    """Attempts; more than one where something failed within the recovery."""
+    """Attempts; more than one if something failed during the recovery."""
     phases_s: dict[str, float]
-    """Seconds by phase: ``detect`` (from the last sign of life to the evidence, where known), ``abort``, ``fill``,
-    ``store``, ``join`` (which includes ``connect`` and ``load``, as the slowest actor measured them)."""
+    """Seconds by phase: ``detect`` (from the last heartbeat to the detection, where known), ``abort``, ``fill``,
+    ``store``, ``join`` (includes ``connect`` and ``load``, as measured by the slowest actor).
+    """
     total_s: float
-    """Seconds from the evidence to the new incarnation."""
+    """Seconds from the detection to the new incarnation."""
     repeated: bool
-    """The interrupted call is repeated; else the group went back to another iteration, or there was no call."""
+    """Whether the interrupted call is repeated; otherwise the iteration changed, or there was no call."""
 
     def describe(self) -> str:
         """Return one line for people."""
@@ -85,42 +86,35 @@ class Incarnation:
     members: Mapping[int, Actor]
     """Rank to actor."""
     iteration: int | None = None
-    """Iteration at which its actors are between two calls; ``None``: they keep no state."""
+    """Iteration of the actors between two calls; ``None``: they keep no state."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """What one recovery has found and done so far."""
-
     method: str
     first: Incarnation
-    """The one that failed, as it was when the call began."""
+    """The failed incarnation, as it was when the call began."""
     lost: list[LostActor] = field(default_factory=list)
     untrusted: set[int] = field(default_factory=set)
-    """Numbers of actors that are not to keep their state."""
+    """Numbers of actors that must not keep their state."""
     phases_s: dict[str, float] = field(default_factory=dict)
     begun_s: float = field(default_factory=clock.now_s)
     num_rounds: int = 0
 
 
 class Recovery:
-    """Make incarnations: the first one, and each that has to follow.
-
-    Thread: one.
-    """
+    """Forms the first incarnation and recovers failed ones. Thread: one."""
 
     def __init__(self, config: RecoveryConfig, pool: Pool, watch: Watch) -> None:
         self._config, self._pool, self._watch = config, pool, watch
         self._number = -1
 
     def form(self, mesh: Mesh) -> Incarnation:
-        """Make the first incarnation, of the actors that have started, ordered by node and device.
+        """Form the first incarnation of the started actors, ordered by node and device.
 
-        Raises:
-            ActorFailed: The user's ``setup`` raises, or actors are lost again and again.
-            SparesExhausted: Actors were lost, and no spare can take their slots.
-
-        Blocks: up to ``join_timeout``, and longer if actors are lost meanwhile.
+        Raises: ActorFailed (the user's ``setup`` raises, or actors are lost repeatedly); SparesExhausted (actors were
+        lost, and no spare can take their slots). Blocks: up to ``join_timeout``, and longer if actors are lost
+        meanwhile.
         """
         spares = sorted(self._pool.usable, key=lambda one: one.number)[: mesh.size]
         nodes = list(dict.fromkeys(one.node for one in spares))
@@ -132,13 +126,10 @@ class Recovery:
         return _started(first, gathered) if gathered.is_whole else self._recover(first, gathered, progress)[0]
 
     def recover(self, failed: Incarnation, gathered: Gathered, *, method: str) -> tuple[Incarnation, RecoveryReport]:
-        """Make the next incarnation.
+        """Form the next incarnation.
 
-        Raises:
-            SparesExhausted: No spare can take an empty slot.
-            ActorFailed: It failed ``max_rounds`` times.
-
-        Blocks: up to the limits of the phases; a second or less where a spare is there.
+        Raises: SparesExhausted (no spare can take an empty slot); ActorFailed (``max_rounds`` attempts failed). Blocks:
+        up to the limits of the phases; a second or less with an available spare.
         """
         return self._recover(failed, gathered, _Progress(method=method, first=failed))
 
@@ -168,7 +159,7 @@ class Recovery:
         ) from cause_of(gathered)
 
     def _abort(self, current: Incarnation, gathered: Gathered) -> dict[int, int | None]:
-        """Have all living actors leave the call; return rank to exact iteration, and note those that do not."""
+        """Abort the call on all living actors; return rank to iteration, and record those that stay in the call."""
         limit_s = self._config.abort_timeout
         deadline_s = clock.now_s() + limit_s
         left = {rank: actor for rank, actor in current.members.items() if rank not in gathered.lost}
@@ -176,7 +167,7 @@ class Recovery:
         while left:
             wait_s = max(0.05, deadline_s - clock.now_s())
             refs = {rank: one.handle.abort.remote(current.number, wait_s) for rank, one in left.items()}
-            # An actor reports itself when its call does not end; the margin is for its reply.
+            # An actor itself reports a call that does not end; the margin is for that reply.
             replies = await_replies(refs, wait_s + self._config.examine_timeout)
             is_over = clock.now_s() >= deadline_s
             for rank, reply in replies.items():
@@ -186,16 +177,17 @@ class Recovery:
                 elif isinstance(aborted, Aborted):
                     where = f" ({aborted.waited_for})" if aborted.waited_for else ""
                     text = f"it did not leave the interrupted call within {limit_s:g} s{where}"
-                    gathered.lose(rank, actor, LossKind.STUCK, text)
+                    gathered.lost[rank] = lose(rank, actor, LossKind.STUCK, text)
                 elif reply.fault == ReplyFault.DIED:
-                    gathered.lose(rank, actor, LossKind.DIED, describe_error(reply.error))
+                    gathered.lost[rank] = lose(rank, actor, LossKind.DIED, describe_error(reply.error))
                 elif reply.fault == ReplyFault.RAISED:
-                    gathered.lose(rank, actor, LossKind.STUCK, f"aborting raised {describe_error(reply.error)}")
+                    text = f"aborting raised {describe_error(reply.error)}"
+                    gathered.lost[rank] = lose(rank, actor, LossKind.STUCK, text)
                 elif is_over:
                     text = f"no response within {limit_s:g} s to the request to leave the call"
-                    gathered.lose(rank, actor, LossKind.SILENT, text)
+                    gathered.lost[rank] = lose(rank, actor, LossKind.SILENT, text)
                 else:
-                    continue  # cannot be reached, or its reply was lost: try again
+                    continue  # unreachable, or the reply was lost: try again
                 del left[rank]
                 if rank in gathered.lost:
                     self._pool.discard(actor)
@@ -207,9 +199,9 @@ class Recovery:
     def _note_losses(
         self, current: Incarnation, exact: Mapping[int, int | None], gathered: Gathered, progress: _Progress
     ) -> dict[int, ActorFacts]:
-        """Add what was lost to the report; return the survivors, with the iterations whose state may be kept.
+        """Add the losses to the report; return the survivors with the iteration of the state that each may keep.
 
-        The state of an actor whose own code raised is not kept, if it can load.
+        An actor whose own code raised does not keep its state if it can load.
         """
         progress.lost.extend(gathered.lost[rank] for rank in sorted(gathered.lost))
         raised = [rank for rank, failed in gathered.failed.items() if failed.kind == FailureKind.RAISED]
@@ -253,7 +245,7 @@ class Recovery:
                 if isinstance(formation, Formation):
                     return current.mesh, formation
             elif not self._pool.num_starting:
-                time.sleep(_AGAIN_S)  # until a spare that does not answer is given up, and another one started
+                time.sleep(_AGAIN_S)  # until an unresponsive spare is replaced
         raise SparesExhausted(
             f"no actor is left for ranks {list(formation.ranks)}, and none started within {wait_s:g} s; give the group "
             "more spares (num_spares), room in the cluster for new actors, or let it shrink (allow_shrink)",
@@ -264,7 +256,7 @@ class Recovery:
         return [_facts(one) for one in self._pool.answering(num, self._config.ping_timeout)] if num else []
 
     def _assign_slots(self, current: Incarnation, formation: Formation) -> dict[int, Actor]:
-        """Return rank to actor; those that have no slot any more wait as spares."""
+        """Return rank to actor; actors without a slot become spares."""
         present = {actor.number: actor for actor in current.members.values()}
         present |= self._pool.take({slot.actor for slot in formation.slots} - present.keys())
         self._pool.give(present[number] for number in formation.dismissed)
@@ -275,16 +267,13 @@ class Recovery:
         return Incarnation(number=self._number, mesh=mesh, members=members)
 
     def _join(self, new: Incarnation, has: Mapping[int, int | None], progress: _Progress) -> Gathered:
-        """Have all actors join a new incarnation."""
         host = new.members[0]
         with timed(progress.phases_s, "store"):
             reply = await_replies({0: host.handle.host_store.remote()}, self._config.store_timeout)[0]
         if reply.fault is not None:
-            gathered = Gathered()
             kind = LossKind.DIED if reply.fault == ReplyFault.DIED else LossKind.STUCK
             text = f"it could not open the store of the incarnation: {describe_error(reply.error)}"
-            gathered.lose(0, host, kind, text)
-            return gathered
+            return Gathered(lost={0: lose(0, host, kind, text)})
         with timed(progress.phases_s, "join"):
             assignments = self._assign(new, has, *reply.value)
             refs = {rank: actor.handle.join.remote(assignments[rank]) for rank, actor in new.members.items()}
@@ -341,11 +330,11 @@ class Recovery:
 
 
 def journal_recovery(report: RecoveryReport, journal: Journal) -> None:
-    """Log a recovery, and write an incident for each loss and what was done into the group's journal."""
+    """Log a recovery; write an incident for each loss, and the report, to the group's journal."""
     log.warning("incarnation %d of %s: %s", report.incarnation, journal.job, report.describe())
     for lost in report.lost:
         if lost.kind == LossKind.DRAINED:
-            continue  # a notice, written down when it came
+            continue  # recorded with the preemption notice
         has_ended = lost.kind in (LossKind.DIED, LossKind.RAISED)
         incident = Incident(
             kind=IncidentKind.WORKER_FAILED if has_ended else IncidentKind.WORKER_HUNG,
@@ -368,13 +357,13 @@ def journal_recovery(report: RecoveryReport, journal: Journal) -> None:
 
 
 def cause_of(gathered: Gathered) -> BaseException | None:
-    """Return the exception of the user's code that made a call fail, ``None`` if there is none."""
+    """Return the user's exception that made a call fail; ``None`` if there is none."""
     for failed in sorted(gathered.failed.values(), key=lambda one: one.kind != FailureKind.RAISED):
         if failed.error is None:
             continue
         try:
             error = cloudpickle.loads(failed.error)
-        except Exception as why:  # noqa: BLE001 - of a class that this process cannot import, say
+        except Exception as why:  # noqa: BLE001 - for example, its class cannot be imported here
             log.debug("the exception %s cannot be read here: %s", failed.summary, why)
             return None
         return error if isinstance(error, BaseException) else None

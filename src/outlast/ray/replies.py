@@ -1,4 +1,4 @@
-"""Replies of actors: read, waited for with a limit, and asked for again and again to know whether an actor lives."""
+"""Replies of actors: reading, waiting with a limit, and repeated pings."""
 
 from __future__ import annotations
 
@@ -15,42 +15,36 @@ from outlast import clock
 
 _Key = TypeVar("_Key")
 _FETCH_S = 60.0
-"""For bringing a reply that is ready to this node."""
+"""Limit for fetching a ready reply to this node."""
 _TEXT_LENGTH = 400
 _DEATH = "The actor is dead because "
-"""Begins the line in which Ray reports why an actor is dead."""
+"""Prefix of the line in which Ray reports why an actor is dead."""
 _AGAIN_S = 0.1
-"""From a question that did not reach its actor to the next."""
+"""Delay after a ping that did not reach its actor."""
 
 
 class ReplyFault(StrEnum):
-    """Why there is no value."""
+    """Why a reply has no value."""
 
     DIED = "died"
-    """The actor, or its node, is gone, as Ray reports."""
+    """Ray reports that the actor or its node is dead."""
     UNREACHABLE = "unreachable"
-    """The actor could not be reached, or its reply was lost; it may live."""
+    """The actor could not be reached, or its reply was lost; it may be alive."""
     RAISED = "raised"
-    """The method raised."""
     LATE = "late"
-    """There was no reply in time."""
+    """No reply in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What came of a remote call."""
-
     value: Any = None
     fault: ReplyFault | None = None
     error: BaseException | None = None
-    """What the method raised, or what Ray reports."""
+    """The method's exception, or Ray's."""
 
 
 def read_reply(ref: Any) -> Reply:
-    """Return the reply behind a reference that is ready.
-
-    Blocks: while the value is fetched from its node.
-    """
+    """Return the reply of a ready reference. Blocks: while the value is fetched from its node."""
     try:
         return Reply(value=ray.get(ref, timeout=_FETCH_S))
     except exceptions.RayTaskError as error:
@@ -66,7 +60,7 @@ def read_reply(ref: Any) -> Reply:
 
 
 def await_replies(refs: Mapping[_Key, Any], timeout_s: float) -> dict[_Key, Reply]:
-    """Return the replies of several remote calls, those that came in time and ``LATE`` for the others.
+    """Return the replies of several remote calls; ``LATE`` for those that did not come in time.
 
     Blocks: until all have replied, at most ``timeout_s``.
     """
@@ -84,23 +78,23 @@ def await_replies(refs: Mapping[_Key, Any], timeout_s: float) -> dict[_Key, Repl
 
 
 def reply_if_ready(ref: Any) -> Reply | None:
-    """Return the reply behind a reference; ``None`` = there is none yet. Blocks: while the value is fetched."""
+    """Return the reply of a reference if it is ready. Blocks: while the value is fetched."""
     return read_reply(ref) if ray.wait([ref], timeout=0, fetch_local=False)[0] else None
 
 
 @dataclass(slots=True, kw_only=True)
 class ActorPing:
-    """A question that one actor is asked again and again, to know whether it lives; one at a time."""
+    """Repeated pings of one actor, one at a time."""
 
     due_s: float = 0.0
-    """When it is asked again, if no reply is waited for."""
+    """Monotonic time of the next ping, if none is pending."""
     asked_s: float = math.inf
-    """Since when it is unanswered; infinite = it is answered."""
+    """Monotonic time since which the actor has not replied; infinite = it has."""
     ref: Any = None
-    """Reference to the reply that is waited for."""
+    """Reference of the pending ping."""
 
     def poll(self, method: Any) -> Reply | None:
-        """Return the reply if it has come; ask if that is due. Blocks: while the value is fetched."""
+        """Return the reply if there is one; ping if due. Blocks: while the value is fetched."""
         now_s = clock.now_s()
         if self.ref is None:
             if now_s >= self.due_s:
@@ -108,21 +102,21 @@ class ActorPing:
             return None
         reply = reply_if_ready(self.ref)
         if reply is not None and reply.fault == ReplyFault.UNREACHABLE:
-            self.note_failure()  # it may live
+            self.note_failure()  # it may be alive
             return None
         return reply
 
     def note_failure(self) -> None:
-        """Note that asking raised an error: it is asked again, and is silent since it was asked first."""
+        """Record a failed ping: the next one follows soon; the actor counts as silent since the first."""
         self.ref, self.due_s = None, clock.now_s() + _AGAIN_S
 
     def note_answer(self, due_s: float) -> None:
-        """Note that the question was answered, and when it is to be asked again."""
+        """Record a reply and schedule the next ping."""
         self.ref, self.asked_s, self.due_s = None, math.inf, due_s
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error in one line: of Ray's report on a dead actor only the reason."""
+    """Return an error in one line; of Ray's report on a dead actor only the reason."""
     if error is None:
         return "no response"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,9 +1,9 @@
 """Ray Train with hang detection and verified checkpoints: a callback for the trainer, a session for its workers.
 
-Ray Train restarts a group when a worker dies or raises, but never notices a train function that hangs, and restarts
-from whichever directory was reported last. With :class:`TrainCallback` among ``RunConfig.callbacks`` a watch beside the
-workers of each machine ends the worker that hangs, so that Ray Train does what it does for dead ones; and
-:func:`session` in the train function loads the newest generation that all ranks can prove::
+Ray Train restarts a group when a worker dies or raises, but does not detect a train function that hangs, and restarts
+from the directory that was reported last. With :class:`TrainCallback` among ``RunConfig.callbacks`` a monitor on each
+machine ends a worker that hangs, so that Ray Train restarts the group; and :func:`session` in the train function loads
+the newest checkpoint that all ranks can verify::
 
     def train():
         with outlast.ray.train.session() as run:
@@ -18,8 +18,8 @@ workers of each machine ends the worker that hangs, so that Ray Train does what 
         )],
     ))
 
-``max_failures=-1`` does not mean forever: attempts that end without a new durable generation are counted, and
-``FaultToleranceConfig.max_no_progress_cycles`` of them in a row stop the run.
+``max_failures=-1`` is still bounded: ``FaultToleranceConfig.max_no_progress_cycles`` attempts in a row without a new
+durable checkpoint stop the run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from outlast.config.base import require
 from outlast.config.launching import AGENTS_OWN
 from outlast.errors import BudgetExhausted, OutlastError
 from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.launch.protocol import CycleFacts
+from outlast.launch.verdicts import highest_committed, highest_durable
 from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
 from outlast.ray.keepers import start_on
 from outlast.ray.replies import await_replies, describe_error
-from outlast.ray.train_watch import AttemptFacts, TrainWatch, WorkerPlace, answers_of
+from outlast.ray.train_watch import TrainWatch, WorkerPlace, answers_of
 from outlast.session import Session, init
 
 __all__ = ["TrainCallback", "session"]
@@ -51,23 +53,22 @@ __all__ = ["TrainCallback", "session"]
 log = logging.getLogger(__name__)
 _UNLIMITED = 1 << 30
 _START_S = 60.0
-"""Seconds for a watch to start, or for a worker to receive its place; each imports this package in about one."""
+"""Limit for a watch to start, or for a worker to receive its place; each imports this package in about one second."""
 _ANSWER_S = 10.0
 _config: Config | None = None
-"""The settings that this worker was given."""
 
 
 def session() -> Session:
     """Start this worker's session, with the settings of the run's :class:`TrainCallback`.
 
-    It is what :func:`outlast.init` returns: ``steps()`` loads, heartbeats and saves, ``section()`` names what has a
-    timeout of its own. Use it as a context manager.
+    Returns the session of :func:`outlast.init`: ``steps()`` loads, sends heartbeats and saves; ``section()`` marks code
+    with its own timeout. Use the session as a context manager.
 
     Raises:
-        OutlastError: The run has no :class:`TrainCallback`, or this is no train function.
+        OutlastError: The run has no :class:`TrainCallback`, or the caller is not a train function.
 
     Collective: all workers.
-    Blocks: until all workers have come.
+    Blocks: until all workers have joined.
     """
     if _config is None:
         raise OutlastError(
@@ -77,17 +78,17 @@ def session() -> Session:
 
 
 class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
-    """Have the workers of a Ray Train run watched, restarted with a budget, and loaded from verified generations.
+    """Monitor the workers of a Ray Train run, limit restarts without progress, and load verified checkpoints.
 
     Args:
         config: Settings for the workers' sessions; the other arguments take precedence.
         fault_tolerance: Timeouts of sections and heartbeats, and ``max_no_progress_cycles``.
         checkpoint: Where and how often to save; ``None`` = as in ``config``, else nothing is saved.
-        run_dir: Folder for the journal and the stacks of workers that hung, seen by every machine or made on each;
-            ``None`` = as in ``config``, else there is no journal, and stacks go to a folder for temporary files.
+        run_dir: Directory of the journal and the stacks of hung workers, shared by the machines or created on each;
+            ``None`` = as in ``config``, else no journal, and stacks in a temporary directory.
 
     Raises:
-        ConfigError: A setting is wrong, or cannot be used here.
+        ConfigError: A setting is invalid, or cannot be used here.
 
     Thread: Ray Train's controller calls the methods.
     """
@@ -103,7 +104,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
         given = {"fault_tolerance": fault_tolerance, "checkpoint": checkpoint, "run_dir": run_dir}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self.config = dataclasses.replace(config or Config(), **changes)
-        """The settings that the workers get."""
+        """The workers' settings."""
         self._fault_tolerance = self.config.fault_tolerance or FaultToleranceConfig()
         require(
             not self._fault_tolerance.calc_ft_timeouts,
@@ -142,44 +143,41 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
         self._ladder = LadderState()
         self._run_id = self._job = ""
         self._watches: dict[str, Any] = {}
-        """By address of the machine. Ray's nodes on one machine share one, as they share Ray Train's local ranks."""
+        """By machine address. Ray nodes on one machine share a watch, as they share Ray Train's local ranks."""
         self._names: dict[str, str] = {}
         self._in_use: tuple[str, ...] = ()
 
     # -- the run -----------------------------------------------------------------------------------------------
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Take in which run it is."""
         logs.configure("train controller", least=logging.WARNING, is_shared=True)
         self._run_id = train_run_context.get_run_config().name or train_run_context.run_id
         self._job = train_run_context.run_id[:12]
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Take in whether workers are taken away on notice, which is no failure to be charged."""
+        """Record whether workers are being preempted, which does not count as a failure."""
         self._is_preempting = type(current_state).__name__ == "PreemptingState"
 
     def before_controller_execute_failure_decision(self, failure_decision: Any, *_: Any, **__: Any) -> None:
-        """Stop a run that is restarted again and again and gets no further.
+        """Stop a run that restarts repeatedly without progress.
 
         Raises:
-            BudgetExhausted: ``max_no_progress_cycles`` attempts in a row ended without a new durable generation.
+            BudgetExhausted: ``max_no_progress_cycles`` attempts in a row ended without a new durable checkpoint.
         """
         if not self._was_watched:
             return
         self._was_watched = False
-        found: list[AttemptFacts] = self._ask_all("facts", "report the attempt")
+        found: list[CycleFacts] = self._ask_all("facts", "report the attempt")
         incident = next((one.incident for one in found if one.incident is not None), None)
         if incident is not None:
             log.error("attempt %d: %s", self._attempt, incident.describe())
         if failure_decision.name != "RETRY" or self._is_preempting:
             return
-        durable = [one.durable_iteration for one in found if one.durable_iteration is not None]
-        committed = [one.committed_iteration for one in found if one.committed_iteration is not None]
         end = CycleEnd(
             cycle=self._attempt,
             incident=incident or Incident(kind=IncidentKind.WORKER_FAILED, cycle=self._attempt),
-            durable_iteration=max(durable, default=None),
-            committed_iteration=max(committed, default=None),
+            durable_iteration=highest_durable(found),
+            committed_iteration=highest_committed(found),
             progress_known=any(one.progress_known for one in found),
         )
         limits = Limits(
@@ -192,7 +190,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
             raise BudgetExhausted(verdict.reason)
 
     def after_report(self, training_report: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
-        """Log once the first loss that a worker reports as NaN or infinite: without a session nothing else shows it."""
+        """Log the first reported loss that is NaN or infinite, once: without a session nothing else shows it."""
         losses = (
             (rank, name, value)
             for rank, reported in enumerate(metrics)
@@ -223,18 +221,18 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
     # -- one attempt -------------------------------------------------------------------------------------------
 
     def before_init_train_context(self, workers: Sequence[Any]) -> Mapping[str, list[Any]]:
-        """Have watches start beside the workers, while these find each other, and wait for none of them."""
+        """Start watches on the workers' machines in the background, while the workers connect."""
         for address, there in _by_machine(workers).items():
             if address not in self._watches:
                 self._start_watch(address, there[0])
         return {}
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Have the workers watched, and send them their place.
+        """Monitor the workers and send them their places.
 
-        The workers of a machine that could not be watched get no board, and start an agent process.
+        Workers of a machine without a watch get no heartbeat memory, and start an agent process.
 
-        Blocks: up to a minute, while watches start; usually they have by now.
+        Blocks: up to a minute, while watches start; usually they have started.
         """
         self._attempt += 1
         machines = _by_machine(worker_group.get_workers())
@@ -247,16 +245,16 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
             for address, there in machines.items()
             for worker in there
         ]
-        ray.get(asked, timeout=_START_S)  # a worker that died or is stuck meanwhile is Ray Train's to replace
+        ray.get(asked, timeout=_START_S)  # Ray Train replaces a worker that died or hangs meanwhile
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Stop watching, as the workers are ended now."""
+        """Stop monitoring before the workers are ended."""
         self._was_watched = False
         self._ask_all("stop", "stop watching")
         self._in_use = ()
 
     def before_worker_group_abort(self, worker_group_context: Any) -> None:
-        """Stop watching, as the workers are ended now."""
+        """Stop monitoring before the workers are ended."""
         self.before_worker_group_shutdown(None)
 
     # -- details -----------------------------------------------------------------------------------------------
@@ -284,7 +282,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
         )
 
     def _begin_watching(self, machines: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, str | None]]:
-        """Return what each machine's watch has for its workers; a watch that is gone is replaced once."""
+        """Return the variables from each machine's watch; a dead watch is replaced once."""
         posts: dict[str, dict[str, str | None]] = {}
         for is_last in (False, True):
             asked = {}
@@ -320,8 +318,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
             env.CYCLE: str(self._attempt),
             env.NODE: self._names[address],
             env.CONFIG: self._fault_tolerance.to_json(),
-            env.BOARD: post.get(env.BOARD),
-            env.WRITER: post.get(env.WRITER),
+            **{env.BOARD: None, env.WRITER: None, **post},
             "RANK": str(rank.world_rank),
             "WORLD_SIZE": str(rank.world_size),
             "LOCAL_RANK": str(rank.local_rank),
@@ -331,7 +328,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
 
 
 def _take_place(config: Config, variables: Mapping[str, str | None]) -> None:
-    """Take in settings and place, in the worker, before its train function runs."""
+    """Store settings and place in the worker, before its train function runs."""
     global _config
     _config = config
     env.update(variables)

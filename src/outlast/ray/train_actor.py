@@ -1,8 +1,8 @@
-"""What runs in an actor's process: the class that a user's actor derives from, and the Ray actor around it.
+"""The base class of users' actors, and the Ray actor (shell) that hosts it in the actor's process.
 
-The shell answers the driver at any time, whatever the user's code does. That code runs in the one thread of the default
-concurrency group; what the driver must be able to ask while that thread hangs belongs to the group ``control``, with
-threads of its own. The process groups of an incarnation are made over a store, and left at any time.
+The shell responds to the driver at any time. User code runs in the single thread of the default concurrency group;
+queries that must work while that thread hangs belong to the group ``control``, with its own threads. The process groups
+of an incarnation are formed over a TCPStore and can be torn down at any time.
 """
 
 from __future__ import annotations
@@ -70,56 +70,56 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _NUM_CONTROL_THREADS = 4
 _CONNECT_S = 1.0
-"""Of connecting to the store: between two tries the wait can be interrupted."""
+"""Limit of one connection attempt to the TCPStore; the wait can be interrupted between attempts."""
 _LOOK_S = 0.01
 _BOTH_WAYS_S = 0.2
-"""Seconds after which connections are shut down both ways, for what does not detect the end of its reading."""
+"""Seconds after which connections are shut down in both directions, for code that does not detect end of file."""
 _SAVES_S = 0.1
-"""Seconds after which saves are given up that the working thread waits for."""
+"""Seconds after which saves that the working thread waits for are abandoned."""
 _STORE_TIMEOUT_S = 60.0
 _NUM_STORES = 2
-"""The newest and the one before."""
+"""The newest TCPStore and the previous one."""
 
 
 class TrainActor:
     """Train as one rank of an :class:`~outlast.ray.ActorGroup`.
 
-    ``__init__`` runs in spares, too: imports and data belong there, there are no groups and no rank yet. Everything
-    else, and ``__init__`` where all start over, runs in one thread of the actor, which is not the main one.
+    ``__init__`` also runs in spares: put imports and data there; process groups and rank do not exist yet. All other
+    code, and ``__init__`` when all actors start over, runs in one thread of the actor, which is not the main thread.
 
-    An exception leaves a call with the state as it was, unless it went through :meth:`update`. What is part of
-    :meth:`state` must therefore change within ``update`` alone.
+    An exception in a call leaves the state unchanged, unless the call was within :meth:`update`. Therefore everything
+    in :meth:`state` must change only within ``update``.
     """
 
     _shell: Shell | None = None
 
-    # -- to be overridden --------------------------------------------------------------------------------------
+    # -- overridden by users -----------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Make model, optimizer and the like; called once, when the actor has its place.
+        """Create model, optimizer and the like; called once, when the actor has a rank.
 
-        Those that replace dead actors are set up alone: nothing in here may wait for other ranks. Where all have to
-        start over, a new object is made and set up in each process.
+        Replacements of lost actors are set up alone: do not wait for other ranks here. When all actors start over, a
+        new object is created and set up in each process.
         """
 
     def regroup(self) -> None:
-        """Make what holds process groups, such as ``DistributedDataParallel``.
+        """Create objects that hold process groups, such as ``DistributedDataParallel``.
 
-        Called in each incarnation, the first included, on every rank, once it has the state that all go on from.
+        Called in every incarnation, including the first, on every rank, after the common state was loaded.
         """
 
     def state(self) -> Mapping[str, Any]:
-        """Return what is saved and loaded, by name: modules, optimizers, tensors, plain values, mappings of these.
+        """Return the values to save and load, by name: modules, optimizers, tensors, plain values, mappings of these.
 
-        The same names on every rank; nothing = this group has no state to lose.
+        The same names on every rank; empty = the group has no state to lose.
         """
         return {}
 
     def take_state(self, values: Mapping[str, Any]) -> None:
-        """Take back the plain values of :meth:`state` after a load; each goes to the attribute of its name.
+        """Assign the loaded plain values of :meth:`state` to the attributes of their names.
 
         Args:
-            values: By name; modules, optimizers and tensors have been loaded in place and are not among them.
+            values: By name; excludes modules, optimizers and tensors, which are loaded in place.
 
         Raises:
             OutlastError: There is no such attribute; override this method.
@@ -132,7 +132,7 @@ class TrainActor:
                 )
             setattr(self, name, value)
 
-    # -- to be used --------------------------------------------------------------------------------------------
+    # -- called by users ---------------------------------------------------------------------------------------
 
     @property
     def place(self) -> MeshRank:
@@ -143,7 +143,7 @@ class TrainActor:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``; another one in each incarnation.
+        """All ranks by axis: ``pp``, ``dp``, ``cp``, ``tp``; a new object in each incarnation.
 
         Raises:
             OutlastError: There are no process groups now.
@@ -154,17 +154,17 @@ class TrainActor:
 
     @property
     def device(self) -> torch.device:
-        """What this actor computes on."""
+        """The device that this actor computes on."""
         return self._hosted.device
 
     @property
     def iteration(self) -> int:
-        """Number of optimizer steps that the state has done."""
+        """Number of optimizer steps of the state."""
         return self._hosted.tracker.count
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """The same ranks by expert axis: ``pp``, ``edp``, ``ep``, ``etp``; another one in each incarnation.
+        """The same ranks by expert axis: ``pp``, ``edp``, ``ep``, ``etp``; a new object in each incarnation.
 
         Raises:
             ConfigError: The group's mesh has no expert axes.
@@ -175,15 +175,16 @@ class TrainActor:
         raise ConfigError('the mesh has no expert axes; give it some, such as mesh={"dp": 4, "ep": 2}')
 
     def group(self, axis: str) -> torch.distributed.ProcessGroup:
-        """Return the group of this actor's peers along an axis; another one in each incarnation.
+        """Return the process group of this actor's peers along an axis; a new group in each incarnation.
 
         Args:
             axis: ``pp``, ``dp``, ``cp`` or ``tp``; for experts ``ep``, ``etp``, or ``edp``, over which gradients of
-                experts are summed. The members are those of Megatron-Core's groups of the same sizes.
+                experts are
+                summed. The members are those of Megatron-Core's groups of the same sizes.
 
         Raises:
-            ConfigError: There is no such axis.
-            OutlastError: There are no groups now.
+            ConfigError: The axis does not exist.
+            OutlastError: There are no process groups now.
         """
         if axis in AXES:
             return self.mesh.get_group(axis)
@@ -192,24 +193,24 @@ class TrainActor:
         raise ConfigError(f"there is no axis {axis!r}; the axes are {', '.join((*AXES, *EXPERT_AXES[1:]))}")
 
     def section(self, name: str) -> SectionTimer:
-        """Return the marker of a section, for ``with self.section("step"):``; its timeout is watched.
+        """Return a section's context manager, for ``with self.section("step"):``; its timeout is monitored.
 
-        Sections that exceed ``FaultToleranceConfig.rank_section_timeouts`` are hangs. A marker serves
-        its incarnation only: ask for it in each call.
+        A section that exceeds ``FaultToleranceConfig.rank_section_timeouts`` is a hang. The context manager is valid in
+        its incarnation only: create it in each call.
         """
         return self._hosted.monitor.section(name)
 
     def heartbeat(self) -> None:
-        """Report that this actor is alive, for ``FaultToleranceConfig.rank_heartbeat_timeout``."""
+        """Send a heartbeat, for ``FaultToleranceConfig.rank_heartbeat_timeout``."""
         self._hosted.monitor.heartbeat()
 
     def update(self, iteration: int) -> AbstractContextManager[None]:
-        """Return the context in which the state goes from ``iteration - 1`` to ``iteration``.
+        """Return the context in which the state changes from ``iteration - 1`` to ``iteration``.
 
-        A state that is left in the middle of it, by an exception, is unusable and is loaded again.
+        After an exception within the context the state is unusable and is loaded again.
 
         Raises:
-            OutlastError: The state has not done ``iteration - 1`` steps.
+            OutlastError: The state is not at ``iteration - 1``.
         """
         return self._hosted.tracker.update(iteration)
 
@@ -217,14 +218,14 @@ class TrainActor:
         """Save the state if that is due after ``iteration`` (``CheckpointConfig.save_interval`` and the like).
 
         Args:
-            iteration: Number of optimizer steps that the state has done.
-            now: Save it to all tiers whether it is due or not.
+            iteration: Number of optimizer steps of the state.
+            now: Save to all tiers, whether due or not.
 
         Returns:
-            The save, which continues beside training; ``None`` = none was due, or nothing is saved.
+            The save, which continues in the background; ``None`` = not due, or nothing is saved.
 
         Raises:
-            OutlastError: The state has not done ``iteration`` steps.
+            OutlastError: The state is not at ``iteration``.
             CheckpointError: Saving failed too often in a row.
 
         Collective: all ranks, at the same iteration.
@@ -235,7 +236,7 @@ class TrainActor:
             return shell.tracker.save(self.state(), iteration, now=now)
 
     def _save_now(self, timeout_s: float) -> str:
-        """Save the state to all tiers, and wait for the commit; return why it failed, or nothing.
+        """Save the state to all tiers and wait for the commit; return why it failed, or an empty string.
 
         Collective: all ranks. Blocks: up to ``timeout_s``.
         """
@@ -257,10 +258,9 @@ class TrainActor:
 
 
 class Shell:
-    """Host a user's actor through incarnations.
+    """Hosts a user's actor through incarnations.
 
-    An actor that is no :class:`TrainActor` starts over with each recovery: its calls are counted, and nothing else is
-    known of its state.
+    An actor that is not a :class:`TrainActor` starts over at each recovery: only its calls are counted.
     """
 
     def __init__(
@@ -281,13 +281,12 @@ class Shell:
         self._actor = self._make()
         self._is_set_up = self._is_half_set_up = False
         self.tracker = StateTracker(settings.checkpoint, self._interruption)
-        """Which state the actor has."""
         self.place: MeshRank | None = None
-        """The actor's place in the mesh; ``None`` = it has had none yet."""
+        """The actor's place in the mesh; ``None`` = none yet."""
         self.mesh: DeviceMesh | None = None
-        """All ranks by axis; ``None`` = there are no groups now."""
+        """All ranks by axis; ``None`` = no process groups now."""
         self.expert_mesh: DeviceMesh | None = None
-        """All ranks by expert axis; ``None`` = there are no groups now, or no experts."""
+        """All ranks by expert axis; ``None`` = no process groups now, or no experts."""
         self._noting = connections.Noting()
         self._excepthook = sys.excepthook
         self._store: TCPStore | None = None
@@ -301,23 +300,22 @@ class Shell:
         self._is_in_call = False
         self._leaving = threading.Lock()
         gc.collect()
-        gc.freeze()  # what lives anyway is not looked through whenever groups are left
+        gc.freeze()  # long-lived objects need no scan at each teardown of process groups
 
-    # -- control: answered at any time -------------------------------------------------------------------------
+    # -- control: responds at any time -------------------------------------------------------------------------
 
     @ray.method(concurrency_group="control")
     def identity(self) -> ActorIdentity:
-        """Return who this is."""
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         return ActorIdentity(node_id=self._node_id, node=self._node, pid=os.getpid(), device=",".join(gpus))
 
     @ray.method(concurrency_group="control")
     def status(self) -> ActorStatus:
-        """Return what this actor is doing. Blocks: never."""
+        """Return the actor's iteration, sections and exceeded timeouts. Blocks: never."""
         sections: tuple[tuple[str, float], ...] = ()
         exceeded: tuple[str, ...] = ()
         due_in_s = None
-        is_idle = not self._is_in_call and self._joined == self._incarnation  # then nothing has a timeout
+        is_idle = not self._is_in_call and self._joined == self._incarnation  # no timeout runs
         if not is_idle and (state := self._look()) is not None:
             now_ns = clock.now_ns()
             sections = tuple((one.name, max(0.0, (now_ns - one.start_ns) / 1e9)) for one in state.sections)
@@ -328,7 +326,7 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     def examine(self) -> Position | None:
-        """Return where the user's code is; ``None`` = this actor is in no group. Blocks: up to a tenth of a second."""
+        """Return the position of the user's code; ``None`` = not in a group. Blocks: up to a tenth of a second."""
         if (state := self._look()) is None:
             return None
         thread, now_ns = self._interruption.thread, clock.now_ns()
@@ -354,10 +352,9 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     def host_store(self) -> tuple[str, int]:
-        """Host the store over which the next incarnation meets; return its address and port.
+        """Host the TCPStore of the next incarnation; return its address and port.
 
-        Raises:
-            RendezvousError: This machine gives no port.
+        Raises: RendezvousError (no port is available).
         """
         store = host(Endpoint(self._addr, 0), timeout_s=_STORE_TIMEOUT_S)
         if store is None:
@@ -367,9 +364,9 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     def abort(self, incarnation: int, timeout_s: float) -> Aborted:
-        """Leave every incarnation up to this one; what waits for peers fails. Idempotent.
+        """Leave all incarnations up to this one; waits for peers fail. Idempotent.
 
-        Blocks: some 10 ms; up to ``timeout_s``, and some seconds more when a collective does not end.
+        Blocks: some 10 ms; up to ``timeout_s``, and some seconds more if a collective does not end.
         """
         begin_ns = clock.now_ns()
         self._interruption.order(incarnation)
@@ -385,14 +382,13 @@ class Shell:
     # -- the working thread ------------------------------------------------------------------------------------
 
     def join(self, assignment: ActorAssignment) -> Joined | CallFailed:
-        """Take a place in an incarnation."""
         if assignment.incarnation <= self._incarnation:
             return self._refused(f"incarnation {assignment.incarnation} is not newer than {self._incarnation}")
         if self._interruption.is_left(assignment.incarnation):
             return self._refused(f"incarnation {assignment.incarnation} was given up")
         try:
             with self._leaving:
-                self._leave()  # nothing, unless the driver did not abort the one before
+                self._leave()  # no effect unless the driver did not abort the previous one
         except OutlastError as error:
             return self._failed(CallOutcome(error=error))
         self._incarnation = assignment.incarnation
@@ -404,7 +400,6 @@ class Shell:
         return joined
 
     def call(self, call: Call, parcel: tuple[tuple[Any, ...], Mapping[str, Any]]) -> CallReturned | CallFailed:
-        """Call a method of the user's."""
         if call.incarnation != self._joined or self._interruption.is_left(call.incarnation):
             return self._refused(f"call of incarnation {call.incarnation}, this actor is in {self._joined}")
         try:
@@ -415,31 +410,27 @@ class Shell:
             return self._failed(outcome)
         return CallReturned(iteration=self.tracker.iteration, value=outcome.value if call.wants_result else None)
 
-    # -- used by the actor that this hosts ---------------------------------------------------------------------
+    # -- used by the hosted actor ------------------------------------------------------------------------------
 
     @property
     def monitor(self) -> PlacedRankMonitor:
-        """Takes heartbeats and sections; another one in each incarnation."""
+        """Receives heartbeats and sections; a new object in each incarnation."""
         assert self._monitor is not None
         return self._monitor
 
     @property
     def device(self) -> torch.device:
-        """What the actor computes on."""
         import torch
 
         return device.training_device() if self._settings.use_gpu else torch.device("cpu")
 
-    # -- into an incarnation -----------------------------------------------------------------------------------
+    # -- joining an incarnation --------------------------------------------------------------------------------
 
     def _join(self, assignment: ActorAssignment) -> Joined:
-        """Take a place in an incarnation: groups, set-up, state.
+        """Join an incarnation: process groups, set-up, state.
 
-        Raises:
-            OutlastError: It cannot be taken; or whatever the user's methods raise.
-
-        Collective: all ranks of the incarnation.
-        Blocks: until all ranks have come and loaded.
+        Raises: OutlastError (joining failed; or any exception of the user's methods). Collective: all ranks of the
+        incarnation. Blocks: until all ranks have joined and loaded.
         """
         difference = describe_difference(assignment.version, whose="the driver", own="this actor")
         if difference is not None:
@@ -495,13 +486,10 @@ class Shell:
         )
 
     def _form_groups(self, assignment: ActorAssignment) -> None:
-        """Meet the other ranks and connect to them.
+        """Form the process groups.
 
-        Raises:
-            RendezvousError: The ranks did not find each other.
-
-        Collective: all ranks of the incarnation.
-        Blocks: up to ``assignment.timeout_s``, until all ranks have come; unless the incarnation is given up.
+        Raises: RendezvousError (the ranks could not connect). Collective: all ranks of the incarnation. Blocks: up to
+        ``assignment.timeout_s``, until all ranks have joined, or the incarnation is aborted.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
@@ -564,29 +552,29 @@ class Shell:
             function()
 
     def _start_over(self) -> None:
-        """Make a new object in place of the one that has trained, which is unusable now."""
+        """Replace the trained object, which is unusable now, by a new one."""
         self._actor = self._make()
         self._is_set_up = self._is_half_set_up = False
 
     def _take_state(self, env: WorkerEnv, journal: Journal, has: int | None) -> StartingState:
-        """Have the state that all ranks go on from."""
+        """Load or keep the state that all ranks continue from."""
         state = self._actor.state() if isinstance(self._actor, TrainActor) else {}
         if not self.tracker.has_state:
             return StartingState(origin="new" if self.tracker.is_new else "kept")
         with self._interruption.update():
             self.tracker.open(env, journal)
-            take = getattr(self._actor, "take_state", None)  # a plain class has none, and is never loaded
+            take = getattr(self._actor, "take_state", None)  # a plain class has none and never loads
             begin = self.tracker.restore(state, has, take)
         if begin.origin == "new" and not begin.is_as_set_up:
             self._start_over()
             self._set_up()
         return begin
 
-    # -- within one, and out of it -----------------------------------------------------------------------------
+    # -- in an incarnation, and leaving it ---------------------------------------------------------------------
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # The times outside of sections and between heartbeats begin now: none of them runs between two calls. The time
-        # to the first heartbeat is counted from the beginning of the incarnation.
+        # Timeouts outside sections and between heartbeats restart here: they do not run between two calls. The time to
+        # the first heartbeat counts from the start of the incarnation.
         with self.monitor.section("call"):
             pass
         if self.monitor.board_state.last_heartbeat_ns:
@@ -599,15 +587,15 @@ class Shell:
         return value
 
     def _look(self) -> RankState | None:
-        """Return what the board shows of this rank; ``None`` = it is in no incarnation. Thread: any."""
+        """Return this rank's page of the heartbeat memory; ``None`` = in no incarnation. Thread: any."""
         with self._looking:
             return self._monitor.board_state if self._monitor is not None else None
 
     def _leave_code(self, begin_ns: int, timeout_s: float) -> str:
-        """Have the working thread come out of what is given up; return what does not, or nothing."""
+        """Interrupt the working thread's aborted call; return where the thread still is, or an empty string."""
         interruption = self._interruption
         if interruption.is_wanted:
-            interruption.poke()  # before anything ends: what a wait brings then is not taken for a peer's message
+            interruption.poke()  # before connections end: a partial result must not pass for a message
             device_collectives.abort_collectives()
         while interruption.is_wanted:
             passed_s = (clock.now_ns() - begin_ns) / 1e9
@@ -626,11 +614,9 @@ class Shell:
     def _leave(self) -> None:
         """End the incarnation. Idempotent.
 
-        Raises:
-            OutlastError: A collective does not end: this process must not go on.
-
-        Blocks: some 10 ms; up to 20 s when a collective does not end, or a store does not answer.
-        Thread: any, once the working thread is out.
+        Raises: OutlastError (a collective does not end; this process must not continue). Blocks: some 10 ms; up to 20 s
+        if a collective does not end or a TCPStore does not respond. Thread: any, once the working thread has left the
+        call.
         """
         self.tracker.close()
         with self._looking:
@@ -647,7 +633,7 @@ class Shell:
             self.mesh = self.expert_mesh = self._store = None
             end_groups()
             self._noting.stop()
-            sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
+            sys.excepthook = self._excepthook  # torch wraps it again for every default group
             self._has_groups = False
 
     def _failed(self, outcome: CallOutcome) -> CallFailed:
@@ -658,7 +644,7 @@ class Shell:
         if kind == FailureKind.RAISED:
             try:
                 pickled = ray.cloudpickle.dumps(error)
-            except Exception:  # noqa: BLE001 - whatever an exception of the user's does when it is pickled
+            except Exception:  # noqa: BLE001 - pickling a user's exception may raise anything
                 log.info("%s cannot be pickled; only its text is passed on", type(error).__name__)
         failed = CallFailed(
             kind=kind,
@@ -668,9 +654,9 @@ class Shell:
             error=pickled,
         )
         if self._monitor is not None:
-            self._monitor.end_all_sections()  # those that the exception left open
+            self._monitor.end_all_sections()  # sections left open by the exception
         outcome.error = None
-        drop(error)  # its frames hold groups and tensors
+        drop(error)  # its frames reference process groups and tensors
         return failed
 
     def _refused(self, why: str) -> CallFailed:
@@ -685,7 +671,7 @@ def create_shell(
     runtime_env: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Any:
-    """Have Ray start an actor, a :class:`Shell` around a user's class; return its handle. Blocks: never."""
+    """Start a Ray actor with a :class:`Shell` around a user's class; return its handle. Blocks: never."""
     shell = ray.remote(concurrency_groups={"control": _NUM_CONTROL_THREADS})(Shell)
     all_options = {"max_restarts": 0, "max_task_retries": 0, **options}
     if runtime_env:
@@ -694,7 +680,7 @@ def create_shell(
 
 
 def _stack_of(thread: int) -> Stack:
-    """Return the Python stack of a thread of this process; empty when it runs no Python. Blocks: never."""
+    """Return the Python stack of a thread of this process; empty if it runs no Python code. Blocks: never."""
     frame = sys._current_frames().get(thread)
     frames = []
     while frame is not None:
@@ -713,8 +699,8 @@ def _kind_of(error: BaseException) -> FailureKind:
 
 
 def _import_ahead(settings: ShellSettings) -> None:
-    """Import what the first incarnation needs: the longest part of a start, which spares have behind them."""
-    import torch._dynamo  # every optimizer imports it when it is made
+    """Import the modules of the first incarnation, the longest part of a start, so that spares have them loaded."""
+    import torch._dynamo  # imported by the first optimizer
     import torch.distributed.device_mesh  # noqa: F401
 
     if settings.checkpoint is not None:
@@ -722,7 +708,7 @@ def _import_ahead(settings: ShellSettings) -> None:
 
 
 def _node_name(node_id: str) -> str:
-    """Return a name for a node of Ray: its machine's, with part of its id where the machine has several."""
+    """Return a Ray node's name: the host name, with part of the node id if several nodes share the host."""
     name = env.hostname()
     machines = {node["NodeID"]: str(node.get("NodeManagerHostname", "")).split(".")[0] for node in ray.nodes()}
     is_shared = sum(machine == machines.get(node_id) for machine in machines.values()) > 1

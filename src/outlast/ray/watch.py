@@ -1,7 +1,4 @@
-"""The watch over a call of all actors of an incarnation.
-
-While the call runs the watch asks the actors for their status: a dead, a silent and a hanging actor are distinguished.
-"""
+"""Monitors a call of all actors of an incarnation, and distinguishes dead, silent and hanging actors."""
 
 from __future__ import annotations
 
@@ -24,94 +21,82 @@ from outlast.ray.replies import ActorPing, ReplyFault, await_replies, describe_e
 
 log = logging.getLogger(__name__)
 _AFTER_DUE_S = 0.02
-"""An actor is queried this long after one of its timeouts was due."""
+"""Delay of a status query after an actor's timeout is due."""
 _SHORTEST_S = 0.05
-"""Between two questions to one actor."""
+"""Minimum time between two status queries of an actor."""
 
 
 class LossKind(StrEnum):
-    """How an actor failed."""
+    """How an actor was lost."""
 
     DIED = "died"
-    """Its process or its node ended."""
+    """The process or node ended."""
     SILENT = "silent"
-    """It did not answer: stopped, holding the interpreter's lock, or cut off."""
+    """No response: the process is stopped, holds the interpreter lock, or is disconnected."""
     HUNG = "hung"
-    """It exceeded the timeout of a section, and the others waited for it."""
+    """The actor exceeded a section's timeout while the others waited for it."""
     STUCK = "stuck"
-    """It did not leave the interrupted call, or did not join in time."""
+    """The actor did not leave the interrupted call, or did not join in time."""
     RAISED = "raised"
-    """Its call raised; its process is kept."""
+    """The call raised; the process is kept."""
     DRAINED = "drained"
-    """It works, and had to leave a node that Ray drains."""
+    """The actor works, but had to leave a node that Ray drains."""
 
 
 class LostActor(msgspec.Struct, frozen=True, kw_only=True):
-    """Who failed, and how that is known."""
+    """A lost actor and the evidence."""
 
     rank: int
     node: str
     pid: int
     kind: LossKind
     evidence: str
-    """For people."""
     detected_after_s: float | None = None
-    """Seconds from its last sign of life, or from the begin of the section that it hung in; ``None``: not known."""
+    """Seconds since its last heartbeat, or since the start of the section in which it hung; ``None``: unknown."""
 
 
 def lose(rank: int, actor: Actor, kind: LossKind, evidence: str, detected_after_s: float | None = None) -> LostActor:
-    """Return the entry of an actor in a report."""
     after_s = None if detected_after_s is None else round(detected_after_s, 3)
     return LostActor(rank=rank, node=actor.node, pid=actor.pid, kind=kind, evidence=evidence, detected_after_s=after_s)
 
 
 @dataclass(slots=True, kw_only=True)
 class Gathered:
-    """What came of a call of all actors."""
+    """The result of a call of all actors."""
 
     values: dict[int, Any] = field(default_factory=dict)
-    """Rank to what it replied."""
+    """Replies by rank."""
     failed: dict[int, CallFailed] = field(default_factory=dict)
-    """Rank to why its call failed, in the order of the replies; they live."""
+    """Failed calls by rank, in order of arrival; these actors are alive."""
     lost: dict[int, LostActor] = field(default_factory=dict)
-    """Rank to why its actor must be replaced."""
+    """Ranks whose actor must be replaced."""
     unclear: set[int] = field(default_factory=set)
-    """Ranks whose reply was lost; they may live."""
+    """Ranks whose reply was lost; they may be alive."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all calls succeeded."""
         return not (self.failed or self.lost or self.unclear)
-
-    def lose(
-        self, rank: int, actor: Actor, kind: LossKind, evidence: str, detected_after_s: float | None = None
-    ) -> None:
-        """Note that an actor must be replaced."""
-        self.lost[rank] = lose(rank, actor, kind, evidence, detected_after_s)
 
 
 @dataclass(slots=True, kw_only=True)
 class _AwaitedActor:
-    """One actor whose reply is waited for, and what is known of its life."""
+    """One actor with a pending reply."""
 
     actor: Actor
     call: Any
-    """Reference to its reply."""
+    """Reference to the pending reply."""
     alive_s: float
-    """When it was last known to answer."""
+    """Monotonic time of its last response."""
     ping: ActorPing
-    """Asks for its status."""
+    """Pings its status."""
     overdue_s: float = math.inf
-    """When a timeout of its own will be exceeded, as its status had it."""
+    """Monotonic time at which one of its timeouts will be exceeded, according to its status."""
     open_s: float = 0.0
-    """For how long its longest open section was open, as its status had it."""
+    """Seconds that its longest open section was open, according to its status."""
 
 
 class Watch:
-    """Wait for the replies of all actors of an incarnation to one call, or for the first sign of trouble.
-
-    Thread: one.
-    """
+    """Waits for the replies of all actors to one call, or for the first failure. Thread: one."""
 
     def __init__(self, config: RecoveryConfig, pool: Pool) -> None:
         self._config, self._pool = config, pool
@@ -124,9 +109,9 @@ class Watch:
         timeout_s: float = math.inf,
         leaves_nodes: bool = False,
     ) -> Gathered:
-        """Return the replies; at the first sign of trouble, with what is known until then.
+        """Return the replies; after the first failure, those received until then.
 
-        Blocks: until all have replied or trouble is seen, at most ``timeout_s``.
+        Blocks: until all have replied or a failure is detected, at most ``timeout_s``.
         """
         now_s = begun_s = clock.now_s()
         due_s, gathered = now_s + self._config.ping_interval, Gathered()
@@ -141,13 +126,13 @@ class Watch:
             self._check(waiting, gathered)
             if leaves_nodes and waiting and gathered.is_whole:
                 for rank, text in self._pool.due_to_leave(members).items():
-                    gathered.lose(rank, members[rank], LossKind.DRAINED, text)
+                    gathered.lost[rank] = lose(rank, members[rank], LossKind.DRAINED, text)
             if not gathered.is_whole:
                 break
             if clock.now_s() - begun_s >= timeout_s:
                 for rank, one in waiting.items():
                     text = f"no response within {timeout_s:g} s"
-                    gathered.lose(rank, one.actor, LossKind.STUCK, text, timeout_s)
+                    gathered.lost[rank] = lose(rank, one.actor, LossKind.STUCK, text, timeout_s)
                 break
         return gathered
 
@@ -171,13 +156,13 @@ class Watch:
             elif reply.fault is None:
                 gathered.values[rank] = reply.value
             elif reply.fault == ReplyFault.DIED:
-                gathered.lose(rank, one.actor, LossKind.DIED, describe_error(reply.error))
+                gathered.lost[rank] = lose(rank, one.actor, LossKind.DIED, describe_error(reply.error))
             else:
                 log.debug("rank %d: the reply was lost: %s", rank, describe_error(reply.error))
                 gathered.unclear.add(rank)
 
     def _check(self, waiting: Mapping[int, _AwaitedActor], gathered: Gathered) -> None:
-        """Ask for the status of those that are due, and read what has come."""
+        """Query the status of due actors and process the responses."""
         exceeded: dict[int, tuple[str, float]] = {}
         for rank, one in waiting.items():
             reply, now_s = one.ping.poll(one.actor.handle.status), clock.now_s()
@@ -188,14 +173,15 @@ class Watch:
                     exceeded[rank] = (reply.value.exceeded[0], one.open_s)
                 continue
             if reply is not None and reply.fault == ReplyFault.DIED:
-                gathered.lose(rank, one.actor, LossKind.DIED, describe_error(reply.error), now_s - one.alive_s)
+                text = describe_error(reply.error)
+                gathered.lost[rank] = lose(rank, one.actor, LossKind.DIED, text, now_s - one.alive_s)
                 continue
             if reply is not None:
                 log.debug("rank %d: its status is unavailable: %s", rank, describe_error(reply.error))
                 one.ping.note_failure()
             if silent_s >= self._config.ping_timeout:
                 text = f"no response for {silent_s:.1f} s"
-                gathered.lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
+                gathered.lost[rank] = lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
             elif now_s >= self._silent_s(one):
                 text = f"a timeout is exceeded, and no response for {silent_s:.1f} s"
                 exceeded[rank] = (text, one.open_s + now_s - one.alive_s)
@@ -210,19 +196,19 @@ class Watch:
         one.ping.note_answer(max(now_s + _SHORTEST_S, due_s))
 
     def _silent_s(self, one: _AwaitedActor) -> float:
-        """Return when an unanswered question shows that something is wrong."""
+        """Return when an unanswered query indicates a failure."""
         overdue_s = max(one.overdue_s, one.ping.asked_s) + self._config.examine_timeout
         return min(overdue_s, one.ping.asked_s + self._config.ping_timeout)
 
     def _find_culprit(
         self, waiting: Mapping[int, _AwaitedActor], exceeded: Mapping[int, tuple[str, float]], gathered: Gathered
     ) -> None:
-        """Find out for which actor the others wait, if for any, once a timeout is exceeded."""
+        """After an exceeded timeout, identify the actor that the others wait for, if any."""
         refs = {rank: one.actor.handle.examine.remote() for rank, one in waiting.items()}
         replies = await_replies(refs, self._config.examine_timeout)
         for rank, reply in replies.items():
             if reply.fault == ReplyFault.DIED:
-                gathered.lose(rank, waiting[rank].actor, LossKind.DIED, describe_error(reply.error))
+                gathered.lost[rank] = lose(rank, waiting[rank].actor, LossKind.DIED, describe_error(reply.error))
         if gathered.lost:
             return
         positions = {rank: reply.value for rank, reply in replies.items() if reply.value is not None}
@@ -234,12 +220,12 @@ class Watch:
             )
         culprit = find_culprit(positions.values())
         if culprit.position is None:
-            # No actor is to be replaced: all leave the call, and it is repeated, once.
+            # No actor is replaced: all leave the call, which is repeated once.
             text = f"{next(iter(exceeded.values()))[0]}; {culprit.reason}"
             gathered.failed |= {rank: CallFailed(kind=FailureKind.PEER, summary=text) for rank in waiting}
             return
         rank = culprit.position.global_rank
         text, open_s = exceeded.get(rank) or next(iter(exceeded.values()))
-        reason = culprit.reason.partition(": ")[2]  # what comes before names the rank
+        reason = culprit.reason.partition(": ")[2]  # the prefix names the rank
         kind = LossKind.HUNG if culprit.position.responsive else LossKind.SILENT
-        gathered.lose(rank, waiting[rank].actor, kind, f"{text}; {reason}", open_s)
+        gathered.lost[rank] = lose(rank, waiting[rank].actor, kind, f"{text}; {reason}", open_s)

@@ -1,6 +1,6 @@
-"""What lies in checkpoint directories, for people: listed, verified, pruned. Nothing here imports torch.
+"""Checkpoint directories for operators: listed, verified, pruned. Must not import torch.
 
-It looks at files alone: no ranks, no run, no writer. ``entries`` names what is found, and decides what of it may go;
-``listing`` finds it, in nodes' folders and in global directories, and verifies every byte (with the loader's
-:mod:`outlast.checkpoint.verification`).
+Reads only files, without ranks, run or writer. ``entries`` defines the results and decides what may be deleted;
+``listing`` scans nodes' folders and global directories and verifies every byte
+(:mod:`outlast.checkpoint.verification`).
 """

@@ -1,7 +1,7 @@
-"""The catalogue's entries: a place, its generations, their problems and files, leftovers; and which of them may go.
+"""The catalogue's entries: a directory, its checkpoints, problems, files and leftovers; and what may be deleted.
 
-What is a ``msgspec.Struct`` is the documented JSON of ``outlast ckpt``; the dataclasses beside them carry what a
-command does with it.
+The ``msgspec.Struct`` classes are the documented JSON of ``outlast ckpt``; the dataclasses carry the operations of a
+command.
 """
 
 from __future__ import annotations
@@ -30,26 +30,24 @@ from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork, Lineage, SavedPoint, 
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong with a generation."""
-
     kind: str
     """Name of the error: ``Incomplete``, ``Corrupt``, ``Untrusted`` or ``CheckpointError`` (cannot be read)."""
     reason: str
     file: str
-    """Relative to the place."""
+    """Relative to the listed directory."""
     node: str | None = None
     rank: int | None = None
     chunk: int | None = None
     """Number of the 8 MiB piece, from 0; ``None`` = the whole file."""
     tensors: tuple[str, ...] = ()
-    """What lies in that chunk."""
+    """Tensors in that chunk."""
 
     def __str__(self) -> str:
         return f"{self.file}: {self.reason}"
 
 
 class NodeHolding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node's folder holds of a generation; ranks whose file passed the check."""
+    """The parts of a checkpoint in one node's folder; ranks whose file passed the check."""
 
     node: str
     own: tuple[int, ...]
@@ -57,77 +55,73 @@ class NodeHolding(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[int, ...] = ()
     """Ranks of other nodes."""
     parities: tuple[int, ...] = ()
-    """Ranks beside which a parity of other nodes' shards lies."""
+    """Ranks whose parity of other nodes' shards is stored here."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One committed generation in one place."""
+    """One committed checkpoint in one directory."""
 
     iteration: int
     tier: Literal["local", "global"]
     suspect: bool = False
-    """Saved for diagnosis only; never loaded by itself."""
+    """Saved for diagnosis only; never loaded automatically."""
     valid: bool
-    """Whether each rank that should be here has a copy here that passed the check; with ``problems`` nevertheless when
-    another copy did not."""
+    """Whether each expected rank has a copy here that passed the check; ``problems`` may list other, damaged copies."""
     attempt: str | None = None
-    """``None``, as what follows: the manifest cannot be read."""
+    """``None``, like the following fields: the manifest cannot be read."""
     run: str | None = None
     world_size: int | None = None
     num_files: int = 0
     num_bytes: int = 0
-    """On this place, replicas and manifests included."""
+    """Bytes in this directory, including replicas and manifests."""
     held: tuple[NodeHolding, ...] = ()
     """By node; empty for the global tier."""
     elsewhere: tuple[int, ...] = ()
-    """Ranks whose nodes have no folder here, and of which nothing lies here: nothing is known of them."""
+    """Ranks whose nodes have no folder here and of which no copy is here: their state is unknown."""
     rebuildable: tuple[int, ...] = ()
-    """Ranks of which no copy is here, but all that rebuilds theirs: the other shards and parities of their group."""
+    """Ranks without a copy here that can be rebuilt from the other shards and parities of their group."""
     missing: tuple[int, ...] = ()
-    """Ranks that should be here and of which no good copy is."""
+    """Ranks that should have a valid copy here but do not."""
     restored_from: int | None = None
-    """The generation that the saving processes had loaded."""
+    """Iteration of the checkpoint that the saving processes had loaded."""
     restored_attempt: str | None = None
     era: Era = UNKNOWN_ERA
-    """Of the branch that saved it; see ``policy.lineage``."""
+    """Era of the branch that saved the checkpoint; see ``policy.lineage``."""
     forks: tuple[Fork, ...] = ()
     """The branches that this branch descends from."""
     abandoned: str | None = None
-    """Why no run loads it any more, as far as the listed places show: training has abandoned its branch; ``None`` = it
-    can be loaded."""
+    """Why no run loads the checkpoint, by the listed directories: its branch was abandoned; ``None`` = loadable."""
     finite: bool | None = None
-    """Whether no number in it is infinite or NaN."""
+    """Whether no number is infinite or NaN."""
     unverified: tuple[str, ...] = ()
-    """Files, relative to the place, whose bytes nothing is known of: earlier versions kept no digest of them."""
+    """Files, relative to the directory, that cannot be verified: earlier versions stored no digest of them."""
     problems: tuple[Problem, ...] = ()
 
 
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
-    """What is no committed generation: an attempt, failed or under way, or the remains of a deletion."""
+    """Data outside committed checkpoints: a failed or running attempt, or the remains of a deletion."""
 
     name: str
-    """Relative to the place."""
+    """Relative to the listed directory."""
     kind: Literal["attempt", "aside", "deletion"]
-    """``aside``: a generation that another attempt at its iteration replaced."""
+    """``aside``: a checkpoint that another attempt at its iteration replaced."""
     iteration: int
     attempt: str | None = None
     num_bytes: int = 0
     modified_ns: int | None = None
-    """When something in it last changed, in nanoseconds since the epoch; ``None`` = the store does not tell."""
+    """When a file in it last changed, in nanoseconds since the epoch; ``None`` = not reported by the object store."""
 
 
 class ListedPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """One directory."""
-
     path: str
     tier: Literal["local", "global", "empty"]
     run: str | None = None
     latest: int | None = None
-    """What the tracker names: the newest commit."""
+    """The newest commit according to the tracker."""
     nodes: tuple[str, ...] = ()
     """The nodes that have a folder here."""
     problems: tuple[Problem, ...] = ()
-    """What is wrong with the place itself; its generations can be loaded nevertheless."""
+    """Problems of the directory itself; its checkpoints can be loaded nevertheless."""
     generations: tuple[Generation, ...] = ()
     """Newest first, those for diagnosis last."""
     leftovers: tuple[Leftover, ...] = ()
@@ -135,51 +129,50 @@ class ListedPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedGeneration:
-    """A generation, and what can be done with it."""
+    """A checkpoint and the operations on it."""
 
     entry: Generation
     files: tuple[StoredFile, ...]
-    """All whose bytes can be verified; those with a problem already are left out."""
+    """The files to verify; files with a known problem are left out."""
     judge: Callable[[Sequence[Problem]], Generation]
-    """Return the entry as it is when these problems with files are added."""
+    """Return the entry with additional problems of files, as before :func:`mark_abandoned`."""
     remove: Callable[[], None]
-    """Delete it, so that no half of it is ever taken for a generation.
+    """Delete the checkpoint so that a partial deletion is never loaded.
 
-    Raises: CheckpointError (it changed meanwhile), OSError."""
+    Raises: CheckpointError (changed since it was listed), OSError.
+    """
     is_own: bool = True
-    """Whether this package wrote it, whole or damaged; other programs name their folders ``step-<n>``, too."""
+    """Whether this package wrote the checkpoint; other programs also name folders ``step-<n>``."""
     is_abandoned_for_certain: bool = False
-    """Whether it is abandoned, whatever other checkpoints of the run exist elsewhere."""
+    """Whether the checkpoint is abandoned, whatever other checkpoints of the run exist elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedLeftover:
-    """A leftover, and how to delete it."""
-
     entry: Leftover
     remove: Callable[[], None]
     is_own: bool = True
-    """Whether a run of this package left it, by the names of its attempt and of its files."""
+    """Whether a run of this package left it, judging by attempt and file names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryListing:
-    """A place that was looked into."""
+    """The result of scanning a directory."""
 
     place: ListedPlace
-    """Without what lies in it."""
+    """The directory without its contents."""
     found: tuple[ListedGeneration, ...]
     remains: tuple[ListedLeftover, ...]
 
     @property
     def entry(self) -> ListedPlace:
-        """The place with what lies in it."""
+        """The directory with its contents."""
         generations = tuple(one.entry for one in self.found)
         return structs.replace(self.place, generations=generations, leftovers=tuple(one.entry for one in self.remains))
 
 
 def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]:
-    """Mark what belongs to branches that training has abandoned, by all that the places of each run hold."""
+    """Mark the checkpoints of abandoned branches, judging by all listed directories of each run."""
     known: dict[str | None, list[tuple[Generation, bool]]] = {}
     for place in looked:
         for found in place.found:
@@ -198,26 +191,12 @@ def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]
 def _mark(place: DirectoryListing, branches: Mapping[str | None, Lineage]) -> DirectoryListing:
     found = []
     for one in place.found:
-        attempt, lineage = one.entry.attempt, branches.get(one.entry.run)
-        if lineage is None or attempt is None or one.entry.suspect:
-            found.append(one)
-            continue
-        abandoned = lineage.why_superseded(attempt)
-        found.append(
-            replace(
-                one,
-                entry=structs.replace(one.entry, abandoned=abandoned),
-                judge=partial(_judge, one.judge, abandoned),
-                is_abandoned_for_certain=lineage.is_superseded_for_certain(attempt),
-            )
-        )
+        attempt, lineage, marked = one.entry.attempt, branches.get(one.entry.run), one
+        if lineage is not None and attempt is not None and not one.entry.suspect:
+            entry = structs.replace(one.entry, abandoned=lineage.why_superseded(attempt))
+            marked = replace(one, entry=entry, is_abandoned_for_certain=lineage.is_superseded_for_certain(attempt))
+        found.append(marked)
     return replace(place, found=tuple(found))
-
-
-def _judge(
-    judge: Callable[[Sequence[Problem]], Generation], abandoned: str | None, problems: Sequence[Problem]
-) -> Generation:
-    return structs.replace(judge(problems), abandoned=abandoned)
 
 
 def check_hint(
@@ -229,12 +208,12 @@ def check_hint(
     prefix: str = "",
     node: str | None = None,
 ) -> tuple[Problem, ...]:
-    """Return what is wrong with ``run.json``, which names a directory's run without a digest.
+    """Return the problem of ``run.json``, which names a directory's run without a digest.
 
     Args:
-        hint: The run that it names; ``None``: none that can be read.
-        is_there: Whether there is such a file.
-        proven: Runs that manifests of any folder beside it name: one of them may have taken this one over.
+        hint: The run named there; ``None``: missing or unreadable.
+        is_there: Whether the file exists.
+        proven: Runs named by manifests of any sibling folder: one of them may have taken this folder over.
     """
     if owner is None or not owner.is_proven or hint == owner.run or hint in proven:
         return ()
@@ -247,7 +226,7 @@ def check_hint(
 def describe_manifest(
     entry: Generation, manifest: Manifest | GlobalManifest, problems: Iterable[Problem]
 ) -> Generation:
-    """Return an entry with what is in its manifest, and with problems."""
+    """Return an entry with its manifest's fields and with problems."""
     same = ("attempt", "run", "world_size", "restored_from", "restored_attempt", "era", "forks", "finite")
     found = {name: getattr(manifest, name) for name in same}
     return structs.replace(entry, **found, problems=tuple(problems))
@@ -263,10 +242,10 @@ _LEFT = re.compile(r"step-(?P<iteration>\d+)\.(?:(?P<kind>tmp|aside)-(?P<attempt
 
 
 def list_leftovers(folder: Path, prefix: str) -> Iterator[ListedLeftover]:
-    """Yield what lies in a folder and is no committed generation.
+    """Yield the contents of a folder outside committed checkpoints.
 
     Args:
-        prefix: Its name relative to the place, with a slash; may be empty.
+        prefix: The folder's name relative to the listed directory, with a slash; may be empty.
     """
     for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
         if (match := _LEFT.fullmatch(name)) is None:
@@ -289,7 +268,7 @@ def list_leftovers(folder: Path, prefix: str) -> Iterator[ListedLeftover]:
 
 
 def _measure(path: Path) -> tuple[int, int]:
-    """Return the bytes below a folder, and when something in it last changed; what vanishes meanwhile is left out."""
+    """Return a folder's bytes and newest modification time; files that vanish meanwhile are left out."""
     num_bytes, modified_ns = 0, 0
     for folder, _, names in os.walk(path):
         for one in (folder, *(os.path.join(folder, name) for name in names)):
@@ -303,7 +282,7 @@ def _measure(path: Path) -> tuple[int, int]:
 
 
 def _remove_tree(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the run that it belongs to was quicker
+    with contextlib.suppress(FileNotFoundError):  # the owning run deleted it first
         shutil.rmtree(path)
 
 
@@ -312,24 +291,22 @@ _ATTEMPT = re.compile(r"(?P<job>.+)-(?P<cycle>\d+)-(?P<token>[0-9a-f]+)\.(?P<ord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What is to be kept."""
+    """The retention rule of a pruning."""
 
     most_recent_k: int | None = None
-    """Newest valid generations to keep; -1 = all; ``None`` = no generation goes."""
+    """Newest valid checkpoints to keep; -1 = all; ``None`` = delete no checkpoint."""
     retain_interval: int = 0
     suspect_window: int = 0
     suspects: bool = False
-    """Whether saves for diagnosis go."""
+    """Whether to delete saves for diagnosis."""
     leftovers: bool = False
-    """Whether what is no generation goes, as far as nobody can be using it."""
+    """Whether to delete leftovers that no process can be using."""
     older_than_s: float = 86400.0
-    """Age from which a leftover of unknown owner is taken for abandoned."""
+    """Age in seconds from which a leftover of unknown owner counts as abandoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What goes; nothing is deleted yet."""
-
     generations: tuple[ListedGeneration, ...]
     remains: tuple[ListedLeftover, ...]
 
@@ -340,12 +317,13 @@ class Plan:
 
 
 def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
-    """Choose what goes.
+    """Choose what to delete.
 
-    A generation that is valid and not abandoned counts. Of the others, and of those that the retention does not keep
-    and the tracker does not name, what is older than the newest that counts goes, if it is torn or abandoned for
-    certain. The newest that counts stays in any case, and so does whatever is newer: it may be in use. What cannot be
-    read or trusted stays too: it may be another's, or come back with its disk. Where none counts, none goes.
+    Checkpoints that are valid and not abandoned are counted for retention. Older than the newest counted one, these are
+    deleted: counted checkpoints that the retention does not keep and the tracker does not name, torn ones, and ones
+    certainly abandoned. The newest counted one and all newer ones stay: they may be in use. A checkpoint that cannot be
+    read or trusted stays: it may belong to another program, or its disk may recover. Without a counted checkpoint none
+    is deleted.
 
     Args:
         now_ns: Nanoseconds since the epoch, as files' times are.
@@ -377,7 +355,7 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
 
 
 def _goes(found: ListedGeneration, kept: Collection[int], *, latest: int | None) -> bool:
-    """Return whether a generation that is older than the newest that counts is deleted."""
+    """Return whether to delete a checkpoint that is older than the newest counted one."""
     entry = found.entry
     if not entry.valid:
         torn = (Incomplete.__name__, Corrupt.__name__)
@@ -388,8 +366,9 @@ def _goes(found: ListedGeneration, kept: Collection[int], *, latest: int | None)
 
 
 def _is_abandoned(leftover: Leftover, attempts: Iterable[str], before_ns: int) -> bool:
-    """Return whether nobody can be using a leftover: a deletion's remains, an attempt that a later one of the same
-    processes or a later cycle of the same job has outlived, or what nobody touched for long."""
+    """Return whether no process can be using a leftover: the remains of a deletion, an attempt older than a later
+    attempt of the same processes or cycle of the same job, or files unchanged for long.
+    """
     if leftover.kind == "deletion" or (leftover.modified_ns is not None and leftover.modified_ns < before_ns):
         return True
     if (mine := _ATTEMPT.fullmatch(leftover.attempt or "")) is None:

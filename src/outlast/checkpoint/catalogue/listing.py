@@ -1,8 +1,8 @@
-"""What lies in a directory, which kind of directory it is, and whether every byte of it is right.
+"""Lists and verifies the contents of a checkpoint directory of either kind.
 
-Of nodes' folders: one, or all that lie side by side. A folder holds its node's ranks, and copies of other nodes' ranks.
-A generation is judged by what each node that is here has of it; nothing can be known of what lies on nodes whose
-folders are not here: it is "elsewhere". A global directory, on a file system or in an object store, holds all ranks.
+Local tier: one node's folder, or all of them side by side; each holds its node's ranks and copies of others'. A
+checkpoint is judged by the folders that are here; ranks of absent nodes are "elsewhere". A global directory, on a file
+system or in an object store, holds all ranks.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ _PARITY = re.compile(r"parity-(\d{5,})\.bin")
 
 @dataclass(slots=True)
 class NodeCopy:
-    """One folder of a generation: what one node has of it."""
+    """One node's folder of a checkpoint."""
 
     node: str
     directory: Directory
     name: str
-    """Of the generation's folder, relative to the place."""
+    """Folder name relative to the listed directory."""
     iteration: int
     manifest: Manifest | None = None
-    """``None``: it cannot be read or trusted."""
+    """``None``: the manifest cannot be read or trusted."""
     sha256: str = ""
     problem: Problem | None = None
     ranks: list[int] = field(default_factory=list)
-    """Whose files are there, good or not."""
+    """Ranks whose files exist, valid or not."""
     parities: list[int] = field(default_factory=list)
     num_files: int = 0
     num_bytes: int = 0
@@ -82,10 +82,10 @@ class NodeCopy:
 
 
 def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
-    """Look into one folder of a generation.
+    """Scan one folder of a checkpoint.
 
     Args:
-        run: That the node's folder belongs to; ``None`` = that is not known.
+        run: The run that owns the node's folder; ``None`` = unknown.
     """
     copy = NodeCopy(node, directory, f"{prefix}step-{iteration}", iteration)
     try:
@@ -107,9 +107,9 @@ def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, it
 
 
 def _group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
-    """Return what belongs to one generation each, newest first.
+    """Return the folders of each checkpoint, newest first.
 
-    A folder without a good manifest belongs to the generation of its iteration when there is only one.
+    A folder without a valid manifest belongs to the checkpoint of its iteration if there is only one.
     """
     attempts: dict[int, dict[str, list[NodeCopy]]] = {}
     for copy in copies:
@@ -128,28 +128,27 @@ def _group_copies(copies: Iterable[NodeCopy]) -> list[list[NodeCopy]]:
 
 
 def _remove_copies(copies: Sequence[NodeCopy]) -> None:
-    """Delete a generation's folders.
+    """Delete a checkpoint's folders.
 
-    Raises:
-        CheckpointError: One is not what was listed any more: a run is at work there.
-        OSError: One cannot be deleted.
+    Raises: CheckpointError (a folder has changed since it was listed: a run is using it); OSError (a folder cannot be
+    deleted).
     """
     for copy in copies:
         if not copy.path.exists():
-            continue  # the run that it belongs to was quicker
+            continue  # the owning run deleted it first
         sha256 = ""
         with contextlib.suppress(CheckpointError):
             sha256 = copy.directory.manifest(copy.iteration)[1]
         if sha256 != copy.sha256:
             raise CheckpointError(f"{copy.name} has changed meanwhile and is left alone")
-        with contextlib.suppress(FileNotFoundError):  # the run that it belongs to was quicker
+        with contextlib.suppress(FileNotFoundError):  # the owning run deleted it first
             copy.directory.remove(copy.iteration)
 
 
 def _examine_local(
     copies: list[NodeCopy], nodes: tuple[str, ...], pool: ThreadPoolExecutor, *, suspect: bool
 ) -> ListedGeneration:
-    """Judge a generation of the local tier by its files' lengths and headers."""
+    """Judge a checkpoint of the local tier by its files' sizes and headers."""
     named = [copy for copy in copies if copy.manifest is not None]
     remove = partial(_remove_copies, copies)
     entry = Generation(
@@ -171,7 +170,7 @@ def _examine_local(
         (copy, rank)
         for copy in good
         for rank in sorted({*copy.ranks, *(rank for rank, owner in owners.items() if owner == copy.node)})
-    ]  # the files that are there, and those that should be
+    ]  # the existing files and the expected ones
     outcomes = list(pool.map(lambda one: _check(one[0], one[1], manifest), expected))
     files = tuple(outcome for outcome in outcomes if isinstance(outcome, StoredFile))
     problems = [
@@ -182,7 +181,7 @@ def _examine_local(
     described = describe_manifest(entry, manifest, problems)
 
     def judge(more: Sequence[Problem]) -> Generation:
-        """Return the entry with what its good files amount to, once those with problems are left out."""
+        """Return the entry judged by the valid files without those in ``more``."""
         bad = {problem.file for problem in more}
         held = {(file.node, file.rank) for file in files if file.name not in bad}
         present = {rank for _, rank in held if rank is not None}
@@ -212,7 +211,7 @@ def _examine_local(
 
 
 def _of_folders(copies: list[NodeCopy], first: NodeCopy, owners: Mapping[int, str]) -> Iterator[Problem]:
-    """Yield what is wrong with whole folders: bad manifests, manifests that differ, nodes that lost theirs."""
+    """Yield the problems of whole folders: invalid or differing manifests, and nodes without a folder."""
     for copy in copies:
         if copy.problem is not None:
             yield copy.problem
@@ -225,10 +224,10 @@ def _of_folders(copies: list[NodeCopy], first: NodeCopy, owners: Mapping[int, st
 
 
 def _name_owners(manifest: Manifest, present: Mapping[str, Collection[int]], nodes: tuple[str, ...]) -> dict[int, str]:
-    """Return which of the folders here each rank saved into; ranks of nodes that are not here are left out.
+    """Return the folder that each rank saved into; ranks of absent nodes are left out.
 
-    A folder has its node's name, but may have been copied under another: then its node is the one of whose ranks it has
-    most. Two machines of one name differ in the manifest by a number behind the name.
+    A folder has its node's name, but may have been copied under another; then its node is the one with most of its
+    ranks. Two machines of one name are distinguished in the manifest by a numeric suffix.
     """
     everyone = manifest.nodes or (nodes[0],) * manifest.world_size
     owners: dict[int, str] = {}
@@ -260,7 +259,7 @@ def _check(copy: NodeCopy, rank: int, manifest: Manifest) -> Problem | StoredFil
 
 
 def _list_rebuildable(manifest: Manifest, present: Collection[int], beside: Collection[int]) -> tuple[int, ...]:
-    """Return the ranks that have no copy here, but whose group's other shards and parities are all here."""
+    """Return the ranks without a copy here whose group's other shards and parities are all here."""
     if not manifest.parity:
         return ()
     ranks: list[int] = []
@@ -273,7 +272,7 @@ def _list_rebuildable(manifest: Manifest, present: Collection[int], beside: Coll
 
 
 def _lost_copies(manifest: Manifest, owners: Mapping[int, str], copies: list[NodeCopy]) -> Iterator[Problem]:
-    """Yield the ranks that have fewer copies than were committed; known only when all nodes are here."""
+    """Yield the ranks with fewer copies than were committed; known only if all nodes are here."""
     if manifest.parity or len(manifest.num_copies) != manifest.world_size or len(owners) != manifest.world_size:
         return
     for rank, committed in enumerate(manifest.num_copies):
@@ -287,15 +286,15 @@ NUM_THREADS = 8
 
 
 def _is_node_folder(path: Path) -> bool:
-    """Return whether a folder directly holds generations, or is marked as doing so."""
+    """Return whether a folder directly contains checkpoints or is marked as a checkpoint folder."""
     names = os.listdir(path)
     return any(_STEP.fullmatch(name) for name in names) or RUN in names or SUSPECT in names
 
 
 def find_node_folders(path: Path) -> list[Path]:
-    """Return the nodes' folders: the given one, or those in it; by name.
+    """Return the nodes' folders by name: the given folder, or those in it.
 
-    Beside a node's folder an empty one is a node's too: of one that was replaced, or has just begun.
+    An empty folder next to a node's folder also counts: its node was replaced, or has just started.
     """
     if _is_node_folder(path):
         return [path]
@@ -306,11 +305,7 @@ def find_node_folders(path: Path) -> list[Path]:
 
 
 def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
-    """List what lies in nodes' folders.
-
-    Raises:
-        OSError: A folder cannot be read.
-    """
+    """List the contents of nodes' folders. Raises OSError if a folder cannot be read."""
     nodes = tuple(folder.name for folder in folders)
     owners = {folder: owner_of(Directory(folder)) for folder in folders}
     runs = {folder: None if owner is None else owner.run for folder, owner in owners.items()}
@@ -350,14 +345,11 @@ _FILE = re.compile(rf"(?P<above>{SUSPECT}/)?step-(?P<iteration>\d+)/(?P<name>.+)
 
 
 def look_into_store(url: str) -> DirectoryListing:
-    """List what lies in a global directory.
+    """List the contents of a global directory.
 
-    Raises:
-        CheckpointError: The store does not answer.
-        ConfigError: There is nothing.
-        OSError: A folder cannot be read.
-
-    Blocks: up to the store's time limit for one listing, and one manifest for every ``NUM_THREADS`` generations.
+    Raises: CheckpointError (the object store does not respond); ConfigError (the directory is empty); OSError (a folder
+    cannot be read). Blocks: up to the store's time limit for one listing, and one manifest for every ``NUM_THREADS``
+    checkpoints.
     """
     directory = GlobalDirectory.open(url)
     sizes = directory.sizes("")
@@ -376,7 +368,7 @@ def look_into_store(url: str) -> DirectoryListing:
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-list") as pool:
         outcomes = list(pool.map(examine, sorted(folders, reverse=True)))
     remains = [one for one in outcomes if isinstance(one, ListedLeftover)]
-    if not directory.is_remote:  # in a store, what is unfinished has its final name already
+    if not directory.is_remote:  # in an object store, an unfinished checkpoint already has its final name
         path = Path(directory.url)
         remains += [*list_leftovers(path, ""), *list_leftovers(path / SUSPECT, f"{SUSPECT}/")]
     found = tuple(one for one in outcomes if isinstance(one, ListedGeneration))
@@ -432,7 +424,7 @@ def _examine_global(
     )
 
     def judge(more: Sequence[Problem]) -> Generation:
-        """Return the entry with problems of files: each of them holds what no other does, but what ours do not read."""
+        """Return the entry with problems of files; only ``.metadata`` is not needed for loading."""
         is_torn = any(not problem.file.endswith(f"/{METADATA}") for problem in more)
         return msgspec.structs.replace(entry, valid=entry.valid and not is_torn, problems=(*entry.problems, *more))
 
@@ -450,7 +442,7 @@ def _examine_global(
 
 
 def _unfinished(url: str, folder: str, iteration: int, sizes: Mapping[str, int]) -> ListedLeftover:
-    """Return a generation's folder without a manifest in an object store: an attempt, under way or not."""
+    """Return the leftover for a folder without a manifest in an object store: a running or failed attempt."""
     store = open_store(url)
     entry = Leftover(
         name=folder,
@@ -472,13 +464,13 @@ def _all_files(manifest: GlobalManifest) -> tuple[FileEntry, ...]:
 
 
 def _remove(directory: GlobalDirectory, folder: str, iteration: int, listed: bytes | None) -> None:
-    """Delete a generation, unless its manifest is another than the listed one."""
+    """Delete a checkpoint unless its manifest has changed since it was listed."""
     data = None
     with contextlib.suppress(FileNotFoundError):
         data = directory.read(f"{folder}/{MANIFEST}")
     if data is not None and data != listed:
         raise CheckpointError(f"{folder} has changed meanwhile and is left alone")
-    with contextlib.suppress(FileNotFoundError):  # the run that it belongs to was quicker
+    with contextlib.suppress(FileNotFoundError):  # the owning run deleted it first
         (directory.suspects if folder.startswith(SUSPECT) else directory).remove(iteration)
 
 
@@ -487,16 +479,15 @@ _TELLING_FILE = re.compile(r"(?P<store>\.metadata|__\d+_\d+\.distcp)|rank-\d+\.s
 
 
 def look_into(name: str) -> DirectoryListing:
-    """List what lies in a directory.
+    """List the contents of a directory.
 
     Args:
         name: Path of a node's folder, of a ``local_directory`` with a folder for each node, or of a global directory;
-            or the URL of a global directory.
+            or
+            the URL of a global directory.
 
-    Raises:
-        ConfigError: It is none of them.
-        CheckpointError: The store cannot be reached.
-        OSError: It cannot be read.
+    Raises: ConfigError (the directory is none of these); CheckpointError (the object store cannot be reached); OSError
+    (the directory cannot be read).
     """
     try:
         name.encode()
@@ -525,23 +516,21 @@ def _look_into(name: str) -> DirectoryListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What reading a generation showed."""
-
     entry: Generation
-    """With what is wrong; its ``valid`` is judged by the bytes."""
+    """With the problems found; ``valid`` is judged by the bytes."""
     num_bytes_read: int
 
 
 def verify(
     found: ListedGeneration, *, num_threads: int, on_read: Callable[[int], None] = lambda num_bytes: None
 ) -> Verified:
-    """Compare every byte of a generation with its digest.
+    """Compare every byte of a checkpoint with its digest.
 
     Args:
-        num_threads: Readers, each of which holds a piece of a file in memory (1 MiB; 8 MiB from an object store).
-        on_read: Called in the readers' threads with the bytes that were just read.
+        num_threads: Readers; each holds a piece of a file in memory (1 MiB; 8 MiB from an object store).
+        on_read: Called in the readers' threads with the number of bytes just read.
 
-    Blocks: while all of it is read. Ctrl-C ends it once each reader has read the piece that it is at.
+    Blocks: until all is read. Ctrl-C ends the call once each reader has read its current piece.
     """
     sizes: list[int] = []
 
@@ -558,11 +547,12 @@ def verify(
         )
         for flaw in flaws
     ]
-    return Verified(entry=found.judge(problems) if problems else found.entry, num_bytes_read=sum(sizes))
+    judged = msgspec.structs.replace(found.judge(problems), abandoned=found.entry.abandoned)
+    return Verified(entry=judged, num_bytes_read=sum(sizes))
 
 
 def _is_store(path: Path) -> bool:
-    """Return whether a folder holds generations of the global tier: the first generation with files tells."""
+    """Return whether a folder contains checkpoints of the global tier, judging by the first one with files."""
     for above in (path, path / SUSPECT):
         for name in os.listdir(above) if above.is_dir() else ():
             if _STEP.fullmatch(name) and (above / name).is_dir():

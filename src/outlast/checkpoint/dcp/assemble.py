@@ -1,7 +1,7 @@
-"""One file of the global tier, put together from a shard's image in the writer process. Nothing here imports torch.
+"""Assembles one file of the global tier from a shard's image, in the writer process. Must not import torch.
 
-The request lists what the file consists of: literal bytes and ranges of the image. The bytes are digested as they go
-out. On a file system the file is new and durable; in an object store it goes up in parts, several at once.
+A request lists literal bytes and ranges of the image, which are digested while they are written. A file on a file
+system is new and durable; an object is uploaded in several parts at once.
 """
 
 from __future__ import annotations
@@ -21,46 +21,42 @@ from outlast.checkpoint.shard import CHUNK_BYTES, MAY_BE_INFINITE, Digested, is_
 from outlast.errors import CheckpointError, Corrupt
 
 PART_BYTES = CHUNK_BYTES
-"""Of an upload; a store takes 10,000 of them, which makes 80 GB a file."""
+"""Upload part size; with at most 10,000 parts the largest object is 80 GB."""
 MAX_PARTS = 10_000
 NUM_PARTS_AT_ONCE = 2
-"""Of one file, in memory at the same time."""
+"""Parts of one file that are in memory at the same time."""
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of the image."""
-
     offset: int
     num_bytes: int
     numbers: str = ""
-    """safetensors' name of their element type; looked at for infinities and NaN where the type has such."""
+    """safetensors' name of the element type, for the check for infinities and NaN; empty = not checked."""
 
 
 Content: TypeAlias = bytes | Range
 
 
 class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write a file of the global tier from the image whose descriptor comes along. Reply: :class:`Assembled`."""
+    """Write a file of the global tier from the image whose descriptor is attached. Reply: :class:`Assembled`."""
 
     url: str
-    """Of the global tier: a path, or what fsspec knows."""
+    """The global tier: a path, or a URL that fsspec supports."""
     folder: str
-    """In it, where the file goes; made if need be."""
+    """Folder below ``url``; created if missing."""
     name: str
     pieces: tuple[Content, ...]
     timeout_s: float
-    """For all of it, where it goes through a network."""
+    """Time limit for the whole upload; unused on a file system."""
 
 
 class Assembled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A file is written, or is not."""
-
     num_bytes: int = 0
     chunks: tuple[str, ...] = ()
     """xxh3_64 of every 8 MiB, hexadecimal."""
     finite: bool = True
     error: str | None = None
-    """Why there is no file; one line."""
+    """Why the file was not written; one line."""
 
 
 def assemble(
@@ -68,13 +64,13 @@ def assemble(
 ) -> Assembled:
     """Write one file.
 
-    Memory that changes while a file is written would become part of the checkpoint, with digests that fit. So the file
-    counts only if the image is then still what was written to the node-local tiers.
+    The file is rejected if the image no longer matches the digests of the node-local tiers: changed memory would
+    otherwise be stored with matching digests.
 
     Args:
-        digested: Returns what was written to the node-local tiers; ``None`` = nothing yet.
+        digested: Returns the digests of the node-local copy; ``None`` = not written yet.
 
-    Blocks: until it is there, in a store up to ``request.timeout_s``.
+    Blocks: until the file is complete; for an object store at most ``request.timeout_s``.
     """
     source = _Source(request.pieces, image)
     try:
@@ -101,7 +97,7 @@ def assemble(
 
 
 class _Source:
-    """The bytes of a file, which lie in several places; digested where they are taken out. Thread: any."""
+    """The bytes of a file in several places, digested as they are read. Thread: any."""
 
     def __init__(self, pieces: Sequence[Content], image: memoryview) -> None:
         self._pieces, self._image = pieces, image
@@ -115,7 +111,7 @@ class _Source:
         return self._num_bytes
 
     def __getitem__(self, where: slice) -> bytes:
-        """Return bytes, which begin with a chunk, and note the digests of their chunks."""
+        """Return bytes that start at a chunk boundary and record their chunks' digests."""
         start, stop, _ = where.indices(self._num_bytes)
         taken = b"".join(self.views(start, stop))
         for offset in range(0, len(taken), CHUNK_BYTES):
@@ -124,7 +120,6 @@ class _Source:
         return taken
 
     def views(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes from ``start`` to ``stop`` where they lie."""
         index = bisect.bisect_right(self._ends, start)
         while start < stop:
             piece, end = self._pieces[index], self._ends[index]
@@ -140,7 +135,7 @@ class _Source:
             start, index = last, index + 1
 
     def digest_chunk(self, index: int) -> Iterator[memoryview]:
-        """Yield the bytes of a chunk where they lie, and note its digest."""
+        """Yield the views of a chunk and record its digest."""
         start = index * CHUNK_BYTES
         found = xxhash.xxh3_64()
         for view in self.views(start, min(start + CHUNK_BYTES, self._num_bytes)):
@@ -154,7 +149,7 @@ class _Source:
                 raise CheckpointError(f"bytes {piece.offset} to {piece.offset + piece.num_bytes} are not in the image")
 
     def check_unchanged(self, digested: Digested | None) -> None:
-        """Raise Corrupt when the memory that the file was taken from has changed since it was digested."""
+        """Raise Corrupt if the source memory has changed since it was digested."""
         ranges = (piece for piece in self._pieces if isinstance(piece, Range) and piece.num_bytes)
         spans = (range(one.offset // CHUNK_BYTES, num_chunks(one.offset + one.num_bytes)) for one in ranges)
         indices = sorted({index for span in spans for index in span})
@@ -177,13 +172,13 @@ class _Source:
         return True
 
     def close(self) -> None:
-        """Release the image; an upload that still runs gets an error instead of others' bytes."""
+        """Release the image; a running upload fails instead of reading reused memory."""
         self._closed = True
         self._image = memoryview(b"")
 
 
 def _write(path: Path, source: _Source) -> None:
-    """Write a new file and make it durable; one that cannot be finished is deleted."""
+    """Write a new durable file; an incomplete one is deleted."""
     try:
         with new_file(path, len(source)) as fd:
             for index in range(num_chunks(len(source))):

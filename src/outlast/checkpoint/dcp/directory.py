@@ -1,12 +1,10 @@
-"""The global tier's place: the names in it, what commits a generation, and how one is deleted.
+"""The global tier's directory: its names, the commit and the deletion of checkpoints.
 
-On a file system an attempt is a folder of its own, and its rename the commit, as in the local tier. An object store
-has no rename: an attempt's files, whose names carry the attempt so that no late upload changes what is committed, lie
-in the generation's folder, and the manifest, put after them, is the commit. ``.metadata``, the index that only other
-readers of the format read, follows it; whoever takes the place over puts it right where a save ended between the two.
-That one also changes the version of each manifest that an earlier owner could be about to replace.
-
-Nothing here imports torch but what puts an index right.
+On a file system an attempt is a folder and its rename is the commit, as in the local tier. An object store has no
+rename: an attempt's files are stored in the checkpoint's folder, under names with the attempt so that a late upload
+changes nothing committed, and the manifest, written last, is the commit. ``.metadata``, the index for other readers,
+follows it. The next owner repairs an index that a save did not complete, and changes the version of each manifest that
+an earlier owner could be about to replace. Imports torch only to repair an index.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from outlast.runtime.lease import FOLDER, MAX_RECORD_BYTES, Records
 
 log = logging.getLogger(__name__)
 MAX_REMOVED = 20_000
-"""Objects of old generations that are deleted after one commit; more wait for the next one."""
+"""Objects of old checkpoints deleted after one commit; the rest waits for the next commit."""
 MAX_TRIES = 3
 _RECORD = re.compile(r"(\d+)\.json")
 _FILE = re.compile(
@@ -49,12 +47,12 @@ _FILE = re.compile(
 
 
 def is_attempt_file(name: str) -> bool:
-    """Return whether an object of this name, in a generation's folder, is one that a save has put there."""
+    """Return whether a save wrote an object of this name in a checkpoint's folder."""
     return _FILE.fullmatch(name) is not None
 
 
 class GlobalDirectory(ClaimedPlace):
-    """A path, or any URL that fsspec knows, with generations in it. Thread: any."""
+    """Checkpoints at a path or any URL that fsspec supports. Thread: any."""
 
     @staticmethod
     def open(url: str | os.PathLike[str]) -> GlobalDirectory:
@@ -62,14 +60,10 @@ class GlobalDirectory(ClaimedPlace):
         text = os.fspath(url)
         return ObjectDirectory(text) if is_remote(text) else FileDirectory(local_path(text))
 
-    # -- what is there -----------------------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------------------
 
     def manifest(self, iteration: int) -> GlobalManifest:
-        """Read a generation's manifest.
-
-        Raises:
-            CheckpointError: There is none, or it cannot be trusted.
-        """
+        """Read a checkpoint's manifest. Raises: CheckpointError (the manifest is missing or cannot be trusted)."""
         try:
             data = self.read(f"{self.folder(iteration)}/{MANIFEST}")
         except FileNotFoundError:
@@ -77,20 +71,19 @@ class GlobalDirectory(ClaimedPlace):
         return decode_global_manifest(data)
 
     def run(self) -> str | None:
-        """Return the run that the place belongs to; ``None`` when it is new."""
+        """Return the run that owns the directory; ``None`` if it is new."""
         owner = owner_of(self)
         return None if owner is None else owner.run
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return a folder's files, names relative to it, and their bytes."""
+        """Return the bytes of a folder's files by relative name."""
 
     @abstractmethod
     def read_into(self, name: str, start: int, target: memoryview) -> int:
-        """Fill ``target`` with a file's bytes from ``start`` on; return how many there were.
+        """Fill ``target`` with a file's bytes from ``start``; return the number of bytes read.
 
-        Raises:
-            FileNotFoundError: There is none.
+        Raises: FileNotFoundError (the file does not exist).
         """
 
     @staticmethod
@@ -101,7 +94,7 @@ class GlobalDirectory(ClaimedPlace):
 
     @abstractmethod
     def attempt_folder(self, iteration: int, attempt: SaveAttempt) -> str:
-        """Return the folder that an attempt's files go to."""
+        """Return the folder for an attempt's files."""
 
     @abstractmethod
     def file_name(self, rank: int, index: int, attempt: SaveAttempt) -> str:
@@ -111,28 +104,27 @@ class GlobalDirectory(ClaimedPlace):
     def commit(
         self, attempt: SaveAttempt, manifest: GlobalManifest, metadata: bytes, *, confirm: Callable[[], None]
     ) -> None:
-        """Make an attempt, all of whose files are there, the generation of its iteration.
+        """Commit an attempt with all its files as the checkpoint of its iteration.
 
-        A generation that has its place already is replaced in one step; on a file system it is set aside.
+        An existing checkpoint is replaced atomically; on a file system it is set aside.
 
         Args:
-            confirm: Raises when a later owner has come; called immediately before the commit.
+            confirm: Raises if a later owner exists; called immediately before the commit.
 
-        Raises:
-            Incomplete: A file is not there, or is torn.
+        Raises: Incomplete (a file is missing or torn).
         """
 
     @abstractmethod
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
-        """Delete what a failed attempt wrote: its room may be what the next one lacks."""
+        """Delete the files of a failed attempt, so that the next one has the space."""
 
     @abstractmethod
     def remove(self, iteration: int) -> None:
-        """Delete a generation, so that no half of it is ever taken for one."""
+        """Delete a checkpoint so that a partial deletion is never loaded."""
 
 
 class FileDirectory(GenerationFolder, GlobalDirectory):
-    """A folder of generations; an attempt is a folder beside them, and becomes one by its rename."""
+    """A folder of checkpoints; an attempt is a sibling folder that its commit renames."""
 
     def manifest(self, iteration: int) -> GlobalManifest:
         try:
@@ -161,7 +153,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
             folders.sort()
             for name in sorted(names):
                 path = Path(above, name)
-                with contextlib.suppress(FileNotFoundError):  # a run is at work there
+                with contextlib.suppress(FileNotFoundError):  # a run changes the folder
                     found[path.relative_to(root).as_posix()] = path.stat().st_size
         return found
 
@@ -188,8 +180,6 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
 
 
 class ObjectDirectory(GlobalDirectory):
-    """Objects below a URL."""
-
     is_remote = True
 
     def __init__(self, url: str) -> None:
@@ -234,7 +224,7 @@ class ObjectDirectory(GlobalDirectory):
         name, data = f"{folder}/{MANIFEST}", encode_global_manifest(manifest)
         index = f"{folder}/{METADATA}"
         for _ in range(MAX_TRIES):
-            # Only what was there before this owner was sure that no later one had come is replaced.
+            # Only versions from before this owner's confirmation are replaced.
             version, index_version = self._store.version(name), self._store.version(index)
             replaced = self._committed_files(folder)
             confirm()
@@ -244,7 +234,7 @@ class ObjectDirectory(GlobalDirectory):
         else:
             raise CheckpointError(f"{self.url}/{folder} is written by another process all the time")
         reach("checkpoint.indexed", attempt=str(attempt))
-        try:  # after the commit, so that an owner that is none any more changes nothing of what is committed
+        try:  # after the commit, so that a former owner changes nothing committed
             self._store.replace(index, metadata, index_version)
         except CheckpointError as error:
             log.warning(
@@ -252,26 +242,26 @@ class ObjectDirectory(GlobalDirectory):
                 manifest.iteration,
                 error,
             )
-        # What an earlier attempt at this iteration had committed belongs to nothing now; another's upload may continue.
+        # Files of an earlier committed attempt are obsolete; those of another attempt may still be uploading.
         self._remove(folder, (replaced or set()) - {file.name for file in manifest.files})
 
     def discard(self, iteration: int, attempt: SaveAttempt) -> None:
         folder = self.folder(iteration)
         names = {name for name in self._store.sizes(folder) if name.endswith(f".{attempt.label}.distcp")}
-        if (committed := self._committed_files(folder)) is not None:  # a commit whose answer was lost is one
+        if (committed := self._committed_files(folder)) is not None:  # the commit may have succeeded
             self._remove(folder, names - committed)
 
     def remove(self, iteration: int) -> None:
         folder = self.folder(iteration)
         names = set(self._store.sizes(folder))
-        self._store.remove([f"{folder}/{MANIFEST}"])  # first: what is left then is no generation
+        self._store.remove([f"{folder}/{MANIFEST}"])  # first: without its manifest it is not a checkpoint
         self._remove(folder, names - {MANIFEST})
 
     def fence(self, number: int, token: str) -> None:
-        """See :class:`ClaimedPlace`; a manifest whose files are gone is no generation."""
+        """See :class:`ClaimedPlace`; a manifest whose files are missing is not a checkpoint."""
         self._store.check_fencing(f"{FOLDER}/{number}.probe")
         retiring = f"{FOLDER}/{number - 1}.retiring"
-        with contextlib.suppress(FileNotFoundError):  # what the last owner was deleting it may continue to delete
+        with contextlib.suppress(FileNotFoundError):  # the last owner may still be deleting these
             try:
                 doomed = from_json(self._store.read(retiring), list[int])
             except msgspec.DecodeError as error:
@@ -288,7 +278,7 @@ class ObjectDirectory(GlobalDirectory):
                 found.setdefault(folder, set()).add(name)
         for folder, names in found.items():
             if (committed := self._committed_files(folder)) is None:
-                continue  # nobody knows what belongs to it
+                continue  # unknown which files belong to the checkpoint
             if not names <= committed:
                 committed = self._keep_from_replacing(folder)
                 self._remove(folder, names - committed)
@@ -297,13 +287,9 @@ class ObjectDirectory(GlobalDirectory):
             self._mend_index(folder)
 
     def _keep_from_replacing(self, folder: str) -> set[str]:
-        """Make a generation one that no earlier owner replaces: each of them knows another version of its manifest.
+        """Change a manifest's version so that no earlier owner can replace it; return the files that it names.
 
-        Returns:
-            The files that the manifest names.
-
-        Raises:
-            CheckpointError: It cannot be trusted any more, or the store does not answer.
+        Raises: CheckpointError (the manifest cannot be trusted, or the store does not respond).
         """
         name = f"{folder}/{MANIFEST}"
         for _ in range(MAX_TRIES):
@@ -314,13 +300,13 @@ class ObjectDirectory(GlobalDirectory):
             except FileNotFoundError:
                 continue
             committed = {file.name for file in decode_global_manifest(data).files}
-            # To a reader it is the same manifest with a line end more. A store that knows no versions gains nothing.
+            # A trailing newline does not change the manifest for readers. A store without versions gains nothing.
             if not version or self._store.replace(name, data + b"\n", version):
                 return committed
         raise CheckpointError(f"{self.url}/{folder} is written by another process all the time")
 
     def _mend_index(self, folder: str) -> None:
-        """Write what other readers read of a generation, if the owner that committed it did not get that far."""
+        """Write the index for other readers if the committing owner did not."""
         from outlast.checkpoint.dcp.items import dump_metadata  # imports torch, and is seldom needed
 
         try:
@@ -328,11 +314,11 @@ class ObjectDirectory(GlobalDirectory):
             version, metadata = self._store.version(name), dump_metadata(manifest)
             entry = manifest.metadata
             if entry is None or (len(metadata), digests(metadata)) != (entry.num_bytes, entry.chunks):
-                return  # another version of torch saved it
+                return  # saved with another version of torch
             if version is None or self._store.read(name) != metadata:
                 self._store.replace(name, metadata, version)
         except (CheckpointError, FileNotFoundError):
-            return  # whoever loads the generation names what is wrong with it
+            return  # a load reports the error
 
     def retire(self, iterations: Sequence[int], number: int, confirm: Callable[[], None]) -> None:
         self._store.write(f"{FOLDER}/{number}.retiring", msgspec.json.encode(list(iterations)))
@@ -342,13 +328,13 @@ class ObjectDirectory(GlobalDirectory):
         num_removed = 0
         for iteration in iterations:
             if num_removed >= MAX_REMOVED:
-                return  # without a manifest it is no generation; the rest goes after the next commit
+                return  # without a manifest it is not a checkpoint; the rest is deleted after the next commit
             names = set(self._store.sizes(self.folder(iteration)))
             self._remove(self.folder(iteration), names)
             num_removed += len(names)
 
     def is_own(self, iteration: int) -> bool:
-        names = self._store.sizes(self.folder(iteration))  # without a manifest where its removal was cut short
+        names = self._store.sizes(self.folder(iteration))  # no manifest if its deletion was interrupted
         return not names or any(map(is_attempt_file, names))
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
@@ -358,14 +344,14 @@ class ObjectDirectory(GlobalDirectory):
             stale = {name for name in self._store.sizes(folder) if attempt.makes_stale(_FILE.fullmatch(name))}
             committed = self._committed_files(folder) if stale else None
             if committed is None:
-                continue  # nobody knows what belongs to it
+                continue  # unknown which files belong to the checkpoint
             stale -= committed
             self._remove(folder, stale)
             removed += [f"{folder}/{name}" for name in sorted(stale)]
         return removed
 
     def _committed_files(self, folder: str) -> set[str] | None:
-        """Return the files that a generation's manifest names; ``None`` when it cannot be trusted."""
+        """Return the files that a checkpoint's manifest names; ``None`` if the manifest cannot be trusted."""
         try:
             data = self._store.read(f"{folder}/{MANIFEST}")
         except FileNotFoundError:
@@ -380,10 +366,10 @@ class ObjectDirectory(GlobalDirectory):
 
 
 class StoreRecords:
-    """Records of a place's owners, as objects in it; see :mod:`outlast.runtime.lease`."""
+    """Ownership records as objects in the directory; see :mod:`outlast.runtime.lease`."""
 
     renew_s = 10.0
-    """A request each time, which stores charge for."""
+    """Seconds between renewals, each a request that stores charge for."""
 
     def __init__(self, url: str) -> None:
         self.url = without_slash(url)
@@ -406,7 +392,7 @@ class StoreRecords:
         self._store.remove([f"{FOLDER}/{number}.json"])
 
     def forget(self) -> None:
-        pass  # a folder is nothing but the names of its objects
+        pass  # object stores have no folders
 
 
 def _raise_unless_gone(error: OSError) -> None:
@@ -415,11 +401,7 @@ def _raise_unless_gone(error: OSError) -> None:
 
 
 def _check_files(manifest: GlobalManifest, sizes: dict[str, int]) -> None:
-    """Check that all files of a generation are there and as long as they should be.
-
-    Raises:
-        Incomplete: One is not.
-    """
+    """Raise Incomplete if a file of a checkpoint is missing or has the wrong size."""
     for file, error in find_torn(manifest.files, sizes):
         question = "" if file.name in sizes else "; is it the same place for all ranks?"
         raise Incomplete(f"{file.name} {error}{question}")

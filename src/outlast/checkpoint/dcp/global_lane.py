@@ -1,7 +1,7 @@
-"""The lane to the global tier: its own thread and exchange, behind the commit to memory.
+"""Saves to the global tier in a thread with its own message exchange, after the commit to memory.
 
-Every rank takes inventory of its image, rank 0 shares the writing out, every rank has its writer process put its files
-together, several at once, and rank 0 commits: data, ``.metadata``, manifest, tracker. All ranks get the same outcome.
+Every rank lists the contents of its image; rank 0 distributes the writing; each rank's writer process assembles its
+files; rank 0 commits data, ``.metadata``, manifest and tracker. All ranks get the same outcome.
 """
 
 from __future__ import annotations
@@ -52,45 +52,41 @@ from outlast.policy.recovery_point import Tier
 log = logging.getLogger(__name__)
 NUM_FILES_AT_ONCE = 3
 STALE_S = 10.0
-"""A save for which the directory took longer than this to respond gives its turn to a newer one, if there is one."""
+"""A save yields to a newer one if the directory took longer than this to respond."""
 ANSWER_S = 5.0
-"""The time limit for the writer's response, beyond that for its writes: a slow writer is not taken for dead."""
+"""Time that the writer has to respond beyond its time limit for writing, so that a slow writer is not declared dead."""
 
 
 class Inventoried(RankAnswer, frozen=True, kw_only=True):
-    """What a rank has to save, or why it cannot tell."""
+    """A rank's inventory, or why it has none."""
 
     inventory: InventoryRoot | None = None
 
 
 class Wrote(RankAnswer, frozen=True, kw_only=True):
-    """What a rank wrote, or why it did not."""
+    """A rank's write report, or why it wrote nothing."""
 
     report: WriteReport | None = None
 
 
 class Orders(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank, and those below it in the tree, are to write."""
+    """The orders of a rank and of its subtree."""
 
     orders: list[tuple[int, Order]]
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedWriting:
-    """What rank 0 knows of a save under way."""
-
     inventories: list[Inventory]
     duties: tuple[Duty, ...]
 
 
 class GlobalLane(RetryingLane):
-    """Commit saves to the global tier."""
-
     name = "global"
     _tier = Tier.GLOBAL
     tiers = frozenset({Tier.GLOBAL})
     file_bytes = FILE_BYTES
-    """A file that has reached it is full."""
+    """Size from which a file takes no more tensors."""
 
     def _commit(self, save: Save) -> Reached:
         if not self._wanted(save):
@@ -119,37 +115,33 @@ class GlobalLane(RetryingLane):
 
     @property
     def _directory(self) -> GlobalDirectory:
-        assert self._places.directory is not None  # else there is no such lane
+        assert self._places.directory is not None  # otherwise there is no global lane
         return self._places.directory
 
     def _where(self) -> str:
         return f"the global tier ({self._directory.url})"
 
     def _clear_up(self, save: Save) -> None:
-        """Rank 0 has done it before it posted the outcome."""
+        """Nothing to do: rank 0 cleans up before it posts the outcome."""
 
     # -- every rank --------------------------------------------------------------------------------------------
 
     def _look(self, save: Save) -> tuple[Items | None, Inventoried]:
-        """Return what this rank has, ``None`` when its image cannot be read, and what it sends of it."""
+        """Return the rank's items (``None``: the image cannot be read) and the message to rank 0."""
         try:
             items = Items(self._check_staged(save).view(save.num_bytes), save.tensors, world_size=self._world_size)
             mine = items.inventory
             table, digests = self._share(mine.table), self._share(PartDigests(mine.digests))
             root = InventoryRoot(table, digests, mine.offsets, mine.private)
             return items, Inventoried(iteration=save.iteration, inventory=root)
-        except Exception as error:  # whatever it is: the others wait for this rank's answer
+        except Exception as error:  # any error: the other ranks wait for this rank's message
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("cannot determine the contents of iteration %d", save.iteration)
             answer = Inventoried.of(error, self._text_of(error), iteration=save.iteration)
             return None, answer
 
     def _take_order(self, save: Save, plan: _SharedWriting | None) -> Duty | None:
-        """Return what this rank is to write, after passing on the orders of those below it in the tree.
-
-        Returns:
-            The duty; ``None``: there is nothing to write, since the outcome is known.
-        """
+        """Return this rank's duty, after forwarding its subtree's orders; ``None``: the outcome is known."""
         if plan is not None:
             orders = {rank: Order.of(duty) for rank, duty in enumerate(plan.duties)}
         else:
@@ -166,17 +158,17 @@ class GlobalLane(RetryingLane):
         return mine.duty
 
     def _write(self, save: Save, directory: GlobalDirectory, items: Items | None, duty: Duty) -> Wrote:
-        """Write what rank 0 orders; return what came of it."""
+        """Write the files that rank 0 ordered."""
         try:
-            assert items is not None  # else there is no order
+            assert items is not None  # otherwise rank 0 sent no order
             return Wrote(iteration=save.iteration, report=self._write_files(save, directory, items, duty))
-        except Exception as error:  # rank 0 waits for this rank's answer
+        except Exception as error:  # any error: rank 0 waits for this rank's report
             if not isinstance(error, CheckpointError) and not self._stop.is_set():
                 log.exception("files of iteration %d cannot be written", save.iteration)
             return Wrote.of(error, self._text_of(error), iteration=save.iteration)
 
     def _write_files(self, save: Save, directory: GlobalDirectory, items: Items, duty: Duty) -> WriteReport:
-        values = [items.value(items.inventory.values[index].item) for index in duty.values]
+        values = [items.value(items.inventory.table.values[index].item) for index in duty.values]
         packing, tree = Packing(self.file_bytes), Range(items.tree.offset, items.tree.num_bytes)
         names = frozenset(tensor.name for tensor in examined(save))
         pack(packing, items.inventory, duty, tree, values, items.offsets, names)
@@ -202,14 +194,14 @@ class GlobalLane(RetryingLane):
 
         are_finite: list[bool] = []
         with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="outlast-global") as pool:
-            running = [pool.submit(ask, request) for request in requests]  # all end, also when one fails
+            running = [pool.submit(ask, request) for request in requests]  # all run to the end, even if one fails
         files = tuple(one.result() for one in running)
         return WriteReport(files, all(are_finite), tree.num_bytes, tuple(map(len, values)))
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
     def _plan(self, save: Save, answer: Inventoried) -> _SharedWriting | None:
-        """Gather what all ranks have; on rank 0 share the writing out, or post why that cannot be done."""
+        """Gather all inventories; on rank 0 distribute the writing, or post the error as the outcome."""
         if self._rank != 0:
             self._gather_answers(save, "has", answer)
             return None
@@ -224,7 +216,7 @@ class GlobalLane(RetryingLane):
         self._start_clock()
         try:
             answers = self._gather_answers(save, "has", answer)
-            roots = [one.inventory for one in answers if one.inventory is not None]  # there is one, or an error
+            roots = [one.inventory for one in answers if one.inventory is not None]  # never None without an error
             tables = {one.table: InventoryTable for one in roots}
             digests = {one.digests: PartDigests for one in roots}
             inventories = join(
@@ -238,12 +230,12 @@ class GlobalLane(RetryingLane):
             return None
 
     def _report(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting | None, wrote: Wrote) -> None:
-        """Gather what all ranks wrote; on rank 0 commit it, or clear it away, and post which."""
+        """Gather all write reports; on rank 0 commit, or delete the files, and post the outcome."""
         reports: list[WriteReport] = []
         try:
-            # Even after a failure of all: nothing may be cleared away while somebody writes.
+            # Waits for all ranks even after a failure: no file may be deleted while a rank still writes.
             answers = self._gather_answers(save, "wrote", wrote, waits_for_all=True)
-            reports = [one.report for one in answers if one.report is not None]  # there is one, or an error
+            reports = [one.report for one in answers if one.report is not None]  # never None without an error
             outcome = SaveOutcome()
         except CheckpointError as failure:
             if self._rank != 0:
@@ -258,7 +250,7 @@ class GlobalLane(RetryingLane):
                 if not save.suspect:
                     self._outcomes.report_committed(
                         save.iteration, frozenset({Tier.GLOBAL})
-                    )  # first, as in the near lane
+                    )  # before posting, as in the node-local lane
             except (CheckpointError, OSError) as failure:
                 outcome = self._failed_here(failure)
         if outcome.error is not None:
@@ -283,7 +275,7 @@ class GlobalLane(RetryingLane):
         metadata = dump_metadata(manifest)
         entry = FileEntry(name=METADATA, num_bytes=len(metadata), chunks=digests(metadata))
         manifest = msgspec.structs.replace(manifest, metadata=entry)
-        assert self._claim is not None  # this is rank 0
+        assert self._claim is not None  # rank 0 has a claim
         with self._claim.committing():
             directory.commit(save.attempt, manifest, metadata, confirm=self._claim.acquire)
         if not save.suspect:

@@ -1,8 +1,8 @@
-"""What a shard's image holds, named and described as ``torch.distributed.checkpoint`` does.
+"""A shard image's contents, named and described as ``torch.distributed.checkpoint`` does.
 
-Works on the image alone, which is a snapshot, so it may run in any thread while training continues. The names are those
-that ``flatten_state_dict`` gives: mappings are walked into, lists only where they hold tensors or mappings. The
-format's own ``.metadata`` is made here, too, for its planners and for other readers.
+Reads only the image, a snapshot, so any thread may use it while training continues. Names follow
+``flatten_state_dict``: mappings are traversed, lists only if they contain tensors or mappings. The format's
+``.metadata`` for planners and other readers is made here, too.
 """
 
 from __future__ import annotations
@@ -39,29 +39,27 @@ from outlast.checkpoint.state import decode, decoded_tree, reading_tree
 log = logging.getLogger(__name__)
 Path = tuple[str | int, ...]
 ROOT = "state"
-"""What of the tree is the state that training gave; the rest is ours."""
+"""Key of the training state in the tree; the rest belongs to outlast."""
 OURS = "outlast/"
-"""Begins the names of what other readers of the format do not get to see."""
+"""Name prefix of items hidden from other readers of the format."""
 TORCH_TYPES = {short: getattr(torch, name.removeprefix("torch.")) for name, short in DTYPE_NAMES.items()}
-"""safetensors' name of an element type to torch's."""
+"""safetensors' element type names to torch's types."""
 
 
 class Items:
     """One rank's shard, item by item.
 
     Args:
-        image: The shard's bytes; must stay what they are.
-        world_size: Number of ranks; what several of them may have alike is digested, to be compared.
+        image: The shard's bytes; must not change.
+        world_size: With more than one rank, parts that ranks may share are digested for comparison.
 
-    Raises:
-        CheckpointError: The tree is not one.
+    Raises: CheckpointError (the tree is malformed).
     """
 
     def __init__(self, image: memoryview, tensors: Sequence[TensorSpan], *, world_size: int) -> None:
         self._image = image
         self._entries = {entry.name: entry for entry in tensors}
         self.tree = self._entries.pop(TREE)
-        """Where the plain values lie."""
         root = _root(bytes(image[self.tree.offset : self.tree.offset + self.tree.num_bytes]))
         self._values: dict[str, Any] = {}
         values, paths = list[PlainValue](), dict[str, tuple[str, Path]]()
@@ -86,7 +84,7 @@ class Items:
         self.inventory = Inventory.of(parts, values)
 
     def close(self) -> None:
-        """Release the image, so that its memory can be unmapped even while references to this object exist."""
+        """Release the image, so that its memory can be unmapped while references to this object exist."""
         self._image.release()
 
     def value(self, item: str) -> bytes:
@@ -113,10 +111,9 @@ class Items:
 
 @reading_tree()
 def named_tensors(tree: bytes) -> dict[str, str]:
-    """Return all tensors of a tree: name in the shard to the name that it has for all ranks.
+    """Return all tensors of a tree: name in the shard to name shared by all ranks.
 
-    Raises:
-        CheckpointError: The tree is not one.
+    Raises: CheckpointError (the tree is malformed).
     """
     root = _root(tree)
     found = {name: OURS + name for node in root.values() for name in _tensors(node)}
@@ -132,7 +129,7 @@ def _root(tree: bytes) -> dict[str, Any]:
 
 
 def _named(root: dict[str, Any]) -> Iterator[tuple[str, Path, list[Any], bool]]:
-    """Yield what training's state holds: name, path, node, and whether it is the first of that name."""
+    """Yield the training state's items: name, path, node, and whether it is the first of that name."""
     taken: set[str] = set()
     for path, node in _walk(root.get(ROOT, ["d", []]), ()):
         item = ".".join(map(str, path))
@@ -141,14 +138,14 @@ def _named(root: dict[str, Any]) -> Iterator[tuple[str, Path, list[Any], bool]]:
 
 
 def _may_be_shared(layout: Layout | None, world_size: int) -> bool:
-    """Whether another rank may have the same part: of a replica, or of a mesh that is a part of the ranks."""
+    """Whether another rank may have the same part: the tensor is replicated, or its mesh covers only some ranks."""
     return layout is None or None in layout[0] or math.prod(layout[1]) < world_size
 
 
 def _walk(node: list[Any], path: Path) -> list[tuple[Path, list[Any]]]:
-    """Return the tensors and the plain values of a tree, with the paths that lead to them.
+    """Return the paths and nodes of a tree's tensors and plain values.
 
-    What a sharded tensor subclass consists of is left out: it is no part of a whole that others could put together.
+    The parts of a sharded tensor subclass are left out: they cannot be combined into a whole.
     """
     match node:
         case ["w", *_, [[_, tensor]], True, layout]:
@@ -163,12 +160,12 @@ def _walk(node: list[Any], path: Path) -> list[tuple[Path, list[Any]]]:
 
 
 def _is_plain(node: list[Any]) -> bool:
-    """Whether a list holds neither tensors nor mappings, however deep."""
+    """Whether a list contains neither tensors nor mappings at any depth."""
     return all(item[0] not in ("T", "d", "D", "w") and (item[0] != "l" or _is_plain(item)) for item in node[1])
 
 
 def _tensors(node: list[Any]) -> list[str]:
-    """Return the names of all tensors below a node, those that were arrays included."""
+    """Return the names of all tensors below a node, including former arrays."""
     return [node[1]] if node[0] in ("T", "n") else [name for inner in _inner(node) for name in _tensors(inner)]
 
 
@@ -184,13 +181,13 @@ def _inner(node: list[Any]) -> list[Any]:
 
 
 def _can_be_dumped(node: list[Any]) -> bool:
-    """Whether a plain value can be put in the format, which knows no distributed tensor or subclass within a tuple."""
+    """Whether the format can hold a plain value; it has no distributed tensors or subclasses within a tuple."""
     is_unknown = node[0] == "w" or (node[0] == "T" and len(node) == 3)
     return not is_unknown and all(map(_can_be_dumped, _inner(node)))
 
 
 def make_metadata(manifest: GlobalManifest) -> Metadata:
-    """Return what the format's readers need to know; what is ours alone is left out."""
+    """Return the format's metadata, without outlast's own items."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored, paths = {}, {}
     for item in manifest.items:
@@ -215,18 +212,17 @@ def make_metadata(manifest: GlobalManifest) -> Metadata:
 
 
 def dump_metadata(manifest: GlobalManifest) -> bytes:
-    """Return the content of ``.metadata``: :func:`make_metadata`, pickled.
+    """Return the content of ``.metadata``: the pickle of :func:`make_metadata`.
 
-    The pickle is put together by hand: there are as many pieces as ranks times tensors, and each would be four objects
-    that pass through the pickler, which takes ten times as long and holds the interpreter's lock all the while. Where
-    torch's classes are not what is known of them, the pickler does it.
+    The pickle is assembled by hand, because pickling four objects for each rank and tensor takes ten times as long and
+    holds the interpreter lock. With unknown versions of torch's classes the pickler is used.
     """
     return _put_together(manifest) if _knows_classes() else pickle.dumps(make_metadata(manifest), _PROTOCOL)
 
 
 @functools.cache
 def _knows_classes() -> bool:
-    """Return whether what is put together by hand is what torch makes, of a manifest that has one of each kind."""
+    """Return whether the hand-made pickle of a sample manifest equals torch's objects."""
     where = Where(0, 1, 2, 1, 2)
     pieces = (TensorPiece((0, 1), (1, 2), where),)
     items = (
@@ -248,13 +244,12 @@ def _knows_classes() -> bool:
     )
     try:
         return bool(pickle.loads(_put_together(sample)) == make_metadata(sample))
-    except Exception as error:  # noqa: BLE001  whatever it is, this torch is another one
+    except Exception as error:  # noqa: BLE001  any error means an unknown version of torch
         log.info("the index for other readers is pickled by torch's own classes: %s", error)
         return False
 
 
 def _put_together(manifest: GlobalManifest) -> bytes:
-    """Return what :func:`make_metadata` makes, pickled."""
     pickled = _Pickled()
     described, stored, paths = list[bytes](), list[bytes](), list[bytes]()
     files = [pickled.shared(file.name) for file in manifest.files]
@@ -303,7 +298,7 @@ def _put_together(manifest: GlobalManifest) -> bytes:
 
 
 class _Pickled:
-    """Pieces of a pickle, which may refer to what is shared by all of it."""
+    """Parts of one pickle, with references to shared values."""
 
     def __init__(self) -> None:
         self._shared: dict[Any, bytes] = {}
@@ -314,12 +309,12 @@ class _Pickled:
     def value(self, value: Any) -> bytes:
         buffer = io.BytesIO()
         pickler = pickle.Pickler(buffer, _PROTOCOL)
-        pickler.fast = True  # refers to nothing that was pickled before
+        pickler.fast = True  # without references to earlier values
         pickler.dump(value)
-        return buffer.getvalue()[2:-1]  # without the protocol and the end
+        return buffer.getvalue()[2:-1]  # without the protocol and stop opcodes
 
     def shared(self, value: Any) -> bytes:
-        """Return what refers to a value that is made once: an immutable one."""
+        """Return a reference to an immutable value, pickled once."""
         found = self._shared.get(value)
         if found is None:
             number = struct.pack("<I", len(self._shared))
@@ -339,7 +334,7 @@ class _Pickled:
 
 
 _PROTOCOL = 3
-"""Without frames, which pieces could not be put together from."""
+"""Protocol 3 has no frames, so parts can be concatenated."""
 
 
 def _pickled_int(number: int) -> bytes:

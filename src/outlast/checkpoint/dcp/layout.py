@@ -1,14 +1,12 @@
-"""Who writes what of a generation, and where in which file it lies. Pure; nothing here imports torch.
+"""Which rank writes which part of a checkpoint, and at which offset of which file. Pure; must not import torch.
 
 Each rank has an *inventory*; :func:`assign` gives each rank a *duty*, so that each part is written once and the work is
-even; :func:`pack` fills a rank's files; :func:`compose` makes the manifest's entries of what all ranks wrote. What many
-ranks have alike, such as the table of an inventory, is one object; the work grows with the distinct objects.
+balanced; :func:`pack` fills a rank's files; :func:`compose` makes the manifest's entries. Equal data of several ranks,
+such as an inventory's table, is one object; the work grows with the distinct objects.
 
-A tensor lies in a file as ``torch.save`` writes it, made by hand around bytes that lie elsewhere: a stored zip archive
-of four records, the pickled description, the byte order, the format's version and, last, the raw bytes, which begin at
-a multiple of 64. So all but the raw bytes is known beforehand, and these are copied from where they lie without passing
-through an interpreter. The records' checksums are zero: torch looks at none, and the file that the archive becomes part
-of has digests of its own.
+A tensor is stored as ``torch.save`` writes it: an uncompressed zip archive with the pickled description, the byte
+order, the format's version and the raw bytes, 64-byte aligned. All but the raw bytes is generated here; the writer
+process copies the raw bytes. Record checksums are zero: torch ignores them, and the file has digests.
 """
 
 from __future__ import annotations
@@ -32,32 +30,28 @@ from outlast.errors import CheckpointError
 
 
 class TensorPart(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's part of a tensor."""
-
     name: str
-    """In the rank's shard."""
+    """Name in the rank's shard."""
     item: str
-    """The name that it has for all ranks."""
+    """Name shared by all ranks."""
     path: tuple[str | int, ...]
-    """Keys and indices that lead to it in the state; empty: other readers of the format do not get to see it."""
+    """Keys and indices that lead to the tensor in the state; empty: hidden from other readers of the format."""
     dtype: str
     shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     num_bytes: int
     digest: str
-    """xxh3_64, where another rank may have the same part; else empty."""
+    """xxh3_64 if another rank may have the same part; otherwise empty."""
 
 
 class PlainValue(msgspec.Struct, frozen=True, array_like=True):
-    """A plain value."""
-
     item: str
     path: tuple[str | int, ...]
 
 
 class TableRow(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks know alike of their parts of a tensor."""
+    """The part of a tensor's description that ranks share."""
 
     name: str
     item: str
@@ -65,29 +59,27 @@ class TableRow(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     num_bytes: int
     box: int
-    """Index into the table's boxes and, for each rank, into its offsets."""
+    """Index into the table's boxes and each rank's offsets."""
     is_digested: bool
 
 
 class InventoryTable(msgspec.Struct, frozen=True, array_like=True):
-    """What many ranks have alike: names, types and shapes, but not where in the whole their parts lie."""
+    """The inventory data that many ranks share: names, types and shapes, but not offsets."""
 
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """Distinct shapes of parts, with the shape of the whole; parts of one box also have one offset."""
+    """Distinct (part shape, whole shape); the parts of one box have the same offset."""
     rows: tuple[TableRow, ...]
     values: tuple[PlainValue, ...]
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """All that a rank has."""
-
     table: InventoryTable
     offsets: tuple[tuple[int, ...], ...]
-    """For each of the table's boxes."""
+    """One for each box of the table."""
     digests: bytes
-    """Of the digested rows of training's state, one after the other."""
+    """Concatenated digests of the digested rows of the training state."""
     private: bytes
-    """Of the digested rows that are no part of it, such as the state of random numbers: ranks differ in these."""
+    """Concatenated digests of the other digested rows, such as random number states, which differ between ranks."""
 
     @classmethod
     def of(cls, parts: Iterable[TensorPart], values: Iterable[PlainValue]) -> Inventory:
@@ -102,29 +94,8 @@ class Inventory(msgspec.Struct, frozen=True):
         offsets = tuple(box[2] for box in boxes)
         return cls(table, offsets, bytes.fromhex(digests[True]), bytes.fromhex(digests[False]))
 
-    @property
-    def parts(self) -> tuple[TensorPart, ...]:
-        digests = {index: digest for private in (False, True) for index, _, digest in self.rows(private=private)}
-        return tuple(
-            TensorPart(
-                row.name,
-                row.item,
-                row.path,
-                row.dtype,
-                *self.table.boxes[row.box],
-                self.offsets[row.box],
-                row.num_bytes,
-                digests[index].hex(),
-            )
-            for index, row in enumerate(self.table.rows)
-        )
-
-    @property
-    def values(self) -> tuple[PlainValue, ...]:
-        return self.table.values
-
     def rows(self, *, private: bool) -> Iterator[tuple[int, TableRow, bytes]]:
-        """Yield the rows of training's state, or those that are no part of it: index, row, digest or nothing."""
+        """Yield index, row and digest (or empty) of the training state's rows, or of the other (private) rows."""
         digests, at = self.private if private else self.digests, 0
         for index, row in enumerate(self.table.rows):
             if bool(row.path) != private:
@@ -134,7 +105,7 @@ class Inventory(msgspec.Struct, frozen=True):
 
 
 class InventoryRoot(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank sends of its inventory; what other ranks may have alike is sent once, and named by its digest."""
+    """An inventory as sent: data that other ranks may share is sent once and referenced by its digest."""
 
     table: str
     """Digest of the :class:`InventoryTable`."""
@@ -145,7 +116,7 @@ class InventoryRoot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartDigests(msgspec.Struct, frozen=True, array_like=True):
-    """An inventory's digests of training's state."""
+    """An inventory's digests of the training state."""
 
     packed: bytes
 
@@ -153,10 +124,9 @@ class PartDigests(msgspec.Struct, frozen=True, array_like=True):
 def join(
     roots: Sequence[InventoryRoot], tables: Mapping[str, InventoryTable], digests: Mapping[str, PartDigests]
 ) -> list[Inventory]:
-    """Return the ranks' inventories; what is equal is one object.
+    """Return the ranks' inventories; equal data is one object.
 
-    Raises:
-        CheckpointError: What a rank sent contradicts itself.
+    Raises: CheckpointError (a rank's message contradicts its table).
     """
     forms = {}
     for name, table in tables.items():
@@ -174,12 +144,12 @@ def join(
 
 
 class Duty(msgspec.Struct, frozen=True):
-    """What a rank writes, beside its tree: indices into its inventory."""
+    """The inventory indices that a rank writes, in addition to its tree."""
 
     parts: tuple[int, ...]
-    """Under the names that all ranks share."""
+    """Written under the names that all ranks share."""
     own: tuple[int, ...]
-    """As this rank's alone: they differ from what has the name."""
+    """Written as this rank's own, because the value differs from the shared one."""
     values: tuple[int, ...]
 
 
@@ -187,7 +157,7 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """A duty on its way: runs of indices, each as its first and the one behind its last."""
+    """A duty as sent: runs of indices as (first, last + 1)."""
 
     parts: Spans
     own: Spans
@@ -211,39 +181,36 @@ def _spans(indices: Sequence[int]) -> Spans:
 
 
 class WrittenFile(msgspec.Struct, frozen=True, array_like=True):
-    """One file that a rank wrote."""
-
     num_bytes: int
     digests: bytes
-    """xxh3_64 of every 8 MiB, one after the other."""
+    """Concatenated xxh3_64 of every 8 MiB."""
 
 
 class WriteReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wrote. What lies where follows from its inventory and its duty, see :func:`pack`."""
+    """What a rank wrote; offsets follow from its inventory and duty, see :func:`pack`."""
 
     files: tuple[WrittenFile, ...]
     finite: bool
     tree_bytes: int
     value_bytes: tuple[int, ...]
-    """In the order of its duty."""
+    """In the order of the duty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Where the parts of a rank lie, in the order of its duty, files counted from its own first."""
+    """Locations of a rank's parts, in the order of its duty; files are counted from the rank's first."""
 
     parts: tuple[Where, ...]
     own: tuple[Where, ...]
     tree: Where
     values: tuple[Where, ...]
     sizes: tuple[int, ...]
-    """Bytes of each file."""
 
 
 def kinds_of(inventories: Sequence[Inventory]) -> list[tuple[Inventory, list[int]]]:
-    """Return what is distinct of training's state, each with its ranks, by their lowest rank.
+    """Return the distinct training states with their ranks, by lowest rank.
 
-    Equal is what is the same object. The rows that are no part of training's state count as each rank's.
+    Inventories are equal if their objects are identical; private rows are ignored.
     """
     found: dict[tuple[int, int, int], tuple[Inventory, list[int]]] = {}
     for rank, one in enumerate(inventories):
@@ -253,34 +220,28 @@ def kinds_of(inventories: Sequence[Inventory]) -> list[tuple[Inventory, list[int
 
 @dataclass(slots=True)
 class _PartGroup:
-    """Equal parts of several ranks, the first's first."""
+    """Equal parts of several ranks; the first one's description."""
 
     first: TableRow
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     digest: bytes
     holders: list[tuple[int, int]] = field(default_factory=list)
-    """Who has it, and the index that the part has there."""
+    """(holder, index of the part in the holder's inventory)."""
 
     @property
     def is_written(self) -> bool:
-        """Whether it is written: a part without elements is only listed, a tensor without elements is not."""
+        """Whether the part needs writing: an empty part of a non-empty tensor is only listed."""
         return self.first.num_bytes > 0 or not math.prod(self.whole)
 
 
 def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
-    """Share the writing out.
+    """Distribute the writing.
 
-    A part that several ranks have alike is written by that one of them which has the least to write. Of a part that
-    ranks have in different versions, the lowest rank's counts for all, the others write theirs as their own. A plain
-    value is written by the lowest rank that has it.
-
-    Args:
-        inventories: What each rank has; equal arguments give equal results. The work grows with the distinct objects.
-
-    Raises:
-        CheckpointError: The parts of a tensor do not make up the whole; loaded by another number of ranks it would
-            have holes.
+    A part that several ranks have is written by the one with the least to write. If ranks have different versions of a
+    part, the lowest rank's counts for all and the others write theirs as their own. A plain value is written by the
+    lowest rank that has it. Equal arguments give equal results. Raises: CheckpointError (the parts of a tensor do not
+    cover it, so another world size would load holes).
     """
     kinds, single = kinds_of(inventories), find_single(inventories)
     groups, own_of_kind = _group([(one, one.rows(private=False)) for one, _ in kinds], single)
@@ -300,13 +261,13 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
             rank, index = min(group.holders, key=lambda holder: (load[holder[0]], holder[0]))
             parts[rank].append(index)
             load[rank] += group.first.num_bytes
-    # Who of a kind has the least to write comes first; a rank is of one kind.
+    # Of each kind the rank with the least to write comes first; a rank has one kind.
     least = [sorted((load[rank], rank) for rank in ranks) for _, ranks in kinds]
 
     def has_choice(group: _PartGroup) -> bool:
         return len(group.holders) > 1 or len(least[group.holders[0][0]]) > 1
 
-    # Who has no choice first, then the largest: what is left evens out.
+    # Parts without a choice first, then the largest, so that the small ones balance the load.
     for group in sorted(groups, key=lambda group: (has_choice(group), -group.first.num_bytes)):
         if group.is_written:
             kind, index = min(group.holders, key=lambda holder: least[holder[0]][0])
@@ -324,7 +285,7 @@ def assign(inventories: Sequence[Inventory]) -> tuple[Duty, ...]:
 
 @dataclass(slots=True)
 class SingleRows:
-    """The rows of a table that each of its ranks alone has: a part of a tensor that all ranks have parts of."""
+    """The rows of a table that no other rank shares: distinct parts of a distributed tensor."""
 
     table: InventoryTable
     rows: tuple[int, ...]
@@ -333,9 +294,9 @@ class SingleRows:
 
 
 def find_single(inventories: Sequence[Inventory]) -> dict[int, SingleRows]:
-    """Return, by the identity of its table, which rows need not be compared with those of other ranks.
+    """Return, by ``id(table)``, the rows that need no comparison with other ranks.
 
-    They have no digest, since the layout gives each rank another part.
+    They have no digest, because the layout gives each rank a different part.
     """
     found: dict[int, SingleRows] = {}
     firsts: dict[str, tuple[TableRow, tuple[int, ...]]] = {}
@@ -354,16 +315,15 @@ def find_single(inventories: Sequence[Inventory]) -> dict[int, SingleRows]:
 
 
 def _is_same(row: TableRow, whole: tuple[int, ...], first: TableRow, first_whole: tuple[int, ...]) -> bool:
-    """Return whether two ranks' tensors of one name are the same tensor."""
     return row is first or (row.dtype, row.path, whole) == (first.dtype, first.path, first_whole)
 
 
 def _group(
     holders: Sequence[tuple[Inventory, Iterable[tuple[int, TableRow, bytes]]]], single: Mapping[int, SingleRows]
 ) -> tuple[list[_PartGroup], list[list[int]]]:
-    """Return the parts that count for all, and for each holder the indices of those that count for it alone.
+    """Return the groups of shared parts and, for each holder, the indices of its own parts.
 
-    Those that one rank alone has are left out.
+    Rows in ``single`` are left out.
     """
     firsts: dict[str, tuple[TableRow, tuple[int, ...]]] = {}
     groups: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _PartGroup] = {}
@@ -372,11 +332,10 @@ def _group(
     for holder, (inventory, rows) in enumerate(holders):
         boxes, offsets, skipped = inventory.table.boxes, inventory.offsets, left_out[id(inventory.table)]
         for index, row, digest in rows:
-            if index in skipped:
-                firsts.setdefault(row.item, (row, boxes[row.box][1]))
-                continue
             shape, whole = boxes[row.box]
             first, first_whole = firsts.setdefault(row.item, (row, whole))
+            if index in skipped:
+                continue
             if not _is_same(row, whole, first, first_whole):
                 own[holder].append(index)
                 continue
@@ -410,7 +369,7 @@ def _first_holders(kinds: Sequence[tuple[Inventory, Sequence[int]]]) -> dict[int
     taken: set[str] = set()
     values: dict[int, list[int]] = {}
     for inventory, ranks in kinds:
-        for index, value in enumerate(inventory.values):
+        for index, value in enumerate(inventory.table.values):
             if value.item not in taken:
                 taken.add(value.item)
                 values.setdefault(ranks[0], []).append(index)
@@ -418,33 +377,22 @@ def _first_holders(kinds: Sequence[tuple[Inventory, Sequence[int]]]) -> dict[int
 
 
 FILE_BYTES = 256 << 20
-"""A file that has reached it is full; several files are written at once."""
+"""Size from which a file takes no more tensors; several files are written at once."""
 
 
 @dataclass(slots=True)
 class Packing:
-    """A rank's files, filled one after the other."""
-
     file_bytes: int = FILE_BYTES
     files: list[list[Content]] = field(default_factory=list)
-    """What each file consists of."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes of each file."""
 
     def add_tensor(self, dtype: str, shape: tuple[int, ...], raw: Range) -> Where:
-        """Add a tensor of the image, as ``torch.load`` reads it; return where it lies."""
+        """Add a tensor of the image in ``torch.load`` format; return its location."""
         prefix, suffix = tensor_blob(dtype, shape, raw.num_bytes)
-        return self._add((prefix, raw, suffix), len(prefix), raw.num_bytes)
+        return self.add((prefix, raw, suffix), len(prefix), raw.num_bytes)
 
-    def add_range(self, offset: int, num_bytes: int) -> Where:
-        """Add bytes of the image; return where they lie."""
-        return self._add((Range(offset, num_bytes),), 0, num_bytes)
-
-    def add_bytes(self, data: bytes) -> Where:
-        """Add bytes; return where they lie."""
-        return self._add((data,), 0, len(data))
-
-    def _add(self, contents: Iterable[Content], lead: int, data_bytes: int) -> Where:
+    def add(self, contents: Iterable[Content], lead: int, data_bytes: int) -> Where:
+        """Add a blob whose raw bytes begin after ``lead``; return its location."""
         if not self.files or self.sizes[-1] >= self.file_bytes:
             self.files.append([])
             self.sizes.append(0)
@@ -467,11 +415,11 @@ def pack(
     offsets: Mapping[str, int],
     examined: Container[str] | None = None,
 ) -> Packed:
-    """Fill a rank's files, always in the same order: so rank 0 knows what lies where from a few sizes.
+    """Fill a rank's files in a fixed order, so that rank 0 can derive all locations from a few sizes.
 
     Args:
-        values: What it writes of its plain values, as bytes.
-        examined: Names of the tensors whose numbers are examined for infinities and NaN; ``None`` = all.
+        values: The plain values of the duty, as bytes.
+        examined: Names of the tensors to check for infinities and NaN; ``None`` = all.
     """
     rows, boxes = inventory.table.rows, inventory.table.boxes
 
@@ -483,42 +431,18 @@ def pack(
     return Packed(
         parts=tuple(add(index) for index in duty.parts),
         own=tuple(add(index) for index in duty.own),
-        tree=packing.add_range(tree.offset, tree.num_bytes),
-        values=tuple(packing.add_bytes(value) for value in values),
+        tree=packing.add((tree,), 0, tree.num_bytes),
+        values=tuple(packing.add((value,), 0, len(value)) for value in values),
         sizes=tuple(packing.sizes),
     )
 
 
-class Repacking:
-    """Find out where ranks put what they wrote, once for all that wrote alike."""
-
-    def __init__(self, file_bytes: int = FILE_BYTES) -> None:
-        self._file_bytes = file_bytes
-        self._known: dict[tuple[int, Duty, int, tuple[int, ...]], Packed] = {}
-
-    def find(self, inventory: Inventory, duty: Duty, report: WriteReport) -> Packed:
-        """Return where a rank's parts lie.
-
-        Raises:
-            CheckpointError: Its files are not as long as they are with these parts.
-        """
-        key = id(inventory.table), duty, report.tree_bytes, report.value_bytes
-        found = self._known.get(key)
-        if found is None:
-            nowhere = dict.fromkeys((row.name for row in inventory.table.rows), 0)
-            values = (bytes(size) for size in report.value_bytes)
-            packing = Packing(self._file_bytes)
-            found = pack(packing, inventory, duty, Range(0, report.tree_bytes), values, nowhere)
-            self._known[key] = found
-        if found.sizes != tuple(file.num_bytes for file in report.files):
-            raise CheckpointError(
-                "the files of a rank are not as long as they should be; do all ranks run one version?"
-            )
-        return found
+_Shared: TypeAlias = dict[str, tuple[TableRow, tuple[int, ...], list[TensorPiece]]]
+"""Tensors by their shared name: row, shape of the whole, pieces so far."""
 
 
 class Composed(NamedTuple):
-    """What of a manifest comes from the ranks."""
+    """The manifest fields that come from the ranks."""
 
     files: tuple[FileEntry, ...]
     items: tuple[Item, ...]
@@ -534,22 +458,31 @@ def compose(
     file_bytes: int,
     name_of: Callable[[int, int], str],
 ) -> Composed:
-    """Put together what lies where.
+    """Combine the ranks' reports into manifest entries.
 
     Args:
-        name_of: Returns the name of a file, from the rank and the file's number there.
+        name_of: Returns a file's name from its rank and number.
 
-    Raises:
-        CheckpointError: A rank wrote something else than its duty.
+    Raises: CheckpointError (a rank's files do not match its duty).
     """
-    repacking, single = Repacking(file_bytes), find_single(inventories)
+    single, known = find_single(inventories), dict[tuple[int, Duty, int, tuple[int, ...]], Packed]()
     left_out = {table: frozenset(one.rows) for table, one in single.items()}
     items: dict[str, Item] = {}
-    shared = _SharedItems()
+    shared: _Shared = {}
     written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Where] = {}
     files, entries = list[FileEntry](), list[RankEntry]()
     for rank, (inventory, duty, report) in enumerate(zip(inventories, duties, reports, strict=True)):
-        packed, first, table = repacking.find(inventory, duty, report), len(files), inventory.table
+        first, table = len(files), inventory.table
+        key = id(table), duty, report.tree_bytes, report.value_bytes
+        if (packed := known.get(key)) is None:  # once for all ranks that wrote alike
+            nowhere = dict.fromkeys((row.name for row in table.rows), 0)
+            values = map(bytes, report.value_bytes)
+            packed = pack(Packing(file_bytes), inventory, duty, Range(0, report.tree_bytes), values, nowhere)
+            known[key] = packed
+        if packed.sizes != tuple(file.num_bytes for file in report.files):
+            raise CheckpointError(
+                "the files of a rank are not as long as they should be; do all ranks run one version?"
+            )
         rows, boxes, offsets, is_single = table.rows, table.boxes, inventory.offsets, left_out[id(table)]
 
         def move(where: Where, first: int = first) -> Where:
@@ -564,7 +497,8 @@ def compose(
             row = rows[index]
             shape, whole = boxes[row.box]
             if index in is_single:
-                shared.add(row, whole, TensorPiece(offsets[row.box], shape, move(where), ranks))
+                piece = TensorPiece(offsets[row.box], shape, move(where), ranks)
+                shared.setdefault(row.item, (row, whole, []))[2].append(piece)
             else:
                 written[row.item, offsets[row.box], shape] = move(where)
         for index, where in zip(duty.values, packed.values, strict=True):
@@ -578,32 +512,15 @@ def compose(
             tensors.append(OwnTensor(name=row.name, dtype=row.dtype, shape=shape, where=place))
         entries.append(RankEntry(tree=move(packed.tree), tensors=tuple(tensors)))
     _add_compared(shared, inventories, duties, left_out, written)
-    for item in shared.items():
-        items[item.name] = item
+    for name, (row, whole, found) in shared.items():
+        # A single piece lists no ranks.
+        pieces = found if len(found) > 1 else [msgspec.structs.replace(found[0], ranks=())]
+        items[name] = Item(name=name, path=row.path, dtype=row.dtype, shape=whole, pieces=tuple(pieces))
     return Composed(tuple(files), tuple(items.values()), tuple(entries), all(report.finite for report in reports))
 
 
-class _SharedItems:
-    """The tensors under the names that all ranks share, put together piece by piece."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[str, tuple[TableRow, tuple[int, ...], list[TensorPiece]]] = {}
-
-    def add(self, row: TableRow, whole: tuple[int, ...], piece: TensorPiece) -> None:
-        found = self._pieces.get(row.item)
-        if found is None:
-            found = self._pieces[row.item] = (row, whole, [])
-        found[2].append(piece)
-
-    def items(self) -> Iterator[Item]:
-        """Yield the tensors; of a piece that is the only one, no ranks are listed."""
-        for name, (row, whole, found) in self._pieces.items():
-            pieces = found if len(found) > 1 else [msgspec.structs.replace(found[0], ranks=())]
-            yield Item(name=name, path=row.path, dtype=row.dtype, shape=whole, pieces=tuple(pieces))
-
-
 def _add_compared(
-    shared: _SharedItems,
+    shared: _Shared,
     inventories: Sequence[Inventory],
     duties: Sequence[Duty],
     left_out: Mapping[int, frozenset[int]],
@@ -613,18 +530,19 @@ def _add_compared(
     of_all = [(one, one.rows(private=False), ranks) for one, ranks in kinds_of(inventories)]
     of_each = [(one, one.rows(private=True), [rank]) for rank, one in enumerate(inventories)]
     for inventory, rows, ranks in (*of_all, *of_each):
-        # Of training's state, what is a rank's own is the same for all ranks of a kind.
+        # In the training state, a rank's own parts are the same for all ranks of a kind.
         skipped = left_out[id(inventory.table)].union(duties[ranks[0]].own)
         for index, row, _ in rows:
             if index not in skipped:
                 shape, whole = inventory.table.boxes[row.box]
                 found.setdefault((row.item, inventory.offsets[row.box], shape), (row, whole, []))[2].extend(ranks)
     for key, (row, whole, holders) in found.items():
-        shared.add(row, whole, TensorPiece(key[1], key[2], written.get(key), tuple(sorted(holders))))
+        piece = TensorPiece(key[1], key[2], written.get(key), tuple(sorted(holders)))
+        shared.setdefault(row.item, (row, whole, []))[2].append(piece)
 
 
 ALIGNMENT = 64
-"""Raw bytes begin at a multiple of it, in the blob as in the file."""
+"""Alignment of raw bytes, in the blob and in the file."""
 
 _STORAGES = {
     "F64": "Double",
@@ -639,19 +557,18 @@ _STORAGES = {
     "U8": "Byte",
     "BOOL": "Bool",
 }
-"""Element types with a storage class of their own in torch; the others are made of untyped storage."""
+"""Element types with a typed storage class in torch; the others use untyped storage."""
 _TORCH_NAMES = {short: name.removeprefix("torch.") for name, short in DTYPE_NAMES.items()}
 _ZIP64_LIMIT = 0xFFFFFFFF
 _DATE = 33
-"""1 January 1980, the earliest that the format knows."""
+"""1 January 1980, the format's earliest date."""
 
 
 @functools.lru_cache(4096)
 def tensor_blob(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[bytes, bytes]:
-    """Return what precedes, up to a multiple of 64, and what follows the raw bytes of a contiguous tensor.
+    """Return the bytes before (padded to 64) and after the raw bytes of a contiguous tensor.
 
-    Raises:
-        ValueError: There is no such type, or the tensor has another number of bytes.
+    Raises: ValueError (the type is unknown, or the tensor has another size).
     """
     if math.prod(shape) * ELEMENT_BYTES.get(dtype, -1) != num_bytes:
         raise ValueError(f"a tensor of {dtype} {shape} does not take {num_bytes} bytes")
@@ -678,16 +595,16 @@ class _ZipRecord:
 
     @property
     def fields(self) -> tuple[int, int, bytes]:
-        """Which version of the format it needs, its size for 32 bits, and its size again where these are too few."""
+        """Format version, 32-bit size field, and the zip64 extra field if the size exceeds 32 bits."""
         if self.size < _ZIP64_LIMIT:
             return 10, self.size, b""
         return 45, _ZIP64_LIMIT, struct.pack("<HHQQ", 1, 16, self.size, self.size)
 
     def header(self, *, padding: int = 0) -> bytes:
-        """Return what precedes it.
+        """Return the local header.
 
         Args:
-            padding: Bytes that an extra field fills, at least 4, or 0.
+            padding: Bytes of an extra padding field; 0 or at least 4.
         """
         version, size, extra = self.fields
         if padding:
@@ -697,7 +614,7 @@ class _ZipRecord:
 
 
 def _directory(records: list[_ZipRecord], start: int) -> bytes:
-    """Return the archive's directory, which lies at ``start``."""
+    """Return the archive's central directory, located at ``start``."""
     entries = bytearray()
     for record in records:
         version, size, extra = record.fields
@@ -715,7 +632,7 @@ def _directory(records: list[_ZipRecord], start: int) -> bytes:
 
 
 def _pickle(dtype: str, shape: tuple[int, ...], num_bytes: int) -> bytes:
-    """Return the description of a tensor: which function of torch makes it of which storage, protocol 2."""
+    """Return the pickled tensor description, protocol 2."""
     strides, step = list[int](), 1
     for length in reversed(shape):
         strides.insert(0, step)

@@ -1,7 +1,7 @@
-"""The manifest of a generation in the global tier: all that a reader needs, and the commit. Nothing here imports torch.
+"""The manifest of a checkpoint in the global tier: all that a reader needs, and the commit. Must not import torch.
 
-A tensor is an *item*: it has a name, a shape, and *pieces*, each of which lies somewhere in a file. What is one rank's
-alone, its plain values and tensors that differ from the other ranks', is listed by rank.
+A tensor is an *item* with a name, a shape and *pieces*, each stored in a file. Data of a single rank (plain values, and
+tensors that differ between ranks) is listed by rank.
 """
 
 from __future__ import annotations
@@ -18,51 +18,45 @@ from outlast.policy.lineage import UNKNOWN_ERA, Era, Fork
 
 SCHEMA = 1
 METADATA = ".metadata"
-"""What other readers of the format read in place of the manifest."""
+"""The index for other readers of the format."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of data."""
-
     name: str
-    """In the generation's folder."""
+    """Name in the checkpoint's folder."""
     num_bytes: int
     chunks: tuple[str, ...]
     """xxh3_64 of every 8 MiB, hexadecimal."""
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A place in a file."""
-
     file: int
     """Index into the manifest's files."""
     start: int
-    """Where the blob begins, which ``torch.load`` reads."""
+    """Offset of the ``torch.load`` blob."""
     num_bytes: int
-    """Of the blob."""
+    """Size of the blob."""
     data_start: int
-    """Where the raw bytes begin, in the file."""
+    """Offset of the raw bytes in the file."""
     data_bytes: int
 
 
 class TensorPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A rectangular part of a tensor."""
-
     offset: tuple[int, ...]
-    """Where it begins in the whole, in elements of each dimension."""
+    """Start in the whole tensor, in elements of each dimension."""
     shape: tuple[int, ...]
     where: Where | None
-    """``None``: it has no elements."""
+    """``None``: the piece has no elements."""
     ranks: tuple[int, ...] = ()
-    """Ranks whose part it was; empty = all that had the tensor."""
+    """Ranks that had the piece; empty = all that had the tensor."""
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor or a plain value, under the name that ``torch.distributed.checkpoint`` gives it."""
+    """A tensor or plain value, under its ``torch.distributed.checkpoint`` name."""
 
     name: str
     path: tuple[str | int, ...]
-    """Keys and indices that lead to it in the state."""
+    """Keys and indices that lead to the item in the state."""
     dtype: str | None
     """safetensors' name of the element type; ``None``: a plain value, as ``torch.save`` bytes."""
     shape: tuple[int, ...]
@@ -70,26 +64,22 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of one rank alone."""
-
     name: str
-    """In the rank's shard."""
+    """Name in the rank's shard."""
     dtype: str
     shape: tuple[int, ...]
     where: Where | None
-    """``None``: it has no elements."""
+    """``None``: the tensor has no elements."""
 
 
 class RankEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is one rank's alone."""
-
     tree: Where
-    """Its plain values and structure, as in its shard."""
+    """Plain values and structure, as in the rank's shard."""
     tensors: tuple[OwnTensor, ...] = ()
 
 
 class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation; the manifest's presence is its commit."""
+    """A checkpoint; the presence of its manifest is the commit."""
 
     schema: int
     run: str
@@ -98,17 +88,17 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int
     attempt: str
     restored_from: int | None
-    """The generation that the saving processes had loaded."""
+    """Iteration of the checkpoint that the saving processes had loaded."""
     restored_attempt: str | None = None
-    """The attempt that had written that one."""
+    """Attempt of that checkpoint."""
     era: Era = UNKNOWN_ERA
-    """Of the branch that saved it; see ``policy.lineage``."""
+    """Era of the branch that saved the checkpoint; see ``policy.lineage``."""
     forks: tuple[Fork, ...] = ()
     """The branches that this branch descends from."""
     finite: bool
-    """Whether no number in it is infinite or NaN."""
+    """Whether no number is infinite or NaN."""
     metadata: FileEntry | None = None
-    """What other readers of the format read; ``None``: an earlier version saved it, and its digest is not known."""
+    """The index for other readers; ``None``: saved by an earlier version, digest unknown."""
     files: tuple[FileEntry, ...]
     items: tuple[Item, ...]
     ranks: tuple[RankEntry, ...]
@@ -118,7 +108,7 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.num_bytes for file in self.files)
 
     def contents(self, file: int) -> list[tuple[str, int, int]]:
-        """Return what lies in a file: name, offset and bytes of each part, in the file's order."""
+        """Return name, offset and bytes of each part of a file, in file order."""
         found = [(name, where.start, where.num_bytes) for name, where in self.places() if where.file == file]
         return sorted(found, key=lambda part: part[1])
 
@@ -135,7 +125,7 @@ class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_torn(files: Iterable[FileEntry], sizes: Mapping[str, int]) -> Iterator[tuple[FileEntry, Incomplete]]:
-    """Yield the files that are not there, or not as long as they should be, and what is wrong with them."""
+    """Yield the files that are missing or have the wrong size, with the error."""
     for file in files:
         size = sizes.get(file.name)
         if size is None:
@@ -145,16 +135,15 @@ def find_torn(files: Iterable[FileEntry], sizes: Mapping[str, int]) -> Iterator[
 
 
 def encode_global_manifest(manifest: GlobalManifest) -> bytes:
-    """Return the manifest's file: the manifest and its SHA-256. Equal manifests give equal bytes."""
+    """Return the manifest with its SHA-256. Equal manifests give equal bytes."""
     return seal(manifest)
 
 
 def decode_global_manifest(data: bytes) -> GlobalManifest:
-    """Read a manifest's file. What it says of places and sizes agrees with itself.
+    """Decode a manifest and check that its locations and sizes are consistent.
 
-    Raises:
-        Corrupt: It is not a manifest, was changed after it was written, or contradicts itself.
-        Untrusted: A later version of this package wrote it.
+    Raises: Corrupt (the data is not a manifest, was changed, or is inconsistent); Untrusted (a later version of this
+    package wrote it).
     """
     manifest, _ = unseal(data, GlobalManifest, schema=SCHEMA)
     _check(manifest)

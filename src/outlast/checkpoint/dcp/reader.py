@@ -1,9 +1,8 @@
-"""What is read of the global tier: regions of tensors, each rank's exact state, and what ``dcp.load`` asks for.
+"""Reads from the global tier: regions of tensors, a rank's exact state, and the requests of ``dcp.load``.
 
-Regions are read from wherever their pieces lie, by as many threads as a place keeps busy, and each chunk is verified.
-A rank's exact state is read by as many ranks as saved it; see :mod:`outlast.checkpoint.dcp.reshard` for others.
-Nothing here touches the state of the training. ``torch.distributed.checkpoint`` itself reads what is verified, and
-unpickles nothing, with a :class:`VerifiedReader`::
+Threads read regions from the stored pieces and verify each chunk. ``read_rank`` needs the world size of the save; other
+world sizes load with :mod:`outlast.checkpoint.dcp.reshard`. Live training state is never modified here.
+``torch.distributed.checkpoint`` can load through :class:`VerifiedReader`, without unpickling unverified data::
 
     dcp.load(state, storage_reader=VerifiedReader("s3://bucket/run/step-100"))
 """
@@ -37,16 +36,14 @@ __all__ = ["VerifiedReader"]
 
 
 NUM_LOCAL, NUM_REMOTE = 2, 8
-"""A disk is busy with two; a network waits most of the time."""
+"""Threads: two saturate a disk; a network mostly waits."""
 
 
 def _read_in_order(files: VerifiedFiles, jobs: Iterable[tuple[Where, Callable[[VerifiedFile], None]]]) -> None:
-    """Do jobs with the files that they read from: each file's in the order of their places, several files at once.
+    """Run jobs on the files that they read from, each file's jobs by offset, several files at once.
 
-    Raises:
-        Exception: The first error of a job, in the files' order.
-
-    Blocks: until all are done, or those that run when one fails.
+    Raises: Exception (the first job's error, in file order). Blocks: until all jobs are done; after a failure, until
+    the running ones are.
     """
     by_file: dict[int, list[tuple[int, Callable[[VerifiedFile], None]]]] = {}
     for where, job in jobs:
@@ -63,7 +60,7 @@ def _read_in_order(files: VerifiedFiles, jobs: Iterable[tuple[Where, Callable[[V
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A region of a tensor, and what takes it."""
+    """A region of a tensor and its destination."""
 
     item: Item
     offset: tuple[int, ...]
@@ -72,12 +69,10 @@ class Wanted:
 
 
 def fill(files: VerifiedFiles, wanted: Iterable[Wanted]) -> None:
-    """Read regions of tensors, whatever pieces they are stored in.
+    """Read regions of tensors across all stored pieces.
 
-    Raises:
-        CheckpointError: A chunk differs from its digest, a file is torn or missing, or no piece has what is wanted.
-
-    Blocks: until everything is read, several files at once.
+    Raises: CheckpointError (a chunk differs from its digest, a file is torn or missing, or a region is not stored).
+    Blocks: until everything is read.
     """
     jobs: list[tuple[Where, Callable[[VerifiedFile], None]]] = []
     for one in wanted:
@@ -102,20 +97,16 @@ def read_region(
     *,
     into: torch.Tensor,
 ) -> None:
-    """Read a region of a piece.
+    """Read a region of a piece into a tensor of the same shape, on any device and of any castable type.
 
-    Args:
-        into: What takes it: of the same shape, on any device, of any type that it can be cast to.
-
-    Raises:
-        CheckpointError: A chunk differs from its digest, or the file is torn or missing.
+    Raises: CheckpointError (a chunk differs from its digest, or the file is torn or missing).
     """
     if not into.numel():
         return
     assert item.dtype is not None
     assert piece.where is not None
     dtype = TORCH_TYPES[item.dtype]
-    # Rows that are not asked for are not read.
+    # Only the requested rows are read.
     rows, first = (lengths[0], offset[0]) if lengths else (1, 0)
     row = math.prod(piece.shape[1:])
     start = piece.where.data_start + first * row * dtype.itemsize
@@ -131,7 +122,7 @@ def read_region(
 
 
 def _overlap(wanted: Wanted, piece: TensorPiece) -> tuple[tuple[int, ...], torch.Tensor] | None:
-    """Return where in a piece the wanted region begins, and what takes the part of it that lies there."""
+    """Return the region's start in a piece and the part of the destination that the piece fills."""
     into, offset = wanted.into, []
     for dim, (begin, length, stored, extent) in enumerate(
         zip(wanted.offset, wanted.into.shape, piece.offset, piece.shape, strict=True)
@@ -155,10 +146,9 @@ def read_tree(files: VerifiedFiles, rank: int) -> bytes:
 
 
 def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, Item]:
-    """Return a rank's tensors, by their names in its shard; each with the one piece that was the rank's.
+    """Return a rank's tensors by their names in its shard, each with the one piece that was the rank's.
 
-    Raises:
-        Incomplete: The generation lacks one.
+    Raises: Incomplete (a tensor is not in the checkpoint).
     """
     items = {item.name: item for item in manifest.items}
     own = {tensor.name: tensor for tensor in manifest.ranks[rank].tensors}
@@ -179,10 +169,8 @@ def tensors_of(manifest: GlobalManifest, rank: int, tree: bytes) -> dict[str, It
 
 @dataclass(frozen=True, slots=True)
 class StoredRankState:
-    """One rank's state, as it was saved."""
-
     tree: bytes
-    """Its plain values and structure, for ``state.decode``."""
+    """Plain values and structure, for ``state.decode``."""
     tensors: dict[str, torch.Tensor]
     num_bytes_read: int
 
@@ -190,15 +178,13 @@ class StoredRankState:
 def read_rank(
     files: VerifiedFiles, rank: int, *, accept: Callable[[bytes], None] = lambda tree: None
 ) -> StoredRankState:
-    """Read the state that a rank had saved, random numbers and whatever else is its own included.
+    """Read the exact state of a rank, including its random numbers.
 
     Args:
-        accept: Is given the plain values and structure, and may raise before the tensors are read.
+        accept: Called with the plain values and structure; may raise before tensors are read.
 
-    Raises:
-        CheckpointError: A byte differs from its digest, or is not there; names file, items and chunk.
-
-    Blocks: until everything is read into new memory.
+    Raises: CheckpointError (a byte differs from its digest or is missing; names file, items and chunk). Blocks: until
+    everything is read into new memory.
     """
     tree = read_tree(files, rank)
     accept(tree)
@@ -214,17 +200,17 @@ def read_rank(
 
 
 class VerifiedReader(StorageReader):
-    """Read one generation of the global tier, each byte compared with its digest.
+    """Read one checkpoint of the global tier and compare every byte with its digest.
 
-    The manifest is read in place of ``.metadata``. Plain values are tried with ``weights_only=True`` before a planner
-    gets to see them, so that nothing but numbers, texts, containers and tensors is ever unpickled.
+    The manifest replaces ``.metadata``. Plain values are loaded with ``weights_only=True`` before the planner receives
+    them, so only numbers, strings, containers and tensors are ever unpickled.
 
     Args:
-        url: Of the generation: a path, or any URL that fsspec knows, that ends in ``step-<n>``.
-        manifest: Of the generation, where it was read already.
+        url: The checkpoint: a path, or any URL that fsspec supports, ending in ``step-<n>``.
+        manifest: The checkpoint's manifest, if it was read before.
 
     Raises:
-        CheckpointError: There is no such generation, or its manifest cannot be trusted.
+        CheckpointError: The checkpoint does not exist, or its manifest cannot be trusted.
 
     Thread: one.
     """
@@ -236,11 +222,11 @@ class VerifiedReader(StorageReader):
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that came from the place so far."""
+        """Bytes read from the directory so far."""
         return self._files.num_bytes_read
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Turn to another generation."""
+        """Switch to another checkpoint."""
         if checkpoint_id is None:
             return
         parent, slash, folder = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
@@ -259,7 +245,7 @@ class VerifiedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a generation could be meant."""
+        """Return whether the URL can be a checkpoint."""
         return os.fspath(checkpoint_id).rstrip("/").rpartition("/")[2].startswith("step-")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -268,18 +254,16 @@ class VerifiedReader(StorageReader):
         return make_metadata(self._files.manifest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is to be done."""
+        """Nothing to do."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for.
+        """Read the items of a plan.
 
         Raises:
             CheckpointError: A chunk differs from its digest, or a file is torn or missing.
@@ -310,7 +294,7 @@ class VerifiedReader(StorageReader):
 
 
 def _checked_value(file: VerifiedFile, where: Where, name: str) -> bytes:
-    """Return a plain value's bytes, which unpickle to nothing that could do anything."""
+    """Return a plain value's bytes after checking that unpickling them is harmless."""
     data = file.read(where.start, where.num_bytes)
     try:
         torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
@@ -320,7 +304,7 @@ def _checked_value(file: VerifiedFile, where: Where, name: str) -> bytes:
 
 
 def _of_arrays() -> list[Any]:
-    """Return what torch has to know to unpickle arrays and numbers of numpy."""
+    """Return the numpy types that ``weights_only`` must allow for arrays and numbers."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
     array = np.zeros(1)
     return [array.__reduce__()[0], array[0].__reduce__()[0], np.ndarray, np.dtype, *kinds]

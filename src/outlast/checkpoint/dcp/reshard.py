@@ -1,9 +1,8 @@
-"""A generation loaded in another layout than it was saved in: each rank takes the parts that it has now.
+"""Loads a checkpoint into another layout than that of the save: each rank reads its current parts.
 
-The structure that was saved (its containers and plain values, with a stand-in for each tensor) is compared with the
-live state first, then what this rank needs is read into CPU tensors beside the live ones, as large as its parts.
-Nothing live is touched before :meth:`Resharded.apply`. Plain values are those of rank 0, and so are tensors that
-differed between ranks; random numbers are left out.
+The saved structure (containers, plain values, a placeholder for each tensor) is compared with the live state, then the
+rank's parts are read into new CPU tensors. The live state is not modified before :meth:`Resharded.apply`. Plain values,
+and tensors that differed between ranks, are those of rank 0; random numbers are not loaded.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Stands for a tensor in the saved structure."""
+    """Placeholder for a tensor in the saved structure."""
 
     item: Item | None
     wrapped: Wrapped | None = None
-    """What it is made of instead, if it is a tensor subclass of several parts; these are :class:`Stored`, too."""
+    """For a tensor subclass of several parts: its construction, with :class:`Stored` parts."""
 
 
 def saved_structure(files: VerifiedFiles) -> dict[str, Any]:
-    """Return the state as rank 0 saved it, with :class:`Stored` for its tensors."""
+    """Return the state as rank 0 saved it, with :class:`Stored` in place of tensors."""
     tree = read_tree(files, 0)
     mine = tensors_of(files.manifest, 0, tree)
     shared = {item.name: item for item in files.manifest.items}
@@ -66,10 +65,9 @@ def saved_structure(files: VerifiedFiles) -> dict[str, Any]:
 
 
 def _without_layouts(node: Any, arrays: set[str]) -> Any:
-    """Return a tree whose tensors are not distributed; note those that were arrays.
+    """Return a tree without distributed tensors; adds the names of former arrays to ``arrays``.
 
-    Raises:
-        CheckpointError: It holds a tensor subclass in shards, which have no meaning for another layout.
+    Raises: CheckpointError (the tree holds a sharded tensor subclass, which no other layout can load).
     """
     match node:
         case ["w", *_, [[_, tensor]], True, _]:
@@ -96,7 +94,7 @@ def _without_layouts(node: Any, arrays: set[str]) -> Any:
 
 
 def replace_all(value: Any, change: Callable[[Any, Path], Any], kind: type, path: Path) -> Any:
-    """Return a copy of nested containers in which all of a kind are replaced."""
+    """Return a copy of nested containers with all values of a kind replaced."""
     if isinstance(value, kind):
         return change(value, path)
     if isinstance(value, dict | collections.OrderedDict):
@@ -111,11 +109,11 @@ def replace_all(value: Any, change: Callable[[Any, Path], Any], kind: type, path
 
 @dataclass(frozen=True, slots=True)
 class _Shadow:
-    """This rank's part of a tensor, beside the live one."""
+    """This rank's part of a tensor, read into new memory."""
 
     local: torch.Tensor
     like: Any
-    """The live distributed tensor whose layout it has; ``None`` = it is the whole."""
+    """The live distributed tensor with the same layout; ``None`` = the whole tensor."""
     shape: tuple[int, ...]
 
     def outline(self) -> torch.Tensor:
@@ -130,7 +128,7 @@ class _Shadow:
 
 @dataclass(frozen=True, slots=True)
 class _WrappedShadow(_Shadow):
-    """A whole tensor subclass, beside the live one; its parts are shadows."""
+    """A whole tensor subclass; its parts are shadows."""
 
     wrapped: Wrapped
 
@@ -146,37 +144,33 @@ class _WrappedShadow(_Shadow):
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """A generation in tensors beside the live ones, verified."""
+    """A verified checkpoint in tensors separate from the live ones."""
 
     state: Mapping[str, Any]
-    """The live state."""
     saved: dict[str, Any]
-    """What it is to become."""
+    """The values to be loaded."""
     num_bytes_read: int
-    """From the global tier."""
+    """Bytes read from the global tier."""
     missing: Sequence[str] = ()
-    """Names of what was not saved of the live state, and keeps its present value."""
+    """Names in the live state that were not saved and keep their present value."""
 
     def apply(self) -> None:
-        """Put it into the live state.
+        """Load the values into the live state.
 
-        Raises:
-            CheckpointError: A ``load_state_dict`` refused it; the live state is then unusable.
+        Raises: CheckpointError (a ``load_state_dict`` refused them; the live state is then unusable).
         """
         restore_into(self.state, replace_all(self.saved, lambda value, _: value.tensor(), _Shadow, ()))
 
 
 def load_resharded(files: VerifiedFiles, state: Mapping[str, Any], *, keeps_missing: bool = False) -> Resharded:
-    """Read what this rank needs of a generation, whichever number of ranks saved it, in whichever layout.
+    """Read what this rank needs of a checkpoint, for any world size and layout.
 
-    Optimizers need not have taken a step: their states are made as they were saved, in the layout of the parameters.
+    Optimizers need not have taken a step: their states are created as saved, in the layout of the parameters.
 
     Args:
         state: The live state: plain, DDP or ``fully_shard`` modules, optimizers, anything with a ``state_dict``.
 
-    Raises:
-        CheckpointError: A byte differs from its digest or is not there, or the generation does not fit ``state``.
-
+    Raises: CheckpointError (a byte differs from its digest or is missing, or the checkpoint does not fit ``state``).
     Blocks: until everything is read. Does not communicate, but a ``state_dict()`` in ``state`` may.
     """
     planner = _Planner(files, keeps_missing=keeps_missing)
@@ -188,7 +182,7 @@ def load_resharded(files: VerifiedFiles, state: Mapping[str, Any], *, keeps_miss
 
 
 class _Planner:
-    """Decides what becomes of each part of the live state, and what has to be read for it."""
+    """Maps each part of the live state to saved values and the regions to read."""
 
     def __init__(self, files: VerifiedFiles, *, keeps_missing: bool) -> None:
         self._keeps_missing = keeps_missing
@@ -235,13 +229,13 @@ class _Planner:
         return self._as_saved(saved, path, templates)
 
     def _as_saved(self, saved: Any, path: Path, templates: Mapping[Path, torch.Tensor]) -> Any:
-        """Return what was saved, its tensors in the layout of the live ones."""
+        """Return the saved values, with tensors in the layout of the live ones."""
         self._value(saved, path)
         return replace_all(saved, lambda stored, at: self._make(stored, templates.get(at)), Stored, path)
 
     def _as_live(self, live: Any, saved: Any, path: Path) -> Any:
         if isinstance(saved, torch.Tensor):
-            return saved  # the live value of what was not saved
+            return saved  # not saved: keeps its live value
         if isinstance(live, torch.Tensor):
             return self._shadow(path, live)
         if isinstance(live, Mapping):
@@ -300,10 +294,9 @@ _MISSING = object()
 def _optimizer_templates(
     optimizer: torch.optim.Optimizer, content: dict[str, Any], saved: Any, path: Path
 ) -> dict[Path, torch.Tensor]:
-    """Return the parameters for the paths of their states: a state of a parameter's shape has its layout.
+    """Return the parameter for the path of each state; a state of a parameter's shape has its layout.
 
-    Raises:
-        Mismatch: The optimizer has other parameters.
+    Raises: Mismatch (the optimizer has other parameters).
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list) or not isinstance(saved.get("state"), Mapping):

@@ -1,8 +1,7 @@
-"""Any place that fsspec reaches, with a time limit on everything. Nothing here imports torch.
+"""Object stores through fsspec, with a time limit on every operation. Must not import torch.
 
-Whatever a store's own library raises comes out as one of two: ``FileNotFoundError``, or a CheckpointError that names
-the object. That an object exists already is no error of :meth:`ObjectStore.create`. Settings and credentials are
-fsspec's own: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and what the store's library reads.
+A store library's errors become ``FileNotFoundError`` or a CheckpointError that names the object. Settings and
+credentials are fsspec's: its configuration files, ``FSSPEC_<PROTOCOL>_...`` variables, and the library's own sources.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from outlast.errors import CheckpointError, Unavailable
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
-"""For one small operation, or one piece of a large one."""
+"""Time limit for one small operation, or one part of a large one."""
 SLACK_S = 1.0
 RENEW_S = 300.0
-"""A file system that fails is replaced when it is this old. Each new one loads its client again, about 10 MB."""
+"""Age from which a failing file system client is replaced; each new client takes about 10 MB."""
 MAX_TRIES = 3
 BATCH = 1000
-"""Objects that S3 deletes in one request."""
+"""Objects deleted by one S3 request."""
 _CONDITIONAL = ("s3", "s3a", "gs", "gcs", "memory")
-"""Protocols in which fsspec makes an object only if there is none, in one step."""
+"""Protocols in which fsspec can create an object atomically only if it does not exist."""
 _REFUSED = frozenset({errno.EINVAL, errno.EBUSY})
-"""What s3fs makes of the codes 412 and 409: a condition was not met, or another request was quicker."""
+"""s3fs's translations of HTTP 412 and 409: a condition failed, or a concurrent request won."""
 
 _NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoRegionError"})
-"""Errors of botocore that the object store has no part in."""
+"""botocore's errors that do not come from the object store."""
 
 _stores: dict[str, ObjectStore] = {}
 _lock = threading.Lock()
@@ -49,18 +48,18 @@ def is_remote(url: str) -> bool:
 
 
 def local_path(url: str) -> str:
-    """Return the path of a place on a file system; as with fsspec, ``%20`` in a URL means itself."""
+    """Return the path of a file URL; as in fsspec, ``%20`` is not decoded."""
     return url.removeprefix("file://") or "/"
 
 
 def without_slash(url: str) -> str:
-    """Return a URL without slashes at its end, except those of a scheme that alone is a place: ``memory://``."""
+    """Strip trailing slashes, except those of a bare scheme such as ``memory://``."""
     bare = url.rstrip("/")
     return f"{bare}//" if bare.endswith(":") else bare
 
 
 def open_store(url: str) -> ObjectStore:
-    """Return the store at a URL; the same one, with its connections, each time."""
+    """Return the shared client for a URL."""
     with _lock:
         if url not in _stores:
             _stores[url] = ObjectStore(url)
@@ -71,7 +70,7 @@ class ObjectStore:
     """Objects below one URL. Thread: any.
 
     Args:
-        url: ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, or any other that fsspec knows.
+        url: ``s3://bucket/run``, ``gs://bucket/run``, ``memory://run``, or any other URL that fsspec supports.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -81,7 +80,6 @@ class ObjectStore:
         self._opened: tuple[Any, str] | None = None
         self._opened_at = 0.0
         self._is_unfenced = False
-        """Whether it was logged that this store cannot fence."""
 
     @property
     def _is_s3(self) -> bool:
@@ -95,17 +93,13 @@ class ObjectStore:
         return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}" if name else self.url
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the objects below a folder: names relative to it, and their bytes; empty when there is none."""
+        """Return the bytes of the objects below a folder by relative name; empty if there is no such folder."""
         strip = len(self._path(folder).strip("/")) + 1
         found = self._find(folder).items()
         return {path.strip("/")[strip:]: int(about.get("size") or 0) for path, about in found}
 
     def modified_ns(self, folder: str = "") -> int | None:
-        """Return when an object below a folder last changed, in nanoseconds since the epoch by the store's clock.
-
-        Returns:
-            The newest of their times; ``None``: the store does not tell.
-        """
+        """Return the newest modification time below a folder, in ns since the epoch; ``None``: not reported."""
         times = [_modified_ns(about) for about in self._find(folder).values()]
         return None if None in times else max(filter(None, times), default=None)
 
@@ -116,7 +110,7 @@ class ObjectStore:
             return {}
 
     def names(self) -> list[str]:
-        """Return the names of what lies directly here, folders and objects alike."""
+        """Return the names directly below the URL, folders and objects."""
         try:
             found = self._call("ls", "", self._path(""), detail=False)
         except FileNotFoundError:
@@ -126,9 +120,8 @@ class ObjectStore:
     def read(self, name: str, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         """Return a small object.
 
-        Raises:
-            FileNotFoundError: There is none.
-            CheckpointError: The store does not give it, or it is larger than the limit.
+        Raises: FileNotFoundError (the object does not exist); CheckpointError (the store fails, or the object is larger
+        than the limit).
         """
         about = self._call("info", name, self._path(name))
         if about.get("type") == "directory":
@@ -141,9 +134,7 @@ class ObjectStore:
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Return an object's bytes from ``start`` to ``end``.
 
-        Raises:
-            FileNotFoundError: There is none.
-            CheckpointError: The store does not give it.
+        Raises: FileNotFoundError (the object does not exist); CheckpointError (the store fails).
         """
         return bytes(self._call("cat_file", name, self._path(name), start=start, end=end)) if start != end else b""
 
@@ -151,42 +142,32 @@ class ObjectStore:
         self._call("pipe_file", name, self._path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put a small object unless it exists; of several that try at once, one succeeds.
+        """Create a small object unless it exists; return whether this call created it.
 
-        A store that knows no such condition is asked before, which two may be at the same time; a warning says so.
-
-        Returns:
-            Whether this call made it.
-
-        Raises:
-            CheckpointError: The store does not answer, or refuses.
+        Of several concurrent callers one succeeds. If the store has no conditional create, existence is checked first,
+        which is racy, and a warning is logged. Raises: CheckpointError (the store does not respond, or refuses).
         """
         if self.url.partition("://")[0] not in _CONDITIONAL:
             self.warn_unfenced()
-        for number in range(1, MAX_TRIES + 1):  # of two that try at the same moment, a store may ask both to try again
+        for number in range(1, MAX_TRIES + 1):  # a store may reject both of two concurrent requests
             try:
                 self._call("pipe_file", name, self._path(name), data, mode="create")
                 return True
             except FileExistsError:
                 return False
             except CheckpointError as error:
-                if self._exists(name):
+                if self.version(name) is not None:
                     return False
-                if not _is_unknown(error):
-                    if number == MAX_TRIES:
-                        raise
-                    continue
-            break
+                if _is_unknown(error):
+                    break
+                if number == MAX_TRIES:
+                    raise
         self.warn_unfenced()
         self.write(name, data)
         return True
 
     def version(self, name: str) -> str | None:
-        """Return what identifies an object's present content.
-
-        Returns:
-            ``None``: there is no such object; empty: the store cannot replace one version only.
-        """
+        """Return an object's version; ``None``: no object; empty: the store has no conditional replace."""
         try:
             about = self._call("info", name, self._path(name))
         except FileNotFoundError:
@@ -195,37 +176,28 @@ class ObjectStore:
         return str(about.get(key) or "")
 
     def replace(self, name: str, data: bytes, version: str | None) -> bool:
-        """Put a small object in place of one version of it, as :meth:`version` returned it.
+        """Replace one :meth:`version` of a small object; return whether the new content is stored.
 
-        Returns:
-            Whether it is there now; ``False``: another version is.
-
-        Raises:
-            CheckpointError: The store does not answer, or refuses.
+        Raises: CheckpointError (the store does not respond, or refuses).
         """
         try:
-            if version is None:
-                if self.create(name, data):
-                    return True
-            elif version and self._is_gcs:
-                self._replace_in_gcs(name, data, version)
-                return True
-            elif version:
-                self._call("pipe_file", name, self._path(name), data, IfMatch=version)
-                return True
-            else:
-                self.write(name, data)
+            if version is not None or self.create(name, data):
+                if version and self._is_gcs:
+                    self._replace_in_gcs(name, data, version)
+                elif version is not None:
+                    condition: dict[str, Any] = {"IfMatch": version} if version else {}
+                    self._call("pipe_file", name, self._path(name), data, **condition)
                 return True
         except CheckpointError:
             if self.version(name) == version:
                 raise
-        try:  # a store's library may have asked twice, and found what it had put itself
+        try:  # the store's library may have retried and found its own first write
             return self.read(name) == data
         except FileNotFoundError:
             return False
 
     def _replace_in_gcs(self, name: str, data: bytes, version: str) -> None:
-        """Upload a small object in one request, as gcsfs does, with the condition that gcsfs has no argument for."""
+        """Upload a small object in one request with the precondition that gcsfs does not expose."""
         file_system, _ = self._open()
         bucket, key, _ = file_system.split_path(self._path(name))
         self._call(
@@ -241,8 +213,8 @@ class ObjectStore:
         )
 
     def check_fencing(self, name: str) -> None:
-        """Log once, as a warning, what two owners could do to each other here; ``name`` is used to find out."""
-        with contextlib.suppress(CheckpointError):  # the first commit will fail, and say so
+        """Log a warning once if the store cannot fence owners; ``name`` is a probe object."""
+        with contextlib.suppress(CheckpointError):  # the first commit will fail with the error
             self.remove([name])
             if self.create(name, b"{}") and self.create(name, b"{}"):
                 self.warn_unfenced()
@@ -251,7 +223,6 @@ class ObjectStore:
             self.remove([name])
 
     def warn_unfenced(self, lacks: str = "make an object only if there is none") -> None:
-        """Log once that nothing keeps two owners of this store apart."""
         if not self._is_unfenced:
             self._is_unfenced = True
             log.warning(
@@ -260,21 +231,14 @@ class ObjectStore:
                 lacks,
             )
 
-    def _exists(self, name: str) -> bool:
-        try:
-            self._call("info", name, self._path(name))
-        except FileNotFoundError:
-            return False
-        return True
-
     def put(self, name: str, data: Any, *, part_bytes: int, concurrency: int, timeout_s: float) -> None:
-        """Put a large object: in S3 several parts at once, elsewhere piece after piece.
+        """Upload a large object: in S3 several parts at once, elsewhere part after part.
 
         Args:
-            data: Has a length, and gives bytes for slices, which are asked for when they are needed.
+            data: Has a length and returns bytes for slices, on demand.
         """
         if self._is_s3:
-            # Less than two parts go up as one object, which has to be there as a whole.
+            # Fewer than two parts are uploaded as one object, which must be complete in memory.
             parts = data[:] if len(data) < 2 * part_bytes else data
             arguments = {"chunksize": part_bytes, "max_concurrency": concurrency}
             self._call("pipe_file", name, self._path(name), parts, timeout_s=timeout_s, **arguments)
@@ -288,9 +252,9 @@ class ObjectStore:
             try:
                 for start in range(0, len(data), part_bytes):
                     file.write(data[start : start + part_bytes])
-            except BaseException:  # whatever ends it, no object must come of it
+            except BaseException:  # however it ends, no object may be created
                 if isinstance(file, AbstractBufferedFile):
-                    file.closed = True  # its end would make an object of the half that is there
+                    file.closed = True  # closing would create an object of the partial data
                     file.discard()
                 raise
             file.close()
@@ -298,7 +262,7 @@ class ObjectStore:
         self._guard(name, lambda: _in_thread(put, timeout_s), timeout_s, writes=True)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete objects, in S3 a thousand with each request; those that do not exist are no error."""
+        """Delete objects, in batches in S3; missing objects are ignored."""
         left = list(names)
         while self._is_s3 and len(left) > 1:
             try:
@@ -326,7 +290,7 @@ class ObjectStore:
     def _connect(self) -> tuple[Any, str]:
         import fsspec  # type: ignore[import-untyped]
 
-        # A listing that is remembered would hide what other ranks wrote.
+        # A cached listing would hide the other ranks' files.
         file_system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         return file_system, str(root).rstrip("/")
 
@@ -344,7 +308,7 @@ class ObjectStore:
                     running.cancel()
                     raise
                 finally:
-                    del running  # it has the error, whose traceback has this frame: a cycle
+                    del running  # its error's traceback references this frame: a cycle
             return _in_thread(lambda: getattr(file_system, method)(*args, **kwargs), limit_s)
 
         writes = method in ("pipe_file", "call")
@@ -353,10 +317,10 @@ class ObjectStore:
     def _guard(
         self, name: str, work: Callable[[], Any], limit_s: float, *, writes: bool = False, creates: bool = False
     ) -> Any:
-        """Do something with the store; its errors become ours.
+        """Run a store operation and translate its errors.
 
         Args:
-            creates: ``FileExistsError`` comes through: the object is there already.
+            creates: Lets ``FileExistsError`` through.
         """
         where = self.describe(name)
         try:
@@ -369,13 +333,13 @@ class ObjectStore:
             raise Unavailable(f"{where}: the object store did not respond within {limit_s:.3g} s") from error
         except ImportError as error:
             raise CheckpointError(f"{where}: {error}; install the package that reaches this store") from error
-        except Exception as error:  # each store's library has errors of its own
+        except Exception as error:  # each store's library has its own errors
             if creates and isinstance(error, FileExistsError):
                 raise
             is_refused = isinstance(error, OSError) and error.errno in _REFUSED
             is_old = time.monotonic() - self._opened_at > RENEW_S
             if isinstance(error, RuntimeError) or (is_old and not is_refused):
-                self._opened = None  # closed, or its library does not recover: the next call opens another
+                self._opened = None  # closed, or its library does not recover: the next call opens a new one
             text = str(error).strip().splitlines()
             line = f"{where}: {type(error).__name__}: {text[0][:300] if text else ''}"
             if _is_usage_error(error):
@@ -384,26 +348,26 @@ class ObjectStore:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Return whether an error of a store's library says something about the call and not about the object store."""
+    """Return whether a library error concerns the call rather than the object store."""
     if isinstance(error, TypeError | ValueError | NotImplementedError | AttributeError | KeyError):
         return True
-    # s3fs reports 409 and 503 as EBUSY: another request was quicker, or the object store cannot serve this one now.
+    # s3fs reports 409 and 503 as EBUSY: a concurrent request, or a temporary failure of the store.
     return type(error).__name__ in _NO_CREDENTIALS or (isinstance(error, OSError) and error.errno == errno.EINVAL)
 
 
 def _is_unknown(error: CheckpointError) -> bool:
-    """Return whether a store, or its library, does not know an operation."""
+    """Return whether the store or its library lacks an operation."""
     return isinstance(error.__cause__, TypeError | NotImplementedError) or "NotImplemented" in str(error)
 
 
 def _in_thread(work: Callable[[], Any], timeout_s: float) -> Any:
-    """Do something that knows no time limit; past its limit it is left alone."""
+    """Run a call without a timeout of its own in a thread, abandoned at the time limit."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="outlast-store", daemon=True).start()
@@ -411,7 +375,7 @@ def _in_thread(work: Callable[[], Any], timeout_s: float) -> Any:
 
 
 def _modified_ns(about: Mapping[str, Any]) -> int | None:
-    """Return the time of an object, under whichever name a store's library has it."""
+    """Return an object's time, whatever key the library uses."""
     for key in ("LastModified", "mtime", "updated", "last_modified", "created"):
         when = about.get(key)
         if isinstance(when, str):

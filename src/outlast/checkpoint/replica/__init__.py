@@ -1,1 +1,1 @@
-"""Copies of shards on other nodes: an authenticated stream between the nodes' writers. Nothing here imports torch."""
+"""Copies of shards on other nodes, over authenticated connections between the nodes' writers. Must not import torch."""

@@ -1,12 +1,11 @@
-"""Give parts to other nodes' writers, whole or as blocks of parities, and get them back or rebuild them.
+"""Sends parts to other nodes' writers, whole or as parity blocks, and fetches or rebuilds them.
 
-What arrives lands in a mapped file or memfd. Mapping a page costs about as much as receiving it does: a thread maps the
-pages ahead of what is being received, many at a time; where it is late, or the system does not know how, the receiving
-call maps them itself.
+Received data goes into a mapped file or memfd. Mapping a page costs about as much as receiving it, so a thread maps the
+pages ahead of the data; pages that it has not reached are mapped by the receiving call.
 
-A node that failed costs its timeout once: :class:`Replicator` leaves it out from then on, until a probe in the
-background finds that it takes parts again. A node refuses probes while its disk does not respond. If a node responds to
-probes and then fails again, the probes come at growing intervals (:data:`RETRY_AFTER_S`). Nothing here imports torch.
+A failed node costs its timeout once: :class:`Replicator` skips it until a background probe finds that it accepts parts.
+A node refuses probes while its disk does not respond. A node that fails again after probes is probed at growing
+intervals (:data:`RETRY_AFTER_S`). Must not import torch.
 """
 
 from __future__ import annotations
@@ -46,38 +45,36 @@ from outlast.checkpoint.shard import CHUNK_BYTES, digest, num_chunks
 from outlast.runtime.wire import ProtocolError
 
 log = logging.getLogger(__name__)
-_MADV_POPULATE_READ = 22  # for shared memory as good as POPULATE_WRITE and cheaper; Linux 5.14
+_MADV_POPULATE_READ = 22  # as good as POPULATE_WRITE for shared memory, and cheaper; Linux 5.14
 STRIDE_BYTES = 4 << 20
 CHUNKS_IN_FLIGHT = 4
-"""Chunks that a receiver may be behind with its digests."""
+"""Chunks whose digests the receiver may still owe."""
 NUM_CONNECTIONS = max(1, min(2, len(os.sched_getaffinity(0)) // 2))
-"""One stream does not fill a fast network; but each busies a core, here or there."""
+"""One stream does not fill a fast network, but each stream occupies a core on one side."""
 RANGE_CHUNKS = 4
-"""Chunks that a connection asks for at a time; it asks for the next range before it has read one."""
+"""Chunks requested at a time; the next range is requested before the current one is read."""
 CHUNKS_AHEAD = 2
-"""Chunks of a shard that is rebuilt whose pieces are asked for at a time."""
+"""Chunks of a rebuilt shard whose pieces are requested ahead."""
 PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 RETRY_AFTER_S = (0.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Seconds until the first probe of a node, by the number of its failures in a row; the last one repeats."""
+"""Seconds until the first probe of a node, by its failures in a row; the last value repeats."""
 KEEP_FACTOR = 3
-"""So many times the timeout without progress may pass until a node has made a small part durable."""
+"""Timeouts without progress until a node must have made a small part durable."""
 MIN_DISK_BYTES_PER_S = 100 << 20
-"""A large part may take as much longer as a disk of this rate needs for it."""
+"""Disk rate that extends the time limit of a large part."""
 MAX_TARGETS_AT_ONCE = 8
 
 
 class ReplicaError(Exception):
-    """Another node did not take or give a part; the text names the node and the reason, in one line."""
+    """A node did not accept or provide a part; one line with the node and the reason."""
 
 
 class ReplicaRefused(ReplicaError):
-    """Another node answers, but could not do what it was asked."""
+    """A node responded, but could not carry out the request."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Another node's writer."""
-
     node: str
     host: str
     port: int
@@ -85,11 +82,10 @@ class Target(msgspec.Struct, frozen=True):
 
 @contextmanager
 def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[ReplicaChannel]:
-    """Open an authenticated connection; errors within become :class:`ReplicaError`.
+    """Open an authenticated connection; errors within the context become :class:`ReplicaError`.
 
-    Raises:
-        ReplicaRefused: It could not do what it was asked.
-        ReplicaError: It cannot be reached, does not know the key, or stopped answering.
+    Raises: ReplicaRefused (the node could not carry out the request); ReplicaError (the node cannot be reached, has
+    another key, or stopped responding).
     """
     address = target.host, target.port
     with naming(target), ReplicaChannel(socket.create_connection(address, timeout_s), timeout_s) as channel:
@@ -99,7 +95,7 @@ def connect(target: Target, key: bytes, *, timeout_s: float) -> Iterator[Replica
 
 @contextmanager
 def naming(target: Target) -> Iterator[None]:
-    """Turn what goes wrong with a connection into a :class:`ReplicaError` that names the node."""
+    """Convert connection errors into a :class:`ReplicaError` that names the node."""
     try:
         yield
     except RefusedByPeer as error:
@@ -110,11 +106,7 @@ def naming(target: Target) -> Iterator[None]:
 
 
 def ping(target: Target, key: bytes, *, timeout_s: float) -> None:
-    """Find out whether a node's writer answers.
-
-    Raises:
-        ReplicaError: It does not.
-    """
+    """Check that a node's writer accepts parts. Raises ReplicaError if it does not."""
     with connect(target, key, timeout_s=timeout_s) as channel:
         channel.send(Ping())
         channel.expect(Proceed)
@@ -132,16 +124,14 @@ def push(
     contributor: int = -1,
     num_contributors: int = 0,
 ) -> tuple[str, ...]:
-    """Give chunks of a part to another node; return the digests that it computed of what it received.
+    """Send chunks of a part to another node; return the digests of the bytes that it received.
 
     Args:
         timeout_s: Seconds without progress; also how long the node may take to make room for the part.
-        contributor: Rank whose block of a shard this is, to be XORed into the parity ``copy``; -1: no parity.
+        contributor: Rank whose block of a shard is XORed into the parity ``copy``; -1: no parity.
 
-    Raises:
-        ReplicaError: It did not take it.
-
-    Blocks: until the node has made it durable, as far as its place is.
+    Raises: ReplicaError (the node did not store the part). Blocks: until the node has stored the part durably (in
+    memory where that is its folder).
     """
     begin, end = chunks.start * CHUNK_BYTES, min(num_bytes, chunks.stop * CHUNK_BYTES)
     keep_s = KEEP_FACTOR * timeout_s + max(0, end - begin) / MIN_DISK_BYTES_PER_S
@@ -161,15 +151,13 @@ def push(
 
 
 def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *, timeout_s: float) -> tuple[str, ...]:
-    """Get a part from another node into a file; return the digests of what arrived.
+    """Fetch a part from another node into a file; return the digests of the received bytes.
 
     Args:
-        fd: File or memfd of at least ``num_bytes``, to write it to.
+        fd: File or memfd of at least ``num_bytes``.
 
-    Raises:
-        ReplicaError: It does not hold it, holds one of another size, or stopped answering; ``fd`` may hold some of it.
-
-    Blocks: until all of it arrived.
+    Raises: ReplicaError (the node lacks the part, has another size, or stopped responding; ``fd`` may be partly
+    written). Blocks: until the whole part is received.
     """
     if not num_bytes:
         return ()
@@ -179,13 +167,10 @@ def fetch(target: Target, key: bytes, copy: CopyKey, fd: int, num_bytes: int, *,
 
 @contextmanager
 def _mapped(copy: CopyKey, fd: int, num_bytes: int) -> Iterator[memoryview]:
-    """Map a file for a part that arrives, and map its pages ahead of what is received.
+    """Map a file and fault its pages in ahead of the received data. Raises ReplicaError if it cannot be mapped.
 
-    A receiving call that finds no memory for a page fails with ``EFAULT``, without a signal. The memory goes with the
-    last view of it.
-
-    Raises:
-        ReplicaError: It cannot be mapped, or is shorter.
+    A receiving call that gets no memory for a page fails with ``EFAULT``, without a signal. The mapping is released
+    with the last view of it.
     """
     try:
         mapped = mmap.mmap(fd, num_bytes)
@@ -202,8 +187,8 @@ def _mapped(copy: CopyKey, fd: int, num_bytes: int) -> Iterator[memoryview]:
 
 
 def _map_pages(mapped: mmap.mmap, stopping: threading.Event) -> None:
-    """Thread: its own."""
-    madvise = ctypes.CDLL(None).madvise  # releases the interpreter's lock, which mmap.madvise does not
+    """Fault in the pages. Thread: its own."""
+    madvise = ctypes.CDLL(None).madvise  # releases the interpreter lock, which mmap.madvise does not
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     start, num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped)
     for offset in range(0, num_bytes, STRIDE_BYTES):
@@ -213,7 +198,7 @@ def _map_pages(mapped: mmap.mmap, stopping: threading.Event) -> None:
 
 
 def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, timeout_s: float) -> tuple[str, ...]:
-    """Get a part from another node into memory of its size; otherwise as :func:`fetch`."""
+    """Fetch a part from another node into memory of its size; otherwise as :func:`fetch`."""
     num_bytes = len(into)
     digests = [""] * num_chunks(num_bytes)
     starts = range(0, len(digests), RANGE_CHUNKS)
@@ -226,7 +211,7 @@ def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, t
                 _fetch_ranges(channel, copy, into, ranges, digests)
         except ReplicaError as error:
             errors.append(str(error))
-            deque(ranges, maxlen=0)  # the other connection need not continue
+            deque(ranges, maxlen=0)  # stops the other connection
 
     num_others = min(NUM_CONNECTIONS, len(starts)) - 1
     threads = [threading.Thread(target=work, name="outlast-fetch", daemon=True) for _ in range(num_others)]
@@ -242,10 +227,10 @@ def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, t
 
 
 def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Get a part that fits into this process's memory.
+    """Fetch a small part into memory.
 
     Raises:
-        ReplicaError: It does not hold it, it is larger, or it stopped answering.
+        ReplicaError: The node lacks the part, the part is larger than ``max_bytes``, or the node stopped responding.
     """
     with connect(target, key, timeout_s=timeout_s) as channel:
         channel.send(Get(copy, 0, max_bytes))
@@ -262,9 +247,9 @@ def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, tim
 def _fetch_ranges(
     channel: ReplicaChannel, copy: CopyKey, into: memoryview, ranges: Iterator[range], digests: list[str]
 ) -> None:
-    """Fetch ranges until none is left; always one is asked for ahead of the one that is being received.
+    """Fetch ranges until none is left, requesting one range ahead of the one being received.
 
-    In the end nothing more is asked for, which is refused if the peer's memory has changed meanwhile.
+    The empty request at the end fails if the peer's memory has changed meanwhile.
     """
     num_bytes = len(into)
 
@@ -291,24 +276,20 @@ def _fetch_ranges(
 
 
 class ParityMember(msgspec.Struct, frozen=True):
-    """A rank of a parity group."""
-
     rank: int
     num_bytes: int
-    """Of its shard."""
+    """Size of the rank's shard."""
     target: Target
-    """Its node's writer; that of the lost one is not asked."""
+    """The node's writer; the lost member's is not used."""
 
 
 def rebuild(
     lost: CopyKey, members: Sequence[ParityMember], key: bytes, fd: int, *, timeout_s: float
 ) -> tuple[str, ...]:
-    """Rebuild a shard; return the digests of what came out, which are right only if all that went in was.
+    """Rebuild a shard; return its digests, which are correct only if all inputs were.
 
-    Raises:
-        ReplicaError: Another member does not hold its parity or its shard, or stopped answering.
-
-    Blocks: until all is read; the other members give as many bytes each as the shard has.
+    Raises: ReplicaError (another member lacks its parity or shard, or stopped responding). Blocks: until all is read;
+    each other member sends as many bytes as the shard has.
     """
     num_bytes = next(member.num_bytes for member in members if member.rank == lost.rank)
     if not num_bytes:
@@ -323,10 +304,7 @@ def rebuild(
 
 
 def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[tuple[int, Get]]]:
-    """Return the pieces whose XOR is each chunk of the lost shard, and which member has them.
-
-    The first one of a chunk is as long as the chunk.
-    """
+    """Return for each chunk of the lost shard the pieces to XOR, with their members; the first piece is full-length."""
     group = [member.rank for member in members]
     sizes = {member.rank: member.num_bytes for member in members}
     plan = []
@@ -342,7 +320,7 @@ def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[tuple[int
             pieces = [(group.index(holder), Get(parity, place * CHUNK_BYTES, size))]
             for rank, theirs in others.items():
                 offset = (theirs.start + place) * CHUNK_BYTES
-                if place < len(theirs):  # else it has ended there: nothing but zeros went in
+                if place < len(theirs):  # otherwise the block has ended there: only zeros went in
                     shard = CopyKey(lost.iteration, lost.attempt, rank)
                     pieces.append((group.index(rank), Get(shard, offset, min(size, sizes[rank] - offset))))
             plan.append(pieces)
@@ -355,7 +333,7 @@ def _combine(
     channels: dict[int, ReplicaChannel],
     view: memoryview,
 ) -> tuple[str, ...]:
-    """Ask for the pieces of a few chunks ahead, and XOR them as they come."""
+    """Request the pieces of a few chunks ahead, and XOR them as they arrive."""
     scratch = memoryview(bytearray(SLICE_BYTES))
     digests = []
     to_ask = iter(plan)
@@ -383,53 +361,41 @@ def _combine(
 
 
 class CopyOutcome(msgspec.Struct, frozen=True):
-    """What became of one target's copy."""
-
     node: str
     chunks: tuple[str, ...] | None
-    """Digests that the target computed of what it received; ``None`` = it has no copy."""
+    """Digests that the target computed of the received bytes; ``None`` = no copy was stored."""
     error: str | None
-    """Why not, in one line."""
+    """Why no copy was stored, in one line."""
     is_new: bool
-    """Whether it is this target's first failure since it last took one."""
+    """Whether this is the target's first failure since its last success."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A member of a parity group that takes a block."""
+    """A member of a parity group that receives a block."""
 
     rank: int
     target: Target
 
 
-class _Failure(msgspec.Struct, frozen=True):
-    """Why a target is left out."""
-
-    reason: str
-    retry_s: float
-    """When it is probed first, by the monotonic clock."""
-
-
 class Replicator:
-    """Copy parts to other nodes' writers.
+    """Copies parts to other nodes' writers. Thread: any.
 
     Args:
-        probe_interval_s: Seconds between two attempts to reach a node that failed.
-
-    Thread: any.
+        probe_interval_s: Seconds between two probes of a failed node.
     """
 
     def __init__(self, key: bytes, *, probe_interval_s: float = PROBE_INTERVAL_S) -> None:
         self._key, self._probe_interval_s = key, probe_interval_s
         self._lock = threading.Lock()
-        self._failed: dict[Target, _Failure] = {}
-        """Left out until a probe finds that they take parts again."""
+        self._failed: dict[Target, tuple[str, float]] = {}
+        """Targets that are skipped until a probe succeeds: the reason, and the monotonic time of the first probe."""
         self._num_failures: dict[Target, int] = {}
-        """Failures in a row of those that took no copy when last asked."""
+        """Failures in a row."""
         self._prober: threading.Thread | None = None
         self._stopping = threading.Event()
 
     def close(self) -> None:
-        """Stop probing. Idempotent. Blocks: at most for a probe's timeout."""
+        """Stop probing. Idempotent. Blocks: at most two probe timeouts."""
         self._stopping.set()
         with self._lock:
             prober = self._prober
@@ -439,19 +405,19 @@ class Replicator:
     def replicate(
         self, copy: CopyKey, fd: int, num_bytes: int, takers: Sequence[Target | Holder], *, timeout_s: float
     ) -> tuple[CopyOutcome, ...]:
-        """Give a part to several nodes at once, to each the whole of it or its block of a parity.
+        """Send a part to several nodes at once: the whole part, or each node's block of a parity.
 
         Args:
-            fd: File or memfd that holds it; must not change before this returns.
-            takers: Nodes that take a copy; or all other members of a parity group, in the order of
-                :func:`parity.holders_of`, each of which takes a block.
-            timeout_s: Seconds without progress after which a taker is given up.
+            fd: File or memfd with the part; must not change before this call returns.
+            takers: Nodes for whole copies; or all other members of a parity group, in the order of
+                :func:`parity.holders_of`.
+            timeout_s: Seconds without progress after which a taker fails.
 
         Returns:
-            What became of each, in the order of ``takers``. A block's chunks are those that :func:`parity.blocks_of`
-            names; a shard is protected once all blocks of all members of its group are in.
+            The outcomes in the order of ``takers``. A block's chunks are those of :func:`parity.blocks_of`; a shard is
+            protected once all blocks of all members of its group are stored.
 
-        Blocks: until each has it or failed.
+        Blocks: until each taker has stored its part or failed.
         """
         if not takers:
             return ()
@@ -471,7 +437,7 @@ class Replicator:
         with self._lock:
             known = self._failed.get(target)
         if known is not None:
-            return CopyOutcome(target.node, None, f"skipped until it responds again: {known.reason}", False)
+            return CopyOutcome(target.node, None, f"skipped until it responds again: {known[0]}", False)
         try:
             chunks = push_to(target)
         except ReplicaError as error:
@@ -479,9 +445,9 @@ class Replicator:
                 num = self._num_failures.get(target, 0)
                 is_new = num == 0
                 self._num_failures[target] = num + 1
-                if not isinstance(error, ReplicaRefused):  # a node that refuses at once need not be left out
+                if not isinstance(error, ReplicaRefused):  # a node that refuses at once need not be skipped
                     after_s = RETRY_AFTER_S[min(num, len(RETRY_AFTER_S) - 1)]
-                    self._failed[target] = _Failure(str(error), clock.now_s() + after_s)
+                    self._failed[target] = str(error), clock.now_s() + after_s
                     if self._prober is None and not self._stopping.is_set():
                         self._prober = threading.Thread(target=self._probe, name="outlast-probe", daemon=True)
                         self._prober.start()
@@ -491,14 +457,14 @@ class Replicator:
         return CopyOutcome(target.node, chunks, None, False)
 
     def _probe(self) -> None:
-        """Ask the failed targets again and again until all answer. Thread: the prober's."""
+        """Probe the failed targets until all respond. Thread: the prober's."""
         while not self._stopping.wait(self._probe_interval_s):
             now_s = clock.now_s()
             with self._lock:
                 if not self._failed:
                     self._prober = None
                     return
-                due = [target for target, failure in self._failed.items() if now_s >= failure.retry_s]
+                due = [target for target, (_, retry_s) in self._failed.items() if now_s >= retry_s]
             for target in due:
                 if self._stopping.is_set():
                     return

@@ -1,10 +1,9 @@
-"""Parity instead of copies: how shards are cut into blocks, and blocks combined to parities where they arrive.
+"""Parity instead of copies: shards are cut into blocks, which their receivers combine into parities.
 
-As in RAID 5: a shard's chunks are cut into as many blocks as its group has other members, one block for each of them.
-A member XORs the blocks that it gets, one from every other member, into a parity. When a member is lost, each block
-of its shard is the XOR of a parity and of the blocks of the others that went into it; ``replica.client`` rebuilds it.
-Blocks consist of whole chunks, so that the source's digests of its shard are digests of its blocks. Nothing here
-imports torch.
+As in RAID 5, a shard's chunks are cut into one block for each other member of its group, and each member XORs the
+blocks that it receives, one from every other member, into a parity. Each block of a lost member's shard is the XOR of
+one parity and the other members' blocks in it; ``replica.client`` rebuilds the shard. Blocks are whole chunks, so that
+the shard's digests also verify its blocks. Must not import torch.
 """
 
 from __future__ import annotations
@@ -23,38 +22,31 @@ from outlast.runtime.files import memory_file
 PARITY_PART = "parity"
 PIECE_BYTES = 1 << 20
 MAX_UNFINISHED = 2
-"""Parities of a rank that may lack blocks: the one of the save under way, and one for which a member is late."""
+"""Incomplete parities of a rank: that of the current save, and one for which a member is late."""
 
 
 def holders_of(group: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the members that take the blocks of a rank's shard, in the order of the blocks."""
+    """Return the members that receive the blocks of a rank's shard, in block order."""
     place = group.index(rank)
     return (*group[place + 1 :], *group[:place])
 
 
 def blocks_of(num_bytes: int, num_holders: int) -> tuple[range, ...]:
-    """Cut a shard into blocks.
-
-    Args:
-        num_holders: Blocks to cut it into, at least 1.
-
-    Returns:
-        The numbers of each block's chunks; equally many, the last blocks fewer or none.
-    """
+    """Return the chunk numbers of each block; the blocks have equal lengths, the last ones fewer chunks or none."""
     chunks = num_chunks(num_bytes)
     each = -(-chunks // num_holders)
     return tuple(range(min(chunks, n * each), min(chunks, (n + 1) * each)) for n in range(num_holders))
 
 
 def xor_into(into: memoryview | bytearray, piece: memoryview | bytes) -> None:
-    """XOR a piece into the beginning of ``into``, which is at least as long."""
+    """XOR a piece into the beginning of ``into``, which must be at least as long."""
     left = np.frombuffer(into, dtype=np.uint8, count=len(piece))
     np.bitwise_xor(left, np.frombuffer(piece, dtype=np.uint8), out=left)
 
 
 @dataclass(slots=True)
 class _Parity:
-    """One parity that still lacks blocks."""
+    """A parity that still lacks blocks."""
 
     key: CopyKey
     num_contributors: int
@@ -66,12 +58,12 @@ class _Parity:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> None:
-        """Raise HoldingsError when it was given up; under the lock."""
+        """Raise HoldingsError if the parity was abandoned. The caller holds the lock."""
         if self.error is not None:
             raise HoldingsError(f"the parity was given up: {self.error}")
 
     def give_up(self, error: str) -> None:
-        """Free its memory; remember why, for those that are still to come."""
+        """Free the memory and record the reason for later contributors."""
         with self.lock:
             if self.error is None:
                 self.error = error
@@ -79,10 +71,10 @@ class _Parity:
 
 
 class Parities:
-    """The parities of which a node has begun to receive blocks. Thread: any.
+    """The incomplete parities of a node. Thread: any.
 
-    A block that breaks off has changed its parity already: the parity is given up, and everybody that contributes to it
-    gets an error. Bounded: a rank has at most ``MAX_UNFINISHED``, older ones are given up.
+    An interrupted block has already changed its parity, so the parity is abandoned and all contributors get an error. A
+    rank has at most ``MAX_UNFINISHED``; older ones are abandoned.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -91,10 +83,9 @@ class Parities:
         self._parities: dict[CopyKey, _Parity] = {}
 
     def begin(self, key: CopyKey, contributor: int, num_contributors: int) -> Block:
-        """Begin to take a block.
+        """Begin to receive a block.
 
-        Raises:
-            HoldingsError: The parity was given up, the block was given before, or there is no room.
+        Raises: HoldingsError (the parity was abandoned, the block was received before, or there is no memory).
         """
         with self._lock:
             parity = self._parities.get(key)
@@ -125,13 +116,9 @@ class Parities:
             self._parities.pop(key).give_up("a newer one replaced it")
 
     def finish(self, parity: _Parity) -> None:
-        """Hand a whole parity to the holdings.
-
-        Raises:
-            HoldingsError: It was given up meanwhile, or cannot be kept.
-        """
+        """Store a complete parity. Raises: HoldingsError (the parity was abandoned meanwhile, or cannot be stored)."""
         with self._lock:
-            if self._parities.get(parity.key) is not parity:  # its descriptor may be another's by now
+            if self._parities.get(parity.key) is not parity:  # its descriptor may have been reused
                 raise HoldingsError("the parity was given up: a newer one replaced it, or this node stops")
             del self._parities[parity.key]
         try:
@@ -154,7 +141,7 @@ class Parities:
 
 
 class Block:
-    """One member's block on its way into a parity. Thread: one."""
+    """A member's block that is being received. Thread: one."""
 
     def __init__(self, parities: Parities, parity: _Parity, contributor: int) -> None:
         self._parities, self._parity, self._contributor = parities, parity, contributor
@@ -162,11 +149,7 @@ class Block:
         self._done = False
 
     def write(self, piece: memoryview, offset: int) -> None:
-        """XOR a piece into the parity.
-
-        Raises:
-            HoldingsError: The parity was given up, or there is no room.
-        """
+        """XOR a piece into the parity. Raises: HoldingsError (the parity was abandoned, or there is no memory)."""
         parity = self._parity
         with parity.lock:
             parity.check()
@@ -183,10 +166,9 @@ class Block:
             parity.num_bytes = max(parity.num_bytes, offset + len(piece))
 
     def keep(self) -> None:
-        """The block is in; with the last one the parity is handed over.
+        """Complete the block; the last block stores the parity.
 
-        Raises:
-            HoldingsError: The parity was given up, or cannot be kept.
+        Raises: HoldingsError (the parity was abandoned, or cannot be stored).
         """
         self._done = True
         with self._parity.lock:
@@ -197,18 +179,13 @@ class Block:
             self._parities.finish(self._parity)
 
     def drop(self) -> None:
-        """The block broke off. Idempotent; does nothing after :meth:`keep`."""
+        """Abandon an interrupted block. Idempotent; no effect after :meth:`keep`."""
         if not self._done:
             self._done = True
             self._parity.give_up(f"the block of rank {self._contributor} broke off")
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at an offset.
-
-    Raises:
-        OSError: The place is full, or broken.
-    """
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written

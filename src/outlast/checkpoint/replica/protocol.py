@@ -1,8 +1,8 @@
-"""What the writers of two nodes send each other: messages, their bounds, and the bytes of shards between them.
+"""The protocol between the writers of two nodes: messages, their bounds, and the transfer of shards.
 
-Frames, signatures and the proof of the run's key are those of :mod:`outlast.runtime.wire`. Nothing in a message can
-name a path: attempts and parts consist of harmless characters. A shard's bytes follow their announcement bare, neither
-signed nor encrypted: digests show whether they are right. Nothing here imports torch.
+Framing, signatures and authentication are those of :mod:`outlast.runtime.wire`. No message can contain a path: attempts
+and parts are restricted to safe characters. A shard's bytes are neither signed nor encrypted; digests verify them. Must
+not import torch.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from outlast.checkpoint.manifest import CopyKey
 from outlast.runtime.wire import Handshake, MessageChannel, ProtocolError
 
 MAX_BODY_BYTES = 2048
-"""Of a message."""
+"""Largest message."""
 MAX_SHARD_BYTES = 1 << 46
 MAX_NAME_CHARS = 200
 SLICE_BYTES = 1 << 18
-"""Received and digested at a time: small enough to be in the processor's cache still when it is digested."""
+"""Received and digested at a time; small enough to stay in the processor's cache."""
 MAX_PLACE_CHARS = 300
-"""Of the name of a folder in a message; the rest is cut."""
+"""A longer folder name is truncated."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 M = TypeVar("M")
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Respond if you take parts. Reply: :class:`Proceed`, or :class:`Failed` while the place for parts does not
-    respond."""
+    """Check that the receiver accepts parts. Reply: :class:`Proceed`; or :class:`Failed`: its disk does not respond."""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Take this part. Reply: :class:`Proceed`; then its bytes go over, each chunk is answered by a :class:`Chunk`, and
-    the end by :class:`Kept`."""
+    """Store this part. Reply: :class:`Proceed`; then the bytes follow, each chunk is acknowledged by a :class:`Chunk`,
+    and the end by :class:`Kept`.
+    """
 
     key: CopyKey
     num_bytes: int
     contributor: int = -1
-    """Rank whose block of a shard it is, to be XORed into the part; -1: it is the part itself."""
+    """Rank whose block of a shard is XORed into the part; -1: the part itself."""
     num_contributors: int = 0
-    """Blocks that make the parity whole."""
+    """Blocks that make up the parity."""
 
 
 class Get(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Give me these bytes of a part. Reply: :class:`Data`, then the bytes."""
+    """Request bytes of a part. Reply: :class:`Data`, then the bytes."""
 
     key: CopyKey
     offset: int
     num_bytes: int
-    """At most so many."""
+    """Upper bound."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Go on."""
+    """Request accepted."""
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -69,29 +69,29 @@ class Chunk(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """All digests have come: keep it. Reply: :class:`Kept`. Without this message a part is forgotten."""
+    """Store the part: all digests were received. Reply: :class:`Kept`. Without this message a part is dropped."""
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """All is received, and durable as far as its place is."""
+    """The part is stored, and durable unless its folder is in memory."""
 
 
 class Working(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Still waiting for a disk."""
+    """The receiver still waits for a disk."""
 
     place: str = ""
-    """The folder that has not responded yet."""
+    """The folder that has not responded."""
 
 
 class Data(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """So many bytes follow, of a part that has ``total``."""
+    """``num_bytes`` of a part of ``total`` bytes follow."""
 
     num_bytes: int
     total: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """It could not be done; the reason is one line."""
+    """The request failed; the reason is one line."""
 
     error: str
 
@@ -100,14 +100,14 @@ Message: TypeAlias = Ping | Put | Get | Proceed | Chunk | Keep | Kept | Working 
 
 
 class RefusedByPeer(Exception):
-    """The other side could not do what it was asked; the text is its reason."""
+    """The peer could not carry out a request; the text is its reason."""
 
 
 class ReplicaChannel(MessageChannel[Message]):
-    """A connection between two writers, either side.
+    """A connection between two writers, for either side.
 
     Args:
-        connection: A connected socket; this object owns it.
+        connection: A connected socket; owned by this object.
         timeout_s: Seconds without progress after which any call raises ``TimeoutError``.
     """
 
@@ -115,22 +115,18 @@ class ReplicaChannel(MessageChannel[Message]):
         super().__init__(connection, Message, timeout_s=timeout_s, max_bytes=MAX_BODY_BYTES)
 
     def prove_key(self, key: bytes | None, *, is_server: bool, within_s: float) -> bool:
-        """Prove to the other side that this one knows the run's key, and have it prove the same.
+        """Authenticate both sides with the run's key; ``False``: a client closed the connection without sending.
 
         Args:
-            key: The run's key; ``None`` = there is none yet, nobody is accepted.
-            is_server: Whether the other side opened the connection.
+            key: The run's key; ``None`` = not known yet, so every peer is rejected.
+            is_server: Whether the peer opened the connection.
 
-        Returns:
-            Whether both did; ``False``: a client left without having sent anything.
-
-        Raises:
-            AuthenticationFailed: The other side does not know the key, or does not accept this one's.
+        Raises: AuthenticationFailed (one side has another key).
         """
         return self.authenticate(Handshake(key, "replica", is_server=is_server), within_s=within_s, sign=True)
 
     def receive(self, *, within_s: float | None = None) -> Message | None:
-        """Wait for a message, each field of which lies within its bounds; ``None`` at the connection's end."""
+        """Wait for a message and check its bounds; ``None`` at the end of the connection."""
         message = super().receive(within_s=within_s)
         match message:
             case Put():
@@ -148,14 +144,10 @@ class ReplicaChannel(MessageChannel[Message]):
         return message
 
     def expect(self, kind: type[M], *, disk_s: float = math.inf) -> M:
-        """Wait for a message of a kind, past all :class:`Working`.
+        """Wait for a message of a kind, skipping :class:`Working`.
 
-        Args:
-            disk_s: Seconds that the other side may wait for a disk.
-
-        Raises:
-            RefusedByPeer: The other side could not do what it was asked.
-            TimeoutError: The other side waits for a disk for longer.
+        Raises: RefusedByPeer (the peer could not carry out the request); TimeoutError (the peer's disk did not respond
+        for ``disk_s``).
         """
         end_s = clock.now_s() + disk_s
         while True:
@@ -173,7 +165,7 @@ class ReplicaChannel(MessageChannel[Message]):
                 raise ProtocolError(f"it sent a {type(message).__name__} instead of a {kind.__name__}")
 
     def refuse(self, error: object) -> None:
-        """Report to the other side that something could not be done; a long reason is cut."""
+        """Send a failure to the peer; a long reason is truncated."""
         self.send(Failed(str(error).replace("\n", " ")[: MAX_BODY_BYTES // 8]))
 
     def receive_chunk(
@@ -185,7 +177,7 @@ class ReplicaChannel(MessageChannel[Message]):
         """Receive a chunk and return its digest; each slice is digested while it is in the cache.
 
         Args:
-            room: Takes the chunk; where it is shorter, each slice in turn.
+            room: Receives the chunk; if it is shorter, each slice in turn.
             on_slice: Called with each slice and its offset in the chunk.
         """
         hasher = xxhash.xxh3_64()  # as shard.digest
