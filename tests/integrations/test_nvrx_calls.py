@@ -53,7 +53,7 @@ def test_two_ranks_agree() -> None:
         codes = ranks.wait(timeout_s=300)
         assert codes == [0, 0], ranks.output(0) + ranks.output(1)
         for rank in range(2):
-            assert ranks.output(rank).splitlines()[-1] == "ok"
+            assert "ok" in ranks.output(rank).splitlines()
 
 
 def test_a_save_is_logged_once_when_it_is_scheduled_and_once_when_it_is_committed(

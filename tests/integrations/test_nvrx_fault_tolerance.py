@@ -23,9 +23,8 @@ from outlast.integrations.nvrx.fault_tolerance import (
     RankMonitorClientError,
     WorkloadAction,
     WorkloadControlRequest,
-    dict_list_map_inplace,
-    dict_list_map_outplace,
 )
+from outlast.integrations.nvrx.nested import dict_list_map_inplace, dict_list_map_outplace
 from outlast.monitor import RankMonitor
 from outlast.monitor.rank_monitor import open_monitor
 from outlast.policy.deadlines import FLOOR_S

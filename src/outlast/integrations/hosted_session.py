@@ -146,6 +146,11 @@ class HostedSession:
             touch_finished_flag()
 
 
+def log_on_rank_0(log: logging.Logger, text: str, *values: object, level: int = logging.WARNING) -> None:
+    """Log a line that is the same on all ranks: at ``level`` on rank 0, at DEBUG on the others."""
+    log.log(level if env.read_worker().global_rank == 0 else logging.DEBUG, text, *values)
+
+
 def touch_finished_flag() -> None:
     """Make the file that says that the run has finished, where ``$FAULT_TOL_FINISHED_FLAG_FILE`` names one.
 

@@ -44,6 +44,7 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.integrations.hosted_session import (
     HostedConfig,
     hosted_config,
+    log_on_rank_0,
     require_directory,
     touch_finished_flag,
     with_fault_tolerance,
@@ -174,6 +175,9 @@ class FaultToleranceCallback(_HostedCallback):
         exp_dir: Where learned timeouts are kept; also the run directory, if neither the launcher nor the settings name
             one.
         logger_name: Logger of this callback's own lines.
+        exc_handling_policy: Called with the exception that ends training; returns NVRx's ``WorkloadControlRequest``, or
+            the name of an action: ``Continue`` (restart, as without a policy) or ``ShutdownWorkload`` (exit with code
+            93, which nothing restarts, and write the finished flag).
         config: Settings, or a file of them; ``None`` = the file that ``outlast run --config`` was given.
         calculate_timeout: Another name of ``calculate_timeouts``.
         trainer_saves: Leave saving and restoring to the trainer's own checkpoints; ``False`` = refuse where the session
@@ -190,6 +194,7 @@ class FaultToleranceCallback(_HostedCallback):
         simulated_fault_params: SimulatedFaultParams | Mapping[str, Any] | None = None,
         exp_dir: str | os.PathLike[str] | None = None,
         logger_name: str | None = None,
+        exc_handling_policy: Callable[[Exception], Any] | None = None,
         *,
         config: HostedConfig = None,
         calculate_timeout: bool | None = None,
@@ -203,6 +208,7 @@ class FaultToleranceCallback(_HostedCallback):
         self._fault = _fault_of(simulated_fault_params)
         self._exp_dir = None if exp_dir is None else os.fspath(exp_dir)
         self._logger = logging.getLogger(logger_name or __name__)
+        self._policy = exc_handling_policy
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if self._exp_dir is not None and config.run_dir is None and current_place().run_dir is None:
@@ -227,51 +233,6 @@ class FaultToleranceCallback(_HostedCallback):
             require_directory(config, f"{type(self).__name__}(trainer_saves=False)")
         return config
 
-
-class FaultToleranceSectionsCallback(FaultToleranceCallback):
-    """The same, with section ``setup`` from the trainer's setup to the first batch, for timeouts of its own.
-
-    The sections ``step`` and ``checkpointing`` are there with either callback.
-
-    Args:
-        autoresume: As for :class:`FaultToleranceCallback`, and so are those that follow it.
-        calculate_timeouts: See there.
-        simulated_fault_params: See there.
-        exp_dir: See there.
-        logger_name: See there.
-        exc_handling_policy: Called with the exception that ends training; returns NVRx's ``WorkloadControlRequest``, or
-            the name of an action: ``Continue`` (restart, as without a policy) or ``ShutdownWorkload`` (leave with code
-            93, which nothing restarts, and make the finished flag).
-        config: See there.
-        calculate_timeout: See there.
-        trainer_saves: See there.
-    """
-
-    def __init__(
-        self,
-        autoresume: bool = True,
-        calculate_timeouts: bool = True,
-        simulated_fault_params: SimulatedFaultParams | Mapping[str, Any] | None = None,
-        exp_dir: str | os.PathLike[str] | None = None,
-        logger_name: str | None = None,
-        exc_handling_policy: Callable[[Exception], Any] | None = None,
-        *,
-        config: HostedConfig = None,
-        calculate_timeout: bool | None = None,
-        trainer_saves: bool | None = None,
-    ) -> None:
-        super().__init__(
-            autoresume,
-            calculate_timeouts,
-            simulated_fault_params,
-            exp_dir,
-            logger_name,
-            config=config,
-            calculate_timeout=calculate_timeout,
-            trainer_saves=trainer_saves,
-        )
-        self._policy = exc_handling_policy
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Ask the policy what follows, and close the session."""
         super().on_exception(trainer, pl_module, exception)
@@ -288,6 +249,13 @@ class FaultToleranceSectionsCallback(FaultToleranceCallback):
                 "Continue or ShutdownWorkload",
                 action,
             )
+
+
+class FaultToleranceSectionsCallback(FaultToleranceCallback):
+    """:class:`FaultToleranceCallback` with a section ``setup`` from the trainer's setup to the first batch.
+
+    Both callbacks have the sections ``step`` and ``checkpointing``.
+    """
 
 
 class StragglerDetectionCallback(_HostedCallback):
@@ -447,9 +415,9 @@ def straggler_det_callback(
     """
     return StragglerDetectionCallback(
         straggler_report_time_interval,
-        stop_if_detected=stop_if_detected_straggler,
         gpu_relative_perf_threshold=gpu_relative_perf_threshold,
         gpu_individual_perf_threshold=gpu_individual_perf_threshold,
+        stop_if_detected=stop_if_detected_straggler,
     )
 
 
@@ -520,9 +488,9 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
             return config
         changes: dict[str, Any] = {"local_directory": self.local_tier.directory, "async_save": self.async_save}
         changes |= self.local_tier.options
-        if config.checkpoint is None:
-            return dataclasses.replace(config, checkpoint=CheckpointConfig(**changes))
-        return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **changes))
+        saves = config.checkpoint
+        changed = CheckpointConfig(**changes) if saves is None else dataclasses.replace(saves, **changes)
+        return dataclasses.replace(config, checkpoint=changed)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> Any:
         """Save to the local checkpoint manager if ``storage_options`` request that, else as before.
@@ -550,15 +518,14 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         local = -1 if self.local_ckpt_manager is None else self.local_ckpt_manager.find_latest()
         if local >= 0:
             step = self.get_global_ckpt_iteration_fn(path)
-            is_first = current_place().global_rank == 0
             if local >= step:
-                level = logging.INFO if is_first else logging.DEBUG
-                log.log(level, "resuming from the local checkpoint of step %d; %s has step %d", local, path, step)
+                text = "resuming from the local checkpoint of step %d; %s has step %d"
+                log_on_rank_0(log, text, local, path, step, level=logging.INFO)
                 assert self.local_ckpt_manager is not None
                 loaded = self.from_tensor_aware_state_dict(self.local_ckpt_manager.load()[0], **kwargs)
                 return {**loaded, "callbacks": with_infinite(loaded.get("callbacks", {}))}
-            level = logging.WARNING if is_first else logging.DEBUG
-            log.log(level, "resuming from %s of step %d: the newest local checkpoint has step %d", path, step, local)
+            text = "resuming from %s of step %d: the newest local checkpoint has step %d"
+            log_on_rank_0(log, text, path, step, local)
         found: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
         return found
 
@@ -569,9 +536,8 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         """
         if "sharded_state_dict" not in checkpoint:
             return _nvrx_local().BasicTensorAwareStateDict(checkpoint)
-        made, _ = _megatron_state().from_state_dict(
-            checkpoint, algo=self.local_ckpt_algo, parallelization_group=self.parallelization_group
-        )
+        megatron = importlib.import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict")
+        made, _ = megatron.MCoreTensorAwareStateDict.from_state_dict(checkpoint, **self._sharding)
         return made
 
     def from_tensor_aware_state_dict(
@@ -587,10 +553,12 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         """
         if isinstance(tensor_aware_checkpoint, _nvrx_local().BasicTensorAwareStateDict):
             return dict(tensor_aware_checkpoint.state_dict)
-        loaded: dict[str, Any] = tensor_aware_checkpoint.to_state_dict(
-            sharded_state_dict, algo=self.local_ckpt_algo, parallelization_group=self.parallelization_group
-        )
+        loaded: dict[str, Any] = tensor_aware_checkpoint.to_state_dict(sharded_state_dict, **self._sharding)
         return loaded
+
+    @property
+    def _sharding(self) -> dict[str, Any]:
+        return {"algo": self.local_ckpt_algo, "parallelization_group": self.parallelization_group}
 
 
 def update_trainer_local_checkpoint_io(
@@ -631,27 +599,20 @@ def update_trainer_local_checkpoint_io(
             )
     if not any(isinstance(callback, LocalCheckpointCallback) for callback in trainer.callbacks):
         return
-    folder, iteration_of = LocalTier(os.fspath(local_checkpoint_base_dir), kwargs), get_global_ckpt_iteration_fn
-    own = strategy.checkpoint_io
+    folder = LocalTier(os.fspath(local_checkpoint_base_dir), kwargs)
+    iteration_of = get_global_ckpt_iteration_fn or get_iteration_from_checkpoint
+    own, is_async = strategy.checkpoint_io, bool(getattr(strategy, "async_save", False))
     if is_whole:
-        is_async = bool(getattr(strategy, "async_save", False)) or isinstance(own, AsyncCheckpointIO)
-        strategy.checkpoint_io = HierarchicalCheckpointIO(
-            own, folder, iteration_of or get_iteration_from_checkpoint, async_save=is_async
-        )
+        is_async = is_async or isinstance(own, AsyncCheckpointIO)
+        strategy.checkpoint_io = HierarchicalCheckpointIO(own, folder, iteration_of, async_save=is_async)
         return
     copies = _nvrx_local().LazyCliqueReplicationStrategy() if trainer.num_nodes > 1 else None
     manager = _nvrx_local().LocalCheckpointManager(folder.directory, repl_strategy=copies)
     # Only a wrapper that finalizes what a save returns lets a save be asynchronous.
-    is_async = bool(getattr(strategy, "async_save", False)) and hasattr(own, "maybe_finalize_save_checkpoint")
-    strategy.checkpoint_io = HierarchicalCheckpointIO(
-        own.checkpoint_io if is_async else own,
-        manager,
-        iteration_of or get_iteration_from_checkpoint,
-        async_save=is_async,
-        **kwargs,
-    )
-    if is_async:
-        strategy.checkpoint_io = type(own)(strategy.checkpoint_io)
+    is_async = is_async and hasattr(own, "maybe_finalize_save_checkpoint")
+    wrapped = own.checkpoint_io if is_async else own
+    made = HierarchicalCheckpointIO(wrapped, manager, iteration_of, async_save=is_async, **kwargs)
+    strategy.checkpoint_io = type(own)(made) if is_async else made
 
 
 def get_iteration_from_checkpoint(checkpoint: Any) -> int:
@@ -686,11 +647,6 @@ def _action_name(request: Any) -> str:
 def _nvrx_local() -> Any:
     """Return the module of local checkpoint managers, which only strategies that shard their state need."""
     return importlib.import_module("outlast.integrations.nvrx.local_checkpoints")
-
-
-def _megatron_state() -> Any:
-    """Return Megatron's class of state that a local checkpoint manager saves."""
-    return importlib.import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict").MCoreTensorAwareStateDict
 
 
 def _hierarchical(trainer: Any) -> HierarchicalCheckpointIO | None:

@@ -25,7 +25,7 @@ import math
 import signal
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from enum import StrEnum
 from typing import Any, NoReturn, TypeAlias
 
@@ -43,7 +43,7 @@ from torch.utils.data.distributed import DistributedSampler
 from outlast import clock
 from outlast.config import Config
 from outlast.errors import ConfigError, ExitReason, OutlastError
-from outlast.integrations.hosted_session import HostedSession, KeptRandom
+from outlast.integrations.hosted_session import HostedSession, KeptRandom, log_on_rank_0
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.process_groups import current_place
 from outlast.runtime.random_numbers import capture_random
@@ -88,16 +88,9 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         drop_last: bool = False,
     ) -> None:
         place = current_place()
-        super().__init__(
-            dataset,
-            num_replicas=place.world_size if num_replicas is None else num_replicas,
-            rank=place.global_rank if rank is None else rank,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
-        self._start = 0
-        self._position = 0
+        num_replicas = place.world_size if num_replicas is None else num_replicas
+        super().__init__(dataset, num_replicas, place.global_rank if rank is None else rank, shuffle, seed, drop_last)
+        self._start = self._position = 0
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices of the epoch, from the position that was set; the next epoch begins at 0 again."""
@@ -433,11 +426,10 @@ class TrainerHost:
         )
         self.session, self._random = self._host.session, self._host.random
         self._handler = signal.getsignal(signal.SIGTERM)
-        self._setup: AbstractContextManager[None] | None = None
-        self._evaluation: AbstractContextManager[None] | None = None
+        self._setup, self._evaluation = ExitStack(), ExitStack()
+        """The open sections ``setup`` and ``evaluation``."""
         if names_setup:
-            self._setup = self.session.section("setup")
-            self._setup.__enter__()
+            self._setup.enter_context(self.session.section("setup"))
         self._validates = _validates_loss(config, trainer)
         self._losses: Any = None
         """The sum of the open step's; where they are not judged, of all steps' times 0."""
@@ -498,22 +490,25 @@ class TrainerHost:
         if cannot_read:
             path, why = self._unreadable or (given, "on another rank")
             reason = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-            what = (
-                "%s, which fit() was given, cannot be read (%s); resuming from step %d, which this run saved, instead"
+            log_on_rank_0(
+                log,
+                "%s, which fit() was given, cannot be read (%s); resuming from step %d, which this run saved, instead",
+                *(path, textwrap.shorten(reason, 160), step),
             )
-            self._log(what, path, textwrap.shorten(reason, 160), step)
             given = None
         if given and self._iteration_of is not None:
             other = self._iteration_of(given)
             if other > step:
-                self._log("resuming from %s of step %d, which is newer than the saved step %d", given, other, step)
+                log_on_rank_0(
+                    log, "resuming from %s of step %d, which is newer than the saved step %d", given, other, step
+                )
                 connector = trainer._checkpoint_connector
                 connector.restore_model()
                 connector.restore_callbacks()
                 self._own.loaded = None
                 return
         if given:
-            self._log("resuming from step %d, which this run saved, instead of from %s", step, given)
+            log_on_rank_0(log, "resuming from step %d, which this run saved, instead of from %s", step, given)
         kept = capture_random()
         self._own.apply()
         self._random.keep(kept)
@@ -577,12 +572,9 @@ class TrainerHost:
 
     def batch_starts(self) -> None:
         """Save what is due between two batches, and begin a step unless one is open."""
-        if self._setup is not None:
-            setup, self._setup = self._setup, None
-            setup.__exit__(None, None, None)
+        self._setup.close()
         self._own.continue_accumulation()
-        if self._random.is_kept:
-            self._random.put_back()
+        self._random.put_back()
         if self._pending is not None:
             self._act(Place.BATCH)
         if self._is_open:
@@ -667,14 +659,11 @@ class TrainerHost:
         if self._place == Place.VALIDATION:
             self._random.put_back()
         self.session.heartbeat()
-        self._evaluation = self._host.outside_step("evaluation", is_in_step=self._is_open)
-        self._evaluation.__enter__()
+        self._evaluation.enter_context(self._host.outside_step("evaluation", is_in_step=self._is_open))
 
     def validation_ends(self) -> None:
         """Continue the step that the validation interrupted; note the random numbers, where a save follows."""
-        evaluation, self._evaluation = self._evaluation, None
-        if evaluation is not None:
-            evaluation.__exit__(None, None, None)
+        self._evaluation.close()
         if self._pending is not None:
             self._own.fetch_random = capture_random()
 
@@ -721,7 +710,6 @@ class TrainerHost:
 
     @property
     def _monitor(self) -> RankMonitor:
-        """The session's monitor."""
         monitor = open_monitor()
         assert monitor is not None, "the session has closed it"
         return monitor
@@ -759,7 +747,8 @@ class TrainerHost:
         self.session.restore(self._state, restored_iteration=step)
         self._has_begun = True
         if not step and current_place().cycle and _whole_checkpoint(trainer) is not None:
-            self._log(
+            log_on_rank_0(
+                log,
                 "training begins at step 0 although this is restart %d: the trainer has not loaded a checkpoint; "
                 "pass ckpt_path='last' to fit()",
                 current_place().cycle,
@@ -788,8 +777,9 @@ class TrainerHost:
         trainer = self._trainer
         callback = _whole_checkpoint(trainer)
         if callback is None:
-            self._log(
-                "the trainer has no ModelCheckpoint that saves more than weights: nothing is saved at this shutdown"
+            log_on_rank_0(
+                log,
+                "the trainer has no ModelCheckpoint that saves more than weights: nothing is saved at this shutdown",
             )
             return None
         try:
@@ -866,7 +856,7 @@ class TrainerHost:
 
     def _announce(self, decision: StepDecision) -> None:
         if decision.reason == ExitReason.PREEMPTED:
-            self._log(_PREEMPTED)
+            log_on_rank_0(log, _PREEMPTED)
 
     def _is_last(self, step: int) -> bool:
         """Return whether training is complete with this step."""
@@ -886,7 +876,9 @@ class TrainerHost:
         if is_within and self._own.loaded is not None:
             before, now = self._own.loaded["world_size"], self._trainer.world_size
             if before != now and batches.current.completed:
-                self._log("%d ranks did what %d do now: some samples of this epoch may come again", before, now)
+                log_on_rank_0(
+                    log, "%d ranks did what %d do now: some samples of this epoch may come again", before, now
+                )
                 _scale(batches.current, before, now, min(loop._combined_loader.limits))
         num_done = batches.current.completed if is_within else 0
         for loader in loop._combined_loader.flattened:
@@ -914,7 +906,8 @@ class TrainerHost:
             unknown = list(loaders)
         if unknown:
             kinds = {type(getattr(one, "sampler", one)).__name__ for one in unknown}
-            self._log(
+            log_on_rank_0(
+                log,
                 "a run that resumes in the middle of an epoch starts again at the epoch's first batch (%s): give the "
                 "DataLoader sampler=ResumableDistributedSampler(dataset), or use torchdata's StatefulDataLoader",
                 ", ".join(sorted(kinds)),
@@ -933,9 +926,6 @@ class TrainerHost:
         """Give the trainer back what was put in its way."""
         self._host.give_back()
         self._trainer.callbacks = [one for one in self._trainer.callbacks if one is not self._last]
-
-    def _log(self, text: str, *values: object) -> None:
-        log.log(logging.WARNING if self.session.global_rank == 0 else logging.DEBUG, text, *values)
 
 
 def _whole_checkpoint(trainer: Any) -> ModelCheckpoint | None:

@@ -28,16 +28,12 @@ from outlast.config import Config, PreemptionConfig
 from outlast.config.base import Changeable
 from outlast.errors import ConfigError, ExitReason
 from outlast.inprocess.rank import Wrapper
-from outlast.integrations.bridge_config import (
-    BridgeCheckpointConfig,
-    BridgeFaultToleranceConfig,
-    BridgeInProcessRestartConfig,
-    BridgeRerunStateMachineConfig,
-    BridgeStragglerDetectionConfig,
-    ConfigContainer,
-    MegatronCheckpointConfig,
-    TrainingConfig,
-)
+from outlast.integrations.bridge_config import BridgeCheckpointConfig as CheckpointConfig
+from outlast.integrations.bridge_config import BridgeFaultToleranceConfig as FaultToleranceConfig
+from outlast.integrations.bridge_config import BridgeInProcessRestartConfig as InProcessRestartConfig
+from outlast.integrations.bridge_config import BridgeRerunStateMachineConfig as RerunStateMachineConfig
+from outlast.integrations.bridge_config import BridgeStragglerDetectionConfig as NVRxStragglerDetectionConfig
+from outlast.integrations.bridge_config import ConfigContainer, MegatronCheckpointConfig, TrainingConfig
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor, yield_to_next
 from outlast.runtime.postmortem import leave_diagnosis
 from outlast.session.checks import FiniteEnd
@@ -61,14 +57,6 @@ __all__ = [
     "maybe_wrap_for_inprocess_restart",
     "outlast_config",
 ]
-
-CheckpointConfig = BridgeCheckpointConfig
-FaultToleranceConfig = BridgeFaultToleranceConfig
-InProcessRestartConfig = BridgeInProcessRestartConfig
-NVRxStragglerDetectionConfig = BridgeStragglerDetectionConfig
-RerunStateMachineConfig = BridgeRerunStateMachineConfig
-"""Bridge's names; within outlast a class's name is used once."""
-
 
 # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -188,18 +176,14 @@ def _convert(section: Any, kind: type[C], name: str) -> C | None:
     if section is None or isinstance(section, kind):
         return section
     known = {field.name for field in dataclasses.fields(cast(Any, kind)) if field.init}
-    values, defaults = _values(section), _defaults(section)
+    values = _values(section)
+    fields = dataclasses.fields(section) if dataclasses.is_dataclass(section) else ()
+    defaults = {field.name: field.default for field in fields}
     for field, value in values.items():
         if field not in known and not field.startswith("_") and value != defaults.get(field):
             where = f"{name}." if name else ""
             raise ConfigError(f"{where}{field}={value!r} has no counterpart in outlast; leave it out")
     return kind(**{field: value for field, value in values.items() if field in known})
-
-
-def _defaults(section: Any) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(section):
-        return {}
-    return {field.name: field.default for field in dataclasses.fields(section)}
 
 
 def _values(section: Any) -> dict[str, Any]:
@@ -257,19 +241,16 @@ def maybe_wrap_for_inprocess_restart(
         return train_fn, None
 
     def abort(_: Any) -> None:
-        queue = getattr(state, "_async_calls_queue", None)
-        if queue is not None:
+        if (queue := getattr(state, "_async_calls_queue", None)) is not None:
             state._async_calls_queue = None
             queue.close(abort=True)
 
     def finalize(_: Any) -> None:
         abort(None)  # it is not called where the function had failed by itself already
         for name in ("megatron.bridge.training.initialize", "megatron.training.training"):
-            destroy = getattr(sys.modules.get(name), "destroy_global_state", None)
-            if destroy is not None:
+            if (destroy := getattr(sys.modules.get(name), "destroy_global_state", None)) is not None:
                 destroy()
-        reset = getattr(state, "reset_for_restart", None)
-        if reset is not None:
+        if (reset := getattr(state, "reset_for_restart", None)) is not None:
             reset()
 
     protected = Wrapper(settings, abort=abort, finalize=finalize)(train_fn)
@@ -410,7 +391,6 @@ class BridgeCallback:
         self._finite_end = FiniteEnd(_models_of(context), monitor.env, is_saved=False)
 
     def on_train_step_start(self, context: Any) -> None:
-        """Begin the section."""
         self._start("step")
 
     def on_train_step_end(self, context: Any) -> None:

@@ -21,7 +21,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +105,8 @@ class BackgroundSink(ABC):
             place = env.read_worker()
             forget_at_exit(self.end_run)
             at_exit(self.end_run, EXIT_S)  # no session ends it
-            self.begin_run(
-                MetricsRun(
-                    run_id=place.run_id,
-                    iteration=max(0, iteration - 1),
-                    global_rank=place.global_rank,
-                    local_rank=place.local_rank,
-                    world_size=place.world_size,
-                )
-            )
+            where = {name: getattr(place, name) for name in ("run_id", "global_rank", "local_rank", "world_size")}
+            self.begin_run(MetricsRun(iteration=max(0, iteration - 1), **where))
         if self._thread is None:
             return
         if len(self._queue) >= self._max_queued:
@@ -139,7 +132,8 @@ class BackgroundSink(ABC):
         self._check(run)
         if run.global_rank == 0 or self.every_rank:
             self._is_ending, self._wake, self._queue = threading.Event(), threading.Event(), deque()
-            earlier = _still_closing(type(self)) if self._is_alone else []
+            _LEFT[:] = [(kind, thread) for kind, thread in _LEFT if thread.is_alive()]
+            earlier = [thread for kind, thread in _LEFT if self._is_alone and kind is type(self)]
             work = _SinkThread(self, run, self._queue, self._wake, self._is_ending, earlier)
             self._thread = threading.Thread(target=work.run, name=f"outlast-{type(self).__name__}", daemon=True)
             self._thread.start()
@@ -152,22 +146,18 @@ class BackgroundSink(ABC):
         self._is_ending.set()
         self._wake.set()
         self._run = None
-        if timeout_s <= 0:
-            _LEFT.append((type(self), thread))
-            return
-        thread.join(timeout_s)
+        thread.join(max(0.0, timeout_s))
         if thread.is_alive():
             _LEFT.append((type(self), thread))
+        if timeout_s <= 0:
+            return
+        if thread.is_alive():
             lost = f"; {count(len(self._queue), 'record')} of metrics not written" if self._queue else ""
             log.warning("%s did not end within %g s%s", self.name, timeout_s, lost)
         if self.num_dropped or self.num_failed:
             dropped, failed = count(self.num_dropped, "record"), count(self.num_failed, "record")
-            log.warning(
-                "%s: %s of metrics dropped because the sink could not keep up, %s not written",
-                self.name,
-                dropped,
-                failed,
-            )
+            text = "%s: %s of metrics dropped because the sink could not keep up, %s not written"
+            log.warning(text, self.name, dropped, failed)
 
     @property
     def name(self) -> str:
@@ -209,12 +199,6 @@ _LEFT: list[tuple[type[BackgroundSink], threading.Thread]] = []
 """The threads of sinks that ended without being waited for, or took too long."""
 
 
-def _still_closing(kind: type[BackgroundSink]) -> list[threading.Thread]:
-    """Return the threads of sinks of a type that have ended, but are not closed yet."""
-    _LEFT[:] = [(of, thread) for of, thread in _LEFT if thread.is_alive()]
-    return [thread for of, thread in _LEFT if of is kind]
-
-
 def _wait_at_exit() -> None:
     _join([thread for _, thread in _LEFT], EXIT_S)
 
@@ -229,34 +213,24 @@ def _join(threads: list[threading.Thread], timeout_s: float) -> None:
         thread.join(max(0.0, until_s - clock.now_s()))
 
 
+@dataclass
 class _SinkThread:
-    """What the thread of a sink does for one run; a later run's thread has a queue of its own.
-
-    Args:
-        sink: The sink.
-        run: The run.
-        queue: What is to be written.
-        wake: Set when there is more, or the run ends.
-        is_ending: Set when the run ends.
-        earlier: Threads of other sinks, which must have ended before this one is opened.
+    """The thread of a sink for one run; the thread of a later run has its own queue.
 
     Thread: the sink's own.
     """
 
-    def __init__(
-        self,
-        sink: BackgroundSink,
-        run: MetricsRun,
-        queue: deque[tuple[dict[str, float], int]],
-        wake: threading.Event,
-        is_ending: threading.Event,
-        earlier: list[threading.Thread],
-    ) -> None:
-        self._sink, self._of, self._queue, self._wake, self._is_ending = sink, run, queue, wake, is_ending
-        self._earlier = earlier
-        self._is_open = False
-        self._failing_since_s: float | None = None
-        self._tried_s: float | None = None
+    _sink: BackgroundSink
+    _of: MetricsRun
+    _queue: deque[tuple[dict[str, float], int]]
+    _wake: threading.Event
+    """Set when a record was queued, or the run ends."""
+    _is_ending: threading.Event
+    _earlier: list[threading.Thread]
+    """Threads of other sinks, which must have ended before this sink is opened."""
+    _is_open: bool = False
+    _failing_since_s: float | None = None
+    _tried_s: float | None = None
 
     def run(self) -> None:
         """Write until the run ends; begin once the thread of an earlier run has ended."""
@@ -615,12 +589,11 @@ class PrometheusSink(BackgroundSink):
         """Where the endpoint is, once it listens; ``None`` = nowhere."""
         self.registry = self._client.CollectorRegistry() if registry is None else registry
         self._port, self._address = port, address
-        self._textfile = None if textfile is None else Path(textfile)
+        self._textfile = self._file = None if textfile is None else Path(textfile)
         self._gauges: dict[str, Any] = {}
         self._labels: dict[str, str] = {}
         self._server: Any = None
         self._wrote_s: float | None = None
-        self._file = self._textfile
 
     def _check(self, run: MetricsRun) -> None:
         port = self._port_of(run)
@@ -676,14 +649,14 @@ class PrometheusSink(BackgroundSink):
             self._flush_due_s = self._wrote_s + _TEXTFILE_S
             return
         self._wrote_s = now_s
-        self._write_textfile(self._file)
+        self._write_textfile()
 
-    def _write_textfile(self, file: Path) -> None:
-        write_optional("metrics", file, lambda: self._client.write_to_textfile(str(file), self.registry))
+    def _write_textfile(self) -> None:
+        if (file := self._file) is not None:
+            write_optional("metrics", file, lambda: self._client.write_to_textfile(str(file), self.registry))
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._write_textfile(self._file)
+        self._write_textfile()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -82,28 +82,15 @@ def straggler_det_callback(
     Raises:
         ConfigError: A value is wrong.
     """
-    from outlast.integrations import lightning
+    given = dict(locals())
+    from outlast.integrations.lightning import straggler_det_callback as make
 
-    lightning.straggler_det_callback(  # a wrong value is refused here, and not on the cluster
-        straggler_report_time_interval,
-        stop_if_detected_straggler,
-        gpu_relative_perf_threshold,
-        gpu_individual_perf_threshold,
-    )
-    return nemo_run.Config(
-        lightning.straggler_det_callback,
-        straggler_report_time_interval=straggler_report_time_interval,
-        stop_if_detected_straggler=stop_if_detected_straggler,
-        gpu_relative_perf_threshold=gpu_relative_perf_threshold,
-        gpu_individual_perf_threshold=gpu_individual_perf_threshold,
-    )
+    make(**given)  # a wrong value is refused here, and not on the cluster
+    return nemo_run.Config(make, **given)
 
 
 def _convert_fault_tolerance(args: FaultTolerancePluginScriptArgs) -> list[str]:
-    return [
-        f"ft.enable_ft_package={str(args.enable_ft_package).lower()}",
-        f"ft.calc_ft_timeouts={str(args.calc_ft_timeouts).lower()}",
-    ]
+    return [f"ft.{name}={str(value).lower()}" for name, value in vars(args).items()]
 
 
 def _convert_preemption(args: PreemptionPluginScriptArgs) -> list[str]:
@@ -184,7 +171,7 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         if self.enable_ft_package and _has_trainer(task):
             from outlast.integrations.lightning import FaultToleranceCallback
 
-            folder = _get(_get(task, "log"), "log_dir")
+            folder = getattr(getattr(task, "log", None), "log_dir", None)
             more = {} if folder is None else {"exp_dir": folder}
             values = {"autoresume": True, "calculate_timeouts": self.calc_ft_timeouts, **more}
             _add_callbacks(task, [nemo_run.Config(FaultToleranceCallback, **values)])
@@ -267,13 +254,12 @@ class PreemptionPlugin(nemo_run.Plugin):
             raise ConfigError(f"sig={sig.name} is not supported here: {why}; use SIGTERM")
         if is_script:
             convert = self.script_args_converter_fn or _convert_preemption
-            args = PreemptionPluginScriptArgs(
-                enable_exit_handler=handles, enable_exit_handler_for_data_loader=for_loader
-            )
-            _append(task, convert(args), self)
+            _append(task, convert(PreemptionPluginScriptArgs(handles, for_loader)), self)
         else:
-            switches: dict[str, Any] = {"exit_signal_handler": handles}
-            switches["exit_signal_handler_for_dataloader"] = for_loader
+            switches: dict[str, Any] = {
+                "exit_signal_handler": handles,
+                "exit_signal_handler_for_dataloader": for_loader,
+            }
             own: dict[str, Any] = {**switches, "preempt_time": float(preempt_time)}
             if sig != signal.SIGTERM and handles:
                 switches, own = {**switches, "exit_signal": sig}, {**own, "exit_signal": checked.exit_signal}
@@ -300,13 +286,13 @@ def _given(plugin: Any, *names: str) -> dict[str, Any]:
 
 
 def _has_trainer(task: Any) -> bool:
-    return _get(task, "trainer") is not None
+    return getattr(task, "trainer", None) is not None
 
 
 def _add_callbacks(task: Any, callbacks: Sequence[Any]) -> None:
     """Add callbacks to a recipe's trainer, behind its own; one whose class is there stays as it is."""
     trainer = task.trainer
-    known = list(_get(trainer, "callbacks") or [])
+    known = list(getattr(trainer, "callbacks", None) or [])
     kinds = [getattr(one, "__fn_or_cls__", type(one)) for one in known]
     added = [copy.deepcopy(one) for one in callbacks if getattr(one, "__fn_or_cls__", type(one)) not in kinds]
     _set(trainer, "callbacks", [*known, *added])
@@ -326,14 +312,14 @@ def _append(task: Any, arguments: list[str], plugin: Any) -> None:
 
 def _override(task: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
     """Set values in the first of some sections that a task's ``config`` has; return whether there is one."""
-    config = _get(task, "config")
+    config = getattr(task, "config", None)
     kind = _kind(config)
     if config is None or kind is None:
         return False
     for name, values in sections.items():
         if name not in inspect.signature(kind).parameters:
             continue
-        section = _get(config, name)
+        section = getattr(config, name, None)
         if section is None:
             section = nemo_run.Config(_section_type(kind, name))
             _set(config, name, section)
@@ -341,11 +327,6 @@ def _override(task: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
             _set(section, key, value)
         return True
     return False
-
-
-def _get(holder: Any, name: str) -> Any:
-    """Return an attribute; ``None`` where it is not set, as a configured function has it."""
-    return getattr(holder, name, None)
 
 
 def _kind(config: Any) -> Any:

@@ -43,7 +43,13 @@ from outlast.config import Config, RerunStateMachineConfig
 from outlast.config.base import require
 from outlast.decoding import parse_json
 from outlast.errors import ConfigError, OutlastError
-from outlast.integrations.hosted_session import HostedConfig, HostedSession, KeptRandom, hosted_config
+from outlast.integrations.hosted_session import (
+    HostedConfig,
+    HostedSession,
+    KeptRandom,
+    hosted_config,
+    log_on_rank_0,
+)
 from outlast.runtime.loader_workers import SeededBatches
 from outlast.runtime.random_numbers import RandomSnapshot, capture_random, restore_random
 from outlast.session.session import Session
@@ -56,18 +62,19 @@ TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
 _TESTED = "5.23.0"
 _COLLATED_TO_KNOW = 8
 """Batches after which a collator that has drawn no random number is taken for one that draws none."""
-_REPLACED = (
-    "_init_training_state",
-    "_prepare_for_training",
-    "_run_epoch",
-    "_load_rng_state",
-    "_maybe_log_save_evaluate",
-    "_save_checkpoint",
-    "_finalize_training",
-    "evaluate",
-    "log",
-    "training_step",
-)
+_REPLACED = {
+    "_init_training_state": "_restore",
+    "_prepare_for_training": "_give_prepared",
+    "_run_epoch": "_run_epoch",
+    "_load_rng_state": "_put_random_back",
+    "_maybe_log_save_evaluate": "_save_between",
+    "_save_checkpoint": "_save_checkpoint",
+    "_finalize_training": "_finish",
+    "evaluate": "_evaluate",
+    "log": "_log_with_figures",
+    "training_step": "_validated_step",
+}
+"""Methods of the ``Trainer``, and the method of :class:`TrainerProtection` that replaces each while it trains."""
 
 
 def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
@@ -222,20 +229,9 @@ class TrainerProtection(TrainerCallback):
 
     def _install(self) -> None:
         trainer = self._trainer
-        standing_in: dict[str, Callable[..., Any]] = {
-            "_init_training_state": self._restore,
-            "_prepare_for_training": self._give_prepared,
-            "_run_epoch": self._run_epoch,
-            "_load_rng_state": self._put_random_back,
-            "_maybe_log_save_evaluate": self._save_between,
-            "_save_checkpoint": self._timed("checkpointing", trainer._save_checkpoint),
-            "_finalize_training": self._finish,
-            "evaluate": self._timed("evaluation", trainer.evaluate),
-            "log": self._log_with_figures,
-        }
-        if self._validates:
-            standing_in["training_step"] = self._validated_step
-        self._originals = {name: self._host.replace(trainer, name, one) for name, one in standing_in.items()}
+        for name, own in _REPLACED.items():
+            if name != "training_step" or self._validates:
+                self._originals[name] = self._host.replace(trainer, name, getattr(self, own))
         trainer.add_callback(self)  # behind all others: what they asked for after a step is known here
 
     def _uninstall(self) -> None:
@@ -243,12 +239,13 @@ class TrainerProtection(TrainerCallback):
         if self in self._trainer.callback_handler.callbacks:
             self._trainer.remove_callback(self)
 
-    def _timed(self, section: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._host.outside_step(section, is_in_step=self._in_step):
-                return method(*args, **kwargs)
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self._host.outside_step("checkpointing", is_in_step=self._in_step):
+            return self._originals["_save_checkpoint"](*args, **kwargs)
 
-        return timed
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._host.outside_step("evaluation", is_in_step=self._in_step):
+            return self._originals["evaluate"](*args, **kwargs)
 
     def _finish(self, *args: Any, **kwargs: Any) -> Any:
         """Commit what was trained, before the best model takes its place and before what others do at the end."""
@@ -295,8 +292,9 @@ class TrainerProtection(TrainerCallback):
     def _continue(self, max_steps: int, num_updates: int, num_epochs: int, trial: Any) -> tuple[int, int]:
         """Take over what a generation holds of the trainer itself."""
         trainer, loaded = self._trainer, self._loaded
-        if self._given is not None and self._run.global_rank == 0:
-            log.warning("resume_from_checkpoint=%r is not used: this run has saved a newer checkpoint", self._given)
+        if self._given is not None:
+            text = "resume_from_checkpoint=%r is not used: this run has saved a newer checkpoint"
+            log_on_rank_0(log, text, self._given)
         self._random.keep()
         trainer.state = TrainerState(**parse_json(loaded["state"]))
         self._restore_callbacks(trainer.state.stateful_callbacks)
@@ -313,10 +311,7 @@ class TrainerProtection(TrainerCallback):
                 self._updates = self._updates * loaded["samples_per_update"] // self._samples_per_update
             log.warning(
                 "an update takes %d samples, it took %d: training continues after %d updates of epoch %d, reordered",
-                self._samples_per_update,
-                loaded["samples_per_update"],
-                self._updates,
-                self._epoch,
+                *(self._samples_per_update, loaded["samples_per_update"], self._updates, self._epoch),
             )
             transformers.set_seed(trainer.args.seed + self._run.iteration)  # the same on all ranks: so is their order
             self._random.keep()
@@ -350,10 +345,11 @@ class TrainerProtection(TrainerCallback):
         if loader.num_workers and loader.persistent_workers and loader.generator is None:
             self._persistent = loader
         is_stream = isinstance(loader.dataset, IterableDataset)
-        if is_stream and self._persistent is not None and self._run.global_rank == 0:
-            log.warning(
+        if is_stream and self._persistent is not None:
+            log_on_rank_0(
+                log,
                 "dataloader_persistent_workers with an IterableDataset: random numbers that its workers draw change "
-                "after a resumption; leave the setting off, or have the stream draw from a generator that it seeds"
+                "after a resumption; leave the setting off, or have the stream draw from a generator that it seeds",
             )
         elif loader.num_workers == 0 and not is_stream:
             self._collate_in_order(loader)
@@ -646,11 +642,8 @@ class TrainerProtection(TrainerCallback):
             bad = next((name for name, value in seen.items() if not math.isfinite(value)), None)
             if bad is not None and not self._has_warned:
                 self._has_warned = True
-                log.log(
-                    logging.WARNING if self._run.global_rank == 0 else logging.DEBUG,
-                    "%s is %s at step %d, and training continues with it; this is reported once",
-                    *(bad, seen[bad], self._trainer.state.global_step),
-                )
+                text = "%s is %s at step %d, and training continues with it; this is reported once"
+                log_on_rank_0(log, text, bad, seen[bad], self._trainer.state.global_step)
             logs.update(self._figures)
             self._figures.clear()
         return self._originals["log"](logs, *args, **kwargs)

@@ -85,7 +85,7 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     "fault_tolerance.data": {
         _CLIENT: ("HeartbeatTimeouts", "SectionTimeouts", "WorkloadAction", "WorkloadControlRequest")
     },
-    "fault_tolerance.dict_utils": {_CLIENT: ("dict_list_map_inplace", "dict_list_map_outplace")},
+    "fault_tolerance.dict_utils": {f"{__name__}.nested": ("dict_list_map_inplace", "dict_list_map_outplace")},
     "fault_tolerance.rank_monitor_client": {_CLIENT: ("RankMonitorClient", "RankMonitorClientError")},
     "inprocess": {_INPROCESS: ("CallWrapper", "Compose=ComposeFromRight", "Wrapper=WrapperOfNVRx"), _RANKS: _STATE},
     "inprocess.abort": {

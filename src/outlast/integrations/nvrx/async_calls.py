@@ -20,6 +20,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -100,12 +101,9 @@ class AsyncRequest(NamedTuple):
             arguments[1] = self.preload_fn()
         call = _ScheduledCall(self.call_idx, self._replace(async_fn_args=tuple(arguments)))
         call.run()
-        exchange = WorldExchange("the end of a synchronous call", 2 * CALL_TIMEOUT_S)
-        try:
+        with closing(WorldExchange("the end of a synchronous call", 2 * CALL_TIMEOUT_S)) as exchange:
             _agree(exchange.gather(call.outcome(blocking=True), _AsyncCallStatus), what=_GIVEN_UP)
             _finalise(self, exchange)
-        finally:
-            exchange.close()
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
         """Call what follows, in order; return the number of the call.
@@ -120,11 +118,8 @@ class AsyncRequest(NamedTuple):
         """
         if not validate_matching_call_idx:
             return _finalise(self, None)
-        exchange = WorldExchange("the end of an asynchronous call", CALL_TIMEOUT_S)
-        try:
+        with closing(WorldExchange("the end of an asynchronous call", CALL_TIMEOUT_S)) as exchange:
             return _finalise(self, exchange)
-        finally:
-            exchange.close()
 
 
 def _finalise(request: AsyncRequest, exchange: WorldExchange | None) -> int:
@@ -133,18 +128,18 @@ def _finalise(request: AsyncRequest, exchange: WorldExchange | None) -> int:
     try:
         for finalise in request.finalize_fns:
             finalise()
-    except Exception as failure:  # noqa: BLE001  the other ranks are told
+    except Exception as failure:  # noqa: BLE001  all ranks must be notified
         error = failure
-        if exchange is None:
-            raise CheckpointError(
-                f"asynchronous call {request.call_idx} was not finalised: {_describe(error)}"
-            ) from error
-    if exchange is not None:
-        mine = _AsyncCallStatus(call_idx=request.call_idx, ended=True, error=_describe(error))
-        try:
-            _agree(exchange.gather(mine, _AsyncCallStatus), what="was not finalised")
-        except CheckpointError as failure:
-            raise failure from error
+    if exchange is None:
+        if error is not None:
+            text = f"asynchronous call {request.call_idx} was not finalised: {_describe(error)}"
+            raise CheckpointError(text) from error
+        return request.call_idx
+    mine = _AsyncCallStatus(call_idx=request.call_idx, ended=True, error=_describe(error))
+    try:
+        _agree(exchange.gather(mine, _AsyncCallStatus), what="was not finalised")
+    except CheckpointError as failure:
+        raise failure from error
     return request.call_idx
 
 

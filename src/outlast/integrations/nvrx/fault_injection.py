@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from types import FrameType
 from typing import Any
 
@@ -125,6 +126,7 @@ def register_fault(
     if not isinstance(fault, WorkloadFault):
         name, members = fault, WorkloadFault._member_map_
         if name not in members:
+            # NVRx's own protocol: a registered name becomes a member of Fault. Enum has no public way to add one.
             added = object.__new__(WorkloadFault)
             added._name_, added._value_ = name, 1 + max(one.value for one in WorkloadFault)
             members[name] = WorkloadFault._value2member_map_[added._value_] = added
@@ -188,8 +190,5 @@ _CAUSES: dict[WorkloadFault, Callable[[], object]] = {
     WorkloadFault.OS_ABORT: os.abort,
     WorkloadFault.LOCK_GIL: partial(hold_gil, None),
     WorkloadFault.SEGFAULT: crash,
-    WorkloadFault.SIGINT: partial(send_signal, signal.SIGINT),
-    WorkloadFault.SIGKILL: partial(send_signal, signal.SIGKILL),
-    WorkloadFault.SIGTERM: partial(send_signal, signal.SIGTERM),
-    WorkloadFault.SIGSTOP: partial(send_signal, signal.SIGSTOP),
+    **{WorkloadFault[one.name]: partial(send_signal, one) for one in (SIGINT, SIGKILL, SIGTERM, SIGSTOP)},
 }

@@ -15,19 +15,20 @@ import json
 import logging
 import signal
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import msgspec
 
-from outlast import clock, env
+from outlast import clock
 from outlast.config import FaultToleranceConfig
 from outlast.config.base import from_mapping, parse_text
 from outlast.config.sources import ft_option, load_values
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.ft_launcher import find_section, with_none_written
+from outlast.integrations.hosted_session import log_on_rank_0
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.monitor.rank_monitor import RankMonitor, enforce, open_monitor, request_at_failure, yield_to_next
 from outlast.monitor.watchdog import read_learned
@@ -103,33 +104,39 @@ _WITHOUT_EFFECT = {
     "restart_check_interval": "a restart inside the processes is reported, not polled",
 }
 """Settings that are accepted and logged: there is nothing here that they set."""
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "enable_nic_monitor": (False, "name the links in health.network_interfaces of outlast's config"),
-    "enable_nic_healthcheck": (True, "to skip all checks before a node joins set health.before_joining=false"),
-    "enable_dist_storage_healthcheck": (False, "the tiers' folders are checked; add others to health.commands"),
-    "storage_healthcheck_path": (None, "the tiers' folders are checked; add others to health.commands"),
-    "pci_topo_file": (None, "name the links in health.network_interfaces of outlast's config"),
-    "link_down_path_template": (None, "name the links in health.network_interfaces of outlast's config"),
-    "link_state_path_template": (None, "name the links in health.network_interfaces of outlast's config"),
-    "segment": (None, "spares are not chosen by NVLink domain; leave it out"),
-    "numa_bind_strict": (True, "use --numa-binding of outlast run"),
-    "check_remaining_processes": (False, "outlast run waits for the processes of a worker always; leave it out"),
-    "min_progress_iterations": (1, "any newer committed checkpoint is progress; leave it out"),
-    "checkpoint_iteration_file": (None, "report progress with monitor.set_durable_iteration()"),
-    "install_exception_hook": (False, "outlast run keeps the error of each rank always; leave it out"),
-    "attribution_endpoint": (None, "outlast identifies the root cause itself; leave it out"),
-    "attribution_stop_action": (None, "outlast identifies the root cause itself; leave it out"),
-    "attribution_export_url": (None, "outlast identifies the root cause itself; leave it out"),
-    "cycle_info_dir": (None, "the journal has each cycle; read it with outlast status RUN_DIR --json"),
-    "segment_health_check_dir": (None, "add a command that reads the folder to health.commands of outlast's config"),
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("enable_nic_monitor", "pci_topo_file", "link_down_path_template", "link_state_path_template"),
+        "name the links in health.network_interfaces of outlast's config",
+    ),
+    **dict.fromkeys(
+        ("enable_dist_storage_healthcheck", "storage_healthcheck_path"),
+        "the tiers' folders are checked; add others to health.commands",
+    ),
+    **dict.fromkeys(
+        ("attribution_endpoint", "attribution_stop_action", "attribution_export_url"),
+        "outlast identifies the root cause itself; leave it out",
+    ),
+    "enable_nic_healthcheck": "to skip all checks before a node joins set health.before_joining=false",
+    "segment": "spares are not chosen by NVLink domain; leave it out",
+    "numa_bind_strict": "use --numa-binding of outlast run",
+    "check_remaining_processes": "outlast run waits for the processes of a worker always; leave it out",
+    "min_progress_iterations": "any newer committed checkpoint is progress; leave it out",
+    "checkpoint_iteration_file": "report progress with monitor.set_durable_iteration()",
+    "install_exception_hook": "outlast run keeps the error of each rank always; leave it out",
+    "cycle_info_dir": "the journal has each cycle; read it with outlast status RUN_DIR --json",
+    "segment_health_check_dir": "add a command that reads the folder to health.commands of outlast's config",
 }
-"""Settings that only have one value here, and what to use instead of another one."""
+"""Settings for which only the default is supported, and what to use instead of another value."""
 _SHARED = (
     *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"),
     *("rank_out_of_section_timeout", "safety_factor", "num_warmup_iterations"),
 )
 """Settings that are outlast's under the same names."""
-_LEVELS = {"DBG": logging.DEBUG}
+_OF_LAUNCHER = (
+    *("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval", "max_no_progress_cycles"),
+)
+"""Settings that the launcher reads; only values other than the defaults are passed on."""
 
 
 @dataclass
@@ -190,13 +197,11 @@ class NvrxFaultToleranceConfig:
     def __post_init__(self) -> None:
         self._check()
         changed = [f"{name} ({why})" for name, why in _WITHOUT_EFFECT.items() if self._is_changed(name)]
-        level = logging.WARNING if env.read_worker().global_rank == 0 else logging.DEBUG
         if changed:
-            log.log(level, "fault tolerance settings without effect here: %s", "; ".join(changed))
+            log_on_rank_0(log, "fault tolerance settings without effect here: %s", "; ".join(changed))
         if self._is_first_shorter():
-            first, later = self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout
             text = "initial_rank_heartbeat_timeout=%g is below rank_heartbeat_timeout=%g, which is enforced instead"
-            log.log(level, text, first, later)
+            log_on_rank_0(log, text, self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout)
 
     def _is_changed(self, name: str) -> bool:
         return bool(getattr(self, name) != getattr(NvrxFaultToleranceConfig, name))
@@ -209,15 +214,16 @@ class NvrxFaultToleranceConfig:
         except (KeyError, ValueError):
             raise ConfigError(f"rank_termination_signal={given!r} is not a signal; write for example SIGKILL") from None
         level: Any = self.log_level
-        levels = {**logging.getLevelNamesMapping(), **_LEVELS}
+        levels = {**logging.getLevelNamesMapping(), "DBG": logging.DEBUG}
         known = levels.get(level.upper()) if isinstance(level, str) else level
         if not isinstance(known, int) or not logging.DEBUG <= known <= logging.CRITICAL:
             raise ConfigError(f"log_level={level!r} is not a level; write for example INFO")
         self.log_level = known
         sections: Any = self.rank_section_timeouts
         self.rank_section_timeouts = {} if sections is None else sections
-        for name, (only, instead) in _REFUSED.items():
-            if (value := getattr(self, name)) != only:
+        for name, instead in _REFUSED.items():
+            if self._is_changed(name):
+                value, only = getattr(self, name), getattr(NvrxFaultToleranceConfig, name)
                 raise ConfigError(f"{name}={value!r} is not supported, only {only!r} is: {instead}")
         self.to_outlast()
 
@@ -303,15 +309,9 @@ class NvrxFaultToleranceConfig:
         Raises:
             ConfigError: A value is out of range, or contradicts another.
         """
-        of_launcher = ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval")
-        values = {
-            **{name: getattr(self, name) for name in _SHARED},
-            "enable_ft_package": True,
-            "rank_termination_signal": self.rank_termination_signal.name,
-            **{
-                name: getattr(self, name) for name in (*of_launcher, "max_no_progress_cycles") if self._is_changed(name)
-            },
-        }
+        names = (*_SHARED, *(name for name in _OF_LAUNCHER if self._is_changed(name)))
+        values = {name: getattr(self, name) for name in names}
+        values |= {"enable_ft_package": True, "rank_termination_signal": self.rank_termination_signal.name}
         if self._is_first_shorter():
             values["initial_rank_heartbeat_timeout"] = self.rank_heartbeat_timeout
         return from_mapping(FaultToleranceConfig, values, where="FaultToleranceConfig")
@@ -496,9 +496,8 @@ class RankMonitorClient:
             WorkloadAction.ShutdownWorkload: EndRequest.STOP,
         }
         request_at_failure(monitor, wanted[req.action])
-        log.log(
-            logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING, "the script requests: %s", req
-        )
+        level = logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING
+        log.log(level, "the script requests: %s", req)
 
     # -- timeouts --------------------------------------------------------------------------------------------------
 
@@ -631,11 +630,9 @@ class RankMonitorClient:
         """Return the longest times of all ranks."""
         self._monitor()
         self._measured.note_outside()
-        longest: dict[str, float] = {}
-        for times in self._exchange.gather(self._measured.values(), dict[str, float]):
-            for name, seconds in times.items():
-                longest[name] = max(seconds, longest.get(name, 0.0))
-        return longest
+        gathered = self._exchange.gather(self._measured.values(), dict[str, float])
+        names = {name for times in gathered for name in times}
+        return {name: max(times.get(name, 0.0) for times in gathered) for name in names}
 
     def _merge(self, longest_s: float, before_s: float | None) -> float:
         new = max(FLOOR_S, longest_s * self._monitor().config.safety_factor)
@@ -671,25 +668,3 @@ class RankMonitorClient:
             calculated_sections=set(calculated.sections),
             is_out_of_section_calculated=outside is not None,
         )
-
-
-def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace everything in nested dicts and lists that is neither by what ``f`` makes of it; return ``x``."""
-    if isinstance(x, dict):
-        for key in x:
-            x[key] = dict_list_map_inplace(f, x[key])
-        return x
-    if isinstance(x, list):
-        for at, value in enumerate(x):
-            x[at] = dict_list_map_inplace(f, value)
-        return x
-    return f(x)
-
-
-def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Return nested dicts and lists like ``x``, with the results of ``f`` for everything in them that is neither."""
-    if isinstance(x, dict):
-        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [dict_list_map_outplace(f, value) for value in x]
-    return f(x)

@@ -109,20 +109,16 @@ class ComposeFromRight:
         ConfigError: There is none, or one cannot be called.
     """
 
-    instances: tuple[Callable[..., Any], ...]
-
     def __new__(cls, *instances: Callable[..., Any]) -> ComposeFromRight:
-        """Return one that is also an instance of what its plug-ins have in common."""
+        # NVRx's own protocol: scripts pass a composition wherever an instance of the shared class is checked for.
         require(bool(instances), "Compose() has no plug-ins; name at least one")
+        return super().__new__(_composed_class(instances))
+
+    def __init__(self, *instances: Callable[..., Any]) -> None:
         for instance in instances:
             text = f"Compose was given {instance!r}, which cannot be called; pass an instance or a function"
             require(callable(instance), text)
-        composed = object.__new__(_composed_class(instances))
-        composed.instances = instances
-        return composed
-
-    def __init__(self, *instances: Callable[..., Any]) -> None:
-        """Do nothing more, whatever the shared class does."""
+        self.instances = instances
 
     def __call__(self, *args: Any) -> Any:
         """Return what the leftmost plug-in returned."""
@@ -145,21 +141,16 @@ class ComposeFromRight:
 
 def _composed_class(instances: tuple[object, ...]) -> type[ComposeFromRight]:
     """Return the class of a composition, below the nearest one that all instances share and that can be inherited."""
-    shared = [kind for kind in type(instances[0]).__mro__ if all(isinstance(one, kind) for one in instances)]
+    shared = [kind for kind in type(instances[0]).__mro__[:-1] if all(isinstance(one, kind) for one in instances)]
     for kind in shared:
         bases = (kind,) if issubclass(kind, ComposeFromRight) else (ComposeFromRight, kind)
         try:
-            found = types.new_class(
-                "Composed", (ComposeFromRight,) if kind is object else bases, {}, lambda names: names.update(_NAMES)
-            )
+            found = types.new_class("Composed", bases, {}, lambda names: names.update(__module__=__name__))
         except TypeError:  # such as the class of all functions
             continue
         found.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
         return found
     return ComposeFromRight
-
-
-_NAMES = {"__module__": __name__, "__call__": ComposeFromRight.__call__, "labels": ComposeFromRight.labels}
 
 
 class RetryLimits(StatePlugin):
@@ -622,18 +613,10 @@ def _without_frames(error: Exception) -> Exception:
     return copied if type(copied) is type(error) else RestartError(f"{type(error).__name__}: {error}")
 
 
-def _as_health_check_error(health_check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the plug-in with all that it raises as :class:`HealthCheckError`, as a script for NVRx expects it."""
-
-    def call(state: Any) -> Any:
-        try:
-            return health_check(state)
-        except (HealthCheckError, RestartAbort):
-            raise
-        except Exception as error:
-            raise HealthCheckError(f"{type(error).__name__}: {error}", rank=state.initial_rank) from error
-
-    return call
+def _raise_health_check_error(error: Exception, state: engine.State) -> None:
+    """Raise :class:`HealthCheckError` for whatever a health check raised: scripts for NVRx catch that class."""
+    if not isinstance(error, HealthCheckError | RestartAbort):
+        raise HealthCheckError(f"{type(error).__name__}: {error}", rank=state.initial_rank) from error
 
 
 class WrapperOfNVRx:
@@ -732,17 +715,15 @@ class WrapperOfNVRx:
         for name in ("initialize", "abort", "finalize", "health_check", "completion", "terminate"):
             text = f"{name}={given[name]!r} cannot be called; pass an instance or a function"
             require(given[name] is None or callable(given[name]), text)
-        if health_check is not None:
-            health_check = _as_health_check_error(health_check)
         if abort is not None:
-            finalize = self._after_abort(abort, finalize)
             abort = self._once_a_call(abort)
+            finalize = _after_abort(abort, finalize)
         self._wrapper = Wrapper(
             self.config,
-            initialize=self._refusing(self._with_state(initialize)),
+            initialize=self._with_state(initialize, lambda error, _: self._refuse(error)),
             abort=self._with_state(abort),
             finalize=self._with_state(finalize),
-            health_check=self._with_state(health_check),
+            health_check=self._with_state(health_check, _raise_health_check_error),
             rank_assignment=self._deciding(rank_assignment or ComposeFromRight(ActivateAllRanks(), ShiftRanksUp())),
             completion=self._with_state(completion),
             terminate=self._with_state(terminate),
@@ -817,37 +798,6 @@ class WrapperOfNVRx:
 
         return call
 
-    def _after_abort(self, abort: Callable[[Any], Any], finalize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        """Return a ``finalize`` that first has ``abort`` called if the function was left before it could be.
-
-        The engine aborts only what the main thread may still wait on. In NVRx it is called for every call that fails.
-        """
-        once = self._once_a_call(abort)
-
-        def call(state: Any) -> None:
-            try:
-                once(state)
-            except Exception:
-                log.exception("the abort plug-in failed")
-            if finalize is not None:
-                finalize(state)
-
-        return call
-
-    def _refusing(self, plugin: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Return the plug-in, whose failure is retried unless the stand-in refuses something."""
-        if plugin is None:
-            return None
-
-        def call(state: Any) -> None:
-            try:
-                plugin(state)
-            except Exception as error:
-                self._refuse(error)
-                raise
-
-        return call
-
     def _deciding(self, rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return the rule, whose error the caller gets on the rank that decides; the others get ``RestartAbort``."""
 
@@ -863,12 +813,37 @@ class WrapperOfNVRx:
         vars(assign)["labels"] = lambda: engine.labels_of(rule)
         return assign
 
-    def _with_state(self, plugin: Callable[[Any], Any] | None) -> Callable[[engine.State], Any] | None:
-        """Return the plug-in as the engine calls it."""
+    def _with_state(
+        self,
+        plugin: Callable[[Any], Any] | None,
+        failed: Callable[[Exception, engine.State], None] = lambda error, state: None,
+    ) -> Callable[[engine.State], Any] | None:
+        """Return the plug-in as the engine calls it; ``failed`` may replace the exception that the plug-in raises."""
         if plugin is None:
             return None
 
         def call(state: engine.State) -> None:
-            plugin(_describe(state, self._raised))
+            try:
+                plugin(_describe(state, self._raised))
+            except Exception as error:
+                failed(error, state)
+                raise
 
         return call
+
+
+def _after_abort(abort: Callable[[Any], Any], finalize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """Return a ``finalize`` that calls ``abort`` first.
+
+    The engine aborts only where the main thread may still wait; NVRx calls ``abort`` for every call that fails.
+    """
+
+    def call(state: Any) -> None:
+        try:
+            abort(state)
+        except Exception:
+            log.exception("the abort plug-in failed")
+        if finalize is not None:
+            finalize(state)
+
+    return call

@@ -41,6 +41,7 @@ from outlast.decoding import open_file
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import current_handle
 from outlast.integrations.megatron import follow_rerun_machine
+from outlast.integrations.nvrx.nested import dict_list_map_inplace
 from outlast.runtime.process_groups import current_place
 from outlast.runtime.random_numbers import capture_random, restore_random
 
@@ -171,17 +172,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             raise CheckpointingException(f"the state dict is {'' if self._is_hollow else 'not '}hollow; {remedy}")
 
     def _replace(self, kind: type, make: Any) -> None:
-        def walk(value: Any) -> Any:
-            if isinstance(value, dict):
-                for name, inner in value.items():
-                    value[name] = walk(inner)
-            elif isinstance(value, list):
-                value[:] = [walk(inner) for inner in value]
-            elif isinstance(value, kind):
-                return make(value)
-            return value
-
-        walk(self.state_dict)
+        dict_list_map_inplace(lambda leaf: make(leaf) if isinstance(leaf, kind) else leaf, self.state_dict)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -399,19 +390,12 @@ class GroupWrapper:
         return torch.distributed.get_rank()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """How far apart the ranks are whose nodes hold each other's copies; ``jump=None``: one node."""
-
-    jump: int | None
-    factor: int
-
-
 class ReplicationStrategy(Protocol):
-    """What a manager asks of a strategy; copying is the engine's."""
+    """Which nodes hold copies; the checkpoint engine makes them."""
 
-    def plan(self) -> ReplicaPlan:
-        """Return which ranks' nodes hold copies."""
+    replication_jump: int | None
+    """Ranks between a rank and the one whose node gets its copy; ``None`` = the ranks of a node."""
+    replication_factor: int
 
 
 class LazyCliqueReplicationStrategy:
@@ -431,10 +415,6 @@ class LazyCliqueReplicationStrategy:
         text = f"replication_factor={replication_factor} must be at least 2; for no copies pass repl_strategy=None"
         require(replication_factor >= 2, text)
         self.replication_jump, self.replication_factor = replication_jump, replication_factor
-
-    def plan(self) -> ReplicaPlan:
-        """Return which ranks' nodes hold copies."""
-        return ReplicaPlan(self.replication_jump, self.replication_factor)
 
 
 class CliqueReplicationStrategy(LazyCliqueReplicationStrategy):
@@ -543,12 +523,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
         require(not session_id.startswith("/") and ".." not in parts, text)
         super().__init__(session_id, repl_strategy)
         self.root_local_ckpt_dir = root_local_ckpt_dir
-        plan = repl_strategy.plan() if repl_strategy is not None else None
         config = CheckpointConfig(
             local_directory=str(self.local_ckpt_dir),
-            replication=plan is not None,
-            replication_jump=None if plan is None else plan.jump,
-            replication_factor=2 if plan is None else plan.factor,
+            replication=repl_strategy is not None,
+            replication_jump=getattr(repl_strategy, "replication_jump", None),
+            replication_factor=getattr(repl_strategy, "replication_factor", 2),
             resume_from_other_run=True,  # the session names the training here, over all jobs
         )
         self._suspect_window = config.suspect_window

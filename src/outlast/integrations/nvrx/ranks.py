@@ -11,8 +11,10 @@ import copy
 import dataclasses
 import enum
 import functools
+import math
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, overload
@@ -198,7 +200,11 @@ def _assign_each(rule: AssignmentRule, own: Callable[[Any, Any], Any], given: As
     ends: dict[int, WrapperState] = {}
     for initial, number in numbers.items():
         if initial not in copies:
-            copies[initial] = _copy_rule(rule)
+            try:
+                copies[initial] = copy.deepcopy(rule, {id(copies): {}})
+            except Exception as error:
+                text = f"{type(rule).__qualname__} cannot be copied for each rank ({error})"
+                raise ConfigError(f"{text}; keep in it what can be copied") from error
         active = given.ranks.get(initial)
         state = WrapperState(
             rank=number,
@@ -226,16 +232,6 @@ def _assign_each(rule: AssignmentRule, own: Callable[[Any, Any], Any], given: As
         ranks = {initial: one.active_rank for initial, one in ends.items() if one.active_rank is not None}
     members = tuple(dataclasses.replace(one, alive=one.initial_rank in ends) for one in given.members)
     return dataclasses.replace(given, members=members, ranks=ranks)
-
-
-def _copy_rule(rule: AssignmentRule) -> AssignmentRule:
-    copied = object.__new__(type(rule))
-    try:
-        vars(copied).update(copy.deepcopy({name: one for name, one in vars(rule).items() if name != "_copies"}))
-    except Exception as error:
-        text = f"{type(rule).__qualname__} cannot be copied for each rank ({error}); keep in it what can be copied"
-        raise ConfigError(text) from error
-    return copied
 
 
 def _number(given: Assignment) -> tuple[dict[int, int], set[int]]:
@@ -371,10 +367,7 @@ class CountedGroups(AssignmentRule):
 
     def assign(self, assignment: Assignment) -> Assignment:
         """Return the assignment without the ranks of groups that do not stay."""
-        counts: dict[str, int] = {}
-        for member in assignment.living:
-            group = member.labels.get(self._label, "")
-            counts[group] = counts.get(group, 0) + 1
+        counts = Counter(member.labels.get(self._label, "") for member in assignment.living)
         staying = {group for group, num in counts.items() if self.condition(num)}
         members = tuple(
             dataclasses.replace(one, alive=one.alive and one.labels.get(self._label, "") in staying)
@@ -595,7 +588,7 @@ class _Growing:
         for number in range(depth, 0, -1) if gives_up else ():
             # A branch that is given up counts for nothing in the one around it.
             least = layers[number - 1].min_ranks or 1
-            counts = self._count(living, number)
+            counts = Counter(self._paths[initial][:number] for initial in living)
             living = {initial for initial in living if counts[self._paths[initial][:number]] >= least}
         self.usable = living
         """Initial ranks that can be given a rank."""
@@ -604,19 +597,15 @@ class _Growing:
 
     def activated(self) -> Assignment:
         """Return ranks in the order of the branches, as far as there is room."""
-        num_active: dict[Branch, int] = {}
+        num_active = Counter[Branch]()
         self._ranks = {}
+        limits = [math.inf if layer.max_ranks is None else layer.max_ranks for layer in self._layers]
         for initial in self._order:
-            branches = [self._paths[initial][:number] for number in range(1, len(self._layers) + 1)]
-            limits = [layer.max_ranks for layer in self._layers]
-            full = (
-                limit is not None and num_active.get(branch, 0) >= limit
-                for branch, limit in zip(branches, limits, strict=True)
-            )
-            if initial in self.usable and not any(full):
+            branches = [self._paths[initial][:number] for number in self._depths]
+            has_room = all(num_active[branch] < limit for branch, limit in zip(branches, limits, strict=True))
+            if initial in self.usable and has_room:
                 self._ranks[initial] = len(self._ranks)
-                for branch in branches:
-                    num_active[branch] = num_active.get(branch, 0) + 1
+                num_active.update(branches)
         return self._closed()
 
     def filled(self) -> Assignment:
@@ -629,7 +618,7 @@ class _Growing:
         spares: dict[Branch, list[int]] = {}
         for initial in self._order:
             if initial in self.usable and initial not in self._ranks:
-                for number in range(1, len(self._layers) + 1):
+                for number in self._depths:
                     spares.setdefault(self._paths[initial][:number], []).append(initial)
         left = []
         for gap in self._gaps():
@@ -652,7 +641,7 @@ class _Growing:
                 domains.setdefault(around[-1], []).append(gap)
         active: dict[Branch, list[int]] = {}
         for initial in self._ranks:
-            for number in range(1, len(self._layers) + 1):
+            for number in self._depths:
                 if (branch := self._paths[initial][:number]) in domains:
                     active.setdefault(branch, []).append(initial)
         for branch, missing in domains.items():
@@ -678,9 +667,6 @@ class _Growing:
                 return
             yield path[:number]
 
-    def _count(self, ranks: Iterable[int], depth: int) -> dict[Branch, int]:
-        counts: dict[Branch, int] = {}
-        for initial in ranks:
-            branch = self._paths[initial][:depth]
-            counts[branch] = counts.get(branch, 0) + 1
-        return counts
+    @property
+    def _depths(self) -> range:
+        return range(1, len(self._layers) + 1)

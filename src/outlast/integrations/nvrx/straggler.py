@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
@@ -153,12 +154,11 @@ class PerformanceReport:
             }
 
         found: dict[str, Any] = {}
-        relative = self.gpu_relative_perf_scores, gpu_rel_threshold, self.section_relative_perf_scores
-        individual = self.gpu_individual_perf_scores, gpu_indiv_threshold, self.section_individual_perf_scores
-        for basis, (gpus, gpu_threshold, sections), section_threshold in (
-            (Basis.RELATIVE, relative, section_rel_threshold),
-            (Basis.INDIVIDUAL, individual, section_indiv_threshold),
+        for basis, gpu_threshold, section_threshold in (
+            (Basis.RELATIVE, gpu_rel_threshold, section_rel_threshold),
+            (Basis.INDIVIDUAL, gpu_indiv_threshold, section_indiv_threshold),
         ):
+            gpus, sections = getattr(self, f"gpu_{basis}_perf_scores"), getattr(self, f"section_{basis}_perf_scores")
             found[f"straggler_gpus_{basis}"] = below(gpus, gpu_threshold, basis, KERNELS)
             slow = {name: below(scores, section_threshold, basis, _SECTION + name) for name, scores in sections.items()}
             found[f"straggler_sections_{basis}"] = {name: ranks for name, ranks in slow.items() if ranks}
@@ -233,8 +233,8 @@ class Detector:
     initialized: ClassVar[bool] = False
     _state: ClassVar[_Detection | None] = None
 
-    def __new__(cls) -> Detector:
-        raise RuntimeError(f"{cls.__name__} is used without making one: call {cls.__name__}.initialize()")
+    def __init__(self) -> None:
+        raise RuntimeError("Detector is used without making one: call Detector.initialize()")
 
     @classmethod
     def initialize(
@@ -305,9 +305,7 @@ class Detector:
         section = state.sections.setdefault(name, _TimedSection())
         counts = section.num_entries % state.profiling_interval == 0
         section.num_entries += 1
-        traces = False
-        if counts and profile_cuda and state.depth == 0:
-            traces = state.begin_trace()
+        traces = counts and profile_cuda and state.depth == 0 and state.begin_trace()
         state.depth += 1
         began_ns = perf_counter_ns()
         try:
@@ -545,16 +543,18 @@ class _Comparison:
         )
         is_alone = not self.gather_on_rank0 and RELATIVE not in self.scores
         ranks = [mine] if is_alone else self.exchange.gather(mine, RankTimings)
-        relative = measure_relative(ranks) if RELATIVE in self.scores else []
-        individual = measure_individual(ranks) if INDIVIDUAL in self.scores else []
+        measured: dict[Basis, list[Slowness]] = {
+            Basis.RELATIVE: measure_relative(ranks) if RELATIVE in self.scores else [],
+            Basis.INDIVIDUAL: measure_individual(ranks) if INDIVIDUAL in self.scores else [],
+        }
         if self.gather_on_rank0 and rank != 0:
             return None
         shown = {one.rank for one in ranks} if self.gather_on_rank0 else {rank}
+        for basis, found in measured.items():
+            measured[basis] = sorted((one for one in found if one.rank in shown), key=attrgetter("rank"))
         return PerformanceReport(
-            gpu_relative_perf_scores=_of_kernels(relative, shown),
-            section_relative_perf_scores=_of_sections(relative, shown),
-            gpu_individual_perf_scores=_of_kernels(individual, shown),
-            section_individual_perf_scores=_of_sections(individual, shown),
+            **_scores(Basis.RELATIVE, measured[Basis.RELATIVE]),
+            **_scores(Basis.INDIVIDUAL, measured[Basis.INDIVIDUAL]),
             rank_to_node={one.rank: one.node for one in ranks if one.rank in shown},
             local_section_summaries=section_summaries,
             local_kernel_summaries=kernel_summaries,
@@ -563,8 +563,9 @@ class _Comparison:
             rank=rank,
             within_noise=frozenset(
                 (one.basis, one.name, one.rank)
-                for one in (*relative, *individual)
-                if one.rank in shown and len(ranks) > 1 and not one.is_slow(1.0)
+                for found in measured.values()
+                for one in found
+                if len(ranks) > 1 and not one.is_slow(1.0)
             ),
         )
 
@@ -576,32 +577,26 @@ class _Comparison:
         return msgspec.structs.replace(timing, best_s=best_s.get(timing.name, 0.0))
 
 
-def _of_kernels(measured: list[Slowness], shown: set[int]) -> dict[int, float]:
-    return {one.rank: one.score for one in sorted(measured, key=_rank) if one.name == KERNELS and one.rank in shown}
-
-
-def _of_sections(measured: list[Slowness], shown: set[int]) -> dict[str, dict[int, float]]:
-    scores: dict[str, dict[int, float]] = {}
-    for one in sorted(measured, key=_rank):
-        if one.name != KERNELS and one.rank in shown:
-            scores.setdefault(one.name.removeprefix(_SECTION), {})[one.rank] = one.score
-    return scores
-
-
-def _rank(one: Slowness) -> int:
-    return one.rank
+def _scores(basis: Basis, measured: Iterable[Slowness]) -> dict[str, dict[Any, Any]]:
+    """Return the report's fields for one basis: scores of GPUs by rank, and of sections by name and rank."""
+    gpus: dict[int, float] = {}
+    sections: dict[str, dict[int, float]] = {}
+    for one in measured:
+        scores = gpus if one.name == KERNELS else sections.setdefault(one.name.removeprefix(_SECTION), {})
+        scores[one.rank] = one.score
+    return {f"gpu_{basis}_perf_scores": gpus, f"section_{basis}_perf_scores": sections}
 
 
 def _statistics(times_s: Mapping[str, Sequence[float]]) -> dict[str, dict[Statistic, float]]:
-    found = {}
-    for name, values in times_s.items():
-        if values:
-            found[name] = {
-                Statistic.MIN: min(values) * 1e3,
-                Statistic.MAX: max(values) * 1e3,
-                Statistic.MED: lower_median(values) * 1e3,
-                Statistic.AVG: statistics.fmean(values) * 1e3,
-                Statistic.STD: statistics.stdev(values) * 1e3 if len(values) > 1 else math.nan,
-                Statistic.NUM: float(len(values)),
-            }
-    return found
+    return {
+        name: {
+            Statistic.MIN: min(values) * 1e3,
+            Statistic.MAX: max(values) * 1e3,
+            Statistic.MED: lower_median(values) * 1e3,
+            Statistic.AVG: statistics.fmean(values) * 1e3,
+            Statistic.STD: statistics.stdev(values) * 1e3 if len(values) > 1 else math.nan,
+            Statistic.NUM: float(len(values)),
+        }
+        for name, values in times_s.items()
+        if values
+    }
