@@ -1,4 +1,4 @@
-"""Run a script, or a module, that finds outlast's ``nvidia_resiliency_ext``."""
+"""Run a script or module for which ``nvidia_resiliency_ext`` is outlast's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USAGE = "usage: python -m outlast.integrations.nvrx [-m MODULE | SCRIPT] [ARGUME
 
 
 def main() -> None:
-    """Do as ``python`` does with its arguments, after :func:`install`."""
+    """Run the script or module of the command line as ``python`` does, after :func:`install`."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[is_module:]

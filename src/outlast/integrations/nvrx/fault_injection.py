@@ -1,7 +1,6 @@
-"""``nvidia_resiliency_ext.shared_utils.inject_fault``: a fault of this process on purpose, some seconds from now.
+"""``nvidia_resiliency_ext.shared_utils.inject_fault``: an injected fault of this process after a delay.
 
-For tests of a job. :mod:`outlast.chaos` causes the faults; its fault plans inject them into a whole run, once, at an
-iteration or in a section.
+For tests of a job. :mod:`outlast.chaos` causes the faults; its fault plans inject faults into a whole run.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from outlast.errors import ConfigError
 
 log = logging.getLogger(__name__)
 _START_S = 5.0
-"""How long a fault without a delay waits for the call that injects it to have begun it."""
+"""How long a fault without a delay waits until the injecting call has started the timer."""
 
 
 class WorkloadFault(Enum):
-    """What happens."""
+    """Kind of an injected fault."""
 
     GPU_ERROR = auto()
     """Refused."""
@@ -51,34 +50,34 @@ class WorkloadFault(Enum):
 
 
 class InjectedException(Exception):
-    """The exception that was requested."""
+    """An injected exception."""
 
 
 _wanted = threading.Event()
 
 
 def maybe_raise_workload_exception() -> None:
-    """Raise :class:`InjectedException` once, if a fault ``WORKLOAD_EXC`` has come due."""
+    """Raise :class:`InjectedException` once, if a fault ``WORKLOAD_EXC`` is due."""
     if _wanted.is_set():
         _wanted.clear()
         raise InjectedException("a fault that was injected on purpose")
 
 
 def clear_workload_exception() -> None:
-    """Drop a fault ``WORKLOAD_EXC`` that has come due."""
+    """Drop a fault ``WORKLOAD_EXC`` that is due."""
     _wanted.clear()
 
 
 def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Callable[[], Any] | None) -> None:
-    """Cause a fault of this process.
+    """Inject a fault into this process.
 
     Args:
-        fault: Which.
+        fault: The kind.
         delay: Seconds from now.
-        callback: Called right before, in a thread of its own; ``None`` = nothing.
+        callback: Called right before the fault, in a separate thread; ``None`` = nothing.
 
     Raises:
-        ConfigError: The fault cannot be caused, or the delay is below 0.
+        ConfigError: The fault cannot be caused, or the delay is negative.
 
     Thread: the main thread for ``SIGNAL_EXC``, otherwise any.
     """
@@ -116,8 +115,8 @@ def register_fault(
     """Set the function that causes a fault.
 
     Args:
-        fault_name_or_enum: A member of ``Fault``, or the name of another fault, which becomes one.
-        handler: Called by :func:`dispatch_fault_injection` with its delay and callback, in the thread of the caller.
+        fault_name_or_enum: A member of ``Fault``, or the name of a new member.
+        handler: Called by :func:`dispatch_fault_injection` with its delay and callback, in the caller's thread.
 
     Returns:
         The member of ``Fault``.
@@ -144,14 +143,14 @@ def inject_fault(
     seed: int,
     callback: Callable[[], Any] | None = None,
 ) -> None:
-    """Cause a fault of some ranks, drawn at random, and the same on all ranks.
+    """Inject a fault into randomly drawn ranks; all ranks draw the same.
 
     Args:
         faults: The faults to draw one from.
         num_faults: The number of ranks, or the smallest and largest number to draw from.
-        keep_alive: The first ranks, this many, have no fault.
+        keep_alive: The first ranks, this many, get no fault.
         delay: Seconds from now, or the smallest and largest number to draw from.
-        seed: Of the draw; the same on all ranks.
+        seed: Seed of the draw, the same on all ranks.
         callback: As for :func:`dispatch_fault_injection`.
 
     Raises:
@@ -182,7 +181,7 @@ def _raise_in_handler(number: int, frame: FrameType | None) -> None:
 
 
 _registered: dict[WorkloadFault, Callable[[float, Callable[[], Any] | None], Any]] = {}
-"""Functions of :func:`register_fault`."""
+"""Functions from :func:`register_fault`."""
 _CAUSES: dict[WorkloadFault, Callable[[], object]] = {
     WorkloadFault.WORKLOAD_EXC: _wanted.set,
     WorkloadFault.ASYNC_EXC: partial(raise_in_main_thread, InjectedException),

@@ -1,10 +1,9 @@
-"""``nvidia_resiliency_ext.fault_tolerance``: heartbeats, sections and calculated timeouts, over a rank monitor.
+"""``nvidia_resiliency_ext.fault_tolerance``: heartbeats, sections and calculated timeouts over a rank monitor.
 
-A process has one :class:`~outlast.monitor.RankMonitor`. The client uses the one of the session, where there is a
-session; otherwise it makes one, which a session that starts later takes over with what the client has open in it. So
-the client may be made before the process group, shut down, and made again, with a session or without.
-
-What the client measures for its calculation is its own: it starts anew with each client, as in the extension.
+A process has one :class:`~outlast.monitor.RankMonitor`. The client uses the session's monitor if there is a session.
+Otherwise it creates one, which a later session replaces and whose open sections it continues. So the client may be
+created before the process group, shut down and created again, with or without a session. Measured durations belong to
+one client, as in the extension.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 class RankMonitorClientError(OutlastError):
-    """A call of the client is out of order, or cannot be carried out."""
+    """A call of the client is out of order or cannot be carried out."""
 
 
 @dataclass
 class HeartbeatTimeouts:
-    """Timeouts of heartbeats in force, in seconds; ``None`` = not enforced."""
+    """Enforced timeouts of heartbeats, in seconds; ``None`` = not enforced."""
 
     initial: float | None = None
     subsequent: float | None = None
@@ -52,13 +51,12 @@ class HeartbeatTimeouts:
 
     @property
     def are_valid(self) -> bool:
-        """Whether both are enforced."""
         return self.initial is not None and self.subsequent is not None
 
 
 @dataclass
 class SectionTimeouts:
-    """Timeouts of sections in force, in seconds; ``None`` = not enforced."""
+    """Enforced timeouts of sections, in seconds; ``None`` = not enforced."""
 
     section: Mapping[str, float | None] = field(default_factory=dict)
     out_of_section: float | None = None
@@ -70,17 +68,15 @@ class SectionTimeouts:
 
     @property
     def are_valid(self) -> bool:
-        """Whether all are enforced."""
         return None not in self.section.values() and self.out_of_section is not None
 
     @property
     def were_calculated(self) -> bool:
-        """Whether all were calculated."""
         return self.calculated_sections == set(self.section) and self.is_out_of_section_calculated
 
 
 class WorkloadAction(Enum):
-    """What is asked of the launcher."""
+    """Action that is requested from the launcher."""
 
     Continue = 0
     ExcludeThisNode = 1
@@ -88,7 +84,7 @@ class WorkloadAction(Enum):
 
 
 class WorkloadControlRequest:
-    """What is asked of the launcher, and why."""
+    """A requested action, and the reason."""
 
     def __init__(self, action: WorkloadAction, description: str = "<not set>") -> None:
         self.action = action
@@ -103,7 +99,7 @@ _WITHOUT_EFFECT = {
     "node_health_check_interval": "set health.node_interval of outlast's config",
     "restart_check_interval": "a restart inside the processes is reported, not polled",
 }
-"""Settings that are accepted and logged: there is nothing here that they set."""
+"""Settings that are accepted and logged, since outlast has nothing that they set."""
 _REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("enable_nic_monitor", "pci_topo_file", "link_down_path_template", "link_state_path_template"),
@@ -132,7 +128,7 @@ _SHARED = (
     *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"),
     *("rank_out_of_section_timeout", "safety_factor", "num_warmup_iterations"),
 )
-"""Settings that are outlast's under the same names."""
+"""Settings that outlast has under the same names."""
 _OF_LAUNCHER = (
     *("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval", "max_no_progress_cycles"),
 )
@@ -141,28 +137,28 @@ _OF_LAUNCHER = (
 
 @dataclass
 class NvrxFaultToleranceConfig:
-    """The extension's settings of monitoring, by the names of 0.6 and 0.7 and with their defaults.
+    """The extension's monitoring settings, with the names of 0.6 and 0.7 and their defaults.
 
     Where the two differ (``max_no_progress_cycles``), the default is that of 0.7. :meth:`to_outlast` returns outlast's.
 
     Raises:
-        ConfigError: A value is wrong, or a setting has no meaning here; the message names what to use instead.
+        ConfigError: A value is invalid, or a setting is not supported; the message names the replacement.
     """
 
     workload_check_interval: float = 5.0
     """Without effect: a hang is detected when its timeout passes."""
     initial_rank_heartbeat_timeout: float | None = None
-    """Seconds. One that is below ``rank_heartbeat_timeout`` is accepted, and enforced as that."""
+    """Seconds. If it is below ``rank_heartbeat_timeout``, that timeout is enforced instead."""
     rank_heartbeat_timeout: float | None = None
     rank_section_timeouts: Mapping[str, float | None] = field(default_factory=dict)
     """``None`` = no section has a timeout."""
     rank_out_of_section_timeout: float | None = None
     node_health_check_interval: float = 5.0
-    """Without effect: nodes are checked before they join and after a fault there."""
+    """Without effect: nodes are checked before they join and after a fault."""
     safety_factor: float = 5.0
     rank_termination_signal: signal.Signals = signal.SIGKILL
     log_level: int = logging.INFO
-    """The level of the extension's own components; outlast's is set with ``--log-level`` of ``outlast run``."""
+    """Level of the extension's own components; outlast's level is set with ``--log-level`` of ``outlast run``."""
     restart_check_interval: float = 60.0
     """Without effect: restarts are reported, not polled."""
     enable_nic_monitor: bool = False
@@ -173,17 +169,17 @@ class NvrxFaultToleranceConfig:
     link_down_path_template: str | None = None
     link_state_path_template: str | None = None
     skip_section_response: bool = True
-    """Either value: a section is a write into shared memory, which needs no response, and errors are raised at once."""
+    """No effect: a section is a write into shared memory, which needs no response, and errors are raised at once."""
     segment: int | None = None
     numa_bind_strict: bool = True
     gpu_memory_reclaim_timeout: float = 50.0
-    """The launcher's, as are the next two and ``max_no_progress_cycles``: in a script they have no effect, and a
-    session logs so."""
+    """A setting of the launcher, like the next two and ``max_no_progress_cycles``: without effect in a script, which a
+    session logs."""
     gpu_memory_tolerance_mb: float = 512.0
     gpu_memory_poll_interval: float = 2.0
     check_remaining_processes: bool = False
     max_no_progress_cycles: int = 3
-    """At least 1; to switch it off write a large number."""
+    """At least 1; to disable the limit write a large number."""
     min_progress_iterations: int = 1
     checkpoint_iteration_file: str | None = None
     install_exception_hook: bool = False
@@ -237,11 +233,11 @@ class NvrxFaultToleranceConfig:
         """Create a config from keyword arguments.
 
         Args:
-            ignore_not_recognized: Log other names; otherwise they are an error.
+            ignore_not_recognized: Log unknown names; otherwise they are an error.
             kwargs: The settings.
 
         Raises:
-            ConfigError: A value is wrong, or a name.
+            ConfigError: A value or a name is invalid.
         """
         known = {one.name for one in dataclasses.fields(NvrxFaultToleranceConfig)}
         if others := sorted(set(kwargs) - known):
@@ -253,10 +249,10 @@ class NvrxFaultToleranceConfig:
 
     @staticmethod
     def from_yaml_file(cfg_path: str, ignore_not_recognized: bool = True) -> NvrxFaultToleranceConfig:
-        """Read the section ``fault_tolerance`` of a YAML file of any name, at the top or within another section.
+        """Read the section ``fault_tolerance`` of a YAML file, at the top or within another section.
 
         Raises:
-            ConfigError: There is no such section, or a setting of it is wrong.
+            ConfigError: There is no such section, or a setting is invalid.
         """
         found = find_section(load_values(cfg_path, otherwise="yaml")[0])
         if found is None:
@@ -265,13 +261,13 @@ class NvrxFaultToleranceConfig:
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> NvrxFaultToleranceConfig:
-        """Create a config from parsed options ``--ft-<field>``, which come before those of ``--ft-cfg-path``.
+        """Create a config from parsed options ``--ft-<field>``, which take precedence over ``--ft-cfg-path``.
 
         Args:
             args: A namespace with attributes ``ft_<field>`` and ``ft_cfg_path``; ``None`` = not given.
 
         Raises:
-            ConfigError: A value is wrong. A file without the section ``fault_tolerance`` counts as empty.
+            ConfigError: A value is invalid. A file without the section ``fault_tolerance`` counts as empty.
         """
         path = getattr(args, "ft_cfg_path", None)
         settings = dict((find_section(load_values(path, otherwise="yaml")[0]) if path is not None else None) or {})
@@ -291,7 +287,7 @@ class NvrxFaultToleranceConfig:
         """Write a YAML file with the section ``fault_tolerance``, which :meth:`from_yaml_file` reads.
 
         Raises:
-            ConfigError: A value has become wrong since it was checked, or the file cannot be written.
+            ConfigError: A value became invalid after it was checked, or the file cannot be written.
         """
         self._check()
         settings = dataclasses.asdict(self)
@@ -322,7 +318,7 @@ class NvrxFaultToleranceConfig:
 
 
 class _Measured:
-    """The longest durations that a client has seen, in seconds, and the sections that are open."""
+    """The longest durations that a client measured, in seconds, and its open sections."""
 
     def __init__(self) -> None:
         self.began_ns = self._left_ns = clock.now_ns()
@@ -350,24 +346,24 @@ class _Measured:
             self._left_ns = now
 
     def note_outside(self) -> None:
-        """Count the time since the last section up to now, if none is open."""
+        """Count the time since the last section, unless a section is open."""
         if not self.open:
             self.outside = max(self.outside, (clock.now_ns() - self._left_ns) / 1e9)
 
     def values(self) -> dict[str, float]:
-        """Return them by what they are of; the time outside sections under ``""``."""
+        """Return the durations by kind; the time outside sections has the name ``""``."""
         times = {f"section {name}": seconds for name, seconds in self.sections.items()}
         return {**times, "": self.outside, "initial": self.initial, "subsequent": self.subsequent}
 
 
 class RankMonitorClient:
-    """Sends heartbeats, marks sections, calculates timeouts; by the extension's contract.
+    """Send heartbeats, mark sections and calculate timeouts, with the extension's calls.
 
-    Where it differs: sections need no entry in a config (one without a timeout is measured); a timeout that was
-    calculated is at least 10 s, and never shortens a configured one; and a client without ``outlast run`` is watched by
-    the agent process of its node.
+    Differences: sections need no entry in a config (one without a timeout is measured); a calculated timeout is at
+    least 10 s and never shortens a configured one; without ``outlast run`` the agent process of the node monitors the
+    rank.
 
-    Thread: that of the training loop; heartbeats from any thread.
+    Thread: the thread of the training loop; heartbeats from any thread.
     """
 
     CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
@@ -375,7 +371,7 @@ class RankMonitorClient:
     def __init__(self) -> None:
         self.is_initialized = False
         self.cfg: NvrxFaultToleranceConfig | None = None
-        """The settings in force; ``None`` until it is initialised."""
+        """The settings in force; ``None`` until the client is initialised."""
         self.hb_timeouts: HeartbeatTimeouts | None = None
         self.section_timeouts: SectionTimeouts | None = None
         self.logger = logging.getLogger("RankMonitorClient")
@@ -389,14 +385,14 @@ class RankMonitorClient:
     # -- monitoring ------------------------------------------------------------------------------------------------
 
     def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
-        """Begin to be watched. It needs no process group.
+        """Start monitoring of this rank; needs no process group.
 
         Args:
             num_warmup_iters: The first sections ``step``, this many, are not enforced; ``None`` = as configured.
 
         Raises:
             RankMonitorClientError: It was called before.
-            ConfigError: The number is below 0, or the configs contradict each other.
+            ConfigError: The number is negative, or the configs contradict each other.
 
         Blocks: some milliseconds.
         """
@@ -414,7 +410,7 @@ class RankMonitorClient:
         self._set(self._calculated)
 
     def shutdown_workload_monitoring(self) -> None:
-        """End what this client has open; a monitor that it made itself ends with it. Idempotent.
+        """Close the sections of this client, and the monitor if the client created it. Idempotent.
 
         Blocks: some milliseconds.
         """
@@ -431,10 +427,10 @@ class RankMonitorClient:
         self._exchange.close()
 
     def send_heartbeat(self) -> None:
-        """Record that this rank is alive.
+        """Send a heartbeat.
 
         Raises:
-            RankMonitorClientError: It is not initialised.
+            RankMonitorClientError: The client is not initialised.
 
         Thread: any.
         """
@@ -442,10 +438,10 @@ class RankMonitorClient:
         self._measured.beat()
 
     def start_section(self, section: str) -> None:
-        """Enter a section. Different ones may overlap as they like.
+        """Enter a section; different sections may overlap.
 
         Raises:
-            RankMonitorClientError: It is open already, or the client is not initialised.
+            RankMonitorClientError: The section is open already, or the client is not initialised.
             ConfigError: The name is empty or longer than 39 bytes.
         """
         monitor = self._monitor()
@@ -455,10 +451,10 @@ class RankMonitorClient:
         self._measured.start(section)
 
     def end_section(self, section: str) -> None:
-        """Leave a section.
+        """End a section.
 
         Raises:
-            RankMonitorClientError: It is not open, or the client is not initialised.
+            RankMonitorClientError: The section is not open, or the client is not initialised.
         """
         monitor = self._monitor()
         if section not in self._measured.open:
@@ -467,23 +463,23 @@ class RankMonitorClient:
         self._measured.end(section)
 
     def end_all_sections(self) -> None:
-        """Leave every section that this client has open.
+        """End every section that this client has open.
 
         Raises:
-            RankMonitorClientError: It is not initialised.
+            RankMonitorClientError: The client is not initialised.
         """
         self._monitor()
         for name in list(self._measured.open):
             self.end_section(name)
 
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
-        """Ask the launcher for something in case this rank, or another one of its node, fails from now on.
+        """Request an action of the launcher for the next failure of this rank, or of another rank of its node.
 
         ``ExcludeThisNode``: a spare takes the node's slot. ``ShutdownWorkload``: nothing is restarted; the launcher
-        ends with 93. ``Continue``: what was asked before no longer counts. The journal has the failure as its cause.
+        exits with 93. ``Continue``: cancels an earlier request. The journal records the failure as the cause.
 
         Raises:
-            RankMonitorClientError: It is not initialised, or ``outlast run`` did not start this process.
+            RankMonitorClientError: The client is not initialised, or ``outlast run`` did not start this process.
         """
         monitor = self._monitor()
         if monitor.env.board is None:
@@ -505,14 +501,14 @@ class RankMonitorClient:
         """Calculate the timeouts of heartbeats from the longest times of all ranks, and enforce them.
 
         Returns:
-            Whether there was enough to calculate from; ``False`` only with ``skip_if_not_ready``.
+            Whether enough was measured; ``False`` only with ``skip_if_not_ready``.
 
         Raises:
-            RankMonitorClientError: There was not.
-            PeerLost: A peer left, or did not come in time.
+            RankMonitorClientError: Not enough was measured.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks.
-        Blocks: until all ranks have come, up to 10 min.
+        Blocks: until all ranks have arrived, up to 10 min.
         """
         longest = self._gather()
         if not (longest.get("initial") and longest.get("subsequent")):
@@ -532,20 +528,20 @@ class RankMonitorClient:
         """Calculate timeouts of sections from the longest times of all ranks, and enforce them.
 
         Args:
-            selected_sections: Those that are calculated, the same on all ranks; ``None`` = those that are configured,
+            selected_sections: The sections to calculate, the same on all ranks; ``None`` = those that are configured,
                 and those that any rank has closed.
-            calc_out_of_section: The time outside sections is calculated, too.
-            skip_if_not_ready: Do nothing where there is not enough to calculate from; otherwise it is an error.
+            calc_out_of_section: Also calculate the timeout outside sections.
+            skip_if_not_ready: Do nothing if not enough was measured; otherwise it is an error.
 
         Returns:
-            Whether there was enough; ``False`` only with ``skip_if_not_ready``.
+            Whether enough was measured; ``False`` only with ``skip_if_not_ready``.
 
         Raises:
-            RankMonitorClientError: There was not.
-            PeerLost: A peer left, or did not come in time.
+            RankMonitorClientError: Not enough was measured.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks.
-        Blocks: until all ranks have come, up to 10 min.
+        Blocks: until all ranks have arrived, up to 10 min.
         """
         longest = self._gather()
         seen = {name.removeprefix("section "): seconds for name, seconds in longest.items() if " " in name}
@@ -563,7 +559,7 @@ class RankMonitorClient:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was calculated, the same on all ranks, in the extension's form, which JSON can hold."""
+        """Return the calculated timeouts, the same on all ranks, in the extension's form, which JSON can represent."""
         current: dict[str, Any] = {}
         beats, sections = self.hb_timeouts, self.section_timeouts
         if beats is not None and beats.were_calculated and beats.are_valid:
@@ -576,10 +572,10 @@ class RankMonitorClient:
         return {self.CURRENT_TIMEOUTS_STATE_KEY: current}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what was calculated before, and enforce it as soon as the client is initialised.
+        """Restore calculated timeouts, and enforce them as soon as the client is initialised.
 
         Args:
-            state: As :meth:`state_dict` returned it, or as a run of ours keeps it in ``ft_state.json``.
+            state: A result of :meth:`state_dict`, or the contents of outlast's ``ft_state.json``.
 
         Raises:
             ConfigError: It is neither.
@@ -598,7 +594,7 @@ class RankMonitorClient:
     # -- details ---------------------------------------------------------------------------------------------------
 
     def _monitor(self) -> RankMonitor:
-        """Return the process's monitor; where there is none, make one."""
+        """Return the process's monitor; create one if there is none."""
         if not self.is_initialized:
             raise RankMonitorClientError("the client is not initialised; call init_workload_monitoring() first")
         there = open_monitor()
@@ -613,7 +609,7 @@ class RankMonitorClient:
         return there
 
     def _follow(self, monitor: RankMonitor) -> None:
-        """Use another monitor from now on: what is open is opened there, what was calculated is enforced there."""
+        """Use another monitor from now on: open sections are opened in it, and calculated timeouts enforced."""
         if self._own is not None and monitor is not self._own:
             log.debug("the session's monitor takes the place of the client's")
             self._own = None
@@ -627,7 +623,7 @@ class RankMonitorClient:
             self._set(self._calculated)
 
     def _gather(self) -> dict[str, float]:
-        """Return the longest times of all ranks."""
+        """Return the longest times of all ranks. Collective: all ranks."""
         self._monitor()
         self._measured.note_outside()
         gathered = self._exchange.gather(self._measured.values(), dict[str, float])
@@ -645,7 +641,7 @@ class RankMonitorClient:
         return False
 
     def _set(self, calculated: Learned) -> None:
-        """Enforce what was calculated, and show it."""
+        """Enforce calculated timeouts, and update the public attributes."""
         self._calculated = calculated
         monitor = self._monitor()
         if calculated != Learned():
