@@ -1,10 +1,9 @@
-"""The session of a trainer that owns its loop: what the adapters for Lightning and Transformers share.
+"""The session of a trainer that owns its loop, shared by the adapters for Lightning and Transformers.
 
-An adapter opens a :class:`HostedSession` with the settings of :func:`hosted_config`, which knows the file that
-``outlast run`` was given. It puts stand-ins in the place of the trainer's methods, and gives them back at the end. It
-restores early, where the trainer's position can still be set; but the trainer then draws random numbers (a data
-loader's seed, a sanity check) before it trains. So the numbers are kept as they were restored (:class:`KeptRandom`) and
-put back where they were when the state was saved.
+An adapter opens a :class:`HostedSession` with the settings of :func:`hosted_config`, replaces methods of the trainer,
+and restores them at the end. State is restored early, while the trainer's position can still be set. Since the trainer
+draws random numbers afterwards (a data loader's seed, a sanity check), random numbers are kept (:class:`KeptRandom`)
+and restored at the point at which the state was saved.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ from outlast.session.session import Session, init
 
 log = logging.getLogger(__name__)
 HostedConfig = Config | str | os.PathLike[str] | None
-"""How a user gives settings to an adapter."""
+"""Type of an adapter's ``config=``."""
 
 
 def hosted_config(config: HostedConfig) -> Config:
-    """Return the settings that an adapter's ``config=`` stands for.
+    """Return the settings for an adapter's ``config=``.
 
     Args:
-        config: The settings, or a file of them; ``None`` = the file that ``outlast run --config`` was given, else the
-            defaults.
+        config: The settings, or a config file; ``None`` = the file of ``outlast run --config``, else the defaults.
 
     Raises:
-        ConfigError: The file cannot be read, or a value in it is wrong; or it is none of these.
+        ConfigError: The file cannot be read, a value is invalid, or the type is wrong.
     """
     if config is None:
         config = env.read_worker().config_file or None
@@ -50,7 +48,7 @@ def hosted_config(config: HostedConfig) -> Config:
 
 
 def with_fault_tolerance(config: Config, **changes: Any) -> Config:
-    """Return ``config`` with other fault tolerance settings; those that it gives and that are not named stay.
+    """Return ``config`` with changed fault tolerance settings; given settings that are not named stay.
 
     Raises:
         ConfigError: A value is out of range.
@@ -60,10 +58,10 @@ def with_fault_tolerance(config: Config, **changes: Any) -> Config:
 
 
 def require_directory(config: Config, what: str) -> None:
-    """Check that there is somewhere to save to.
+    """Check that checkpoints can be saved.
 
     Raises:
-        ConfigError: There is not; the message is the remedy.
+        ConfigError: There are no checkpoint settings; the message has the remedy.
     """
     if config.checkpoint is None:
         raise ConfigError(
@@ -73,9 +71,9 @@ def require_directory(config: Config, what: str) -> None:
 
 
 class KeptRandom:
-    """Random numbers of this rank (python's, numpy's, torch's, the device's) that are put back later, once.
+    """Random number state of this rank (Python, NumPy, torch, the device), to be restored later, once.
 
-    Thread: that of the training loop.
+    Thread: the thread of the training loop.
     """
 
     def __init__(self) -> None:
@@ -83,16 +81,14 @@ class KeptRandom:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is something to put back."""
         return self._state is not None
 
     def keep(self, state: dict[str, Any] | None = None) -> None:
-        """Keep the generators' present state, or one that
-        :func:`outlast.runtime.random_numbers.capture_random` returned."""
+        """Keep the current state, or a result of :func:`outlast.runtime.random_numbers.capture_random`."""
         self._state = capture_random() if state is None else state
 
     def put_back(self) -> None:
-        """Set the generators to what is kept, and keep it no longer. Nothing kept: do nothing."""
+        """Restore the kept state and drop it; without one do nothing."""
         state, self._state = self._state, None
         if state is not None:
             restore_random(state)
@@ -102,26 +98,26 @@ class HostedSession:
     """A session in a trainer's own loop.
 
     Collective: all ranks.
-    Thread: that of the trainer.
+    Thread: the trainer's thread.
     """
 
     def __init__(self, config: Config, **options: Any) -> None:
         self.session: Session = init(config, **options)
         self.random = KeptRandom()
         self._replaced: list[tuple[Any, str, bool, Any]] = []
-        """Owner and name of a method, whether the owner itself had it, and what was there."""
+        """Owner and name of a replaced method, whether it was an attribute of the owner itself, and the method."""
         if self.session.global_rank == 0:
             clear_finished_flag()  # of an earlier training
 
     def replace(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> Any:
-        """Put a stand-in in the place of a method of an object; return the method."""
+        """Replace a method of an object; return the original."""
         before = getattr(owner, name)
         self._replaced.append((owner, name, name in vars(owner), before))
         setattr(owner, name, stand_in)
         return before
 
     def give_back(self) -> None:
-        """Put all methods back. Idempotent."""
+        """Restore all replaced methods. Idempotent."""
         while self._replaced:
             owner, name, was_own, before = self._replaced.pop()
             if was_own:
@@ -131,7 +127,7 @@ class HostedSession:
 
     @contextmanager
     def outside_step(self, section: str, *, is_in_step: bool) -> Iterator[None]:
-        """Be in a section that interrupts the step, where one is open: between two micro-batches an epoch may end."""
+        """Open a section; an open step is interrupted: an epoch may end between two micro-batches."""
         monitor = open_monitor() if is_in_step else None
         if monitor is not None:
             monitor.end_section("step")
@@ -141,7 +137,7 @@ class HostedSession:
             monitor.start_section("step")
 
     def note_finished(self) -> None:
-        """Make the finished flag, on the first rank."""
+        """Write the finished flag, on rank 0."""
         if self.session.global_rank == 0:
             touch_finished_flag()
 
@@ -152,9 +148,9 @@ def log_on_rank_0(log: logging.Logger, text: str, *values: object, level: int = 
 
 
 def touch_finished_flag() -> None:
-    """Make the file that says that the run has finished, where ``$FAULT_TOL_FINISHED_FLAG_FILE`` names one.
+    """Create the file in ``$FAULT_TOL_FINISHED_FLAG_FILE``, which marks the run as finished.
 
-    Job scripts of NeMo-Run and NVRx look for it before they submit the next job. One that cannot be made is logged.
+    Job scripts of NeMo-Run and NVRx check the file before they submit the next job. A failure is logged.
     """
     if (name := env.finished_flag_file()) is None:
         return
@@ -168,7 +164,7 @@ def touch_finished_flag() -> None:
 
 
 def clear_finished_flag() -> None:
-    """Remove that file, where this process trains on after it was made."""
+    """Remove the finished flag, for a process that continues to train."""
     if (name := env.finished_flag_file()) is not None:
         try:
             Path(name).unlink(missing_ok=True)

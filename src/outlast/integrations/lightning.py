@@ -1,12 +1,11 @@
-"""Lightning's and NeMo's Trainer, kept alive: callbacks that drive one session from its hooks.
+"""Callbacks that protect a training with Lightning's or NeMo's Trainer: one session, driven from the trainer's hooks.
 
-The first of the callbacks that a trainer has opens the session and drives it
-(:mod:`outlast.integrations.lightning_host`); the others only contribute settings. All hooks are Lightning's; the loop
-stays its own.
+The first of the callbacks of a trainer opens the session and drives it (:mod:`outlast.integrations.lightning_host`);
+the others only contribute settings.
 
-With a checkpoint directory, and a strategy in which each rank's state is whole, the session saves and restores. In any
-other case, such as NeMo's MegatronStrategy, it only monitors: the trainer's own checkpoints are all there is, and a
-shutdown is carried out with them.
+With a checkpoint directory, and a strategy in which each rank's state is whole, the session saves and restores.
+Otherwise, for example with NeMo's MegatronStrategy, it only monitors: the trainer's own checkpoints are used, also for
+a shutdown.
 """
 
 from __future__ import annotations
@@ -81,20 +80,20 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedFaultParams:
-    """A fault that is caused on purpose, once a run."""
+    """A fault to inject, once per run."""
 
     fault_type: str
     """``rank_killed`` (SIGKILL), ``rank_hung`` (SIGSTOP), or ``random``."""
     base_delay: float
-    """Seconds after the session's start before which it does not come."""
+    """Minimum seconds from the session's start to the fault."""
     rand_delay: float = 0.0
-    """Up to so many seconds more, drawn at random."""
+    """Maximum additional seconds, drawn at random."""
     rank_to_fail: int | None = None
     """Global rank; ``None`` = drawn at random."""
 
 
 def _calling(method: str, *, in_sanity_check: bool = True) -> Callable[..., None]:
-    """Return a hook of Lightning's that calls a method of the trainer's host, where this callback drives it."""
+    """Return a Lightning hook that calls a method of the trainer's host, if this callback drives the session."""
 
     def hook(self: _HostedCallback, trainer: Any, *_: Any, **__: Any) -> None:
         if self._host is not None and (in_sanity_check or not trainer.sanity_checking):
@@ -104,7 +103,7 @@ def _calling(method: str, *, in_sanity_check: bool = True) -> Callable[..., None
 
 
 class _HostedCallback(Callback):
-    """A callback that has a share in the trainer's session; the first of them in a trainer drives it."""
+    """A callback that contributes to the trainer's session; the first one of a trainer drives it."""
 
     _host: TrainerHost | None = None
 
@@ -117,7 +116,7 @@ class _HostedCallback(Callback):
         return None if self._host is None else self._host.session
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
-        """Return the settings with what this callback asks for."""
+        """Return the settings with the changes of this callback."""
         raise NotImplementedError
 
     # -- Lightning's hooks, in their order --------------------------------------------------------------------------
@@ -145,46 +144,46 @@ class _HostedCallback(Callback):
     on_fit_end = _calling("finish")
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        """Take the loss."""
         if self._host is not None:
             self._host.take_loss(loss)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Close the session without waiting for anybody."""
+        """Close the session without waiting for other ranks."""
         host, self._host = self._host, None
         if host is not None:
             host.fail(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Close the session, if it is open still."""
+        """Close the session, if it is still open."""
         host, self._host = self._host, None
         if host is not None:
             host.close()
 
 
 class FaultToleranceCallback(_HostedCallback):
-    """Keep a training alive: heartbeats, verified saves, the newest trusted one restored after any restart.
+    """Protect a training: heartbeats, verified saves, and resumption from the newest trusted checkpoint.
 
     Parameters and defaults are those of NVRx's callback.
 
     Args:
-        autoresume: Save and restore checkpoints where a directory is known; off: the same as ``trainer_saves=True``.
-        calculate_timeouts: Learn timeouts from what this run takes, and keep them for its next start: next to the
+        autoresume: Save and restore checkpoints if a directory is known; ``False`` is the same as
+            ``trainer_saves=True``.
+        calculate_timeouts: Learn timeouts from the durations of this run, and keep them for its next start: next to the
             checkpoints, else in ``exp_dir``, else in the run directory.
-        simulated_fault_params: A fault to cause on purpose, or a mapping of its fields.
+        simulated_fault_params: A fault to inject, or a mapping of its fields.
         exp_dir: Where learned timeouts are kept; also the run directory, if neither the launcher nor the settings name
             one.
         logger_name: Logger of this callback's own lines.
         exc_handling_policy: Called with the exception that ends training; returns NVRx's ``WorkloadControlRequest``, or
             the name of an action: ``Continue`` (restart, as without a policy) or ``ShutdownWorkload`` (exit with code
             93, which nothing restarts, and write the finished flag).
-        config: Settings, or a file of them; ``None`` = the file that ``outlast run --config`` was given.
+        config: Settings, or a config file; ``None`` = the file of ``outlast run --config``.
         calculate_timeout: Another name of ``calculate_timeouts``.
-        trainer_saves: Leave saving and restoring to the trainer's own checkpoints; ``False`` = refuse where the session
-            cannot; ``None`` = where the session cannot, as it knows no directory, or the strategy shards its state.
+        trainer_saves: Use the trainer's own checkpoints; ``False`` = refuse where the session cannot save; ``None`` =
+            use them where the session cannot save, since no directory is known or the strategy shards its state.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
 
     def __init__(
@@ -234,7 +233,7 @@ class FaultToleranceCallback(_HostedCallback):
         return config
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Ask the policy what follows, and close the session."""
+        """Close the session, and act on the policy's decision."""
         super().on_exception(trainer, pl_module, exception)
         if self._policy is None or not isinstance(exception, Exception):
             return
@@ -259,28 +258,29 @@ class FaultToleranceSectionsCallback(FaultToleranceCallback):
 
 
 class StragglerDetectionCallback(_HostedCallback):
-    """Find slow ranks, and put the scores into the trainer's loggers.
+    """Detect slow ranks, and pass the scores to the trainer's loggers.
 
-    Parameters are those of NVRx's callback, in their order. Scores reach the loggers as ``gpu_relative_perf/min``,
-    ``/median``, ``/max``, and ``gpu_individual_perf/...``.
+    Parameters are those of NVRx's callback, in their order. The loggers get ``gpu_relative_perf/min``, ``/median``,
+    ``/max``, and ``gpu_individual_perf/...``.
 
     Args:
-        report_time_interval: Seconds from one report to the next.
+        report_time_interval: Seconds between reports.
         calc_relative_gpu_perf: Compare ranks with each other.
         calc_individual_gpu_perf: Compare ranks with their own past.
-        num_gpu_perf_scores_to_print: Worst and best ranks in a report; 0 = print only when a rank is named.
+        num_gpu_perf_scores_to_print: Worst and best ranks in a report; 0 = print only when a straggler is detected.
         gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
-        gpu_individual_perf_threshold: The same for the other score.
-        stop_if_detected: Save and leave with code 18 then, so that a spare takes the node's slot.
-        enable_ptl_logging: Give the scores to the trainer's loggers.
-        profiling_interval: Time one of so many steps.
+        gpu_individual_perf_threshold: The same for the individual score.
+        stop_if_detected: Save and exit with code 18 on detection, so that a spare takes the node's slot.
+        enable_ptl_logging: Pass the scores to the trainer's loggers.
+        profiling_interval: Time one of this many steps.
         logger_name: Logger of the reports.
-        confirmations: Reports in a row in which a rank must be slow. 1 is NVRx's meaning; more tells noise apart.
-        config: As for :class:`FaultToleranceCallback`. Where it has ``[straggler_detection]``, that holds, but for what
-            is given here with another value than its default.
+        confirmations: Reports in a row in which a rank must be slow. 1 is NVRx's meaning; a higher number filters
+            noise.
+        config: As for :class:`FaultToleranceCallback`. If it has ``[straggler_detection]``, that takes precedence,
+            except over parameters given here with values other than their defaults.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class PreemptionCallback(_HostedCallback):
         config: As for :class:`FaultToleranceCallback`.
 
     Raises:
-        ConfigError: There is no such signal, or it cannot be listened to.
+        ConfigError: The signal does not exist, or cannot be handled.
     """
 
     def __init__(self, sig: int | None = None, *, config: HostedConfig = None) -> None:
@@ -350,8 +350,8 @@ class PreemptionCallback(_HostedCallback):
 class LocalCheckpointCallback(_HostedCallback):
     """Save to each node's own disk between the saves to the global tier.
 
-    Needs :func:`update_trainer_local_checkpoint_io`, or ``checkpoint.local_directory`` in the settings; without both it
-    makes no local checkpoints, which one line reports.
+    Needs :func:`update_trainer_local_checkpoint_io`, or ``checkpoint.local_directory`` in the settings; without both,
+    no local checkpoints are saved, which is logged.
 
     Args:
         every_n_train_steps: Optimizer steps between two local saves.
@@ -359,7 +359,7 @@ class LocalCheckpointCallback(_HostedCallback):
         config: As for :class:`FaultToleranceCallback`.
 
     Raises:
-        ConfigError: Neither or both of them are given, or one is not above 0.
+        ConfigError: Neither or both intervals are given, or one is not above 0.
     """
 
     def __init__(
@@ -400,18 +400,19 @@ def straggler_det_callback(
     gpu_relative_perf_threshold: float = 0.7,
     gpu_individual_perf_threshold: float = 0.7,
 ) -> StragglerDetectionCallback:
-    """Return a callback for a trainer that finds slow ranks, with the defaults of NeMo's recipe of this name.
+    """Return a callback that detects slow ranks, with the defaults of NeMo's recipe of this name.
 
-    A ``run.Partial`` takes the one of :mod:`outlast.integrations.nemo_run`, which returns a ``run.Config``.
+    For a ``run.Partial`` use the function of this name in :mod:`outlast.integrations.nemo_run`, which returns a
+    ``run.Config``.
 
     Args:
-        straggler_report_time_interval: Seconds from one report to the next.
+        straggler_report_time_interval: Seconds between reports.
         stop_if_detected_straggler: Save and exit with code 18 once a rank is slow, so that a spare takes its place.
         gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
         gpu_individual_perf_threshold: The same for the score of a rank against its own past.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
     return StragglerDetectionCallback(
         straggler_report_time_interval,
@@ -423,7 +424,7 @@ def straggler_det_callback(
 
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
-    """Where local checkpoints are stored, and how they are made; see :func:`update_trainer_local_checkpoint_io`."""
+    """Location and options of local checkpoints; see :func:`update_trainer_local_checkpoint_io`."""
 
     base_dir: str
     """A folder on a disk of each node."""
@@ -432,25 +433,24 @@ class LocalTier:
 
     @property
     def directory(self) -> str:
-        """The folder below which each node has one of its name."""
+        """The folder that contains a folder for each node."""
         return os.path.join(self.base_dir, "local_ckpt")
 
 
 class HierarchicalCheckpointIO(_WrappingCheckpointIO):
-    """Lightning's checkpoints as before, and local ones between them.
+    """Lightning's checkpoints, with local checkpoints between them.
 
-    On resume the newer of the two is loaded, the same one on all ranks.
+    On resumption the newer of the two is loaded, the same on all ranks.
 
     Args:
-        wrapped_checkpoint_io: What reads and writes Lightning's own checkpoints.
+        wrapped_checkpoint_io: Reads and writes Lightning's own checkpoints.
         local_ckpt_manager: A :class:`LocalTier`: the session saves and restores local checkpoints. Or a manager with
             ``save()``, ``find_latest()`` and ``load()``, NVRx's or
             :class:`outlast.integrations.nvrx.local_checkpoints.LocalCheckpointManager`: for strategies that shard their
-            state, and save on all ranks.
-        get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
-            from its path.
-        async_save: Training continues while a local checkpoint is written. With a manager a wrapper has to finalize
-            the request that :meth:`save_checkpoint` returns, as NeMo's ``AsyncFinalizableCheckpointIO`` does.
+            state and save on all ranks.
+        get_global_ckpt_iteration_fn: Returns the number of optimizer steps of the Lightning checkpoint at a path.
+        async_save: Training continues while a local checkpoint is written. With a manager, a wrapper must finalize the
+            request that :meth:`save_checkpoint` returns, as NeMo's ``AsyncFinalizableCheckpointIO`` does.
         local_ckpt_algo: Megatron's algorithm for local state, with a manager.
         parallelization_group: Ranks among which Megatron divides its replicas, with a manager; ``None`` = all.
 
@@ -483,7 +483,7 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         self.local_ckpt_algo, self.parallelization_group = local_ckpt_algo, parallelization_group
 
     def settings(self, config: Config) -> Config:
-        """Return the settings with the local tier in them, where the session saves to it."""
+        """Return the settings with the local tier, if the session saves to it."""
         if self.local_tier is None:
             return config
         changes: dict[str, Any] = {"local_directory": self.local_tier.directory, "async_save": self.async_save}
@@ -493,12 +493,12 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         return dataclasses.replace(config, checkpoint=changed)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> Any:
-        """Save to the local checkpoint manager if ``storage_options`` request that, else as before.
+        """Save with the local checkpoint manager if ``storage_options`` request that, else with the wrapped IO.
 
         Returns:
-            The manager's request, for who finalizes asynchronous saves.
+            The manager's request, which must be finalized for asynchronous saves.
 
-        Collective: all ranks, for a local one.
+        Collective: all ranks, for a local save.
         """
         local = (storage_options or {}).get(LOCAL_OPTIONS)
         if local is None or self.local_ckpt_manager is None:
@@ -511,7 +511,7 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         return self.local_ckpt_manager.save(state, local["iteration"], is_async=is_async)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the newest local checkpoint if it is as new as the one at ``path``, else that one.
+        """Load the newest local checkpoint if it is at least as new as the one at ``path``, else that one.
 
         Collective: all ranks, with a manager.
         """
@@ -530,7 +530,7 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         return found
 
     def to_tensor_aware_state_dict(self, checkpoint: dict[str, Any]) -> Any:
-        """Return what the local checkpoint manager saves of a checkpoint of the strategy's.
+        """Return the state for the local checkpoint manager from a checkpoint of the strategy.
 
         Collective: all ranks, with Megatron's state.
         """
@@ -543,10 +543,10 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
     def from_tensor_aware_state_dict(
         self, tensor_aware_checkpoint: Any, sharded_state_dict: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """Return the checkpoint that :meth:`to_tensor_aware_state_dict` was given.
+        """Undo :meth:`to_tensor_aware_state_dict`.
 
         Args:
-            tensor_aware_checkpoint: What the local checkpoint manager loaded.
+            tensor_aware_checkpoint: The state that the local checkpoint manager loaded.
             sharded_state_dict: Megatron's, to load into.
 
         Collective: all ranks, with Megatron's state.
@@ -567,20 +567,20 @@ def update_trainer_local_checkpoint_io(
     get_global_ckpt_iteration_fn: IterationOf | None = None,
     **kwargs: Any,
 ) -> None:
-    """Have a trainer with a :class:`LocalCheckpointCallback` keep local checkpoints.
+    """Enable local checkpoints in a trainer with a :class:`LocalCheckpointCallback`.
 
-    They are stored below ``<local_checkpoint_base_dir>/local_ckpt/<hostname>``, are written while training continues
-    where the global save is (``trainer.strategy.async_save``, ``AsyncCheckpointIO``), and are copied to other nodes
-    where there are several. Without a :class:`LocalCheckpointCallback` nothing changes.
+    They are stored below ``<local_checkpoint_base_dir>/local_ckpt/<hostname>``, are written asynchronously if the
+    global save is (``trainer.strategy.async_save``, ``AsyncCheckpointIO``), and are copied to other nodes if there are
+    several. Without a :class:`LocalCheckpointCallback` nothing changes.
 
-    With a strategy that shards its state, such as NeMo's ``MegatronStrategy``, they hold what the strategy itself
-    saves, and are loaded where ``fit()`` is given a checkpoint that is not newer.
+    With a strategy that shards its state, such as NeMo's ``MegatronStrategy``, they contain the state that the strategy
+    itself saves, and are loaded if the checkpoint passed to ``fit()`` is not newer.
 
     Args:
         trainer: The trainer, before ``fit()``.
         local_checkpoint_base_dir: A folder on a disk of each node.
-        get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
-            from its path; ``None`` = :func:`get_iteration_from_checkpoint`.
+        get_global_ckpt_iteration_fn: Returns the number of optimizer steps of the Lightning checkpoint at a path;
+            ``None`` = :func:`get_iteration_from_checkpoint`.
         kwargs: Fields of ``CheckpointConfig``: ``async_save``, ``replication``, ``replication_jump``,
             ``replication_factor``, ``local_most_recent_k``, and others; with a strategy that shards its state
             ``local_ckpt_algo`` and ``parallelization_group``, as for :class:`HierarchicalCheckpointIO`.
@@ -616,10 +616,10 @@ def update_trainer_local_checkpoint_io(
 
 
 def get_iteration_from_checkpoint(checkpoint: Any) -> int:
-    """Return the number of optimizer steps that a checkpoint of Lightning's has done.
+    """Return the number of optimizer steps of a Lightning checkpoint.
 
     Args:
-        checkpoint: It, loaded, or its path; a file is read with ``weights_only=True``.
+        checkpoint: The loaded checkpoint, or its path; a file is read with ``weights_only=True``.
     """
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = torch.load(Path(checkpoint), map_location="meta", weights_only=True)
@@ -639,7 +639,7 @@ def _fault_of(params: SimulatedFaultParams | Mapping[str, Any] | None) -> Simula
 
 
 def _action_name(request: Any) -> str:
-    """Return the name of an action that a policy returned: NVRx's request, its action, or the name itself."""
+    """Return the name of a policy's action, which may be NVRx's request, its action, or the name itself."""
     action = getattr(request, "action", request)
     return str(getattr(action, "name", action))
 
@@ -650,7 +650,7 @@ def _nvrx_local() -> Any:
 
 
 def _hierarchical(trainer: Any) -> HierarchicalCheckpointIO | None:
-    """Return the part of a trainer's checkpoint IO that knows of local checkpoints."""
+    """Return the :class:`HierarchicalCheckpointIO` of a trainer, if it has one."""
     found = (one for one in unwrapped(trainer.strategy.checkpoint_io) if isinstance(one, HierarchicalCheckpointIO))
     return next(found, None)
 
@@ -661,11 +661,11 @@ def _is_whole(strategy: Any) -> bool:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise if a trainer cannot be protected.
+    """Check that a trainer can be protected.
 
     Raises:
-        ConfigError: It starts processes itself, has a callback that searches for a batch size or learning rate while it
-            fits, or a local checkpoint manager that its strategy calls on one rank only.
+        ConfigError: It starts processes itself, has a callback that searches for a batch size or learning rate during
+            training, or a local checkpoint manager that its strategy calls on one rank only.
     """
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -697,7 +697,6 @@ def _refuse(trainer: Any) -> None:
 
 
 def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHost:
-    """Open the session of a trainer."""
     _refuse(trainer)
     config, why = _merged(trainer, callbacks)
     if trainer.fast_dev_run and config.checkpoint is not None:
@@ -728,10 +727,10 @@ def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHos
 
 
 def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config, str | None]:
-    """Return the settings of all callbacks of a trainer, and why the session does not save; ``None`` = it does.
+    """Return the settings of all callbacks of a trainer, and why the session does not save; ``None`` = it saves.
 
     Raises:
-        ConfigError: Several callbacks were given different ones, or one needs what another switches off.
+        ConfigError: Callbacks were given different configs, or one needs a feature that another disables.
     """
     given = [callback._config for callback in callbacks if callback._config is not None]
     given = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
@@ -752,10 +751,10 @@ def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config,
 
 
 def _why_trainer_saves(config: Config, trainer: Any, callbacks: Sequence[_HostedCallback]) -> str | None:
-    """Return why the trainer's own checkpoints are all there is; ``None`` = the session saves.
+    """Return why the trainer's own checkpoints are used; ``None`` = the session saves.
 
     Raises:
-        ConfigError: The settings have a place for checkpoints that the session cannot save with this strategy.
+        ConfigError: The settings request checkpoints that the session cannot save with this strategy.
     """
     strategy = type(trainer.strategy).__name__
     wishes = [one.trainer_saves for one in callbacks if isinstance(one, FaultToleranceCallback)]

@@ -1,21 +1,20 @@
-"""What lies between Lightning's hooks and a session: where the trainer is, what is saved there, and how it goes on.
+"""The session behind Lightning's hooks: position of the trainer, saved state, and resumption.
 
-When is the state saved? A callback that saves in ``on_train_batch_end`` saves too early: the module's own hook, the
-other callbacks, a validation and the end of an epoch may still follow, and a run that resumes from there leaves them
-out. So what is due is saved at the next place between two steps: before the next batch is trained, before the next
-epoch begins, or when training ends. Only a run that has to leave does not wait for a validation: it leaves before it,
-and the validation is run after the restart.
+Save point: ``on_train_batch_end`` is too early, since the module's own hook, other callbacks, a validation and the end
+of an epoch may follow, and a resumed run would skip them. So a due save is done at the next point between two steps:
+before the next batch, before the next epoch, or at the end of training. Only a shutdown does not wait for a validation:
+it saves before the validation, which runs after the restart.
 
-What is saved is what Lightning's own checkpoints have, of each rank, and the random numbers. The batch that was fetched
-already is not counted as fetched. Random numbers come back where they were taken (before the batch, the epoch, or the
-validation), since Lightning draws some in between: for loaders, and for its sanity check.
+The state is that of Lightning's own checkpoints, of each rank, plus random numbers. The prefetched batch does not count
+as fetched. Random numbers are restored where they were captured (before the batch, the epoch or the validation), since
+Lightning draws some in between: for loaders and for its sanity check.
 
-Lightning's loops offer no public way to do this, so private names are used here, and only here; a test runs all of it
+Lightning's loops have no public API for this; private names are used in this module only, and a test runs all of it
 with the installed version.
 
-Monitoring only: where the session has no checkpoint settings, the trainer's own checkpoints are all there is. Then
-nothing of the above is done. A shutdown that all ranks agreed on is carried out at the end of the batch, behind all
-other callbacks, with a save by the trainer's own ``ModelCheckpoint``: where Lightning saves, too.
+Monitoring only: without checkpoint settings the trainer's own checkpoints are used and none of the above is done. A
+shutdown that all ranks agreed on is carried out at the end of the batch, after all other callbacks, with a save by the
+trainer's ``ModelCheckpoint``.
 """
 
 from __future__ import annotations
@@ -51,31 +50,31 @@ from outlast.session.step import StepDecision
 
 log = logging.getLogger(__name__)
 IterationOf: TypeAlias = Callable[[Any], int]
-"""Takes the path of one of Lightning's checkpoints, and returns the number of optimizer steps that it has done."""
+"""Returns the number of optimizer steps of the Lightning checkpoint at a path."""
 _PREEMPTED = "Preemption detected, saving checkpoint and exiting"
 _BITS = "outlast_bits_of"
-"""Key of a tensor's type, where its bits stand in its place."""
+"""Key of the dtype of a tensor that is saved as its bits."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer dtype by element size in bytes."""
 LOCAL_OPTIONS = "local_checkpoint_options"
-"""Key in ``storage_options`` of what is saved by a local checkpoint manager; NVRx's name."""
+"""Key in ``storage_options`` for a save by a local checkpoint manager; NVRx's name."""
 _HPARAMS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
 class ResumableDistributedSampler(DistributedSampler[Any]):
-    """Yield a rank's indices in an order that follows from seed and epoch alone, from any position in it.
+    """Yield a rank's indices in an order that depends only on seed and epoch, from any position.
 
-    It is torch's ``DistributedSampler``, with the same indices, and also works with one rank. The callbacks of this
-    module set the position when training resumes in the middle of an epoch. Another loop does so with
-    :meth:`load_state_dict`, or with :meth:`resume_at` and what it has trained: a loader's workers fetch ahead.
+    Torch's ``DistributedSampler``, with the same indices, which also works with one rank. The callbacks of this module
+    set the position when training resumes within an epoch. Other loops use :meth:`load_state_dict`, or
+    :meth:`resume_at` with the number of trained samples, since a loader's workers prefetch.
 
     Args:
         dataset: As for ``DistributedSampler``.
         num_replicas: Number of ranks that share the dataset; ``None`` = all ranks.
         rank: This rank's number among them; ``None`` = its global rank.
-        shuffle: Shuffle anew in each epoch.
-        seed: The order's seed, the same on all ranks.
-        drop_last: Leave out what does not divide evenly; off: repeat some samples.
+        shuffle: Shuffle again in each epoch.
+        seed: Seed of the order, the same on all ranks.
+        drop_last: Drop the remainder that cannot be divided evenly; ``False``: repeat some samples.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         self._start = self._position = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the indices of the epoch, from the position that was set; the next epoch begins at 0 again."""
+        """Yield the indices of the epoch from the set position on; the next epoch starts at 0."""
         start, self._start = self._start, 0
         self._position = start
         for index in list(super().__iter__())[start:]:
@@ -101,22 +100,22 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
             yield index
 
     def resume_at(self, position: int) -> None:
-        """Leave out the first ``position`` samples of this rank when it is iterated next."""
+        """Skip the first ``position`` samples of this rank in the next iteration."""
         self._start = self._position = position
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, and the number of samples of this rank that were given out in it."""
+        """Return seed, epoch, and the number of samples of this rank that were yielded in it."""
         return {"seed": self.seed, "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Continue from a result of :meth:`state_dict`."""
         self.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"]))
         self.resume_at(int(state["position"]))
 
 
 class _RestOfEpoch(Sampler[Any]):
-    """A sampler without its first indices, once; all else is the sampler's own."""
+    """A sampler that skips its first indices, once."""
 
     def __init__(self, sampler: Any, num_skipped: int) -> None:
         self._sampler, self._num_skipped = sampler, num_skipped
@@ -135,7 +134,7 @@ class _RestOfEpoch(Sampler[Any]):
 
 
 class Place(StrEnum):
-    """Where between two steps a state was saved: what comes next."""
+    """Point between two steps at which a state was saved, named by what follows."""
 
     BATCH = "batch"
     VALIDATION = "validation"
@@ -143,25 +142,25 @@ class Place(StrEnum):
 
 
 class TrainerState:
-    """What a checkpoint of Lightning's has beside weights and optimizers, of this rank, and where it was saved."""
+    """State of a Lightning checkpoint other than weights and optimizers, of this rank, and the save point."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.place: Place | None = None
-        """Where the trainer is between two steps; ``None`` = nowhere that can be saved."""
+        """Current point between two steps; ``None`` = not at a save point."""
         self.fetch_random: dict[str, Any] | None = None
-        """Random numbers before the batch that is fetched already."""
+        """Random numbers before the prefetched batch."""
         self.loader_states: list[dict[str, Any]] = []
-        """States of loaders that have one, before that batch."""
+        """States of stateful loaders before the prefetched batch."""
         self.has_stopped = False
-        """Whether training ended before its last step, by early stopping for instance."""
+        """Whether training ended before its last step, for example by early stopping."""
         self._accumulated: int | None = None
         self.holds_weights = False  # and its state_dict() calls hooks of the user's
         self.loaded: dict[str, Any] | None = None
-        """What was saved, if something was loaded."""
+        """The loaded state, until training has continued."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it; nothing while the trainer is in the middle of something."""
+        """Return the state; empty unless the trainer is at a save point."""
         if self.place is None:
             return {}
         trainer = self._trainer
@@ -186,11 +185,11 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what was saved for :meth:`apply`."""
+        """Keep the loaded state for :meth:`apply`."""
         self.loaded = state
 
     def apply(self) -> None:
-        """Give what was loaded to the trainer, whose module and optimizers are loaded already."""
+        """Restore the loaded state to the trainer, whose module and optimizers are loaded already."""
         assert self.loaded is not None
         trainer, checkpoint = self._trainer, self.loaded["checkpoint"]
         checkpoint["callbacks"] = with_infinite(checkpoint["callbacks"])
@@ -217,13 +216,13 @@ class TrainerState:
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
     def continue_accumulation(self, *, is_new_epoch: bool = False) -> None:
-        """Accumulate as many batches as before, where a callback sets that as an epoch begins."""
+        """Restore the number of accumulated batches, which a callback sets when an epoch starts."""
         number, self._accumulated = self._accumulated, None
         if number and not is_new_epoch:
             self._trainer.accumulate_grad_batches = number
 
     def unfreeze(self) -> None:
-        """Train what was trained, where a callback freezes a part until some epoch: it froze it again as it began."""
+        """Restore which parameters are trained, since a callback that freezes parts froze them again."""
         assert self.loaded is not None
         if (trained := self.loaded.get("trainable")) is None:
             return
@@ -234,7 +233,7 @@ class TrainerState:
             norm.track_running_stats = trained["norms"].get(name, norm.track_running_stats)
 
     def _trainable(self) -> dict[str, dict[str, bool]] | None:
-        """Return what is trained and what is frozen, by name, where a callback changes that between epochs."""
+        """Return which parameters are trained, by name, if a callback changes that between epochs."""
         if not any(isinstance(one, BaseFinetuning) for one in self._trainer.callbacks):
             return None
         module = self._trainer.lightning_module
@@ -244,7 +243,7 @@ class TrainerState:
         }
 
     def _position(self, loops: dict[str, Any]) -> dict[str, Any]:
-        """Return the loops' progress as it is between two steps."""
+        """Return the loops' progress adjusted to the point between two steps."""
         if self.place == Place.EPOCH:
             epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
             for part in ("total", "current"):  # the next epoch is not begun yet
@@ -263,13 +262,13 @@ class TrainerState:
 
 
 def _scale(progress: Any, world_size: int, new_world_size: int, num_batches: float) -> None:
-    """Have an epoch's position count batches of another number of ranks: those that are done for sure, and not all.
+    """Convert an epoch's position in batches to another number of ranks, rounded down, and below the epoch's end.
 
     Args:
-        progress: Lightning's numbers of batches that are begun and done in this epoch.
+        progress: Lightning's numbers of started and completed batches in this epoch.
         world_size: Ranks that did them.
         new_world_size: Ranks that continue.
-        num_batches: Of each of these, in an epoch; infinite = unknown.
+        num_batches: Batches of each of these ranks in an epoch; infinite = unknown.
     """
     number = int(max(0, min(progress.completed * world_size // new_world_size, num_batches - 1)))
     progress.ready = progress.started = progress.processed = progress.completed = number
@@ -280,10 +279,10 @@ def _batch_norms(module: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def without_infinite(state: Any) -> Any:
-    """Return a state with the bits of tensors that hold NaN or infinite numbers in their place.
+    """Return a state with tensors that contain NaN or infinity replaced by their bits.
 
-    A best score is infinite until there is one. Only weights and optimizers decide whether a checkpoint is
-    worth loading. Types of 8 bits and less are always replaced: torch cannot examine all of them.
+    A best score is infinite until there is one, and only weights and optimizers must be finite in a checkpoint. Tensors
+    with elements of 8 bits are always replaced, since torch cannot check all of these types.
     """
     if (
         isinstance(state, torch.Tensor)
@@ -298,7 +297,7 @@ def without_infinite(state: Any) -> Any:
 
 
 def with_infinite(state: Any) -> Any:
-    """Return what :func:`without_infinite` was given."""
+    """Undo :func:`without_infinite`."""
     if type(state) is dict:
         if _BITS in state:
             return state["bits"].view(getattr(torch, state[_BITS]))
@@ -307,7 +306,7 @@ def with_infinite(state: Any) -> Any:
 
 
 def _metrics(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return what was logged last, by name; the public property computes running means, with all ranks."""
+    """Return the last logged metrics, by name; the public property computes running means, with all ranks."""
     found: dict[str, torch.Tensor] = trainer._logger_connector._callback_metrics
     return found
 
@@ -327,33 +326,30 @@ def _are_same(one: Any, other: Mapping[str, Any]) -> bool:
 
 
 class _LooseModule:
-    """A module with ``strict_loading`` off: what its ``state_dict`` leaves out is not missing."""
+    """A module with ``strict_loading`` off: keys that its ``state_dict`` omits are not missing."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.wrapped = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what is there."""
         self.wrapped.load_state_dict(state, strict=False)
 
 
 class _LateOptimizer:
-    """An optimizer whose groups may be others until all callbacks have begun, as with ``BackboneFinetuning``."""
+    """An optimizer whose groups may change until all callbacks have started, as with ``BackboneFinetuning``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.wrapped = optimizer
         self._late: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load it now if its groups are the optimizer's."""
+        """Load the state now if the groups match, else in :meth:`finish_loading`."""
         groups = [len(group["params"]) for group in self.wrapped.param_groups]
         if groups == [len(group["params"]) for group in state["param_groups"]]:
             self.wrapped.load_state_dict(state)
@@ -361,25 +357,23 @@ class _LateOptimizer:
             self._late = state
 
     def finish_loading(self) -> None:
-        """Load what could not be loaded before."""
         state, self._late = self._late, None
         if state is not None:
             self.wrapped.load_state_dict(state)
 
 
 class _LastCallback(Callback):
-    """Follows all other callbacks of a trainer."""
+    """The last callback of a trainer."""
 
     def __init__(self, host: TrainerHost) -> None:
         self._host = host
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Let the trainer save what is due."""
         self._host.batch_is_complete()
 
 
 def unwrapped(checkpoint_io: Any) -> Iterator[Any]:
-    """Yield a checkpoint IO, and those that it wraps, from the outside in."""
+    """Yield a checkpoint IO and those that it wraps, outermost first."""
     yield checkpoint_io
     while isinstance(checkpoint_io, _WrappingCheckpointIO):
         checkpoint_io = checkpoint_io.checkpoint_io
@@ -387,24 +381,24 @@ def unwrapped(checkpoint_io: Any) -> Iterator[Any]:
 
 
 class TrainerHost:
-    """One session of one trainer, and where both are.
+    """The session of one trainer.
 
     Args:
         trainer: The trainer, in its hook ``setup``.
         config: The session's settings.
-        logs_scores: Give the scores of slow ranks to the trainer's loggers.
+        logs_scores: Pass the scores of slow ranks to the trainer's loggers.
         names_setup: Open the section ``setup`` until the first batch.
-        local_steps: Steps between two saves by the trainer's own local checkpoint manager; ``None`` = it makes none by
-            steps. The session's own are a setting.
-        local_interval_s: Seconds between two local saves; ``None`` = they are not made by time.
-        iteration_of: Returns the optimizer steps of a checkpoint of Lightning's; ``None`` = what the run saved always
-            counts as newer than the checkpoint that ``fit()`` was given.
+        local_steps: Steps between two saves by the trainer's own local checkpoint manager; ``None`` = none by steps.
+            The session's own local saves are a setting.
+        local_interval_s: Seconds between two local saves; ``None`` = none by time.
+        iteration_of: Returns the optimizer steps of a Lightning checkpoint; ``None`` = the run's own checkpoint always
+            counts as newer than the checkpoint passed to ``fit()``.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
 
-    Collective: all ranks, and so are all other methods but :meth:`take_signals` and :meth:`fail`.
-    Thread: that of the trainer.
+    Collective: all ranks, for all methods except :meth:`take_signals` and :meth:`fail`.
+    Thread: the trainer's thread.
     """
 
     def __init__(
@@ -432,7 +426,7 @@ class TrainerHost:
             self._setup.enter_context(self.session.section("setup"))
         self._validates = _validates_loss(config, trainer)
         self._losses: Any = None
-        """The sum of the open step's; where they are not judged, of all steps' times 0."""
+        """Sum of the losses of the open step; if losses are not judged, the sum of all losses times 0."""
         self._has_warned = False
         self._is_monitoring = config.checkpoint is None
         self._local_steps, self._local_s = local_steps, local_interval_s
@@ -448,7 +442,7 @@ class TrainerHost:
         self._max_steps = trainer.fit_loop.max_steps
         self._has_begun = False
         self._unreadable: tuple[Any, Exception] | None = None
-        """The checkpoint that ``fit()`` was given and cannot be read, and why."""
+        """The checkpoint passed to ``fit()`` that cannot be read, and the error."""
         self._wrap_save()
         self._last = _LastCallback(self)
         if self._is_monitoring:
@@ -459,12 +453,12 @@ class TrainerHost:
     # -- begin -----------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore the newest generation, and set Lightning's position to it.
+        """Restore the newest checkpoint, and set Lightning's position to it.
 
         Raises:
             ConfigError: An optimizer's state is not whole on any rank.
-            OutlastError: The checkpoint that ``fit()`` was given cannot be read on another rank, and the run has saved
-                none. What reading it raised is raised on the rank that tried.
+            OutlastError: Another rank cannot read the checkpoint passed to ``fit()``, and the run has saved none. The
+                rank that failed raises its own error.
 
         Collective: all ranks.
         """
@@ -525,16 +519,15 @@ class TrainerHost:
         original = self._host.replace(loop, "_load_combined_loader_states", place_loaders)
 
     def heartbeat(self) -> None:
-        """Send a heartbeat."""
         self.session.heartbeat()
 
     def take_signals(self) -> None:
-        """Put back the handler of SIGTERM that Lightning has replaced: its own ends one rank alone, saving nothing."""
+        """Restore the SIGTERM handler that Lightning replaced: Lightning's ends one rank alone, without a save."""
         if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:  # None: it is not python's
             signal.signal(signal.SIGTERM, self._handler)
 
     def training_starts(self) -> None:
-        """Put Lightning's loops where training continues."""
+        """Set Lightning's loops to the point at which training continues."""
         self.take_signals()
         if self._is_monitoring:
             return self._begin_monitoring()
@@ -563,7 +556,7 @@ class TrainerHost:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def epoch_starts(self) -> None:
-        """Save what is due between two epochs, or put back the random numbers of there."""
+        """Do a due save between two epochs, or restore the random numbers of that point."""
         self._own.continue_accumulation(is_new_epoch=True)
         if self._pending is not None:
             self._act(Place.EPOCH)
@@ -571,7 +564,7 @@ class TrainerHost:
             self._random.put_back()
 
     def batch_starts(self) -> None:
-        """Save what is due between two batches, and begin a step unless one is open."""
+        """Do a due save between two batches, and start a step unless one is open."""
         self._setup.close()
         self._own.continue_accumulation()
         self._random.put_back()
@@ -589,19 +582,18 @@ class TrainerHost:
         self.session.begin_step()
 
     def take_loss(self, loss: torch.Tensor) -> None:
-        """Take a loss of the step."""
         loss = loss.detach()
         if not self._validates:
             loss = loss.float() * 0  # NaN where it is not finite, and so is the sum from then on
         self._losses = loss if self._losses is None else self._losses + loss
 
     def judge_loss(self) -> None:
-        """Raise if the step's losses are not finite: then no weight of this rank has moved.
+        """Raise if the losses of the step are not finite, before a weight of this rank moves.
 
-        Where losses are not judged, one that is not finite is reported once, without waiting for a device.
+        If losses are not judged, the first one that is not finite is reported once, without waiting for a device.
 
         Raises:
-            OutlastError: They are not.
+            OutlastError: They are not finite.
 
         Blocks: until the device has computed them, if they are judged.
         """
@@ -620,7 +612,7 @@ class TrainerHost:
             )
 
     def batch_ends(self) -> None:
-        """End the step if an optimizer has stepped, and note what is due."""
+        """End the step if an optimizer has stepped, and keep the decision of the ranks."""
         if not self._is_open or (step := self._loop.global_step) == self._steps_before:
             return
         self._is_open = False
@@ -634,10 +626,10 @@ class TrainerHost:
             self._own.loader_states = self._trainer.fit_loop._combined_loader._state_dicts()
 
     def batch_is_complete(self) -> None:
-        """Have the trainer save what is due, and exit if all ranks agreed to; monitoring only.
+        """Save with the trainer if a save is due, and exit if all ranks agreed to; monitoring only.
 
         Raises:
-            SystemExit: They did.
+            SystemExit: All ranks agreed to exit.
 
         Collective: all ranks.
         Blocks: until the trainer has saved.
@@ -653,7 +645,7 @@ class TrainerHost:
             self._trainer.save_checkpoint(None, weights_only=False, storage_options=local)
 
     def validation_starts(self) -> None:
-        """Leave, if all ranks agreed to; put back the random numbers of a run that left here, and begin the section."""
+        """Exit if all ranks agreed to; restore the random numbers of a run that exited here, and open the section."""
         if self._pending is not None and self._pending.stop:
             self._act(Place.VALIDATION)
         if self._place == Place.VALIDATION:
@@ -662,7 +654,7 @@ class TrainerHost:
         self._evaluation.enter_context(self._host.outside_step("evaluation", is_in_step=self._is_open))
 
     def validation_ends(self) -> None:
-        """Continue the step that the validation interrupted; note the random numbers, where a save follows."""
+        """Continue the step that the validation interrupted; capture random numbers if a save follows."""
         self._evaluation.close()
         if self._pending is not None:
             self._own.fetch_random = capture_random()
@@ -687,7 +679,6 @@ class TrainerHost:
         self._own.place = None
 
     def finish(self) -> None:
-        """Close the session in order."""
         if not self._is_done:  # there was nothing left to train
             if self._is_monitoring and not self._has_begun:
                 self._begin_monitoring()
@@ -697,12 +688,12 @@ class TrainerHost:
         self._host.note_finished()
 
     def fail(self, error: BaseException) -> None:
-        """Close the session without waiting for anybody."""
+        """Close the session after an exception, without waiting for other ranks."""
         self._release()
         self.session.__exit__(type(error), error, error.__traceback__)
 
     def close(self) -> None:
-        """Close the session in order. Idempotent."""
+        """Close the session. Idempotent."""
         self._release()
         self.session.close()
 
@@ -715,7 +706,7 @@ class TrainerHost:
         return monitor
 
     def _wrap_save(self) -> None:
-        """Have the trainer's saves be a section; monitoring only: what they commit is progress."""
+        """Run the trainer's saves in a section; monitoring only: a committed save is progress."""
 
         def save_checkpoint(
             filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
@@ -728,14 +719,14 @@ class TrainerHost:
         save = self._host.replace(self._trainer, "save_checkpoint", save_checkpoint)
 
     def _saves_later(self) -> bool:
-        """Return whether a save of the trainer's may return before it is committed."""
+        """Return whether a save of the trainer may return before it is committed."""
         return any(
             isinstance(one, AsyncCheckpointIO) or hasattr(one, "maybe_finalize_save_checkpoint")
             for one in unwrapped(self._trainer.strategy.checkpoint_io)
         )
 
     def _begin_monitoring(self) -> None:
-        """Begin the session's loop where the trainer's own checkpoint has set it.
+        """Start the session's loop at the position of the trainer's own checkpoint.
 
         Collective: all ranks.
         """
@@ -768,9 +759,9 @@ class TrainerHost:
         return is_due
 
     def _save_by_trainer(self) -> int | None:
-        """Save with the trainer's ``ModelCheckpoint``; return the step once it is committed, ``None`` if it is not.
+        """Save with the trainer's ``ModelCheckpoint``; return the committed step, or ``None``.
 
-        A failure is logged: the job is about to end in any case.
+        A failure is logged only, since the job is about to end in any case.
 
         Collective: all ranks.
         """
@@ -804,7 +795,7 @@ class TrainerHost:
         return int(self._loop.global_step)
 
     def _tolerate_unreadable(self) -> None:
-        """Have a checkpoint that ``fit()`` was given and cannot be read end the run only if the run has saved none."""
+        """Do not fail for an unreadable checkpoint passed to ``fit()`` if the run has saved one of its own."""
         connector = self._trainer._checkpoint_connector
 
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
@@ -829,11 +820,11 @@ class TrainerHost:
 
     @property
     def _place(self) -> Place | None:
-        """Where the state was saved that training continues from; ``None`` once it has continued."""
+        """Save point from which training continues; ``None`` once it has continued."""
         return None if self._own.loaded is None else Place(self._own.loaded["place"])
 
     def _act(self, place: Place) -> None:
-        """Do what was decided."""
+        """Carry out the pending decision at a point between two steps."""
         decision, self._pending = self._pending, None
         assert decision is not None
         self._own.place = place
@@ -845,7 +836,7 @@ class TrainerHost:
         self._own.place, self._own.fetch_random, self._own.loader_states = None, None, []
 
     def _warn_of_losses(self) -> None:
-        """Report the first loss that was not finite, where training continues with it; once."""
+        """Report the first loss that was not finite, once."""
         if not self._has_warned and self._losses is not None and not math.isfinite(self._losses.item()):
             self._has_warned = True
             log.warning(
@@ -868,7 +859,7 @@ class TrainerHost:
         return max_epochs is not None and 0 <= max_epochs <= self._trainer.current_epoch + 1
 
     def _place_loaders(self) -> None:
-        """Have the loaders continue where the epoch was left; they are new, and not iterated yet."""
+        """Set new loaders to the position within the epoch."""
         loop = self._trainer.fit_loop
         epoch = loop.epoch_progress.current.processed
         batches = loop.epoch_loop.batch_progress
@@ -897,7 +888,7 @@ class TrainerHost:
                 drawn.sampler = _RestOfEpoch(sampler, num_skipped)
 
     def _warn_of_loaders(self) -> None:
-        """Log once which loaders cannot continue in the middle of an epoch."""
+        """Log once which loaders cannot resume within an epoch."""
         if self.session.config.checkpoint is None:
             return
         loaders = self._trainer.fit_loop._combined_loader.flattened
@@ -914,7 +905,7 @@ class TrainerHost:
             )
 
     def _log_scores(self, figures: dict[str, float], iteration: int) -> None:
-        """Give the scores of slow ranks, in steps that have some, to the trainer's loggers."""
+        """Pass scores of slow ranks to the trainer's loggers."""
         if self.session.global_rank:
             return
         scores = {name.removeprefix("outlast/"): value for name, value in figures.items() if "_perf/" in name}
@@ -923,13 +914,12 @@ class TrainerHost:
                 logger.log_metrics(scores, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _release(self) -> None:
-        """Give the trainer back what was put in its way."""
         self._host.give_back()
         self._trainer.callbacks = [one for one in self._trainer.callbacks if one is not self._last]
 
 
 def _whole_checkpoint(trainer: Any) -> ModelCheckpoint | None:
-    """Return the trainer's callback whose checkpoints a training resumes from; ``last.ckpt`` comes first."""
+    """Return the ``ModelCheckpoint`` whose checkpoints training can resume from; ``save_last`` takes precedence."""
     whole = [
         one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only
     ]
@@ -937,7 +927,7 @@ def _whole_checkpoint(trainer: Any) -> ModelCheckpoint | None:
 
 
 def _validates_loss(config: Config, trainer: Any) -> bool:
-    """Return whether losses are judged: as the settings say, and unless a gradient scaler does."""
+    """Return whether losses are judged: as configured, and unless a gradient scaler does that."""
     rerun = config.rerun_state_machine
     if rerun is not None and (rerun.rerun_mode == "report_determinism_stats" or not rerun.check_for_nan_in_loss):
         return False
@@ -949,7 +939,7 @@ def _has_state(loader: Any) -> bool:
 
 
 def _has_known_order(loader: Any) -> bool:
-    """Return whether a loader's order follows from seed and epoch, so that it can be continued anywhere."""
+    """Return whether a loader's order depends only on seed and epoch, so that it can resume anywhere."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler: Any = loader.batch_sampler.sampler

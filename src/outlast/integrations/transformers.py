@@ -1,19 +1,19 @@
-"""Hugging Face's ``Trainer`` with a session: :func:`protect` is all that a script calls.
+"""Hugging Face's ``Trainer`` with a session: a script only calls :func:`protect`.
 
-The ``Trainer`` owns its loop. A callback, last of all callbacks, begins and ends the session's steps; some methods of
-the one instance are replaced while it trains, and put back afterwards. They are those of the Trainer's own resumption,
-which is used as it is: only where state comes from is other.
+The ``Trainer`` owns its loop. A callback after all other callbacks starts and ends the session's steps. Some methods of
+the instance are replaced while it trains (:data:`_REPLACED`). The Trainer's own resumption is used; only the source of
+the state differs.
 
-``train()`` opens the session; ``_init_training_state`` restores, as soon as the model, the optimizer and the scheduler
-exist; ``_run_epoch`` skips what was trained; ``_load_rng_state`` puts random numbers back once the first batch is
-fetched; ``training_step`` validates the loss before the optimizer steps; ``_maybe_log_save_evaluate`` saves after the
-step's logs and before its evaluation; ``_finalize_training`` commits what was trained.
+``train()`` opens the session; ``_init_training_state`` restores as soon as model, optimizer and scheduler exist;
+``_run_epoch`` skips trained steps; ``_load_rng_state`` restores random numbers after the first batch is fetched;
+``training_step`` validates the loss before the optimizer steps; ``_maybe_log_save_evaluate`` saves after the step's
+logs and before its evaluation; ``_finalize_training`` commits the last save.
 
-A generation is saved before the evaluation and the save of the Trainer's own that are due after the same step, so that
-nothing which fails there costs a step. What was due is part of the generation: who resumes from it does it first.
+A checkpoint is saved before the evaluation and the Trainer's own save of the same step, so that a failure there costs
+no step. The checkpoint records what was due, which a resumed run does first.
 
-Not chosen: a folder like the Trainer's with ``resume_from_checkpoint`` (its files are pickled, and read before anybody
-can prove them), and saving at the next step's begin (a notice would wait for an evaluation and for the data).
+Rejected: a folder like the Trainer's with ``resume_from_checkpoint`` (its files are pickled, and read before they can
+be verified), and saving when the next step starts (a shutdown would wait for an evaluation and for data).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
 _TESTED = "5.23.0"
 _COLLATED_TO_KNOW = 8
-"""Batches after which a collator that has drawn no random number is taken for one that draws none."""
+"""Batches after which a collator that has drawn no random number counts as deterministic."""
 _REPLACED = {
     "_init_training_state": "_restore",
     "_prepare_for_training": "_give_prepared",
@@ -78,23 +78,22 @@ _REPLACED = {
 
 
 def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
-    """Keep the next ``trainer.train()`` alive, and return the trainer.
+    """Protect the next ``trainer.train()``, and return the trainer.
 
-    ``train()`` then opens a session, continues from the newest generation that can be trusted, saves as ``config``
-    sets, and stops with all ranks, by ``SystemExit(75)``, when one of them gets a notice. It trains once: another
-    ``train()`` needs another ``protect()`` with another ``checkpoint.directory``. ``evaluate()`` and ``predict()``
-    alone are as they were.
+    ``train()`` then opens a session, resumes from the newest trusted checkpoint, saves as ``config`` sets, and stops on
+    all ranks, by ``SystemExit(75)``, when one of them receives a preemption notice. Another ``train()`` needs another
+    ``protect()`` with another ``checkpoint.directory``. ``evaluate()`` and ``predict()`` alone are unchanged.
 
     Args:
-        trainer: A ``transformers.Trainer`` or one of a class derived from it, complete with its callbacks.
-        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file of them, as for :func:`outlast.init`;
-            ``None`` = the file that ``outlast run --config`` was given.
+        trainer: A ``transformers.Trainer`` or one of a derived class, complete with its callbacks.
+        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file, as for :func:`outlast.init`; ``None`` = the
+            file of ``outlast run --config``.
 
     Returns:
         ``trainer`` itself.
 
     Raises:
-        ConfigError: A setting is wrong, or the trainer uses what cannot be protected; the message names it.
+        ConfigError: A setting is invalid, or the trainer uses a feature that cannot be protected; the message names it.
 
     Collective: no; ``train()`` is, for all ranks.
     """
@@ -116,7 +115,7 @@ def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
 
 
 def _refuse_what_cannot_be(trainer: Any) -> None:
-    """Raise :class:`ConfigError` if the trainer uses what cannot be resumed exactly, or takes the signals itself."""
+    """Raise :class:`ConfigError` if the trainer cannot be resumed exactly, or handles the signals itself."""
     args = trainer.args
     refused = {
         "protect() cannot save what DeepSpeed's engine holds; train with DDP, or leave DeepSpeed to its own "
@@ -137,20 +136,20 @@ def _refuse_what_cannot_be(trainer: Any) -> None:
 
 
 class _MicroBatch(NamedTuple):
-    """One micro-batch of a step, to compute it again."""
+    """One micro-batch of a step, kept to compute the step again."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_synced: bool
-    """Its gradients are reduced with those of the other ranks."""
+    """Its gradients are reduced over all ranks."""
     random: dict[str, Any] | None
-    """The random numbers before it where an epoch has begun with it; ``None`` = those that the one before it left."""
+    """Random numbers before it, if an epoch started with it; ``None`` = those after the previous one."""
 
 
 class TrainerProtection(TrainerCallback):
-    """One protected ``train()``: the callback, and what stands in for methods of the trainer meanwhile.
+    """One protected ``train()``: the callback, and the replacements of the trainer's methods.
 
-    Thread: that of the training loop.
+    Thread: the thread of the training loop.
     """
 
     def __init__(self, trainer: Any, config: Config, original_train: Callable[..., Any]) -> None:
@@ -182,9 +181,9 @@ class TrainerProtection(TrainerCallback):
         self._collating: RandomSnapshot | None = None
         self._num_refetched: int | None = None
         self._persistent: Any = None
-        """The loader whose workers persist from epoch to epoch; ``None`` = they do not."""
+        """The loader whose workers persist over epochs; ``None`` = they do not."""
         self._base_random: torch.Tensor | None = None
-        """The generator's state from which the base seed of these workers was drawn."""
+        """Generator state from which the base seed of these workers was drawn."""
         self._stops = False
         self._ends_epoch = False
         # The attempts of a step.
@@ -248,7 +247,7 @@ class TrainerProtection(TrainerCallback):
             return self._originals["evaluate"](*args, **kwargs)
 
     def _finish(self, *args: Any, **kwargs: Any) -> Any:
-        """Commit what was trained, before the best model takes its place and before what others do at the end."""
+        """Commit the training, before the best model is loaded and before other callbacks act on the end."""
         finalize = self._originals["_finalize_training"]
         self._has_finished = True
         if self._in_step:  # a callback ended training between two micro-batches: no weight moved by the last ones
@@ -262,7 +261,7 @@ class TrainerProtection(TrainerCallback):
     # -- restoring -------------------------------------------------------------------------------------------------
 
     def _restore(self, max_steps: int, num_updates: int, num_epochs: int, _: Any, trial: Any) -> tuple[int, int]:
-        """Make the trainer what it continues from; return the epoch, and the batches of it that were trained."""
+        """Restore the trainer's state; return the epoch, and the number of its trained batches."""
         trainer, init = self._trainer, self._originals["_init_training_state"]
         place: tuple[int, int] = init(max_steps, num_updates, num_epochs, None, trial)
         self._model = self._originals["_prepare_for_training"](max_steps, None, None)[0]
@@ -290,7 +289,7 @@ class TrainerProtection(TrainerCallback):
         return place
 
     def _continue(self, max_steps: int, num_updates: int, num_epochs: int, trial: Any) -> tuple[int, int]:
-        """Take over what a generation holds of the trainer itself."""
+        """Restore the trainer's own part of a checkpoint."""
         trainer, loaded = self._trainer, self._loaded
         if self._given is not None:
             text = "resume_from_checkpoint=%r is not used: this run has saved a newer checkpoint"
@@ -329,7 +328,7 @@ class TrainerProtection(TrainerCallback):
         return self._epoch, self._updates * trainer.args.gradient_accumulation_steps
 
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:
-        """Give callbacks that have a state the saved one, in place."""
+        """Restore the state of stateful callbacks, in place."""
         by_name = {name: list(one) if isinstance(one, list) else [one] for name, one in saved.items()}
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState) and (left := by_name.get(type(callback).__name__)):
@@ -337,7 +336,7 @@ class TrainerProtection(TrainerCallback):
                     setattr(callback, name, value)
 
     def _give_prepared(self, _max_steps: int, train_dataloader: Any, _: Any) -> tuple[Any, Any]:
-        """Return what :meth:`_restore` prepared already."""
+        """Return the model that :meth:`_restore` prepared."""
         self._trainer.callback_handler.train_dataloader = train_dataloader
         loader = getattr(train_dataloader, "base_dataloader", None)
         if loader is None:
@@ -359,14 +358,14 @@ class TrainerProtection(TrainerCallback):
         return self._model, train_dataloader
 
     def _seed_of_epoch(self) -> tuple[int, int, int]:
-        """Return what the random numbers of the loader's workers follow from, with the number of the batch."""
+        """Return the seed, with the batch number, of the random numbers of the loader's workers."""
         args = self._trainer.args
         return abs(args.seed if args.data_seed is None else args.data_seed), self._epoch, self._run.global_rank
 
     def _keep_base_seed(self) -> None:
-        """Have workers that are started after the first epoch get the base seed of those that persist from there on.
+        """Give workers that start after the first epoch the base seed that persistent workers keep.
 
-        A loader draws it as it starts its workers; if they persist, in the first epoch only.
+        A loader draws the seed when it starts its workers: with persistent workers in the first epoch only.
         """
         if self._persistent is not None and self._epoch and self._base_random is not None:
             generator = torch.Generator()
@@ -374,10 +373,10 @@ class TrainerProtection(TrainerCallback):
             self._persistent.generator = generator
 
     def _collate_in_order(self, loader: Any) -> None:
-        """Give batches that are fetched once more the random numbers that they were made with, as masks are.
+        """Collate batches that are fetched again with their former random numbers, for example masks.
 
-        Accelerate fetches a batch ahead: at a step's end the next one has been made. A training that resumes there
-        makes that one again, and right after it the one that follows, which had the random numbers of after the step.
+        Accelerate fetches one batch ahead: at the end of a step the next one exists. A resumed training collates that
+        batch again, followed by the one after it, which had the random numbers after the step.
         """
         collate, taken = loader.collate_fn, RandomSnapshot()
         left = _COLLATED_TO_KNOW
@@ -405,7 +404,7 @@ class TrainerProtection(TrainerCallback):
         loader.collate_fn = collate_in_order
 
     def _put_random_back(self, checkpoint: str | None) -> None:
-        """Continue the random numbers, now that what comes before the first step has used some."""
+        """Restore random numbers, once everything before the first step has drawn its own."""
         self._num_refetched = None
         if self._random.is_kept:
             self._random.put_back()
@@ -419,12 +418,12 @@ class TrainerProtection(TrainerCallback):
 
     @property
     def _position(self) -> dict[str, Any]:
-        """Where the trainer is between two steps. A save within a step, for a diagnosis, has that of the step's begin:
-        an epoch may have ended since."""
+        """The position between two steps. A save within a step, for a diagnosis, has the position at the start of the
+        step, since an epoch may have ended since."""
         return {"epoch": self._epoch, "updates": self._updates, "epoch_random": self._epoch_random}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the trainer itself continues from."""
+        """Return the trainer's own state."""
         trainer = self._trainer
         state, control, handler = trainer.state, trainer.control, trainer.callback_handler
         exportable = [one for one in (*handler.callbacks, control) if isinstance(one, ExportableState)]
@@ -450,13 +449,13 @@ class TrainerProtection(TrainerCallback):
         }
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
-        """Keep what :meth:`state_dict` returned until the trainer can take it."""
+        """Keep the state until the trainer can take it."""
         self._loaded = dict(loaded)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do what was due when the generation was saved; the setup ends."""
+        """Do what was due when the checkpoint was saved; end the setup."""
         trainer, loaded = self._trainer, self._loaded
         self._setup.close()
         if not loaded:
@@ -476,7 +475,7 @@ class TrainerProtection(TrainerCallback):
             trainer.control.should_training_stop = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an epoch with the random numbers that it once began with: the order of its samples follows."""
+        """Restore the random numbers with which the epoch first started: they determine the order of its samples."""
         self._restore_epoch_random()
         if self._persistent is not None and self._base_random is None:
             self._base_random = self._epoch_random["torch"].clone()
@@ -494,7 +493,7 @@ class TrainerProtection(TrainerCallback):
         self._random.keep(self._epoch_random)
 
     def _run_epoch(self, **of_epoch: Any) -> Any:
-        """Run an epoch; of the first after a restart, what is left of it."""
+        """Run an epoch; the first one after a restart from its position on."""
         if self._resumes_in is not None and (self._stops or self._ends_epoch):
             return self._end_epoch(**of_epoch)
         if self._resumes_in is None:
@@ -526,7 +525,7 @@ class TrainerProtection(TrainerCallback):
         start_time: float,
         **_: Any,
     ) -> None:
-        """Do what follows an epoch, as the trainer does; a callback ended it after the step that was loaded."""
+        """Do the trainer's work after an epoch that a callback ended after the loaded step."""
         trainer = self._trainer
         self._epoch, self._updates, self._resumes_in = epoch, num_update_steps_per_epoch, None
         self._put_random_back(None)  # no batch is fetched that would be waited for
@@ -538,7 +537,7 @@ class TrainerProtection(TrainerCallback):
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an optimizer step, with all its micro-batches; one that an epoch's end divides goes on."""
+        """Start the optimizer step, or continue one that the end of an epoch divides."""
         if self._in_step:
             if self._validates:
                 self._epoch_begun = capture_random()
@@ -550,13 +549,13 @@ class TrainerProtection(TrainerCallback):
             self._attempts = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the optimizer step; what was agreed on is carried out once its logs are written."""
+        """End the optimizer step; the decision of the ranks is carried out after the step's logs."""
         self._updates += 1
         self._in_step = False
         self._decision = self._run.end_step(is_last=state.global_step >= state.max_steps)
 
     def _save_between(self, *args: Any, **kwargs: Any) -> Any:
-        """Log, then save or leave as agreed, then evaluate and save as the trainer does."""
+        """Log, then save or exit as decided, then evaluate and save as the trainer does."""
         maybe, decision = self._originals["_maybe_log_save_evaluate"], self._decision
         if decision is not None:
             self._decision = None
@@ -580,7 +579,7 @@ class TrainerProtection(TrainerCallback):
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _validated_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute one micro-batch; after the last one of a step judge its loss, and compute all again if need be."""
+        """Compute one micro-batch; after the last one judge the step's loss, and compute the step again if needed."""
         trainer, step = self._trainer, self._originals["training_step"]
         is_last = trainer.accelerator.gradient_state.sync_gradients
         if self._attempts is None:
@@ -606,7 +605,7 @@ class TrainerProtection(TrainerCallback):
         return loss
 
     def _passes(self, loss: Any) -> bool:
-        """End an attempt, with all ranks; return whether the step needs no other one."""
+        """End an attempt, with all ranks; return whether the step is complete."""
         assert self._attempts is not None
         assert self._attempt is not None
         self._attempt.validate(loss)
@@ -614,8 +613,8 @@ class TrainerProtection(TrainerCallback):
         return self._attempt is None
 
     def _compute_again(self, model: Any) -> tuple[Any, Any]:
-        """Compute the step's micro-batches again; return the sums of their losses: of those that the Trainer has logged
-        (``None`` = none), and of the others."""
+        """Compute the step's micro-batches again; return the sum of the losses that the Trainer has logged (``None`` =
+        none), and of the others."""
         accelerator = self._trainer.accelerator
         losses: list[Any] = [None, None]
         for number, one in enumerate(self._micro_batches, 1):
@@ -635,7 +634,7 @@ class TrainerProtection(TrainerCallback):
         self._figures.update(figures)
 
     def _log_with_figures(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """Log the session's figures with the training loss."""
+        """Log the session's metrics with the training loss."""
         if "loss" in logs:
             # The Trainer logs a loss that is NaN as 0, unless its logging_nan_inf_filter is off.
             seen = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
@@ -650,13 +649,12 @@ class TrainerProtection(TrainerCallback):
 
 
 def _as_bytes(random: dict[str, Any]) -> list[Any]:
-    """Return the state of all generators as what can be compared."""
     numpy = [part.tobytes() if hasattr(part, "tobytes") else part for part in random["numpy"]]
     return [random["python"], *numpy, random["torch"].numpy().tobytes(), random["device"]]
 
 
 def _as_json(state: dict[str, Any]) -> str:
-    """Return a ``TrainerState`` as text; what the logs hold and JSON does not have, such as a date, becomes text."""
+    """Return a ``TrainerState`` as JSON; other values of the logs, such as a date, become text."""
     try:
         return json.dumps(state, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
     except TypeError:  # a key is no string
@@ -664,7 +662,7 @@ def _as_json(state: dict[str, Any]) -> str:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Return what JSON has for a value and for all that it holds."""
+    """Return the JSON form of a value, recursively."""
     if isinstance(value, dict):
         return {str(key): _with_text_keys(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -675,7 +673,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _check_callback(name: str, exported: Any) -> None:
-    """Raise :class:`OutlastError` if a callback's state could not be put back as it was."""
+    """Raise :class:`OutlastError` if a callback's state cannot be restored as it was."""
     try:
         json.dumps(exported, default=lambda value: value.tolist())
     except (AttributeError, TypeError) as error:
