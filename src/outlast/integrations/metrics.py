@@ -1,13 +1,13 @@
-"""Sinks for the session's figures: TensorBoard, Weights & Biases, MLflow, Prometheus, OpenTelemetry, or a callable.
+"""Metric sinks for a session: TensorBoard, Weights & Biases, MLflow, Prometheus, OpenTelemetry, or a callable.
 
-A sink is given to ``outlast.init(config, log_metrics=...)``. The training loop only puts figures into a queue; a thread
-of the sink's own hands them on. So whatever the other side does (a full disk, a network that is away, an exception),
-no step waits for it: what finds no room in the queue is dropped, counted, and reported.
+A sink is passed to ``outlast.init(config, log_metrics=...)``. The training loop only puts metrics into a queue, and a
+thread of the sink writes them. So no step waits for a full disk, a missing network or an exception: records that do not
+fit into the queue are dropped, counted and reported.
 
-What is rejected, and why: writing in the training loop with a timeout, since what blocks in a system call cannot be
-interrupted; a queue without a bound, since a logger that is away for a night would take the memory of the run.
+Rejected: writing in the training loop with a timeout, since a blocking system call cannot be interrupted; an unbounded
+queue, since a logger that is unavailable for hours would exhaust the memory of the run.
 
-The packages are imported when a sink is made, not with this module.
+Packages are imported when a sink is created, not with this module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
-"""Records (the figures of a step, or of a save) that wait for a sink; further ones are dropped."""
+"""Records (the metrics of a step, or of a save) that may wait for a sink; further ones are dropped."""
 RETRY_S = 30.0
 """A sink that could not be opened is retried after this time; a sink whose writes fail for this long is reopened."""
 EXIT_S = 0.5
@@ -59,31 +59,31 @@ _TEXTFILE_S = 5.0
 
 
 class BackgroundSink(ABC):
-    """Hand figures on in a thread, so that no step waits for them. Subclass it for a logger of your own.
+    """Write metrics in a thread, so that no step waits for them. Subclass it for a logger of your own.
 
-    A subclass has :meth:`_open`, :meth:`_write`, :meth:`_flush` and :meth:`_close`; all of them run in the sink's
-    thread, and may block and raise. An exception is logged once. One whose writes all fail for 30 s is closed and
-    opened again.
+    A subclass implements :meth:`_open`, :meth:`_write`, :meth:`_flush` and :meth:`_close`, which run in the sink's
+    thread, and may block and raise. An exception is logged once. A sink whose writes all fail for 30 s is closed and
+    reopened.
 
     Args:
-        every_rank: All ranks write, each to a place of its own, instead of rank 0 alone.
-        max_queued: Records (the figures of a step, or of a save) that may wait.
+        every_rank: All ranks write, each to a separate place, instead of rank 0 alone.
+        max_queued: Records (the metrics of a step, or of a save) that may wait.
 
     Raises:
         ConfigError: A value is out of range.
 
-    Thread: that of the training loop.
+    Thread: the thread of the training loop.
     """
 
     _is_alone = False
-    """Whether two of its type are not open at the same time: they would have the same port, or the same run."""
+    """Whether two sinks of this type must not be open at the same time, as they share a port or a run."""
 
     def __init__(self, *, every_rank: bool = False, max_queued: int = MAX_QUEUED) -> None:
         if max_queued < 1:
             raise ConfigError(f"max_queued={max_queued} must be at least 1")
         self.every_rank = every_rank
         self.num_dropped = 0
-        """Records that found no room in the queue."""
+        """Records that did not fit into the queue."""
         self.num_failed = 0
         """Records that could not be written."""
         self._max_queued = max_queued
@@ -94,13 +94,13 @@ class BackgroundSink(ABC):
         self._is_ending = threading.Event()
         self._run: MetricsRun | None = None
         self._flush_due_s: float | None = None
-        """When :meth:`_flush` is to be called although nothing new was written; ``None`` = it is not."""
+        """When to call :meth:`_flush` although nothing new was written; ``None`` = not."""
         self._has_told_full = self._has_told_failed = self._has_told_no_id = False
 
     # -- the training loop's side ----------------------------------------------------------------------------------
 
     def __call__(self, figures: Mapping[str, float], iteration: int) -> None:
-        """Take figures. Blocks: never."""
+        """Queue metrics. Blocks: never."""
         if self._run is None:  # behind a callable of the script's, which passes figures alone
             place = env.read_worker()
             forget_at_exit(self.end_run)
@@ -121,7 +121,7 @@ class BackgroundSink(ABC):
         self._wake.set()
 
     def begin_run(self, run: MetricsRun) -> None:
-        """Start to write, on the ranks that do.
+        """Start the sink, on the ranks that write.
 
         Raises:
             ConfigError: The sink cannot work on this rank.
@@ -139,7 +139,7 @@ class BackgroundSink(ABC):
             self._thread.start()
 
     def end_run(self, timeout_s: float = 5.0) -> None:
-        """Write what is left. Idempotent. Blocks: up to ``timeout_s`` seconds."""
+        """Write the queued records and close. Idempotent. Blocks: up to ``timeout_s`` seconds."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -161,27 +161,27 @@ class BackgroundSink(ABC):
 
     @property
     def name(self) -> str:
-        """What the log calls it."""
+        """Name in log lines."""
         return type(self).__name__
 
     def _check(self, run: MetricsRun) -> None:  # noqa: B027  most sinks work on all ranks
-        """Check that it can work on this rank, as the run begins; in the thread of the training loop."""
+        """Raise ConfigError if the sink cannot work on this rank. Thread: the thread of the training loop."""
 
     # -- the thread's side -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def _open(self, run: MetricsRun) -> None:
-        """Open it for a run; called again, later, if it raises."""
+        """Open the sink for a run; retried later if it raises."""
 
     @abstractmethod
     def _write(self, figures: Mapping[str, float], iteration: int) -> None:
-        """Write the figures of one iteration; an iteration may come again."""
+        """Write the metrics of one iteration; an iteration may be written again after a restart."""
 
     def _flush(self) -> None:  # noqa: B027  not each sink buffers
-        """Make what was written visible; called once the queue is empty."""
+        """Make written metrics visible; called once the queue is empty."""
 
     def _close(self) -> None:  # noqa: B027  not each sink has something open
-        """Close it."""
+        """Close the sink."""
 
     def _tell_no_id(self, run: MetricsRun) -> None:
         if not self._has_told_no_id:
@@ -196,7 +196,7 @@ class BackgroundSink(ABC):
 
 
 _LEFT: list[tuple[type[BackgroundSink], threading.Thread]] = []
-"""The threads of sinks that ended without being waited for, or took too long."""
+"""Threads of sinks that are still closing."""
 
 
 def _wait_at_exit() -> None:
@@ -284,7 +284,7 @@ class _SinkThread:
 
 
 class SeveralSinks:
-    """Give figures to several sinks; one that blocks holds none of the others.
+    """Pass metrics to several sinks; one that blocks does not delay the others.
 
     Args:
         *sinks: The sinks; a plain callable is called in the thread of a :class:`CallableSink`, on rank 0.
@@ -294,15 +294,15 @@ class SeveralSinks:
         self.sinks = [sink if isinstance(sink, MetricsSink) else CallableSink(sink) for sink in sinks]
 
     def __call__(self, figures: dict[str, float], iteration: int) -> None:
-        """Take figures. Blocks: never, unless a sink of your own does."""
+        """Queue metrics. Blocks: never, unless a sink of your own does."""
         for sink in self.sinks:
             sink(figures, iteration)
 
     def begin_run(self, run: MetricsRun) -> None:
-        """Begin all of them.
+        """Start all sinks.
 
         Raises:
-            ConfigError: One of them cannot work here; the others begin.
+            ConfigError: One of them cannot work here; the others are started.
         """
         refused: ConfigError | None = None
         for sink in self.sinks:
@@ -314,7 +314,7 @@ class SeveralSinks:
             raise refused
 
     def end_run(self, timeout_s: float = 5.0) -> None:
-        """End all of them. Blocks: up to ``timeout_s`` seconds, for all together."""
+        """End all sinks. Blocks: up to ``timeout_s`` seconds, for all together."""
         until_s = clock.now_s() + timeout_s
         if timeout_s > 0:
             for sink in self.sinks:  # all write their last at the same time
@@ -326,11 +326,11 @@ class SeveralSinks:
 
 
 class CallableSink(BackgroundSink):
-    """Call a function of yours in a thread of its own: it may block.
+    """Call a function in a separate thread, so that it may block.
 
     Args:
-        function: Takes figures by name, and the number of optimizer steps done.
-        every_rank: It is called on all ranks, instead of on rank 0 alone.
+        function: Takes metrics by name, and the number of optimizer steps done.
+        every_rank: Call it on all ranks, instead of on rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
@@ -357,7 +357,7 @@ class CallableSink(BackgroundSink):
 class TensorBoardSink(BackgroundSink):
     """Write event files for TensorBoard, with ``tensorboardX``, else with ``torch.utils.tensorboard``.
 
-    After a restart TensorBoard leaves out what earlier files have of iterations that are done again (``purge_step``).
+    After a restart TensorBoard ignores earlier records of iterations that are repeated (``purge_step``).
 
     Args:
         log_dir: The folder of event files; with ``every_rank`` each rank has a folder ``rank-N`` in it.
@@ -365,7 +365,7 @@ class TensorBoardSink(BackgroundSink):
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: Neither package is installed; the line says how to install one.
+        ImportError: Neither package is installed; the message has the command to install one.
         ConfigError: A value is out of range.
     """
 
@@ -401,24 +401,24 @@ class TensorBoardSink(BackgroundSink):
 class WandbSink(BackgroundSink):
     """Log to a run of Weights & Biases, which a restarted job continues if outlast's run has an id.
 
-    Figures have ``outlast/iteration`` as their axis, not W&B's own step, which must never go back: after a restart from
-    an earlier generation the iterations that are done again are logged again, and none is refused. A run that is active
-    in this process already (``wandb.run``) is logged to, and left open.
+    The axis of metrics is ``outlast/iteration``, not W&B's own step, which must not decrease: iterations that are
+    repeated after a restart are logged again and not refused. If a run is active in this process (``wandb.run``), the
+    sink logs to it and leaves it open.
 
     Args:
         project: As ``wandb.init`` has it, and so the next ones; ``None`` = W&B's own settings.
         entity: The team or user.
-        name: What the run is called; ``None`` = the id of outlast's run, and without one what W&B draws.
+        name: Name of the run; ``None`` = the id of outlast's run, and without one a name drawn by W&B.
         group: The group of runs; ``None`` = the id of outlast's run with ``every_rank``, else none.
-        mode: ``online``, ``offline`` or ``disabled``; ``None`` = W&B's own settings (``WANDB_MODE``). Where nodes have
-            no network, take ``offline``, and ``wandb sync`` later.
-        directory: Where offline files go; ``None`` = W&B's own settings.
+        mode: ``online``, ``offline`` or ``disabled``; ``None`` = W&B's own settings (``WANDB_MODE``). For nodes without
+            a network use ``offline``, and ``wandb sync`` later.
+        directory: Folder of offline files; ``None`` = W&B's own settings.
         settings: More arguments of ``wandb.init``.
-        every_rank: All ranks log, each to a run of its own, instead of rank 0 alone.
+        every_rank: All ranks log, each to a separate run, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``wandb`` is not installed; the line says how to install it.
+        ImportError: ``wandb`` is not installed; the message has the command to install it.
         ConfigError: A value is out of range.
     """
 
@@ -474,19 +474,18 @@ class WandbSink(BackgroundSink):
 class MLflowSink(BackgroundSink):
     """Log to a run of MLflow, which a restarted job continues if outlast's run has an id.
 
-    It is found by the tag ``outlast.run_id``.
-
-    Iterations that are done again after a restart are there twice, with the same step; MLflow keeps both.
+    The run is found by the tag ``outlast.run_id``. Iterations that are repeated after a restart are recorded twice,
+    with the same step; MLflow keeps both.
 
     Args:
         tracking_uri: A server, or a folder; ``None`` = MLflow's own settings (``MLFLOW_TRACKING_URI``).
-        experiment: Its name; it is made where it does not exist.
-        run_name: ``None`` = the id of outlast's run, and without one what MLflow draws.
-        every_rank: All ranks log, each to a run of its own, instead of rank 0 alone.
+        experiment: Name of the experiment; created if it does not exist.
+        run_name: ``None`` = the id of outlast's run, and without one a name drawn by MLflow.
+        every_rank: All ranks log, each to a separate run, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``mlflow`` is not installed; the line says how to install it.
+        ImportError: ``mlflow`` is not installed; the message has the command to install it.
         ConfigError: A value is out of range.
     """
 
@@ -536,27 +535,26 @@ class MLflowSink(BackgroundSink):
 
 
 class PrometheusSink(BackgroundSink):
-    """Keep figures as Prometheus gauges: behind an HTTP endpoint, in a file for the node exporter, or in a registry.
+    """Keep metrics as Prometheus gauges: at an HTTP endpoint, in a file for the node exporter, or in a registry.
 
     ``outlast/step_time_s`` becomes ``outlast_step_time_seconds``; the kinds of ``outlast/incidents/<kind>`` and the
     statistics of the scores are labels (``kind``, ``stat``). Every gauge has the label ``run_id``, and with
-    ``every_rank`` also ``rank``: so there are some 30 series for each rank that writes. Each kind of incident is there
-    from the start, at 0, so that the first incident is an increase.
+    ``every_rank`` also ``rank``: about 30 series for each rank that writes. Each kind of incident is exported from the
+    start, at 0, so that the first incident is an increase.
 
     Args:
-        port: Where the endpoint listens, over HTTP without encryption: it answers everybody who reaches it. With
-            ``every_rank`` each rank of a node adds its local rank. 0 = a free port, see :attr:`url`; ``None`` = there
-            is no endpoint.
-        address: The address at which it listens. A loopback one keeps other machines out.
-        textfile: A ``.prom`` file that is replaced at most every 5 s, for the textfile collector of the node
-            exporter; with ``every_rank`` its name gets the rank.
-        registry: Where the gauges are kept, if a server of yours shows it; ``None`` = a registry of the sink's own.
+        port: Port of the endpoint: HTTP without encryption or authentication. With ``every_rank`` each rank of a node
+            adds its local rank. 0 = a free port, see :attr:`url`; ``None`` = no endpoint.
+        address: Address of the endpoint. A loopback address excludes other machines.
+        textfile: A ``.prom`` file that is replaced at most every 5 s, for the textfile collector of the node exporter;
+            with ``every_rank`` the rank is added to its name.
+        registry: Registry of the gauges, if your own server exports it; ``None`` = a separate registry.
         every_rank: All ranks write, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``prometheus-client`` is not installed; the line says how to install it.
-        ConfigError: There is nowhere to show the gauges, or a value is out of range.
+        ImportError: ``prometheus-client`` is not installed; the message has the command to install it.
+        ConfigError: The gauges would not be exported, or a value is out of range.
     """
 
     _is_alone = True
@@ -586,7 +584,7 @@ class PrometheusSink(BackgroundSink):
             ) from None
         self._client = _require("prometheus_client", "prometheus", "PrometheusSink")
         self.url: str | None = None
-        """Where the endpoint is, once it listens; ``None`` = nowhere."""
+        """URL of the endpoint, once it listens; ``None`` = none."""
         self.registry = self._client.CollectorRegistry() if registry is None else registry
         self._port, self._address = port, address
         self._textfile = self._file = None if textfile is None else Path(textfile)
@@ -667,19 +665,19 @@ class PrometheusSink(BackgroundSink):
 
 
 class OpenTelemetrySink(BackgroundSink):
-    """Record figures as gauges of OpenTelemetry.
+    """Record metrics as gauges of OpenTelemetry.
 
     ``outlast/step_time_s`` becomes ``outlast.step_time`` with the unit ``s``; the kinds of ``outlast/incidents/<kind>``
-    and the statistics of the scores are attributes (``kind``, ``stat``), beside ``outlast.run_id`` and
+    and the statistics of the scores are attributes (``kind``, ``stat``), in addition to ``outlast.run_id`` and
     ``outlast.rank``.
 
     Args:
-        meter_provider: Where they go; ``None`` = the global one of the process.
+        meter_provider: The provider; ``None`` = the global one of the process.
         every_rank: All ranks record, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``opentelemetry`` is not installed; the line says how to install it.
+        ImportError: ``opentelemetry`` is not installed; the message has the command to install it.
         ConfigError: A value is out of range.
     """
 
@@ -711,18 +709,18 @@ class OpenTelemetrySink(BackgroundSink):
 
 
 def _has_id(run: MetricsRun) -> bool:
-    """Return whether somebody, or a launcher, has given the run an id; else unrelated runs have the same."""
+    """Return whether the user or a launcher has set the run's id; the defaults are shared by unrelated runs."""
     return run.run_id not in ("", "default", "none")
 
 
 def _own_name(run: MetricsRun, *, each: bool) -> str | None:
-    """Return what a rank's run is called by default; ``None`` = nothing that would tell it from others."""
+    """Return the default name of a rank's run; ``None`` = no name would be unique."""
     words = [run.run_id] * _has_id(run) + [f"rank-{run.global_rank}"] * each
     return "-".join(words) or None
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return a figure's name without the part that is a label, that label, and its value; both empty = it has none."""
+    """Return a metric's name without its label, the label, and the label's value; without a label both are empty."""
     base, _, last = name.rpartition("/")
     if base.endswith("/incidents"):
         return base, "kind", last

@@ -1,8 +1,8 @@
-"""Plug-ins for NeMo-Run, by the names and defaults of Megatron-Bridge's and NeMo's; they launch by ``outlast run``.
+"""Plug-ins for NeMo-Run, with the names and defaults of Megatron-Bridge's and NeMo's; they launch by ``outlast run``.
 
-NeMo-Run has one launcher for fault tolerance, ``run.FaultTolerance``, and calls a program ``ft_launcher`` for it. The
-plug-in puts ours first on the task's ``PATH``. What that launcher has no field for (timeouts of sections, no restart at
-all) goes by environment variables, which :mod:`outlast.integrations.ft_launcher` and torchrun's options read.
+NeMo-Run's launcher for fault tolerance, ``run.FaultTolerance``, calls a program ``ft_launcher``. The plug-in puts
+outlast's first on the task's ``PATH``. Settings for which that launcher has no field (timeouts of sections, no restart
+at all) are passed by environment variables, which :mod:`outlast.integrations.ft_launcher` and torchrun's options read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FaultTolerancePluginScriptArgs:
-    """What a converter makes arguments of a script from."""
+    """Input of a converter to script arguments."""
 
     enable_ft_package: bool
     calc_ft_timeouts: bool
@@ -57,7 +57,7 @@ class FaultTolerancePluginScriptArgs:
 
 @dataclass
 class PreemptionPluginScriptArgs:
-    """What a converter makes arguments of a script from."""
+    """Input of a converter to script arguments."""
 
     enable_exit_handler: bool
     enable_exit_handler_for_data_loader: bool
@@ -69,18 +69,18 @@ def straggler_det_callback(
     gpu_relative_perf_threshold: float = 0.7,
     gpu_individual_perf_threshold: float = 0.7,
 ) -> Any:
-    """Return the ``run.Config`` of a callback that finds slow ranks, for a recipe's ``trainer.callbacks``.
+    """Return the ``run.Config`` of a callback that detects slow ranks, for a recipe's ``trainer.callbacks``.
 
-    A trainer itself takes the callback: :func:`outlast.integrations.lightning.straggler_det_callback`.
+    A trainer itself takes :func:`outlast.integrations.lightning.straggler_det_callback`.
 
     Args:
-        straggler_report_time_interval: Seconds from one report to the next.
+        straggler_report_time_interval: Seconds between reports.
         stop_if_detected_straggler: Save and exit with code 18 once a rank is slow, so that a spare takes its place.
         gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
         gpu_individual_perf_threshold: The same for the score of a rank against its own past.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
     given = dict(locals())
     from outlast.integrations.lightning import straggler_det_callback as make
@@ -102,13 +102,13 @@ def _convert_preemption(args: PreemptionPluginScriptArgs) -> list[str]:
 
 @dataclass(kw_only=True)
 class FaultTolerancePlugin(nemo_run.Plugin):
-    """Launch a task by ``outlast run``: hangs and deaths of ranks are detected, and the ranks started again.
+    """Launch a task by ``outlast run``: hangs and deaths of ranks are detected, and the ranks restarted.
 
-    A ``run.Partial`` with an argument ``trainer``, as NeMo's recipes have, gets a ``FaultToleranceCallback`` in
+    A ``run.Partial`` with an argument ``trainer``, as in NeMo's recipes, gets a ``FaultToleranceCallback`` in
     ``trainer.callbacks``, with ``log.log_dir`` as its ``exp_dir``.
 
-    A ``run.Script`` gets ``ft.enable_ft_package=true ft.calc_ft_timeouts=true`` at the end of its arguments, or what
-    ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets them as
+    A ``run.Script`` gets ``ft.enable_ft_package=true ft.calc_ft_timeouts=true`` appended to its arguments, or the
+    result of ``script_args_converter_fn``; a ``run.Partial`` with an argument ``config`` gets them as
     ``config.ft.enable_ft_package`` and so on (of an ``outlast.Config``: ``config.fault_tolerance``).
 
     Raises:
@@ -116,13 +116,13 @@ class FaultTolerancePlugin(nemo_run.Plugin):
     """
 
     enable_ft_package: bool = True
-    """Watch heartbeats and sections of the ranks; off: only their deaths are detected."""
+    """Monitor heartbeats and sections of the ranks; off: only their deaths are detected."""
     calc_ft_timeouts: bool = True
     """Learn timeouts from observed durations, and keep them for the next cycle and job."""
     num_in_job_restarts: int = 3
-    """Restarts in a row without progress in between; 0 = none at all."""
+    """Restarts in a row without progress in between; 0 = none."""
     num_job_retries_on_failure: int = 2
-    """Failed jobs in a row that go back to the queue (Slurm); 0 = none."""
+    """Failed jobs in a row that are requeued (Slurm); 0 = none."""
     initial_rank_heartbeat_timeout: float | None = 1800
     """Longest time in seconds from a rank's start to its first heartbeat; ``None`` = the launcher's default."""
     rank_heartbeat_timeout: float | None = 300
@@ -134,8 +134,8 @@ class FaultTolerancePlugin(nemo_run.Plugin):
     rank_out_of_section_timeout: float | None = None
     """Longest time in seconds outside all sections; ``None`` = the script's."""
     shims: str | None = None
-    """Folder with ``ft_launcher`` where the task runs, for the front of ``PATH``: what ``outlast shims`` has written
-    there. ``None`` = on a ``LocalExecutor`` one is made, elsewhere ``PATH`` is left as it is."""
+    """Folder with ``ft_launcher`` on the machine of the task, written by ``outlast shims``, for the front of ``PATH``.
+    ``None`` = a ``LocalExecutor`` creates one, otherwise ``PATH`` is unchanged."""
 
     def setup(self, task: Any, executor: Any) -> None:
         """Set launcher, retries and environment of the executor, and the arguments or the config of the task."""
@@ -201,33 +201,33 @@ class FaultTolerancePlugin(nemo_run.Plugin):
 
 @dataclass(kw_only=True)
 class PreemptionPlugin(nemo_run.Plugin):
-    """Have a Slurm job save and exit before its time limit, and on any other SIGTERM.
+    """Make a Slurm job save and exit before its time limit, and on any other SIGTERM.
 
-    A ``run.Partial`` with an argument ``trainer``, as NeMo's recipes have, gets a ``PreemptionCallback`` in
+    A ``run.Partial`` with an argument ``trainer``, as in NeMo's recipes, gets a ``PreemptionCallback`` in
     ``trainer.callbacks``.
 
-    A ``run.Script`` gets ``train.exit_signal_handler=True train.exit_signal_handler_for_dataloader=False`` at the end
-    of its arguments, or what ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets
+    A ``run.Script`` gets ``train.exit_signal_handler=True train.exit_signal_handler_for_dataloader=False`` appended to
+    its arguments, or the result of ``script_args_converter_fn``; a ``run.Partial`` with an argument ``config`` gets
     them as ``config.train.exit_signal_handler`` and so on (of an ``outlast.Config``: ``config.preemption``, with
     ``preempt_time``). A ``SlurmExecutor`` gets ``signal="TERM@<preempt_time>"``.
 
-    With ``enable_exit_handler=False`` the job is sent no signal, and a session of ours, which listens otherwise, does
-    not: in a ``run.Script`` the script must do what the argument asks for.
+    With ``enable_exit_handler=False`` the job gets no signal, and a session, which listens otherwise, does not: in a
+    ``run.Script`` the script must implement the argument.
 
     Raises:
         ConfigError: A value is out of range, or cannot be carried out; from ``setup``, which NeMo-Run calls.
     """
 
     preempt_time: int = 60
-    """Seconds before the time limit at which Slurm sends SIGTERM; 0 = it sends none."""
+    """Seconds before the time limit at which Slurm sends SIGTERM; 0 = no signal."""
     enable_exit_handler: bool = True
-    """Save and leave on the signal."""
+    """Save and exit on the signal."""
     enable_exit_handler_for_data_loader: bool = False
     """Workers of a ``DataLoader`` ignore the signal while their rank lives."""
     sig: signal.Signals = signal.SIGTERM
-    """The signal that the task listens to; on Slurm, and for a ``run.Script``, only SIGTERM."""
+    """The signal that the task handles; on Slurm, and for a ``run.Script``, only SIGTERM."""
     callbacks: Sequence[Any] | None = None
-    """What a recipe's trainer gets in place of a ``PreemptionCallback``: a ``run.Config`` of each callback."""
+    """Replacement of the ``PreemptionCallback`` of a recipe's trainer: a ``run.Config`` of each callback."""
     script_args_converter_fn: Callable[[PreemptionPluginScriptArgs], list[str]] | None = None
     """Returns the arguments for a ``run.Script``; ``None`` = hydra-style overrides."""
 
@@ -290,7 +290,7 @@ def _has_trainer(task: Any) -> bool:
 
 
 def _add_callbacks(task: Any, callbacks: Sequence[Any]) -> None:
-    """Add callbacks to a recipe's trainer, behind its own; one whose class is there stays as it is."""
+    """Append callbacks to a recipe's trainer; a class that is present already is not added."""
     trainer = task.trainer
     known = list(getattr(trainer, "callbacks", None) or [])
     kinds = [getattr(one, "__fn_or_cls__", type(one)) for one in known]
@@ -299,7 +299,7 @@ def _add_callbacks(task: Any, callbacks: Sequence[Any]) -> None:
 
 
 def _append(task: Any, arguments: list[str], plugin: Any) -> None:
-    """Add arguments to a script; NeMo-Run passes none to one that is given inline."""
+    """Append arguments to a script; an inline script takes none."""
     name = type(plugin).__name__
     if task.inline:
         if arguments:
@@ -330,7 +330,7 @@ def _override(task: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _kind(config: Any) -> Any:
-    """Return the class that a config is, or will be built from."""
+    """Return the class of a config, built or configured."""
     made = getattr(config, "__fn_or_cls__", None)
     return made if made is not None else type(config) if dataclasses.is_dataclass(config) else None
 
