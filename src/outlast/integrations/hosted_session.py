@@ -107,7 +107,7 @@ class HostedSession:
         self._replaced: list[tuple[Any, str, bool, Any]] = []
         """Owner and name of a replaced method, whether it was an attribute of the owner itself, and the method."""
         if self.session.global_rank == 0:
-            clear_finished_flag()  # of an earlier training
+            clear_finished_flag()  # written by an earlier training
 
     def replace(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> Any:
         """Replace a method of an object; return the original."""

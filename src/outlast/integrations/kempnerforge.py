@@ -237,7 +237,7 @@ class NaNDetector:
         Blocks: until all ranks have arrived.
         """
         parameters = list(model.parameters()) or [torch.nn.Parameter(torch.empty(0))]
-        holder = torch.optim.SGD(parameters, lr=0.0)  # it never steps: the detector takes gradients from optimizers
+        holder = torch.optim.SGD(parameters, lr=0.0)  # never steps: the detector takes gradients from optimizers
         return self._gradients.check(None, holder, iteration=step).finite
 
     @property
@@ -272,7 +272,7 @@ _ends_invalid: list[NaNDetector] = []
 _pid = os.getpid()
 
 
-@atexit.register  # as the module is imported, so that what a script registers later runs before
+@atexit.register  # at import, so that handlers that a script registers later run before
 def _end_invalid() -> None:
     """Exit with 17 if a limit is reached, after the script and its exit handlers have ended."""
     if _ends_invalid and os.getpid() == _pid:

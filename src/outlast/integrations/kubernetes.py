@@ -449,14 +449,14 @@ class KubernetesJob:
             "podFailurePolicy": {
                 "rules": [on_exit("FailJob", _NEEDS_A_PERSON), on_exit("Ignore", _REQUESTED), evicted],
             },
-            # A spare that never came, or a slot that stayed empty, must not block the end.
+            # A missing spare, or an empty slot, must not block completion.
             "successPolicy": {"rules": [{"succeededCount": self.min_nodes or self.num_nodes}]},
             "template": self._pod_template(container),
         }
 
     def _pytorch_job(self) -> dict[str, Any]:
         container = self._container("pytorch")
-        # The operator deletes and makes again a pod that ends with a code above 127; others are final.
+        # The operator recreates a pod whose exit code is above 127; other codes are final.
         container["args"] = ["-c", _TRANSLATE.replace("$(", "$$("), "sh", *container["command"], *container["args"]]
         container["command"] = ["/bin/sh"]
         replica = {"restartPolicy": "ExitCode", "template": self._pod_template(container, restart_policy=None)}
@@ -491,7 +491,7 @@ class KubernetesJob:
     def _pod_security(self) -> dict[str, Any]:
         security = _those_given(
             runAsNonRoot=self.run_as_non_root,
-            # The default changes the group of every file, at each start of a pod.
+            # The default changes the group of every file at each start of a pod.
             fsGroupChangePolicy=None if self.fs_group is None else "OnRootMismatch",
             seccompProfile=None if self.seccomp_profile is None else {"type": self.seccomp_profile},
         )

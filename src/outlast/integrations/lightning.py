@@ -127,7 +127,7 @@ class _HostedCallback(Callback):
             hosted = [callback for callback in trainer.callbacks if isinstance(callback, _HostedCallback)]
             if hosted[0] is self:
                 self._host = _open_host(trainer, hosted)
-                # First in each hook: others begin with what was restored, and count no step that is not in it.
+                # First in each hook: other callbacks then see restored state, and count no step that is not saved.
                 trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
 
     on_fit_start = _calling("restore")
@@ -307,7 +307,7 @@ class StragglerDetectionCallback(_HostedCallback):
         self._detection |= {"enabled": True, "enable_logging": enable_ptl_logging}
         if logger_name is None:
             del self._detection["logger_name"]
-        StragglerDetectionConfig(**self._detection)  # a wrong value is refused here, where it is given
+        StragglerDetectionConfig(**self._detection)  # refuse an invalid value here
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.straggler_detection is None:
@@ -506,7 +506,7 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         if path is not None:
             raise ConfigError(f"a local checkpoint takes no path, and {path} was given; pass None")
         is_async = local.get("is_async", self.async_save)
-        callbacks = without_infinite(checkpoint.get("callbacks", {}))  # a best score is infinite until there is one
+        callbacks = without_infinite(checkpoint.get("callbacks", {}))  # a best score is infinite at first
         state = self.to_tensor_aware_state_dict({**checkpoint, "callbacks": callbacks})
         return self.local_ckpt_manager.save(state, local["iteration"], is_async=is_async)
 
@@ -608,7 +608,7 @@ def update_trainer_local_checkpoint_io(
         return
     copies = _nvrx_local().LazyCliqueReplicationStrategy() if trainer.num_nodes > 1 else None
     manager = _nvrx_local().LocalCheckpointManager(folder.directory, repl_strategy=copies)
-    # Only a wrapper that finalizes what a save returns lets a save be asynchronous.
+    # A save can only be asynchronous with a wrapper that finalizes the request that the save returns.
     is_async = is_async and hasattr(own, "maybe_finalize_save_checkpoint")
     wrapped = own.checkpoint_io if is_async else own
     made = HierarchicalCheckpointIO(wrapped, manager, iteration_of, async_save=is_async, **kwargs)

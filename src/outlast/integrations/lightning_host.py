@@ -155,7 +155,7 @@ class TrainerState:
         self.has_stopped = False
         """Whether training ended before its last step, for example by early stopping."""
         self._accumulated: int | None = None
-        self.holds_weights = False  # and its state_dict() calls hooks of the user's
+        self.holds_weights = False  # and its state_dict() calls the user's hooks
         self.loaded: dict[str, Any] | None = None
         """The loaded state, until training has continued."""
 
@@ -165,8 +165,10 @@ class TrainerState:
             return {}
         trainer = self._trainer
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        del checkpoint["optimizer_states"]  # the optimizers are saved themselves, and so is the module,
-        if _are_same(checkpoint["state_dict"], trainer.lightning_module.state_dict()):  # unless a hook exchanged it
+        del checkpoint["optimizer_states"]  # optimizers are saved separately, and so is the module,
+        if _are_same(
+            checkpoint["state_dict"], trainer.lightning_module.state_dict()
+        ):  # unless a hook replaced its state
             del checkpoint["state_dict"]
         for name in _HPARAMS:
             for prefix in ("", "datamodule_"):
@@ -202,7 +204,7 @@ class TrainerState:
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_lr_schedulers()
-        connector._loaded_checkpoint, connector._ckpt_path = {}, None  # what fit(ckpt_path=...) loaded is older
+        connector._loaded_checkpoint, connector._ckpt_path = {}, None  # the checkpoint passed to fit() is older
         loop = trainer.fit_loop
         loops = checkpoint["loops"]["fit_loop"]
         schedules = any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks)
@@ -211,7 +213,7 @@ class TrainerState:
         loop.load_state_dict(loops)
         trainer.should_stop = trainer.should_stop or self.loaded.get("has_stopped", False)
         if self.loaded["place"] == Place.EPOCH:
-            # Lightning takes what ended with an epoch for the middle of one if max_steps is set.
+            # With max_steps, Lightning treats the end of an epoch as the middle of one.
             loop.epoch_loop.restarting = False
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
@@ -246,14 +248,14 @@ class TrainerState:
         """Return the loops' progress adjusted to the point between two steps."""
         if self.place == Place.EPOCH:
             epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-            for part in ("total", "current"):  # the next epoch is not begun yet
+            for part in ("total", "current"):  # the next epoch has not started
                 epochs[part] = {**epochs[part], "ready": epochs[part]["started"]}
             zeros = dict.fromkeys(batches["current"], 0)
             loops["epoch_loop.batch_progress"] = {**batches, "current": zeros, "is_last_batch": False}
         elif self.place == Place.BATCH:
             batches = loops["epoch_loop.batch_progress"]
             changed: dict[str, Any] = {"is_last_batch": False}
-            for part in ("total", "current"):  # the batch that was fetched is not trained
+            for part in ("total", "current"):  # the prefetched batch is not trained
                 changed[part] = {**batches[part], "ready": batches[part]["completed"]}
             loops["epoch_loop.batch_progress"] = {**batches, **changed}
         if self.place != Place.EPOCH and self.loader_states:
@@ -463,7 +465,7 @@ class TrainerHost:
         Collective: all ranks.
         """
         if self._is_monitoring:
-            return  # the trainer's own state is not restored yet
+            return  # the trainer's own state is restored later
         trainer = self._trainer
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -510,7 +512,7 @@ class TrainerHost:
 
         def place_loaders() -> None:
             loop._load_combined_loader_states = original
-            if self._place == Place.EPOCH:  # with the state of the epoch before, a loader's next iterator is the next's
+            if self._place == Place.EPOCH:  # a loader with the state of the last epoch yields the next epoch
                 loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
                 loop._combined_loader_states_to_load = []
             original()
@@ -523,7 +525,7 @@ class TrainerHost:
 
     def take_signals(self) -> None:
         """Restore the SIGTERM handler that Lightning replaced: Lightning's ends one rank alone, without a save."""
-        if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:  # None: it is not python's
+        if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:  # None: not set from Python
             signal.signal(signal.SIGTERM, self._handler)
 
     def training_starts(self) -> None:
@@ -538,7 +540,7 @@ class TrainerHost:
         if loaded is None:
             return
         self._own.unfreeze()
-        # Early stopping may look at them before the next validation.
+        # Early stopping may read the metrics before the next validation.
         _metrics(self._trainer).update(with_infinite(loaded.get("callback_metrics", {})))
         if self._place == Place.EPOCH:
             return
@@ -551,7 +553,7 @@ class TrainerHost:
             after.keep(loaded["fetch_random"])
             after.put_back()
         if loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
-            loop._batches_that_stepped -= 1  # Lightning counts the step once more, as it leaves out that validation
+            loop._batches_that_stepped -= 1  # Lightning counts the step again, as it skips that validation
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -584,7 +586,7 @@ class TrainerHost:
     def take_loss(self, loss: torch.Tensor) -> None:
         loss = loss.detach()
         if not self._validates:
-            loss = loss.float() * 0  # NaN where it is not finite, and so is the sum from then on
+            loss = loss.float() * 0  # NaN if the loss is not finite; then the sum stays NaN
         self._losses = loss if self._losses is None else self._losses + loss
 
     def judge_loss(self) -> None:
@@ -667,7 +669,7 @@ class TrainerHost:
         Raises:
             SystemExit: All ranks agreed to stop after the last step.
         """
-        if self._is_open:  # the last batches moved no weight: the trainer's position did change
+        if self._is_open:  # the last batches moved no weight, but the trainer's position
             self._is_open = False
             self._pending = self.session.end_step(is_last=True)
         self._own.place, self._is_done = Place.EPOCH, True
@@ -679,7 +681,7 @@ class TrainerHost:
         self._own.place = None
 
     def finish(self) -> None:
-        if not self._is_done:  # there was nothing left to train
+        if not self._is_done:  # nothing was left to train
             if self._is_monitoring and not self._has_begun:
                 self._begin_monitoring()
             self._own.place = Place.EPOCH
@@ -731,7 +733,7 @@ class TrainerHost:
         Collective: all ranks.
         """
         trainer = self._trainer
-        if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # a rank's weights are tensors of its own
+        if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # each rank has complete weights
             self._state = {"model": trainer.lightning_module}
             self._state |= {f"optimizer {number}": one for number, one in enumerate(trainer.optimizers)}
         step = self._loop.global_step
@@ -785,7 +787,7 @@ class TrainerHost:
                     finalize(blocking=True)
                 elif isinstance(one, AsyncCheckpointIO):
                     one.teardown()
-        except Exception as error:  # a disk that is full, a peer that is gone: the exit code reports it
+        except Exception as error:  # for example a full disk or a lost peer: the exit code reports it
             log.error(
                 "the trainer's own save of step %d failed: %s: %s",
                 *(self._loop.global_step, type(error).__name__, error),
@@ -831,7 +833,7 @@ class TrainerHost:
         if decision.stop:
             self._announce(decision)
             self.session.leave(self._state)
-        self._warn_of_losses()  # a save waits for the device in any case
+        self._warn_of_losses()  # a save waits for the device anyway
         self.session.save_due(self._state)
         self._own.place, self._own.fetch_random, self._own.loader_states = None, None, []
 
@@ -863,7 +865,9 @@ class TrainerHost:
         loop = self._trainer.fit_loop
         epoch = loop.epoch_progress.current.processed
         batches = loop.epoch_loop.batch_progress
-        is_within = self._place != Place.EPOCH and not batches.is_last_batch  # else nothing more is fetched in it
+        is_within = (
+            self._place != Place.EPOCH and not batches.is_last_batch
+        )  # otherwise no further batch is fetched in this epoch
         if is_within and self._own.loaded is not None:
             before, now = self._own.loaded["world_size"], self._trainer.world_size
             if before != now and batches.current.completed:

@@ -144,7 +144,7 @@ def _read_preemption(section: Any) -> PreemptionConfig | None:
     values = _values(section)
     given = {name: values[name] for name in _PREEMPTION if name in values}
     if not given.get("exit_signal_handler", True) and given.get("exit_signal") == signal.SIGTERM:
-        del given["exit_signal"]  # Megatron's default, which says nothing
+        del given["exit_signal"]  # Megatron's default, not a choice of the user
     if (number := given.get("exit_signal")) is not None and not isinstance(number, str):
         given["exit_signal"] = signal.Signals(number).name
     return PreemptionConfig(**given) if given else None
@@ -191,7 +191,7 @@ def _values(section: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(section):
         return dict(vars(section))
     fields = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-    return {**fields, **getattr(section, "__dict__", {})}  # also what was set without being a field
+    return {**fields, **getattr(section, "__dict__", {})}  # also attributes that are not fields
 
 
 def _sections_of(args: argparse.Namespace) -> argparse.Namespace:
@@ -243,7 +243,7 @@ def maybe_wrap_for_inprocess_restart(
             queue.close(abort=True)
 
     def finalize(_: Any) -> None:
-        abort(None)  # it is not called where the function had failed by itself already
+        abort(None)  # the engine does not call it if the function has failed by itself
         for name in ("megatron.bridge.training.initialize", "megatron.training.training"):
             if (destroy := getattr(sys.modules.get(name), "destroy_global_state", None)) is not None:
                 destroy()
@@ -380,7 +380,7 @@ class BridgeCallback:
                 "cfg.ft.enable_ft_package is on, so that Bridge watches its steps; leave BridgeCallback out"
             )
         if self._is_finished and _made is not None and _made is open_monitor():
-            _made.close()  # of an earlier training: it watches no longer
+            _made.close()  # of an earlier training
         self._section, self._is_finished = None, False
         monitor = self._monitor()
         monitor.set_iteration(context.state.train_state.step)
@@ -521,5 +521,5 @@ class BridgeCheckpointManager:
         durable = [self._pending[number] for number in finalized if number in self._pending]
         if durable:
             _own_monitor().set_durable_iteration(max(durable))
-            newest = max(finalized)  # calls end in their order: older ones have failed
+            newest = max(finalized)  # calls end in order: older ones have failed
             self._pending = {number: iteration for number, iteration in self._pending.items() if number > newest}

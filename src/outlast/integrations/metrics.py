@@ -101,10 +101,10 @@ class BackgroundSink(ABC):
 
     def __call__(self, figures: Mapping[str, float], iteration: int) -> None:
         """Queue metrics. Blocks: never."""
-        if self._run is None:  # behind a callable of the script's, which passes figures alone
+        if self._run is None:  # called by the script's own function, which only passes metrics
             place = env.read_worker()
             forget_at_exit(self.end_run)
-            at_exit(self.end_run, EXIT_S)  # no session ends it
+            at_exit(self.end_run, EXIT_S)  # no session ends the sink
             where = {name: getattr(place, name) for name in ("run_id", "global_rank", "local_rank", "world_size")}
             self.begin_run(MetricsRun(iteration=max(0, iteration - 1), **where))
         if self._thread is None:
@@ -115,7 +115,7 @@ class BackgroundSink(ABC):
                 self._has_told_full = True
                 log.warning("%s cannot keep up: metrics are dropped, training continues", self.name)
             return
-        # As numbers now: a tensor or array of the script changes before the sink's thread reads it.
+        # Convert now: the script may change a tensor or array before the sink's thread reads it.
         numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in figures.items()}
         self._queue.append((numbers, iteration))
         self._wake.set()
@@ -263,7 +263,7 @@ class _SinkThread:
             self._sink.num_failed += 1
             if self._is_open and self._failing_since_s is None:
                 self._failing_since_s = clock.now_s()
-        self._queue.popleft()  # now: until then it is not written
+        self._queue.popleft()  # only now is the record written
 
     def _open(self) -> None:
         if self._tried_s is not None and clock.now_s() - self._tried_s < RETRY_S:
@@ -276,7 +276,9 @@ class _SinkThread:
     def _try(self, what: Callable[[], object]) -> bool:
         try:
             what()
-        except BaseException as error:  # a logger's trouble, sys.exit() too, ends neither training nor this thread
+        except (
+            BaseException
+        ) as error:  # an exception of a logger, also sys.exit(), must end neither training nor this thread
             log.debug("%s failed", self._sink.name, exc_info=True)
             self._sink._tell_failure(error)
             return False
@@ -317,7 +319,7 @@ class SeveralSinks:
         """End all sinks. Blocks: up to ``timeout_s`` seconds, for all together."""
         until_s = clock.now_s() + timeout_s
         if timeout_s > 0:
-            for sink in self.sinks:  # all write their last at the same time
+            for sink in self.sinks:  # all sinks write their last records concurrently
                 if isinstance(sink, BackgroundSink):
                     sink._is_ending.set()
                     sink._wake.set()
@@ -383,7 +385,7 @@ class TensorBoardSink(BackgroundSink):
     def _open(self, run: MetricsRun) -> None:
         folder = self.log_dir / f"rank-{run.global_rank}" if self.every_rank else self.log_dir
         purge = run.iteration + 1 if any(folder.glob("events.out.*")) else None
-        # Names have whole seconds: a restart within one would replace the file. TensorBoard reads them in their order.
+        # File names have whole seconds: a restart within one would replace the file. TensorBoard reads files by name.
         suffix = f".{clock.now_ns():020d}"
         self._writer = self._writer_type(str(folder), purge_step=purge, filename_suffix=suffix)
 
@@ -659,7 +661,7 @@ class PrometheusSink(BackgroundSink):
             self._server.shutdown()
             self._server.server_close()
             self._server = self.url = None
-        for gauge in self._gauges.values():  # a later run has gauges of its own
+        for gauge in self._gauges.values():  # a later run registers new gauges
             self.registry.unregister(gauge)
         self._gauges = {}
 

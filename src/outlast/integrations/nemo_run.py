@@ -85,7 +85,7 @@ def straggler_det_callback(
     given = dict(locals())
     from outlast.integrations.lightning import straggler_det_callback as make
 
-    make(**given)  # a wrong value is refused here, and not on the cluster
+    make(**given)  # refuse an invalid value here, not on the cluster
     return nemo_run.Config(make, **given)
 
 
@@ -156,11 +156,13 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         executor.launcher = nemo_run.FaultTolerance(max_restarts=self.num_in_job_restarts, **heartbeats)
         executor.retries = self.num_job_retries_on_failure
         variables = {f"{SETTING}{name.upper()}": as_option_value(name, getattr(checked, name), name) for name in values}
-        if self.num_in_job_restarts == 0:  # NeMo-Run passes on no 0
+        if self.num_in_job_restarts == 0:  # NeMo-Run does not pass on 0
             variables["PET_MAX_RESTARTS"] = "0"
         is_slurm = isinstance(executor, nemo_run.SlurmExecutor)
         for name, value in variables.items():
-            executor.env_vars[name] = shlex.quote(value) if is_slurm else value  # a line of the batch script there
+            executor.env_vars[name] = (
+                shlex.quote(value) if is_slurm else value
+            )  # there it is a line of the batch script
         self._put_on_path(executor)
         convert = self.script_args_converter_fn or _convert_fault_tolerance
         switches = {"enable_ft_package": self.enable_ft_package, "calc_ft_timeouts": self.calc_ft_timeouts}
@@ -182,7 +184,7 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         if self.shims is not None:
             folder = self.shims
         elif isinstance(executor, nemo_run.LocalExecutor):
-            # One folder for each interpreter: several environments share NeMo-Run's home.
+            # One folder per interpreter: several environments share NeMo-Run's home.
             digest = hashlib.sha256(render_shim().encode()).hexdigest()[:12]
             folder = os.path.join(get_nemorun_home(), "outlast-shims", digest)
             write_shims(folder)
@@ -190,7 +192,7 @@ class FaultTolerancePlugin(nemo_run.Plugin):
             log.info("FaultTolerancePlugin: ft_launcher is the one on PATH where the task runs; see `outlast shims`")
             return
         if isinstance(executor, nemo_run.LocalExecutor):
-            before = executor.env_vars.get("PATH")  # NeMo-Run adds this process's own behind it
+            before = executor.env_vars.get("PATH")  # NeMo-Run appends this process's PATH
             parts = [folder, *(part for part in (before or "").split(os.pathsep) if part and part != folder)]
             executor.env_vars["PATH"] = os.pathsep.join(parts)
         else:

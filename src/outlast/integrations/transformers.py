@@ -169,13 +169,13 @@ class TrainerProtection(TrainerCallback):
         self._figures: dict[str, float] = {}
         self._decision: StepDecision | None = None
         self._in_step = False
-        # The position, and what belongs to it.
+        # Position.
         self._epoch = self._updates = 0
         self._offset = 0
         self._epoch_random: dict[str, Any] = {}
         self._step_began: dict[str, Any] = {}
         self._has_finished = False
-        # What a resumed training does first.
+        # Resumption.
         self._resumes_in: str | None = None
         self._random: KeptRandom
         self._collating: RandomSnapshot | None = None
@@ -186,7 +186,7 @@ class TrainerProtection(TrainerCallback):
         """Generator state from which the base seed of these workers was drawn."""
         self._stops = False
         self._ends_epoch = False
-        # The attempts of a step.
+        # Attempts of a step.
         rerun = config.rerun_state_machine or RerunStateMachineConfig()
         self._validates = rerun.rerun_mode != "disabled" or rerun.check_for_nan_in_loss
         self._attempts: Iterator[Attempt] | None = None
@@ -231,7 +231,7 @@ class TrainerProtection(TrainerCallback):
         for name, own in _REPLACED.items():
             if name != "training_step" or self._validates:
                 self._originals[name] = self._host.replace(trainer, name, getattr(self, own))
-        trainer.add_callback(self)  # behind all others: what they asked for after a step is known here
+        trainer.add_callback(self)  # last: the requests of all other callbacks after a step are known here
 
     def _uninstall(self) -> None:
         self._host.give_back()
@@ -250,7 +250,7 @@ class TrainerProtection(TrainerCallback):
         """Commit the training, before the best model is loaded and before other callbacks act on the end."""
         finalize = self._originals["_finalize_training"]
         self._has_finished = True
-        if self._in_step:  # a callback ended training between two micro-batches: no weight moved by the last ones
+        if self._in_step:  # a callback ended training between two micro-batches; the last ones moved no weight
             self._in_step = False
             self._run.end_step(is_last=True)
         self._run.finish(self._state)
@@ -304,7 +304,7 @@ class TrainerProtection(TrainerCallback):
         self._ends_epoch = bool(loaded.get("has_ended_epoch"))
         self._base_random = loaded.get("base_random")
         if loaded["samples_per_update"] != self._samples_per_update:
-            if trainer.args.max_steps > 0:  # a number of steps is what counts, and there must be epochs for them
+            if trainer.args.max_steps > 0:  # the number of steps is fixed, and determines the epochs
                 self._epoch, self._updates = divmod(trainer.state.global_step, num_updates)
             else:
                 self._updates = self._updates * loaded["samples_per_update"] // self._samples_per_update
@@ -312,14 +312,16 @@ class TrainerProtection(TrainerCallback):
                 "an update takes %d samples, it took %d: training continues after %d updates of epoch %d, reordered",
                 *(self._samples_per_update, loaded["samples_per_update"], self._updates, self._epoch),
             )
-            transformers.set_seed(trainer.args.seed + self._run.iteration)  # the same on all ranks: so is their order
+            transformers.set_seed(
+                trainer.args.seed + self._run.iteration
+            )  # the same on all ranks, so that their order is, too
             self._random.keep()
             self._ends_epoch = self._ends_epoch and trainer.args.max_steps <= 0
         self._stops = loaded["has_stopped"] or trainer.state.global_step >= max_steps
         if loaded["has_finished"]:
             if self._stops:
                 return num_epochs, 0
-            if self._updates >= num_updates or self._ends_epoch:  # it is to train longer than it was to then
+            if self._updates >= num_updates or self._ends_epoch:  # training was extended since
                 self._epoch, self._updates, self._ends_epoch = self._epoch + 1, 0, False
         if self._stops:
             self._updates = num_updates
@@ -353,7 +355,7 @@ class TrainerProtection(TrainerCallback):
         elif loader.num_workers == 0 and not is_stream:
             self._collate_in_order(loader)
         elif loader.batch_sampler is not None and not is_stream:
-            # The loader's own __setattr__ refuses it; its iterators ask for the attribute as each epoch begins.
+            # The loader's __setattr__ refuses it; its iterators read the attribute when each epoch starts.
             object.__setattr__(loader, "batch_sampler", SeededBatches(loader.batch_sampler, self._seed_of_epoch))
         return self._model, train_dataloader
 
@@ -388,7 +390,7 @@ class TrainerProtection(TrainerCallback):
             elif self._num_refetched == 1:
                 self._put_random_back(None)
             nonlocal left
-            if not left:  # it has drawn no number so far
+            if not left:  # the collator draws no random numbers
                 return collate(samples)
             taken.take()
             self._collating = taken
@@ -461,7 +463,7 @@ class TrainerProtection(TrainerCallback):
         if not loaded:
             return
         trainer._tr_loss.fill_(loaded["loss"])
-        trainer._total_loss_scalar = -loaded["loss"]  # train() returns the mean loss of the steps that it made
+        trainer._total_loss_scalar = -loaded["loss"]  # train() returns the mean loss of its own steps
         trainer._globalstep_last_logged, trainer.current_flos = loaded["last_logged"], loaded["flos"]
         self._random.put_back()
         if not loaded["has_finished"] and any(loaded["due"]):
@@ -506,7 +508,7 @@ class TrainerProtection(TrainerCallback):
                 steps_trained_in_current_epoch=skipped,
             )
             if self._random.is_kept and self._updates >= of_epoch["num_update_steps_per_epoch"]:
-                self._put_random_back(None)  # no batch is fetched that would be waited for
+                self._put_random_back(None)  # no first batch is fetched
             elif skipped and self._loaded.get("collating"):
                 self._num_refetched = 0
             self._resumes_in = None
@@ -528,7 +530,7 @@ class TrainerProtection(TrainerCallback):
         """Do the trainer's work after an epoch that a callback ended after the loaded step."""
         trainer = self._trainer
         self._epoch, self._updates, self._resumes_in = epoch, num_update_steps_per_epoch, None
-        self._put_random_back(None)  # no batch is fetched that would be waited for
+        self._put_random_back(None)  # no first batch is fetched
         if self._ends_epoch:
             self._ends_epoch, trainer.control.should_epoch_stop = False, True
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
@@ -636,7 +638,7 @@ class TrainerProtection(TrainerCallback):
     def _log_with_figures(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Log the session's metrics with the training loss."""
         if "loss" in logs:
-            # The Trainer logs a loss that is NaN as 0, unless its logging_nan_inf_filter is off.
+            # The Trainer logs a NaN loss as 0, unless its logging_nan_inf_filter is off.
             seen = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
             bad = next((name for name, value in seen.items() if not math.isfinite(value)), None)
             if bad is not None and not self._has_warned:
@@ -657,7 +659,7 @@ def _as_json(state: dict[str, Any]) -> str:
     """Return a ``TrainerState`` as JSON; other values of the logs, such as a date, become text."""
     try:
         return json.dumps(state, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-    except TypeError:  # a key is no string
+    except TypeError:  # a key is not a string
         return json.dumps(_with_text_keys(state))
 
 

@@ -295,7 +295,7 @@ class _NvrxFinder(MetaPathFinder):
         if root != PACKAGE or not (name in MODULES or _is_package(name)):
             return None
         if name and not isinstance(getattr(sys.modules.get(root), "__loader__", None), _NvrxLoader):
-            return None  # a part of the real package that is not there
+            return None  # a missing part of the real package
         if not name and _find_real() is not None:
             return None
         return ModuleSpec(fullname, _NvrxLoader(name), origin="outlast.integrations.nvrx", is_package=_is_package(name))

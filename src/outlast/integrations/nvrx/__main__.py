@@ -27,7 +27,7 @@ def main() -> None:
     if not os.path.exists(target):
         sys.stderr.write(f"{target} does not exist\n{USAGE}\n")
         sys.exit(2)
-    if not sys.flags.safe_path:  # else python puts no folder there
+    if not sys.flags.safe_path:  # with -P, Python adds no folder
         sys.path[0] = os.path.dirname(os.path.realpath(target))
     runpy.run_path(target, run_name="__main__")
 

@@ -66,7 +66,7 @@ class AsyncRequest(NamedTuple):
     async_fn_args: tuple[Any, ...]
     finalize_fns: list[Callable[[], Any]]
     """Called in the thread of the training loop, on all ranks."""
-    async_fn_kwargs: dict[str, Any] | None = {}  # a queue of Megatron-Core's takes no None
+    async_fn_kwargs: dict[str, Any] | None = {}  # Megatron-Core's queue does not accept None
     preload_fn: Callable[[], Any] | None = None
     """Called at once; its result replaces the second argument."""
     is_frozen: bool = False
@@ -223,7 +223,7 @@ class _ScheduledCall:
         try:
             if self.request.async_fn is not None and not self.is_given_up:
                 self.request.async_fn(*self.request.async_fn_args, **(self.request.async_fn_kwargs or {}))
-        except BaseException as error:  # whatever ends it, the ranks must know
+        except BaseException as error:  # all ranks must be notified of any exception
             self.error = _describe(error)
             log.exception("asynchronous call %d failed", self.idx)
         self.ended.set()
@@ -453,7 +453,7 @@ class AsyncCallsQueue:
                 self._work.put(None)
                 self._thread = None
             self._exchange.close()
-            self.call_idx = -1  # a rank that was restarted begins at the same number
+            self.call_idx = -1  # a restarted rank starts at the same number
             _in_use.discard(self)
             forget_at_exit(self.warn)
 

@@ -65,7 +65,7 @@ class WorldExchange:
     def _open(self) -> dist.ProcessGroup:
         known = dist.distributed_c10d._world.pg_map
         if self._group is not None and (self._group.is_cut or self._group.process_group not in known):
-            self._group = None  # of a world that is no more
+            self._group = None  # of a destroyed world
         if self._group is None:
             self._group = Group.share(timeout_s=self._timeout_s)
         return self._group.open_group

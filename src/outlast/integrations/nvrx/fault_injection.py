@@ -96,7 +96,7 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
     has_started = threading.Event()
 
     def inject() -> None:
-        has_started.wait(_START_S)  # an exception within start() would leave the threads' list torn
+        has_started.wait(_START_S)  # an exception within start() would corrupt threading's list of threads
         log.critical("rank's process %d: the fault %s is injected on purpose", os.getpid(), fault.name)
         if callback is not None:
             callback()

@@ -292,7 +292,7 @@ class NvrxFaultToleranceConfig:
         self._check()
         settings = dataclasses.asdict(self)
         settings["rank_termination_signal"] = self.rank_termination_signal.name
-        lines = [f"  {name}: {json.dumps(value)}\n" for name, value in settings.items()]  # YAML has JSON's values
+        lines = [f"  {name}: {json.dumps(value)}\n" for name, value in settings.items()]  # JSON values are valid YAML
         try:
             with open(cfg_path, "w") as file:
                 file.write("".join(["fault_tolerance:\n", *lines]))

@@ -145,7 +145,7 @@ def _composed_class(instances: tuple[object, ...]) -> type[ComposeFromRight]:
         bases = (kind,) if issubclass(kind, ComposeFromRight) else (ComposeFromRight, kind)
         try:
             found = types.new_class("Composed", bases, {}, lambda names: names.update(__module__=__name__))
-        except TypeError:  # such as the class of all functions
+        except TypeError:  # not inheritable, for example the class of functions
             continue
         found.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
         return found
@@ -544,7 +544,7 @@ def is_refusal(error: Exception) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     if frames and str(frames[-1][0].f_globals.get("__name__")).startswith(_OURS):
         return True
-    called = _CALLED.match(str(error))  # with wrong arguments: that is raised where it is called
+    called = _CALLED.match(str(error))  # wrong arguments are reported from the calling frame
     return isinstance(error, TypeError) and called is not None and called[1] in _callable_names()
 
 
@@ -776,7 +776,7 @@ class WrapperOfNVRx:
 
         def call(state: Any) -> None:
             try:
-                self._abort_due.pop()  # on the monitor thread or the main thread, whichever is first
+                self._abort_due.pop()  # monitor thread or main thread, whichever is first
             except IndexError:
                 return
             abort(state)

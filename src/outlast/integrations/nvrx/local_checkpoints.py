@@ -276,12 +276,12 @@ def _take_apart(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, 
         pickler.dump(state_dict)
         hollow = buffer.getvalue()
         _HollowUnpickler(hollow, pickler.inner).load()
-    except Exception as error:  # what the objects of a state dict raise is theirs
+    except Exception as error:  # objects of a state dict may raise anything
         text = f"this state dict cannot be saved, as it could not be loaded again: {error}"
         raise CheckpointingException(text) from error
     finally:
         state_dict.insert_tensors(tensors)
-    # As names, not as a list: a shard names each tensor by its place, and has at most 100 levels.
+    # A dict, not a list: a shard names each tensor by its path.
     return {
         _SESSION: session_id,
         _HOLLOW: hollow,
@@ -512,10 +512,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
             replication=repl_strategy is not None,
             replication_jump=getattr(repl_strategy, "replication_jump", None),
             replication_factor=getattr(repl_strategy, "replication_factor", 2),
-            resume_from_other_run=True,  # the session names the training here, over all jobs
+            resume_from_other_run=True,  # the session id names the training, over all jobs
         )
         self._suspect_window = config.suspect_window
-        self._config = dataclasses.replace(config, suspect_window=0)  # keep what NVRx keeps, and one more
+        self._config = dataclasses.replace(config, suspect_window=0)  # retention: NVRx's, plus one
         self._manager: ReadingEngine | None = None
         self._stage = _ManagerStage.FRESH
         self._locks: _Locks | None = None
@@ -620,7 +620,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _open_afresh(self) -> ReadingEngine:
         """Return a manager that has neither searched nor saved, after pending saves of the last one are decided."""
         if self._manager is not None and self._stage is not _ManagerStage.FRESH:
-            with contextlib.suppress(CheckpointError):  # what became of a save is its handle's to say
+            with contextlib.suppress(CheckpointError):  # the save's handle reports the failure
                 self._manager.wait()
             self.close()
         if self._manager is None:
@@ -632,7 +632,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _open_for_saving(self, iteration: int) -> ReadingEngine:
         if self._manager is None or self._stage in (_ManagerStage.FRESH, _ManagerStage.FOUND):
-            # Training resumes from elsewhere, such as a global checkpoint: what lies here is not its origin.
+            # Training resumed from elsewhere, for example a global checkpoint, not from the checkpoints here.
             self._open_afresh().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
         self._stage = _ManagerStage.SAVING
         assert self._manager is not None
@@ -648,7 +648,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._log_refusal(f"no local checkpoint can be loaded, as if there were none: {error}")
             return
         finally:
-            restore_random(random)  # looking changes nothing; training's own numbers are in the state dict
+            restore_random(random)  # a search must not change random numbers; training's own are in the state dict
         if restored is None:
             self._stage = _ManagerStage.READY
             return
@@ -658,7 +658,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 f"{self.local_ckpt_dir} holds local checkpoints of session {session!r}, not of {self.session_id!r}; "
                 "name another folder or session_id, or remove them"
             )
-        if text := self._find_first(foreign):  # on all ranks, so that none waits for one that has refused
+        if text := self._find_first(foreign):  # on all ranks, so that none waits for a rank that refused
             raise CheckpointError(text)
         problem, found = "", None
         try:
@@ -670,7 +670,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return
         assert found is not None
         if restored.iteration == self._loaded_iteration:
-            self._stage = _ManagerStage.READY  # it was only looked at once more
+            self._stage = _ManagerStage.READY  # it was found again after it was loaded
         self.latest_iteration = restored.iteration
         self._found = found, LocalCheckpointID(restored.iteration, self.rank, self.session_id)
 
@@ -737,9 +737,9 @@ class _Locks:
         _under_way[key] = handle, os.getpid()
 
         def release() -> None:
-            with contextlib.suppress(OutlastError):  # finalization raises it
+            with contextlib.suppress(OutlastError):  # raised by the finalization
                 handle.wait()
-            with contextlib.suppress(ValueError):  # closed: all are released
+            with contextlib.suppress(ValueError):  # closed: all locks are released
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, key[1])
 
         def finalize() -> None:

@@ -236,7 +236,7 @@ def _number(given: Assignment) -> tuple[dict[int, int], set[int]]:
     size = max((*given.ranks.values(), *given.previous), default=-1) + 1
     gone = set(range(size)) - set(given.ranks.values())
     if sorted(given.ranks.values()) == list(range(len(given.ranks))):
-        size, gone = len(given.ranks), set()  # gaps are closed
+        size, gone = len(given.ranks), set()  # there is no gap
     spares = {member.initial_rank: size + number for number, member in enumerate(given.spares)}
     return {**given.ranks, **spares}, gone
 
@@ -574,7 +574,7 @@ class _Growing:
         self._order = _in_order(given.members, depth)
         living = {member.initial_rank for member in given.living}
         for number in range(depth, 0, -1) if gives_up else ():
-            # A branch that is given up counts for nothing in the one around it.
+            # A removed branch does not count in the branch around it.
             least = layers[number - 1].min_ranks or 1
             counts = Counter(self._paths[initial][:number] for initial in living)
             living = {initial for initial in living if counts[self._paths[initial][:number]] >= least}

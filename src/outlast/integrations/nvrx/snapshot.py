@@ -73,7 +73,7 @@ def copy_arguments(values: Mapping[str, Any], *, keeps_device_tensors: bool = Fa
     for name, value in values.items():
         try:
             pickler.dump(value)
-        except Exception as error:  # what the objects raise is theirs
+        except Exception as error:  # objects may raise anything
             kind = type(pickler.last)
             raise OutlastError(
                 f"{name} cannot be copied for the asynchronous call: {kind.__module__}.{kind.__qualname__}: {error}; "
@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
             return None
         place = self._places.setdefault(id(obj), len(self.kept))
         if place == len(self.kept):
-            self._objects.append(obj)  # alive, so that its id stays its own
+            self._objects.append(obj)  # kept alive, so that its id stays unique
             self.kept.append(self._begin_copy(obj, place) if is_tensor else obj)
         return place
 
@@ -139,7 +139,7 @@ class _Pickler(pickle.Pickler):
             if device.type != "cpu":
                 devices.add(device)
         for device in devices:
-            torch.accelerator.current_stream(device).synchronize()  # the call's thread has a stream of its own
+            torch.accelerator.current_stream(device).synchronize()  # the thread of the call uses another stream
 
 
 def _used_bytes(tensor: torch.Tensor) -> tuple[int, int]:

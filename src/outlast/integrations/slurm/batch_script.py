@@ -181,7 +181,7 @@ class BatchScript:
             setup = f'setup_failed() {{ echo "outlast: {failed}" >&2; exit 2; }}\n{setup}\n'
         step = "--ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
         step += " --no-kill" if self.spares else ""
-        # srun does not take this one over from the job (since Slurm 22.05).
+        # Since Slurm 22.05, srun does not inherit this option from the job.
         step += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else ""
         if self._num_nodes > 1:
             output = shlex.quote(f"{self.run_dir}/slurm-%j-%n-%N.log")

@@ -173,7 +173,7 @@ def _exclude(job_id: str, nodes: tuple[str, ...]) -> None:
             if clock.now_s() >= until_s:
                 log.error("%s could not be excluded, and the next job may get them again: %s", ", ".join(nodes), error)
                 return
-            time.sleep(0.2)  # not pending yet: Slurm is taking the job down
+            time.sleep(0.2)  # not pending yet: Slurm is still ending the job
         else:
             log.warning("excluded from now on: %s", wanted)
             return
