@@ -1,4 +1,4 @@
-"""NVRx's client of fault tolerance over the engine: Megatron's calls, a hang, timeouts that are learned and kept."""
+"""NVRx's fault tolerance client over the engine: Megatron's calls, a hang, learned timeouts."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def calculated(folder: Path) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> None:
-    """Timeouts are learned and written; the next run, without options, enforces them, finds the rank that stops in a
-    step, restarts, and ends with the weights of the run that nothing happened to."""
+    """Learned timeouts are written, and detect a hanging rank in the next run, which ends with the weights of an
+    undisturbed run."""
     code, output = launch(OUTLAST, "--run-dir=run", *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "none", folder=tmp_path)
     assert code == 0, output
     undisturbed = digest(output)
@@ -96,7 +96,7 @@ def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> No
 @pytest.mark.campaign
 @pytest.mark.process
 def test_learned_timeouts_hold_under_torchrun(tmp_path: Path) -> None:
-    """Under stock torchrun nothing is configured; timeouts that the client loads are enforced by the rank's guard."""
+    """Under stock torchrun, loaded timeouts are enforced without any configuration."""
     (tmp_path / "ckpt").mkdir()
     section = {"section": {"step": 10.5}, "calculated_sections": ["step"]}
     (tmp_path / "ckpt" / "ft_state.json").write_text(json.dumps({"current_timeouts": {"section": section}}))
@@ -140,8 +140,8 @@ with outlast.init(config) as run:
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: Path) -> None:
-    """A session that starts after the client shares its monitor, and its config is in force: a hang in the client's
-    section is found. A request to shut down ends the job with 93 at the next failure, restarts being left."""
+    """A later session shares the client's monitor and enforces its config; a shutdown request ends the job with 93 at
+    the next failure."""
     script = tmp_path / "train.py"
     script.write_text(LATE)
     code, output = launch(OUTLAST, "--max-restarts=5", *SHIM, str(script), folder=tmp_path)
@@ -155,7 +155,7 @@ def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: P
 @pytest.mark.campaign
 @pytest.mark.process
 def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
-    """After a request to exclude the node, the failure counts as the node's: the restart says so, and goes on."""
+    """After a request to exclude the node, a failure counts as the node's, and the run continues."""
     code, output = launch(OUTLAST, *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "exclude", folder=tmp_path)
     assert code == 0, output
     assert "the script requests: ExcludeThisNode (a test)" in output
@@ -167,7 +167,7 @@ def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
 
 
 def test_calls_out_of_order_are_errors() -> None:
-    """What the extension refuses is refused: calls before init, a section twice or not open, too little seen."""
+    """Calls before init, sections that are open twice or not open, and too few measurements are errors."""
     client = RankMonitorClient()
     for call in (client.send_heartbeat, client.end_all_sections, client.calculate_and_set_hb_timeouts):
         with pytest.raises(RankMonitorClientError, match="not initialised"):
@@ -198,8 +198,8 @@ def test_calls_out_of_order_are_errors() -> None:
 
 
 def test_timeouts_are_calculated_merged_and_put_back() -> None:
-    """Longest time times safety factor, at least 10 s; a second calculation gives the mean; state_dict() is in the
-    extension's form, and a client that loads it, before or after its init, enforces the same."""
+    """Calculated timeouts are the longest time times the safety factor, averaged with the last ones, and survive a
+    round trip through ``state_dict()``."""
     client = RankMonitorClient()
     client.init_workload_monitoring()
     try:
@@ -240,7 +240,7 @@ def test_timeouts_are_calculated_merged_and_put_back() -> None:
 
 
 def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused() -> None:
-    """ft_state.json of a run of outlast's can be loaded, too; anything else is one line with the remedy."""
+    """An ``ft_state.json`` of outlast can be loaded; other content is refused with the remedy."""
     ours = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
     nothing: dict[str, dict[str, float]] = {"before": {}, "seen": {}}
     client = RankMonitorClient()
@@ -258,8 +258,7 @@ def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused() -> None:
 
 
 def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
-    """The client uses the session's monitor and leaves it open; a session that starts later takes over the client's,
-    with its open sections; where the session has ended the client has one of its own again."""
+    """Client and session share a monitor, created in either order; after the session the client has its own."""
     client = RankMonitorClient()
     client.init_workload_monitoring()
     own = open_monitor()
@@ -288,8 +287,7 @@ def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
 
 
 def test_settings_are_the_extensions(tmp_path: Path) -> None:
-    """The config class has the extension's fields and defaults, reads its YAML under any name, refuses what has no
-    meaning here."""
+    """The config class has the extension's fields and defaults, and reads its YAML."""
     path = tmp_path / "settings"
     path.write_text(
         "model:\n  fault_tolerance:\n    rank_heartbeat_timeout: 60\n    rank_termination_signal: sigterm\n    x: 1\n"
@@ -330,14 +328,13 @@ def test_settings_are_the_extensions(tmp_path: Path) -> None:
     ],
 )
 def test_settings_without_a_meaning_here_are_refused(setting: str, value: object, instead: str) -> None:
-    """The error names the setting with its value, and what to use instead."""
+    """The error names the setting with its value, and the replacement."""
     with pytest.raises(ConfigError, match=rf"{setting}.*{instead}"):
         NvrxFaultToleranceConfig(**{setting: value})  # type: ignore[arg-type]
 
 
 def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    """A timeout of heartbeats may be above that of the first one, which is then enforced as the other; sections may
-    be None; a setting that nothing here needs is logged."""
+    """Values that only the extension accepts are accepted, and settings without effect are logged."""
     assert NvrxFaultToleranceConfig(rank_heartbeat_timeout=5400).to_outlast().rank_heartbeat_timeout == 5400
     assert NvrxFaultToleranceConfig(rank_section_timeouts=None).to_outlast().rank_section_timeouts == {}  # type: ignore[arg-type]
     assert caplog.text == ""
@@ -349,7 +346,7 @@ def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture
 
 
 def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
-    """to_yaml_file() writes all fields, from_yaml_file() returns them equal; from_args() prefers options to a file."""
+    """Settings survive a round trip through YAML; options take precedence over a file."""
     config = NvrxFaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": None})
     config.rank_termination_signal = "sigusr2"  # type: ignore[assignment]
     config.log_level = "DBG"  # type: ignore[assignment]
@@ -372,7 +369,7 @@ def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
 
 
 def test_nested_values_are_mapped_in_place() -> None:
-    """dict_list_map_inplace() keeps the containers and replaces what is in them."""
+    """``dict_list_map_inplace()`` keeps the containers and replaces their contents."""
     inner = [1, {"b": 2}]
     outer = {"a": inner}
     assert dict_list_map_inplace(lambda x: x + 1, outer) is outer
@@ -405,8 +402,7 @@ client.shutdown_workload_monitoring()
 @pytest.mark.process
 @pytest.mark.timeout(400)
 def test_a_calculated_timeout_is_doubled_and_then_dropped(tmp_path: Path) -> None:
-    """What the client calculated is treated as what outlast has learned: doubled after a hang that nothing explains,
-    and not used after the second one, also where calc_ft_timeouts is off."""
+    """A calculated timeout is doubled after an unexplained hang, and dropped after the second one."""
     (tmp_path / "train.py").write_text(LONG_STEPS)
     arguments = ["--nproc-per-node=1", "--max-restarts=2", "--run-dir=run", "train.py"]
     code, output = launch(["outlast", "run"], *arguments, folder=tmp_path)
