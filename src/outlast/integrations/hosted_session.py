@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from outlast import env
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.sources import load_config
 from outlast.errors import ConfigError
+from outlast.integrations.replacements import Replacements
 from outlast.monitor.rank_monitor import open_monitor
 from outlast.runtime.random_numbers import capture_random, restore_random
 from outlast.session.session import Session, init
@@ -94,36 +95,19 @@ class KeptRandom:
             restore_random(state)
 
 
-class HostedSession:
-    """A session in a trainer's own loop.
+class HostedSession(Replacements):
+    """A session in a trainer's own loop, and the trainer's methods that are replaced meanwhile.
 
     Collective: all ranks.
     Thread: the trainer's thread.
     """
 
     def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__()
         self.session: Session = init(config, **options)
         self.random = KeptRandom()
-        self._replaced: list[tuple[Any, str, bool, Any]] = []
-        """Owner and name of a replaced method, whether it was an attribute of the owner itself, and the method."""
         if self.session.global_rank == 0:
             clear_finished_flag()  # written by an earlier training
-
-    def replace(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> Any:
-        """Replace a method of an object; return the original."""
-        before = getattr(owner, name)
-        self._replaced.append((owner, name, name in vars(owner), before))
-        setattr(owner, name, stand_in)
-        return before
-
-    def give_back(self) -> None:
-        """Restore all replaced methods. Idempotent."""
-        while self._replaced:
-            owner, name, was_own, before = self._replaced.pop()
-            if was_own:
-                setattr(owner, name, before)
-            else:
-                vars(owner).pop(name, None)
 
     @contextmanager
     def outside_step(self, section: str, *, is_in_step: bool) -> Iterator[None]:

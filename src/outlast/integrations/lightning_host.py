@@ -42,10 +42,10 @@ from torch.utils.data.distributed import DistributedSampler
 from outlast import clock
 from outlast.config import Config
 from outlast.errors import ConfigError, ExitReason, OutlastError
-from outlast.integrations.hosted_session import HostedSession, KeptRandom, log_on_rank_0
+from outlast.integrations.hosted_session import HostedSession, log_on_rank_0
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.process_groups import current_place
-from outlast.runtime.random_numbers import capture_random
+from outlast.runtime.random_numbers import capture_random, restore_random
 from outlast.session.step import StepDecision
 
 log = logging.getLogger(__name__)
@@ -549,9 +549,7 @@ class TrainerHost:
             loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
             return
         if loaded["fetch_random"] is not None and loaded["world_size"] == self._trainer.world_size:
-            after = KeptRandom()
-            after.keep(loaded["fetch_random"])
-            after.put_back()
+            restore_random(loaded["fetch_random"])
         if loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
             loop._batches_that_stepped -= 1  # Lightning counts the step again, as it skips that validation
 

@@ -95,7 +95,7 @@ class BackgroundSink(ABC):
         self._run: MetricsRun | None = None
         self._flush_due_s: float | None = None
         """When to call :meth:`_flush` although nothing new was written; ``None`` = not."""
-        self._has_told_full = self._has_told_failed = self._has_told_no_id = False
+        self._logged = set[str]()
 
     # -- the training loop's side ----------------------------------------------------------------------------------
 
@@ -111,9 +111,7 @@ class BackgroundSink(ABC):
             return
         if len(self._queue) >= self._max_queued:
             self.num_dropped += 1
-            if not self._has_told_full:
-                self._has_told_full = True
-                log.warning("%s cannot keep up: metrics are dropped, training continues", self.name)
+            self._log_once("%s cannot keep up: metrics are dropped, training continues")
             return
         # Convert now: the script may change a tensor or array before the sink's thread reads it.
         numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in figures.items()}
@@ -183,16 +181,14 @@ class BackgroundSink(ABC):
     def _close(self) -> None:  # noqa: B027  not each sink has something open
         """Close the sink."""
 
-    def _tell_no_id(self, run: MetricsRun) -> None:
-        if not self._has_told_no_id:
-            self._has_told_no_id = True
-            text = "%s: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
-            log.log(logging.WARNING if run.global_rank == 0 else logging.DEBUG, text, self.name)
+    def _log_once(self, text: str, *values: object, level: int = logging.WARNING) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            log.log(level, text, self.name, *values)
 
-    def _tell_failure(self, error: BaseException) -> None:
-        if not self._has_told_failed:
-            self._has_told_failed = True
-            log.warning("%s failed (%s: %s); training continues", self.name, type(error).__name__, _line(error))
+    def _tell_no_id(self, run: MetricsRun) -> None:
+        text = "%s: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
+        self._log_once(text, level=logging.WARNING if run.global_rank == 0 else logging.DEBUG)
 
 
 _LEFT: list[tuple[type[BackgroundSink], threading.Thread]] = []
@@ -280,7 +276,8 @@ class _SinkThread:
             BaseException
         ) as error:  # an exception of a logger, also sys.exit(), must end neither training nor this thread
             log.debug("%s failed", self._sink.name, exc_info=True)
-            self._sink._tell_failure(error)
+            words = " ".join(str(error).split())[:500]
+            self._sink._log_once("%s failed (%s: %s); training continues", type(error).__name__, words)
             return False
         return True
 
@@ -745,7 +742,3 @@ def _require(module: str, extra: str, what: str) -> Any:
         raise ImportError(
             f"{what} needs {missing}, which is not installed: pip install 'outlast[{extra}]'", name=missing
         ) from error
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]

@@ -30,6 +30,7 @@ import msgspec
 from outlast import clock, env
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.integrations.replacements import Replacements
 from outlast.policy.slowness import (
     KERNELS,
     REFERENCES,
@@ -211,8 +212,7 @@ class _Detection:
     pace: _Pace
     kernels: KernelTimes = field(default_factory=KernelTimes)
     sections: dict[str, _TimedSection] = field(default_factory=dict)
-    wrapped: list[tuple[CallableId, bool, Any]] = field(default_factory=list)
-    """A wrapped callable, whether the object itself had the attribute, and its former value."""
+    wrapped: Replacements = field(default_factory=Replacements)
     depth: int = 0
     num_profiled: int = 0
     """Outermost entries of this window that may be profiled."""
@@ -332,20 +332,13 @@ class Detector:
             original = getattr(target.obj, target.name, None)
             if not callable(original):
                 raise OutlastError(f"{target} cannot be timed: there is no such callable")
-            had_own = target.name in vars(target.obj) if hasattr(target.obj, "__dict__") else False
-            there = vars(target.obj)[target.name] if had_own else original
-            setattr(target.obj, target.name, cls._timed(original, str(target), profile_cuda))
-            state.wrapped.append((target, had_own, there))
+            state.wrapped.replace(target.obj, target.name, cls._timed(original, str(target), profile_cuda))
 
     @classmethod
     def restore_original_callables(cls) -> None:
         """Restore the callables that :meth:`wrap_callables` wrapped. Idempotent."""
-        while cls._state is not None and cls._state.wrapped:
-            target, had_own, original = cls._state.wrapped.pop()
-            if had_own:
-                setattr(target.obj, target.name, original)
-            else:
-                delattr(target.obj, target.name)
+        if cls._state is not None:
+            cls._state.wrapped.give_back()
 
     @classmethod
     def _timed(cls, function: Callable[..., Any], name: str, profile_cuda: bool) -> Callable[..., Any]:
