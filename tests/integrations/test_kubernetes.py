@@ -527,7 +527,7 @@ LEAST = ("--image=registry/train:1", "--run-claim=runs")
     ],
 )
 def test_a_mistake_is_one_line(words: tuple[str, ...], text: str) -> None:
-    """Bad input is one line in the words of the command line, with exit code 2 (1 for a file that cannot be written)."""
+    """Bad input is one line in the words of the command line, with exit code 2, or 1 for an unwritable file."""
     done = run_python("-c", MAIN, "k8s", "manifest", *words, code=1 if "not written" in text else 2)
     assert done.stdout == ""
     assert text in done.stderr

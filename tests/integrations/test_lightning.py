@@ -176,23 +176,6 @@ def test_under_torchrun_a_signal_at_one_rank_loses_nothing_that_was_saved(
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_under_outlast_run_a_notice_to_one_rank_ends_the_job_with_75(tmp_path: Path) -> None:
-    """After SIGTERM at one rank all ranks save the same step, and the job ends with 75."""
-    with Cluster(EXAMPLE, str(tmp_path), "--size", "20000", run_dir=tmp_path / "run", num_nodes=1) as cluster:
-        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED, WITHIN_S)
-        os.kill(cluster.worker_pid(1), signal.SIGTERM)
-        codes = cluster.wait(WITHIN_S)
-        text = cluster.agents[0].output()
-    assert codes == [ExitReason.PREEMPTED], text
-    assert "Preemption detected, saving checkpoint and exiting" in text
-    (left,) = re.findall(r"stopping after iteration (\d+), on all ranks", text)
-    assert f"iteration {left} is saved, nothing is lost; exiting with code 75" in text
-    assert max(found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found) == int(left)
-
-
-@pytest.mark.campaign
-@pytest.mark.process
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, before: int, after: int) -> None:
     """A run that exits within an epoch is completed by another number of ranks, which repeat at most a batch."""
@@ -212,42 +195,35 @@ def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, befo
     assert re.findall(r"trained (\d+) steps", text) == [str(left + rest)] * after, text
 
 
-def positions(folder: Path, case: str, every: int) -> str:
-    """Return the output of the comparison of all resumptions."""
-    return run_python(POSITIONS, folder, case, str(every), timeout_s=1500, OUTLAST_LOG_LEVEL="error").stdout
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(600)
-def test_a_run_resumes_exactly_also_before_a_validation_and_between_epochs(tmp_path: Path) -> None:
-    """Hooks after a step, validations and ends of epochs are neither skipped nor repeated, wherever a run ends."""
-    assert positions(tmp_path, "validations", 5) == "validations 12 steps, 12 generations\n"
-
-
-@pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("case", "steps", "generations"),
+    ("case", "every", "steps", "num_saved"),
     [
-        ("epochs", 18, 18),
-        ("steps", 15, 15),
-        ("validations", 12, 12),
-        ("validations-steps", 15, 15),
-        ("accumulation", 9, 9),
-        ("manual", 24, 12),
-        ("no-validation", 18, 18),
-        ("stateful", 18, 18),
-        ("averaging", 24, 24),
-        ("scheduled", 12, 12),
-        ("finetuned", 24, 24),
+        pytest.param("validations", 5, 12, 12, marks=[pytest.mark.extended, pytest.mark.slow]),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in [
+                *(("epochs", 1, 18, 18), ("steps", 1, 15, 15), ("validations", 1, 12, 12), ("accumulation", 1, 9, 9)),
+                *(("validations-steps", 1, 15, 15), ("manual", 1, 24, 12), ("no-validation", 1, 18, 18)),
+                *(
+                    ("stateful", 1, 18, 18),
+                    ("averaging", 1, 24, 24),
+                    ("scheduled", 1, 12, 12),
+                    ("finetuned", 1, 24, 24),
+                ),
+            ]
+        ),
     ],
 )
-def test_a_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, steps: int, generations: int) -> None:
-    """A run resumes exactly from each step, for all kinds of loops, loaders and callbacks."""
-    assert positions(tmp_path, case, 1) == f"{case} {steps} steps, {generations} generations\n"
+def test_a_run_resumes_exactly_from_every_step(
+    tmp_path: Path, case: str, every: int, steps: int, num_saved: int
+) -> None:
+    """A killed or signalled run resumes exactly, for all kinds of loops, loaders and callbacks: hooks, validations and
+    ends of epochs are neither skipped nor repeated."""
+    command = [POSITIONS, tmp_path, case, str(every)]
+    printed = run_python(*command, timeout_s=1500, OUTLAST_LOG_LEVEL="error").stdout
+    assert printed == f"{case} {steps} steps, {num_saved} generations\n"
 
 
 # -- refusals and settings: no training -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import importlib
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -340,8 +340,8 @@ class StandIn:
 
 
 @pytest.fixture
-def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put stand-ins for the modules of Bridge that ours import."""
+def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replace the modules of Bridge that outlast imports by stand-ins; close the monitor that a test leaves open."""
     modules = {
         "megatron.bridge": {},
         "megatron.bridge.training": {},
@@ -355,6 +355,9 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
         parent = importlib.import_module(name.rpartition(".")[0])
         monkeypatch.setattr(parent, name.rpartition(".")[2], module, raising=False)
+    yield
+    if (monitor := open_monitor()) is not None:
+        monitor.close()
 
 
 class Callbacks:
@@ -376,30 +379,26 @@ def test_the_hooks_watch_steps_and_report_what_is_durable(bridge: None) -> None:
     assert manager.load(context(step=5)) == (5, 1234)
     monitor = open_monitor()
     assert monitor is not None
-    try:
-        assert seen(monitor).durable_iteration == 5
-        callbacks["on_train_start"](context(step=5))
-        callbacks["on_train_step_start"](context(step=5))
-        assert sections(monitor) == ["step"]
-        callbacks["on_train_step_end"](context(step=5))
-        assert (sections(monitor), seen(monitor).iteration) == ([], 6)
-        manager.save(context(step=6), None)
-        assert manager._default.sections == ["checkpointing"]
-        assert seen(monitor).durable_iteration == 6
-        assert manager.checkpointing_context["config"] is manager.checkpoint_config
-        for event in ("on_eval_start", "on_eval_end", "on_train_end"):
-            assert not seen(monitor).finished
-            callbacks[event](context())
-        assert seen(monitor).finished
-        callbacks["on_train_start"](context(step=6))
-        later = open_monitor()
-        assert later is not None
-        assert not seen(later).finished
-        with pytest.raises(ConfigError, match="leave BridgeCallback out"):
-            megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
-    finally:
-        if (open_one := open_monitor()) is not None:
-            open_one.close()
+    assert seen(monitor).durable_iteration == 5
+    callbacks["on_train_start"](context(step=5))
+    callbacks["on_train_step_start"](context(step=5))
+    assert sections(monitor) == ["step"]
+    callbacks["on_train_step_end"](context(step=5))
+    assert (sections(monitor), seen(monitor).iteration) == ([], 6)
+    manager.save(context(step=6), None)
+    assert manager._default.sections == ["checkpointing"]
+    assert seen(monitor).durable_iteration == 6
+    assert manager.checkpointing_context["config"] is manager.checkpoint_config
+    for event in ("on_eval_start", "on_eval_end", "on_train_end"):
+        assert not seen(monitor).finished
+        callbacks[event](context())
+    assert seen(monitor).finished
+    callbacks["on_train_start"](context(step=6))
+    later = open_monitor()
+    assert later is not None
+    assert not seen(later).finished
+    with pytest.raises(ConfigError, match="leave BridgeCallback out"):
+        megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
 
 
 @pytest.mark.process
@@ -409,16 +408,12 @@ def test_a_training_does_not_end_with_weights_that_are_nan(bridge: None, caplog:
     chunk = torch.nn.Linear(2, 2)
     whole = context(step=5)
     whole.model = [torch.nn.Linear(2, 2), chunk]
-    try:
-        callbacks["on_train_start"](whole)
-        chunk.weight.data[0, 0] = float("nan")
-        with pytest.raises(SystemExit) as left:
-            callbacks["on_train_end"](whole)
-        assert left.value.code == ExitReason.FAILED_VALIDATION
-        assert "weights that are NaN or infinite on this rank: model.1.weight" in caplog.text
-    finally:
-        if (open_one := open_monitor()) is not None:
-            open_one.close()
+    callbacks["on_train_start"](whole)
+    chunk.weight.data[0, 0] = float("nan")
+    with pytest.raises(SystemExit) as left:
+        callbacks["on_train_end"](whole)
+    assert left.value.code == ExitReason.FAILED_VALIDATION
+    assert "weights that are NaN or infinite on this rank: model.1.weight" in caplog.text
 
 
 @pytest.mark.process
@@ -458,8 +453,6 @@ def test_only_what_was_finalized_is_durable(bridge: None) -> None:
     finally:
         may_end.set()
         queue.close(abort=True)
-        if (open_one := open_monitor()) is not None:
-            open_one.close()
 
 
 @pytest.mark.process
@@ -469,14 +462,11 @@ def test_a_session_may_take_the_place_of_the_hooks_monitor(bridge: None) -> None
     callbacks["on_train_start"](context())
     callbacks["on_train_step_start"](context())
     later = RankMonitor()
-    try:
-        callbacks["on_eval_start"](context())
-        assert sections(later) == ["step", "evaluation"]
-        callbacks["on_eval_end"](context())
-        callbacks["on_train_end"](context())
-        assert (sections(later), seen(later).finished) == ([], False)
-    finally:
-        later.close()
+    callbacks["on_eval_start"](context())
+    assert sections(later) == ["step", "evaluation"]
+    callbacks["on_eval_end"](context())
+    callbacks["on_train_end"](context())
+    assert (sections(later), seen(later).finished) == ([], False)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -166,67 +167,68 @@ def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
 # -- in this process, without a launcher -------------------------------------------------------------------------------
 
 
-def test_calls_out_of_order_are_errors() -> None:
+@pytest.fixture
+def client() -> Iterator[RankMonitorClient]:
+    """Return a client, which is shut down after the test."""
+    made = RankMonitorClient()
+    yield made
+    made.shutdown_workload_monitoring()
+    assert open_monitor() is None
+
+
+def test_calls_out_of_order_are_errors(client: RankMonitorClient) -> None:
     """Calls before init, sections that are open twice or not open, and too few measurements are errors."""
-    client = RankMonitorClient()
     for call in (client.send_heartbeat, client.end_all_sections, client.calculate_and_set_hb_timeouts):
         with pytest.raises(RankMonitorClientError, match="not initialised"):
             call()
     client.shutdown_workload_monitoring()  # harmless
     client.init_workload_monitoring()
-    try:
-        with pytest.raises(RankMonitorClientError, match="called before"):
-            client.init_workload_monitoring()
-        with pytest.raises(RankMonitorClientError, match="'step' is not open"):
-            client.end_section("step")
+    with pytest.raises(RankMonitorClientError, match="called before"):
+        client.init_workload_monitoring()
+    with pytest.raises(RankMonitorClientError, match="'step' is not open"):
+        client.end_section("step")
+    client.start_section("step")
+    with pytest.raises(RankMonitorClientError, match="'step' is open already"):
         client.start_section("step")
-        with pytest.raises(RankMonitorClientError, match="'step' is open already"):
-            client.start_section("step")
-        client.start_section("checkpointing")
-        client.end_section("step")  # they overlap
-        client.end_all_sections()
-        with pytest.raises(RankMonitorClientError, match="no rank has closed two heartbeats"):
-            client.calculate_and_set_hb_timeouts()
-        assert client.calculate_and_set_hb_timeouts(skip_if_not_ready=True) is False
-        with pytest.raises(RankMonitorClientError, match="no rank has closed setup"):
-            client.calculate_and_set_section_timeouts(["setup", "step"])
-        with pytest.raises(RankMonitorClientError, match="use outlast run"):
-            client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ExcludeThisNode))
-    finally:
-        client.shutdown_workload_monitoring()
-    assert open_monitor() is None
+    client.start_section("checkpointing")
+    client.end_section("step")  # they overlap
+    client.end_all_sections()
+    with pytest.raises(RankMonitorClientError, match="no rank has closed two heartbeats"):
+        client.calculate_and_set_hb_timeouts()
+    assert client.calculate_and_set_hb_timeouts(skip_if_not_ready=True) is False
+    with pytest.raises(RankMonitorClientError, match="no rank has closed setup"):
+        client.calculate_and_set_section_timeouts(["setup", "step"])
+    with pytest.raises(RankMonitorClientError, match="use outlast run"):
+        client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ExcludeThisNode))
 
 
-def test_timeouts_are_calculated_merged_and_put_back() -> None:
+def test_timeouts_are_calculated_merged_and_put_back(client: RankMonitorClient) -> None:
     """Calculated timeouts are the longest time times the safety factor, averaged with the last ones, and survive a
     round trip through ``state_dict()``."""
-    client = RankMonitorClient()
     client.init_workload_monitoring()
-    try:
-        assert client.section_timeouts is not None
-        assert client.section_timeouts.section == {}
-        client.load_state_dict(
-            {"current_timeouts": {"section": {"section": {"step": 90.0}, "calculated_sections": ["step"]}}}
-        )
-        for _ in range(3):
-            client.send_heartbeat()
-            client.start_section("step")
-            client.end_section("step")
-        assert client.calculate_and_set_section_timeouts(["step"]) is True
-        # A busy machine may take more than the 2 s that are the floor of 10 s.
-        assert 50.0 <= client.section_timeouts.section["step"] < 90.0, "the mean of 90 and 10, or a little more"
-        assert client.section_timeouts.out_of_section is not None
-        assert FLOOR_S <= client.section_timeouts.out_of_section < 90.0
-        assert client.section_timeouts.are_valid
-        assert client.section_timeouts.were_calculated
-        assert client.calculate_and_set_hb_timeouts() is True
-        assert client.hb_timeouts is not None
-        assert client.hb_timeouts.initial is not None
-        assert client.hb_timeouts.subsequent is not None
-        assert min(client.hb_timeouts.initial, client.hb_timeouts.subsequent) >= FLOOR_S
-        state = json.loads(json.dumps(client.state_dict()))
-    finally:
-        client.shutdown_workload_monitoring()
+    assert client.section_timeouts is not None
+    assert client.section_timeouts.section == {}
+    client.load_state_dict(
+        {"current_timeouts": {"section": {"section": {"step": 90.0}, "calculated_sections": ["step"]}}}
+    )
+    for _ in range(3):
+        client.send_heartbeat()
+        client.start_section("step")
+        client.end_section("step")
+    assert client.calculate_and_set_section_timeouts(["step"]) is True
+    # A busy machine may take more than the 2 s that are the floor of 10 s.
+    assert 50.0 <= client.section_timeouts.section["step"] < 90.0, "the mean of 90 and 10, or a little more"
+    assert client.section_timeouts.out_of_section is not None
+    assert FLOOR_S <= client.section_timeouts.out_of_section < 90.0
+    assert client.section_timeouts.are_valid
+    assert client.section_timeouts.were_calculated
+    assert client.calculate_and_set_hb_timeouts() is True
+    assert client.hb_timeouts is not None
+    assert client.hb_timeouts.initial is not None
+    assert client.hb_timeouts.subsequent is not None
+    assert min(client.hb_timeouts.initial, client.hb_timeouts.subsequent) >= FLOOR_S
+    state = json.loads(json.dumps(client.state_dict()))
+    client.shutdown_workload_monitoring()
     assert state["current_timeouts"]["section"]["calculated_sections"] == ["step"]
     other = RankMonitorClient()
     other.load_state_dict(state)
@@ -239,22 +241,18 @@ def test_timeouts_are_calculated_merged_and_put_back() -> None:
         other.shutdown_workload_monitoring()
 
 
-def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused() -> None:
+def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused(client: RankMonitorClient) -> None:
     """An ``ft_state.json`` of outlast can be loaded; other content is refused with the remedy."""
     ours = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
     nothing: dict[str, dict[str, float]] = {"before": {}, "seen": {}}
-    client = RankMonitorClient()
     client.load_state_dict({"version": 1, "cycle": "a-0", **ours, **nothing})
     client.init_workload_monitoring()
-    try:
-        assert client.section_timeouts is not None
-        assert client.section_timeouts.section == {"step": 7.0}
-        assert client.hb_timeouts is not None
-        assert client.hb_timeouts.subsequent == 8.0
-        with pytest.raises(ConfigError, match=r"remove ft_state.json"):
-            client.load_state_dict({"anything": 1})
-    finally:
-        client.shutdown_workload_monitoring()
+    assert client.section_timeouts is not None
+    assert client.section_timeouts.section == {"step": 7.0}
+    assert client.hb_timeouts is not None
+    assert client.hb_timeouts.subsequent == 8.0
+    with pytest.raises(ConfigError, match=r"remove ft_state.json"):
+        client.load_state_dict({"anything": 1})
 
 
 def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:

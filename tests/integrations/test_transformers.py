@@ -64,28 +64,19 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(700)
-def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """A training broken off in an epoch, at an evaluation or after it resumes to the weights, logs and best metric of
-    one without outlast."""
-    check_variants(tmp_path, ["masked", "epochs", "stopped_early", "struck"], 1)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(700)
-def test_what_loader_workers_draw_is_the_same_after_a_resumption(tmp_path: Path) -> None:
-    """Random numbers of loader workers are the same after a resumption, also with persistent workers."""
-    check_variants(tmp_path, ["persistent", "augmented", "augmented_anew"], 1)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(700)
-def test_epochs_and_trainings_that_end_early_end_so_when_resumed(tmp_path: Path) -> None:
-    """Epochs and trainings that a stream or a callback ends early end the same when resumed or computed again."""
-    check_variants(tmp_path, ["divided", "stopped_within", "epochs_ended", "epoch_ended_within"], 1)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["masked", "epochs", "stopped_early", "struck"],
+        ["persistent", "augmented", "augmented_anew"],
+        ["divided", "stopped_within", "epochs_ended", "epoch_ended_within"],
+    ],
+    ids=["interrupted", "workers", "ended_early"],
+)
+def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path, names: list[str]) -> None:
+    """A training that was interrupted anywhere, draws random numbers in loader workers, or ends early, resumes to the
+    weights, logs and best metric of one without outlast."""
+    check_variants(tmp_path, names, 1)
 
 
 @pytest.mark.campaign
@@ -251,21 +242,6 @@ def test_another_number_of_ranks_trains_to_the_end(tmp_path: Path) -> None:
     assert "loaded iteration 18" in text
     assert "an update takes 8 samples, it took 16: training continues after 18 updates of epoch 0" in text
     assert "trained 40 steps" in text
-
-
-@pytest.mark.campaign
-@pytest.mark.process
-@pytest.mark.timeout(900)
-def test_a_notice_at_one_rank_ends_both_with_75(tmp_path: Path) -> None:
-    """Without a launcher, SIGTERM at one rank ends both with 75 after the same save."""
-    own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps", "100000"]
-    with RankProcesses(EXAMPLES / "train.py", *own, world_size=2) as ranks:
-        ranks.next_line(0, WITHIN_S, containing="'loss':")
-        os.kill(ranks.pid(1), signal.SIGTERM)
-        codes, text = ranks.wait(WITHIN_S), ranks.output(0)
-    assert codes == [ExitReason.PREEMPTED] * 2, text
-    (left,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
-    assert {found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found} >= {int(left)}
 
 
 # -- what is judged ------------------------------------------------------------------------------------------------
@@ -564,7 +540,7 @@ for name in ("first", "second"):
 @pytest.mark.campaign
 @pytest.mark.process
 def test_two_protected_trainings_of_a_process_keep_apart(tmp_path: Path) -> None:
-    """Two protected trainings have separate directories: the second starts at 0, and resumes from its own checkpoint."""
+    """Of two protected trainings the second starts at 0, and resumes from its own checkpoint."""
     script = tmp_path / "train.py"
     script.write_text(TWO)
     with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
