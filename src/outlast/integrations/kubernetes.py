@@ -75,135 +75,94 @@ class KubernetesJob:
     command: tuple[str, ...]
     """Arguments after ``outlast run`` and its generated options: more options, the training script, its arguments.
     Neither a shell nor Kubernetes expands them."""
-
     name: str
     """Names the job and, with ``run_id``, the run: a DNS label that begins with a letter."""
-
     image: str
     """The container's image, which contains outlast and the training script."""
-
     run_claim: str
     """The PersistentVolumeClaim of the run directory, which outlives the pods; all pods write to it
     (``ReadWriteMany``)."""
-
     kind: Kind = "JobSet"
     """``JobSet``, ``TrainJob`` or ``PyTorchJob``."""
-
     nnodes: str = "1"
     """Nodes that train (``4``), or those and spares (``4:5``: 4 train, 1 waits)."""
-
     nproc_per_node: str = "auto"
     """Workers on a node: a number, ``auto``, ``gpu``, ``xpu`` or ``cpu``."""
-
     namespace: str | None = None
     """``None`` = the namespace of the user who applies the manifest."""
-
     run_id: str | None = None
     """Names the run in each of its jobs; ``None`` = the job's name."""
-
     mount_path: str = "/runs"
     """Mount path of the volume of ``run_claim``; the run directory is a folder in it with the run's name."""
-
     run_key_secret: str | None = None
     """The Secret that holds the run key as ``run.key``; ``None`` = the first agent creates a key in the run directory.
     """
-
     gpus_per_node: int | None = None
     """GPUs of a pod; ``None`` = none is requested."""
-
     gpu_resource: str = "nvidia.com/gpu"
     """The cluster's name of the GPU resource."""
-
     cpus: str | None = None
     """CPUs of a pod, as a quantity (``32``, ``500m``); ``None`` = not requested."""
-
     memory: str | None = None
     """Memory of a pod, as a quantity (``512Gi``), including ``/dev/shm`` and the memory tier."""
-
     resources: tuple[str, ...] = ()
     """More resources of a pod, such as ``rdma/ib=1``."""
-
     shm_size: str | None = None
     """Limit of ``/dev/shm``, which is part of the pod's memory; ``None`` = the pod's memory."""
-
     port: int = 29400
     """Port of the agents' rendezvous."""
-
     num_endpoints: int = 3
     """Number of the first pods that may host the coordinator."""
-
     min_nodes: int | None = None
     """Fewest nodes with which the job continues after a node is lost without a spare (``--ft-min-nodes``); ``None`` =
     it does not shrink."""
-
     shutdown_grace: float = 60.0
     """Seconds that workers get to save after a shutdown request (``--ft-shutdown-grace``), rounded up; the pod has 30
     more."""
-
     join_timeout: int = 3600
     """Seconds for which agents wait for each other: pods may be pending for long."""
-
     num_job_retries_on_failure: int = 2
     """How often the whole job is recreated after a failure, in total (JobSet and TrainJob). 75 is not counted."""
-
     pod_retries: int | None = None
     """Pods that may fail individually before that counts as a failure of the job; ``None`` = the number of spares."""
-
     share_nodes: bool = False
     """Several pods of the job may run on one machine."""
-
     topology: str | None = None
     """Label of machines, such as ``topology.kubernetes.io/zone``: all pods run where it has the same value."""
-
     node_selector: tuple[str, ...] = ()
     """Labels that machines must have, as ``key=value``."""
-
     tolerations: tuple[str, ...] = ()
     """Taints of machines to tolerate, as ``key`` or ``key=value``."""
-
     volumes: tuple[str, ...] = ()
     """More volumes, as ``claim:NAME:/path``, ``configmap:NAME:/path`` or ``secret:NAME:/path``; the last two are
     read-only."""
-
     env: tuple[str, ...] = ()
     """More environment variables, as ``NAME=VALUE``; for secrets use a volume."""
-
     service_account: str | None = None
     priority_class: str | None = None
     queue: str | None = None
     """Kueue's local queue."""
-
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets with the credentials of the image's registry."""
-
     metrics_port: int | None = None
     """Port on which each pod exports metrics for Prometheus (``--metrics-port``, on all of the pod's addresses), with
     annotations for scrapers; ``None`` = none."""
-
     run_as_user: int | None = None
     """User id of the container's processes; ``None`` = the image's."""
-
     run_as_group: int | None = None
     """Group id of the container's processes; ``None`` = the image's."""
-
     run_as_non_root: bool = False
     """Kubernetes refuses to start the container as root."""
-
     fs_group: int | None = None
     """Group id of volumes, if their kind supports that, and an additional group of the container's processes."""
-
     capabilities: tuple[str, ...] = ()
     """Linux capabilities of the container, such as ``IPC_LOCK`` for RDMA; all others are dropped."""
-
     allow_privilege_escalation: bool = False
     """A process may gain more privileges than its parent, for example with setuid programs."""
-
     seccomp_profile: str | None = None
     """``RuntimeDefault`` or ``Unconfined``; ``None`` = the cluster's default."""
-
     working_dir: str | None = None
     """Folder in which the script starts; ``None`` = the image's."""
-
     outlast: str = "outlast"
     """The ``outlast`` command in the image, such as ``uv run outlast``; split as a shell would, but nothing in it is
     expanded."""

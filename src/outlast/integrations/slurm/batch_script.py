@@ -34,35 +34,25 @@ class BatchScript:
 
     command: tuple[str, ...]
     """Arguments after ``outlast run`` and its generated options: more options, the training script, its arguments."""
-
     run_id: str
     """Names the run; the same in each of its jobs."""
-
     run_dir: str
     """The run directory, an absolute path that all nodes can access."""
-
     nodes: int = 1
     """Nodes that train."""
-
     spares: int = 0
     """Additional nodes that wait for the slot of a lost one."""
-
     nproc_per_node: str = "auto"
     """Workers on a node: a number, ``auto``, ``gpu`` or ``cpu``."""
-
     job_name: str | None = None
     """``None`` = the run's id."""
-
     time: str | None = None
     """Time limit in Slurm's format (``90``, ``4:00:00``, ``2-00``); ``None`` = the partition's."""
-
     preempt_time: int = 60
     """Seconds before the time limit, and before a preemption with that notice, at which the workers must save and exit;
     Slurm may be up to a minute early. 0 = no signal."""
-
     num_job_retries_on_failure: int = 2
     """Failed jobs in a row, without progress in between, that are requeued."""
-
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -73,21 +63,16 @@ class BatchScript:
     mem: str | None = None
     exclude: tuple[str, ...] = ()
     """Nodes to exclude; nodes that the run has quarantined are added at each requeue."""
-
     directives: tuple[str, ...] = ()
     """More ``#SBATCH`` options, each with its dashes (``--constraint=ib``); not those that the script sets."""
-
     srun: tuple[str, ...] = ()
     """More options of the ``srun`` that starts the agents, each as ``--name`` or ``--name=value``
     (``--container-image=/images/train.sqsh``, ``--cpu-bind=cores``); not those that the script sets."""
-
     setup: tuple[str, ...] = ()
     """Shell commands that run in the batch script, on the job's first node, before the job's step (``module load
     cuda``), one line each. A failing command ends the job with exit code 2; it is not requeued."""
-
     port: int = 0
     """Port of the agents' rendezvous on several nodes; 0 = one between 20000 and 29999, from the job's number."""
-
     outlast: str = "outlast"
     """The ``outlast`` command on every node: a name on ``PATH``, a path, or a command line (``uv run outlast``), which
     is split as a shell would, but nothing in it is expanded."""
