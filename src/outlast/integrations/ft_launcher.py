@@ -223,8 +223,8 @@ def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
         else:
             unknown.append(name)
     if unknown:
-        told = [f"{name} (or {near}?)" if (near := closest(name, _FIELDS, likeness=0.8)) else name for name in unknown]
-        line.notes.append(f"{NAME}: {path} has settings that outlast does not know: {', '.join(told)}")
+        hints = [f"{name} (or {near}?)" if (near := closest(name, _FIELDS, likeness=0.8)) else name for name in unknown]
+        line.notes.append(f"{NAME}: {path} has settings that outlast does not know: {', '.join(hints)}")
     checked = from_mapping(FaultToleranceConfig, given, where=path)
     line.words += [_as_option(name, getattr(checked, name), path) for name in given]
 

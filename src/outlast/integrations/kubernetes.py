@@ -329,7 +329,7 @@ class KubernetesJob:
             words.append(f"--metrics-port={self.metrics_port}")
             if "metrics_address" not in given_options(self.command):
                 words.append("--metrics-address=0.0.0.0")
-        return [*words, *(_as_it_stands(word) for word in self.command)]
+        return [*words, *(_escaped(word) for word in self.command)]
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -432,7 +432,7 @@ class KubernetesJob:
             "containers": [container],
             "volumes": self._volumes(),
         }
-        spec |= _those_given(
+        spec |= _present(
             affinity=self._affinity(),
             nodeSelector=dict(one.split("=", 1) for one in self.node_selector),
             tolerations=[_toleration(one) for one in self.tolerations],
@@ -448,7 +448,7 @@ class KubernetesJob:
         return {"metadata": metadata, "spec": spec}
 
     def _pod_security(self) -> dict[str, Any]:
-        security = _those_given(
+        security = _present(
             runAsNonRoot=self.run_as_non_root,
             # The default changes the group of every file at each start of a pod.
             fsGroupChangePolicy=None if self.fs_group is None else "OnRootMismatch",
@@ -458,15 +458,15 @@ class KubernetesJob:
         return security | {name: value for name, value in ids.items() if value is not None}
 
     def _affinity(self) -> dict[str, Any] | None:
-        def beside(key: str) -> dict[str, Any]:
+        def on_same(key: str) -> dict[str, Any]:
             term = {"topologyKey": key, "labelSelector": {"matchLabels": self._labels}}
             return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
 
         if self._num_pods == 1:
             return None
-        return _those_given(
-            podAntiAffinity=None if self.share_nodes else beside("kubernetes.io/hostname"),
-            podAffinity=None if self.topology is None else beside(self.topology),
+        return _present(
+            podAntiAffinity=None if self.share_nodes else on_same("kubernetes.io/hostname"),
+            podAffinity=None if self.topology is None else on_same(self.topology),
         )
 
     def _container(self, name: str) -> dict[str, Any]:
@@ -485,24 +485,24 @@ class KubernetesJob:
         container: dict[str, Any] = {
             "name": name,
             "image": self.image,
-            "command": [_as_it_stands(word) for word in self._outlast_words],
+            "command": [_escaped(word) for word in self._outlast_words],
             "args": self.run_arguments,
-            "env": [node, *({**one, "value": _as_it_stands(one["value"])} for one in given)],
+            "env": [node, *({**one, "value": _escaped(one["value"])} for one in given)],
             "volumeMounts": mounts,
         }
-        capabilities = {"drop": ["ALL"], **_those_given(add=list(self.capabilities))}
+        capabilities = {"drop": ["ALL"], **_present(add=list(self.capabilities))}
         escalates = self.allow_privilege_escalation
         container["securityContext"] = {"allowPrivilegeEscalation": escalates, "capabilities": capabilities}
         ports = {"pytorchjob-port": self.port if name == "pytorch" else None, "metrics": self.metrics_port}
         shown = [{"name": port, "containerPort": number, "protocol": "TCP"} for port, number in ports.items() if number]
         gpus = None if self.gpus_per_node is None else str(self.gpus_per_node)
-        asked = _those_given(**{"cpu": self.cpus, "memory": self.memory, self.gpu_resource: gpus})
+        asked = _present(**{"cpu": self.cpus, "memory": self.memory, self.gpu_resource: gpus})
         asked |= dict(one.split("=", 1) for one in self.resources)
         resources = {"limits": asked, "requests": dict(asked)} if asked else None
-        return container | _those_given(ports=shown, workingDir=self.working_dir, resources=resources)
+        return container | _present(ports=shown, workingDir=self.working_dir, resources=resources)
 
     def _volumes(self) -> list[dict[str, Any]]:
-        shm = {"medium": "Memory", **_those_given(sizeLimit=self.shm_size)}
+        shm = {"medium": "Memory", **_present(sizeLimit=self.shm_size)}
         volumes: list[dict[str, Any]] = [
             {"name": "shm", "emptyDir": shm},
             {"name": "run", "persistentVolumeClaim": {"claimName": self.run_claim}},
@@ -554,12 +554,12 @@ def as_yaml(manifests: list[dict[str, Any]]) -> str:
     return yaml.dump_all(manifests, Dumper=YamlWithoutAnchors, sort_keys=False, width=1 << 16, allow_unicode=True)
 
 
-def _those_given(**fields: Any) -> dict[str, Any]:
+def _present(**fields: Any) -> dict[str, Any]:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value}
 
 
-def _as_it_stands(word: str) -> str:
+def _escaped(word: str) -> str:
     """Escape a word, so that Kubernetes expands nothing in it."""
     return word.replace("$(", "$$(")
 

@@ -623,7 +623,7 @@ class PrometheusSink(BackgroundSink):
         for name, value in {**zeros, **figures, "outlast/iteration": float(iteration)}.items():
             try:
                 self._set(name, value)
-            except Exception as error:  # noqa: BLE001 - the other figures are shown all the same
+            except Exception as error:  # noqa: BLE001 - the other metrics are still exported
                 failure = failure or error
         if failure is not None:
             raise failure

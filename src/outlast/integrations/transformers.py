@@ -630,7 +630,7 @@ class TrainerProtection(TrainerCallback):
             losses[part] = loss if losses[part] is None else losses[part] + loss
         return losses[0], losses[1]
 
-    # -- figures ---------------------------------------------------------------------------------------------------
+    # -- metrics ---------------------------------------------------------------------------------------------------
 
     def _take_figures(self, figures: dict[str, float], iteration: int) -> None:
         self._figures.update(figures)

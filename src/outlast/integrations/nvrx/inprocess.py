@@ -596,7 +596,7 @@ def _without_frames(error: Exception) -> Exception:
     """Return a copy of an exception that keeps no object of the failed call alive, such as its process groups."""
     try:
         copied = copy.copy(error)
-    except Exception:  # noqa: BLE001 - a class of somebody else's
+    except Exception:  # noqa: BLE001 - a foreign class
         return RestartError(f"{type(error).__name__}: {error}")
     return copied if type(copied) is type(error) else RestartError(f"{type(error).__name__}: {error}")
 

@@ -263,7 +263,7 @@ def _may_be_state(kind: type) -> bool:
     return issubclass(kind, enum.Enum | TensorAwareStateDict) or (is_megatrons and dataclasses.is_dataclass(kind))
 
 
-def _take_apart(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, Any]:
+def _split_state(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, Any]:
     """Return the parts to save of a state dict, which is left unchanged.
 
     Raises:
@@ -290,7 +290,7 @@ def _take_apart(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, 
     }
 
 
-def _put_together(saved: dict[str, Any]) -> TensorAwareStateDict:
+def _join_state(saved: dict[str, Any]) -> TensorAwareStateDict:
     hollow = _HollowUnpickler(saved[_HOLLOW], _in_order(saved[_INNER])).load()
     hollow.insert_tensors(_in_order(saved[_TENSORS]))
     hollow.restore_tensor_device(non_blocking=False)
@@ -589,7 +589,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 f"which would be loaded in its place; remove {self.local_ckpt_dir}, or use another session_id"
             )
         kind = _request_kind() if is_async else None
-        part = _SavedPart(lambda: _take_apart(state_dict, self.session_id))
+        part = _SavedPart(lambda: _split_state(state_dict, self.session_id))
         try:
             handle = self._open_for_saving(iteration).save({"part": part}, iteration)
             self._found, self.latest_iteration, self._loaded_iteration = None, NOT_FOUND, NOT_FOUND
@@ -617,7 +617,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     # -- the engine --------------------------------------------------------------------------------------------
 
-    def _open_afresh(self) -> ReadingEngine:
+    def _open_new(self) -> ReadingEngine:
         """Return a manager that has neither searched nor saved, after pending saves of the last one are decided."""
         if self._manager is not None and self._stage is not _ManagerStage.FRESH:
             with contextlib.suppress(CheckpointError):  # the save's handle reports the failure
@@ -633,13 +633,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _open_for_saving(self, iteration: int) -> ReadingEngine:
         if self._manager is None or self._stage in (_ManagerStage.FRESH, _ManagerStage.FOUND):
             # Training resumed from elsewhere, for example a global checkpoint, not from the checkpoints here.
-            self._open_afresh().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
+            self._open_new().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
         self._stage = _ManagerStage.SAVING
         assert self._manager is not None
         return self._manager
 
     def _find(self) -> None:
-        manager = self._open_afresh()
+        manager = self._open_new()
         self._found, self.latest_iteration, self._stage = None, NOT_FOUND, _ManagerStage.FOUND
         part, random = _SavedPart(), capture_random()
         try:
@@ -662,7 +662,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             raise CheckpointError(text)
         problem, found = "", None
         try:
-            found = _put_together(part.content)
+            found = _join_state(part.content)
         except Exception as error:  # noqa: BLE001 - what the objects of a state dict raise is theirs
             problem = f"rank {self.rank}: {error}"
         if text := self._find_first(problem):
