@@ -38,7 +38,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from outlast import env
 from outlast.config import CheckpointConfig, Config, PreemptionConfig, StragglerDetectionConfig
-from outlast.config.base import nearest
+from outlast.config.base import nearest, require
 from outlast.errors import ConfigError, ExitReason
 from outlast.integrations.hosted_session import (
     HostedConfig,
@@ -200,8 +200,8 @@ class FaultToleranceCallback(_HostedCallback):
         trainer_saves: bool | None = None,
     ) -> None:
         super().__init__(config)
-        if not autoresume and trainer_saves is False:
-            raise ConfigError("trainer_saves=False has no effect with autoresume=False; drop one of them")
+        text = "trainer_saves=False has no effect with autoresume=False; drop one of them"
+        require(autoresume or trainer_saves is not False, text)
         self.trainer_saves = trainer_saves if autoresume else True
         self._learns = calculate_timeouts if calculate_timeout is None else calculate_timeout
         self._fault = _fault_of(simulated_fault_params)
@@ -370,14 +370,13 @@ class LocalCheckpointCallback(_HostedCallback):
         config: HostedConfig = None,
     ) -> None:
         super().__init__(config)
-        if (every_n_train_steps is None) == (train_time_interval is None):
-            raise ConfigError("LocalCheckpointCallback takes every_n_train_steps or train_time_interval: give one")
-        if every_n_train_steps is not None and every_n_train_steps < 1:
-            raise ConfigError(f"every_n_train_steps={every_n_train_steps} must be at least 1")
-        if train_time_interval is not None and train_time_interval.total_seconds() <= 0:
-            raise ConfigError(f"train_time_interval={train_time_interval} must be above 0")
-        self.every_n_train_steps = every_n_train_steps
-        self.interval_s = None if train_time_interval is None else train_time_interval.total_seconds()
+        steps, interval = every_n_train_steps, train_time_interval
+        text = "LocalCheckpointCallback takes every_n_train_steps or train_time_interval: give one"
+        require((steps is None) != (interval is None), text)
+        require(steps is None or steps >= 1, f"every_n_train_steps={steps} must be at least 1")
+        require(interval is None or interval > timedelta(0), f"train_time_interval={interval} must be above 0")
+        self.every_n_train_steps = steps
+        self.interval_s = None if interval is None else interval.total_seconds()
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.checkpoint is None or config.checkpoint.local_directory is None:
@@ -503,8 +502,7 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         local = (storage_options or {}).get(LOCAL_OPTIONS)
         if local is None or self.local_ckpt_manager is None:
             return self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
-        if path is not None:
-            raise ConfigError(f"a local checkpoint takes no path, and {path} was given; pass None")
+        require(path is None, f"a local checkpoint takes no path, and {path} was given; pass None")
         is_async = local.get("is_async", self.async_save)
         callbacks = without_infinite(checkpoint.get("callbacks", {}))  # a best score is infinite at first
         state = self.to_tensor_aware_state_dict({**checkpoint, "callbacks": callbacks})
@@ -633,8 +631,8 @@ def _fault_of(params: SimulatedFaultParams | Mapping[str, Any] | None) -> Simula
     for name in params:
         if name not in known:
             raise ConfigError(f"simulated_fault_params has an unknown key {name!r}: {nearest(str(name), known)}")
-    if missing := {"fault_type", "base_delay"} - set(params):
-        raise ConfigError(f"simulated_fault_params lacks {', '.join(sorted(missing))}")
+    missing = {"fault_type", "base_delay"} - set(params)
+    require(not missing, f"simulated_fault_params lacks {', '.join(sorted(missing))}")
     return SimulatedFaultParams(**params)
 
 
@@ -734,14 +732,14 @@ def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config,
     """
     given = [callback._config for callback in callbacks if callback._config is not None]
     given = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
-    if any(one != given[0] for one in given):
-        raise ConfigError("two callbacks of outlast were given different config=; give it to one of them")
+    text = "two callbacks of outlast were given different config=; give it to one of them"
+    require(all(one == given[0] for one in given), text)
     config = hosted_config(given[0] if given else None)
     if (wrapper := _hierarchical(trainer)) is not None:
         config = wrapper.settings(config)
     kinds = [type(callback) for callback in callbacks]
-    if twice := next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None):
-        raise ConfigError(f"the trainer has {twice} twice; give it one")
+    twice = next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None)
+    require(twice is None, f"the trainer has {twice} twice; give it one")
     why = _why_trainer_saves(config, trainer, callbacks)
     if why is not None:
         config = dataclasses.replace(config, checkpoint=None)

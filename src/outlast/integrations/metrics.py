@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import clock, env
+from outlast.config.base import require
 from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
 from outlast.runtime.exits import at_exit, forget_at_exit
@@ -79,8 +80,7 @@ class BackgroundSink(ABC):
     """Whether two sinks of this type must not be open at the same time, as they share a port or a run."""
 
     def __init__(self, *, every_rank: bool = False, max_queued: int = MAX_QUEUED) -> None:
-        if max_queued < 1:
-            raise ConfigError(f"max_queued={max_queued} must be at least 1")
+        require(max_queued >= 1, f"max_queued={max_queued} must be at least 1")
         self.every_rank = every_rank
         self.num_dropped = 0
         """Records that did not fit into the queue."""
@@ -437,8 +437,7 @@ class WandbSink(BackgroundSink):
         max_queued: int = MAX_QUEUED,
     ) -> None:
         super().__init__(every_rank=every_rank, max_queued=max_queued)
-        if mode not in (None, "online", "offline", "disabled"):
-            raise ConfigError(f"mode={mode!r} is not online, offline or disabled")
+        require(mode in (None, "online", "offline", "disabled"), f"mode={mode!r} is not online, offline or disabled")
         self._wandb = _require("wandb", "wandb", "WandbSink")
         self._settings = {"project": project, "entity": entity, "mode": mode, **(settings or {})}
         self._name, self._group = name, group
@@ -569,12 +568,12 @@ class PrometheusSink(BackgroundSink):
         max_queued: int = MAX_QUEUED,
     ) -> None:
         super().__init__(every_rank=every_rank, max_queued=max_queued)
-        if port is None and textfile is None and registry is None:
-            raise ConfigError("PrometheusSink() shows its gauges nowhere; give it port, textfile or registry")
-        if port is not None and not 0 <= port < 65536:
-            raise ConfigError(f"port={port} is not a valid port; write a number from 1 to 65535, or 0 for a free one")
-        if textfile is not None and Path(textfile).suffix != ".prom":
-            raise ConfigError(f"textfile={str(textfile)!r} must end with .prom: the node exporter reads no others")
+        text = "PrometheusSink() shows its gauges nowhere; give it port, textfile or registry"
+        require((port, textfile, registry) != (None, None, None), text)
+        text = f"port={port} is not a valid port; write a number from 1 to 65535, or 0 for a free one"
+        require(port is None or 0 <= port < 65536, text)
+        text = f"textfile={str(textfile)!r} must end with .prom: the node exporter reads no others"
+        require(textfile is None or Path(textfile).suffix == ".prom", text)
         try:
             ipaddress.ip_address(address)
         except ValueError:
@@ -593,12 +592,9 @@ class PrometheusSink(BackgroundSink):
         self._wrote_s: float | None = None
 
     def _check(self, run: MetricsRun) -> None:
-        port = self._port_of(run)
-        if port is not None and port >= 65536:
-            raise ConfigError(
-                f"port={self._port} leaves no port to local rank {run.local_rank}, which would have {port}; "
-                "give PrometheusSink() a smaller one"
-            )
+        port, rank = self._port_of(run), run.local_rank
+        text = f"port={self._port} leaves no port to local rank {rank}, which would have {port}"
+        require(port is None or port < 65536, f"{text}; give PrometheusSink() a smaller one")
 
     def _port_of(self, run: MetricsRun) -> int | None:
         return self._port + run.local_rank if self._port and self.every_rank else self._port

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.config import FaultToleranceConfig, PreemptionConfig
-from outlast.config.base import parse_text
+from outlast.config.base import parse_text, require
 from outlast.errors import ConfigError
 from outlast.integrations.ft_launcher import SETTING, as_option_value, render_shim, with_none_written, write_shims
 
@@ -140,8 +140,8 @@ class FaultTolerancePlugin(nemo_run.Plugin):
     def setup(self, task: Any, executor: Any) -> None:
         """Set launcher, retries and environment of the executor, and the arguments or the config of the task."""
         for name in ("num_in_job_restarts", "num_job_retries_on_failure"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative; write 0 or more")
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value} must not be negative; write 0 or more")
         values: dict[str, Any] = {
             "enable_ft_package": self.enable_ft_package,
             "calc_ft_timeouts": self.calc_ft_timeouts,
@@ -235,13 +235,11 @@ class PreemptionPlugin(nemo_run.Plugin):
 
     def setup(self, task: Any, executor: Any) -> None:
         """Set the signal of the executor, and the arguments or the config of the task."""
-        if self.preempt_time < 0:
-            raise ConfigError(f"preempt_time={self.preempt_time} must not be negative; 0 = no signal is sent")
+        text = f"preempt_time={self.preempt_time} must not be negative; 0 = no signal is sent"
+        require(self.preempt_time >= 0, text)
         handles, for_loader = self.enable_exit_handler, self.enable_exit_handler_for_data_loader
-        if for_loader and not handles:
-            raise ConfigError(
-                "enable_exit_handler_for_data_loader=True has no effect with enable_exit_handler=False; drop one"
-            )
+        text = "enable_exit_handler_for_data_loader=True has no effect with enable_exit_handler=False; drop one"
+        require(handles or not for_loader, text)
         preempt_time = self.preempt_time if handles else 0
         sig = signal.Signals(self.sig)
         checked = PreemptionConfig(exit_signal=sig.name)

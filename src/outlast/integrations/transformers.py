@@ -433,7 +433,7 @@ class TrainerProtection(TrainerCallback):
         for name, one in exported.items():
             _check_callback(name, one)
         return {
-            "state": _as_json({**vars(state), "stateful_callbacks": exported}),
+            "state": json.dumps(_plain({**vars(state), "stateful_callbacks": exported})),
             **(self._step_began if self._in_step else self._position),
             "samples_per_update": self._samples_per_update,
             "offset": self._offset,
@@ -655,23 +655,15 @@ def _as_bytes(random: dict[str, Any]) -> list[Any]:
     return [random["python"], *numpy, random["torch"].numpy().tobytes(), random["device"]]
 
 
-def _as_json(state: dict[str, Any]) -> str:
-    """Return a ``TrainerState`` as JSON; other values of the logs, such as a date, become text."""
-    try:
-        return json.dumps(state, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-    except TypeError:  # a key is not a string
-        return json.dumps(_with_text_keys(state))
-
-
-def _with_text_keys(value: Any) -> Any:
-    """Return the JSON form of a value, recursively."""
+def _plain(value: Any) -> Any:
+    """Return a value as JSON represents it; other objects in the logs, such as a date, become text."""
     if isinstance(value, dict):
-        return {str(key): _with_text_keys(one) for key, one in value.items()}
+        return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_text_keys(one) for one in value]
+        return [_plain(one) for one in value]
     if value is None or isinstance(value, str | int | float):
         return value
-    return _with_text_keys(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _check_callback(name: str, exported: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from outlast import env
 from outlast.chaos.process_faults import crash, hold_gil, raise_in_main_thread, send_signal
-from outlast.errors import ConfigError
+from outlast.config.base import require
 
 log = logging.getLogger(__name__)
 _START_S = 5.0
@@ -81,15 +81,13 @@ def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Calla
 
     Thread: the main thread for ``SIGNAL_EXC``, otherwise any.
     """
-    if not isinstance(fault, WorkloadFault):
-        raise ConfigError(f"{fault!r} is not a fault; give one of Fault")
-    if not delay >= 0:
-        raise ConfigError(f"delay={delay} must be at least 0 seconds")
+    require(isinstance(fault, WorkloadFault), f"{fault!r} is not a fault; give one of Fault")
+    require(delay >= 0, f"delay={delay} must be at least 0 seconds")
     if fault in _registered:
         _registered[fault](delay, callback)
         return
-    if fault in (WorkloadFault.GPU_ERROR, WorkloadFault.GPU_SLEEP):
-        raise ConfigError(f"{fault.name} is not supported; hang or kill the rank instead: Fault.SIGSTOP, Fault.SIGKILL")
+    text = f"{fault.name} is not supported; hang or kill the rank instead: Fault.SIGSTOP, Fault.SIGKILL"
+    require(fault in _CAUSES, text)
     if fault == WorkloadFault.SIGNAL_EXC:
         signal.signal(signal.SIGUSR1, _raise_in_handler)
 
@@ -159,14 +157,12 @@ def inject_fault(
     worker, generator = env.read_worker(), random.Random(seed)
     fewest, most = (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
     shortest_s, longest_s = (delay, delay) if isinstance(delay, int | float) else delay
-    if not faults:
-        raise ConfigError("faults is empty; give at least one of Fault")
-    if not 0 <= fewest <= most:
-        raise ConfigError(f"num_faults={num_faults} must be at least 0, or two numbers in ascending order")
-    if not 0 <= keep_alive <= worker.world_size:
-        raise ConfigError(f"keep_alive={keep_alive} must be from 0 to the number of ranks, {worker.world_size}")
-    if not 0 <= shortest_s <= longest_s:
-        raise ConfigError(f"delay={delay} must be at least 0 seconds, or two numbers in ascending order")
+    require(bool(faults), "faults is empty; give at least one of Fault")
+    form = "or two numbers in ascending order"
+    require(0 <= fewest <= most, f"num_faults={num_faults} must be at least 0, {form}")
+    num = worker.world_size
+    require(0 <= keep_alive <= num, f"keep_alive={keep_alive} must be from 0 to the number of ranks, {num}")
+    require(0 <= shortest_s <= longest_s, f"delay={delay} must be at least 0 seconds, {form}")
     drawn_s = generator.uniform(shortest_s, longest_s)
     others = range(keep_alive, worker.world_size)
     ranks = generator.sample(others, min(generator.randint(fewest, most), len(others)))

@@ -28,7 +28,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from outlast import clock, env
-from outlast.errors import ConfigError, OutlastError
+from outlast.config.base import require
+from outlast.errors import OutlastError
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.integrations.replacements import Replacements
 from outlast.policy.slowness import (
@@ -89,8 +90,8 @@ class CallableId:
 
     def __post_init__(self) -> None:
         for name in ("arg_filter_fn", "extra_args_fn", "ignored_args"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"CallableId({name}=...) is not supported: every call is timed; leave it out")
+            text = f"CallableId({name}=...) is not supported: every call is timed; leave it out"
+            require(getattr(self, name) is None, text)
 
     def __str__(self) -> str:
         if inspect.ismodule(self.obj):
@@ -263,10 +264,9 @@ class Detector:
         if cls._state is not None:
             raise OutlastError("Detector.initialize() was called before; call Detector.shutdown() first")
         scores = _read_scores(scores_to_compute)
-        if profiling_interval < 1:
-            raise ConfigError(f"profiling_interval={profiling_interval} must be at least 1 entry")
-        if not report_time_interval > 0 or math.isinf(report_time_interval):
-            raise ConfigError(f"report_time_interval={report_time_interval} must be above 0 seconds")
+        require(profiling_interval >= 1, f"profiling_interval={profiling_interval} must be at least 1 entry")
+        text = f"report_time_interval={report_time_interval} must be above 0 seconds"
+        require(0 < report_time_interval < math.inf, text)
         node = node_name or env.read_worker().node
         pace = _Pace(float(report_time_interval), profiling_interval)
         cls._state = _Detection(_Comparison(scores, gather_on_rank0, node), profiling_interval, pace)
@@ -427,8 +427,7 @@ class ReportGenerator:
         pg: None = None,
         node_name: str = "<notset>",
     ) -> None:
-        if pg is not None:
-            raise ConfigError("ReportGenerator(pg=...) is not supported: all ranks are compared; leave it out")
+        require(pg is None, "ReportGenerator(pg=...) is not supported: all ranks are compared; leave it out")
         self._comparison = _Comparison(_read_scores(scores_to_compute), gather_on_rank0, node_name)
 
     def generate_report(
@@ -478,16 +477,15 @@ _COLLECTIVE_KERNEL = "ncclDev"
 def _read_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
     named = (RELATIVE, INDIVIDUAL) if scores_to_compute == "all" else scores_to_compute
     scores = (named,) if isinstance(named, str) else tuple(named)
-    if not scores or not set(scores) <= {RELATIVE, INDIVIDUAL}:
-        raise ConfigError(f"scores_to_compute={scores_to_compute!r} must be 'all', or of {RELATIVE}, {INDIVIDUAL}")
+    text = f"scores_to_compute={scores_to_compute!r} must be 'all', or of {RELATIVE}, {INDIVIDUAL}"
+    require(bool(scores) and set(scores) <= {RELATIVE, INDIVIDUAL}, text)
     return scores
 
 
 def _read_summary(name: str, summary: Mapping[Statistic, float]) -> Timing:
     missing = [one.name for one in (Statistic.MED, Statistic.AVG, Statistic.NUM) if one not in summary]
-    if missing:
-        what = name.removeprefix(_SECTION)
-        raise ConfigError(f"the summary of {what!r} has no {', '.join(missing)}; give MED, AVG and NUM")
+    what = name.removeprefix(_SECTION)
+    require(not missing, f"the summary of {what!r} has no {', '.join(missing)}; give MED, AVG and NUM")
     deviation_s = float(summary.get(Statistic.STD, math.nan)) / 1e3
     count = int(summary[Statistic.NUM])
     return Timing(
