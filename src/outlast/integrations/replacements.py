@@ -25,7 +25,7 @@ class Replacements:
         """Restore all replaced attributes, the newest first. Idempotent."""
         while self._replaced:
             owner, name, before = self._replaced.pop()
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
+            if before is not _ABSENT:
                 setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
