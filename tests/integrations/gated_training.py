@@ -12,13 +12,15 @@ import hashlib
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from outlast.testing.ranks import LoggedProcess
+from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes
 
 WORLD_SIZE = 2
 PROGRAM = Path(__file__)
@@ -42,6 +44,20 @@ class Launch:
         gate = self.folder / f"gate-{cycle}"
         self.wait_until(gate.exists)
         os.kill(int(gate.read_text()), number)
+
+
+@contextmanager
+def launched(folder: Path, *command: str, **variables: str) -> Iterator[Launch]:
+    """Run a launcher in ``folder``; end every process that it leaves behind."""
+    environment = {**os.environ, TOKEN: uuid.uuid4().hex, **variables}
+    words = ["/bin/sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
+    process = LoggedProcess("launcher", words, environment, folder / "log")
+    try:
+        yield Launch(folder, process)
+    finally:
+        if process.running:
+            process.kill()
+        end_processes(environment[TOKEN])
 
 
 def step(weight: torch.Tensor, momentum: torch.Tensor, gradients: list[torch.Tensor]) -> None:

@@ -233,20 +233,6 @@ def t5() -> T5ForConditionalGeneration:
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 
 
-class EndingEpoch(TrainerCallback):
-    """End an epoch early."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_epoch_stop = state.global_step % 10 == 4
-
-
-class EndingWithin(TrainerCallback):
-    """End training between two micro-batches of a step."""
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 9
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"args": {"max_steps": 11, "logging_steps": 2, **EVALUATE}},
     "accumulation": {"args": {"gradient_accumulation_steps": 3, "num_train_epochs": 3, "logging_steps": 1}},
@@ -275,7 +261,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "stream": {"args": {"max_steps": 13}, "data": Stream, "after": 9},
     "stream_accumulation": {"args": {"max_steps": 11, "gradient_accumulation_steps": 3}, "data": Stream},
-    "epoch_ended": {"args": {"num_train_epochs": 2}, "callbacks": lambda: [EndingEpoch()]},
+    "epoch_ended": {"args": {"num_train_epochs": 2}, "callbacks": lambda: [EndsEarly(epochs=(4, 14))]},
     "divided": {
         "args": {"max_steps": 9, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"},
         "data": Stream,  # its end comes within an accumulation
@@ -404,6 +390,13 @@ def config(folder: Path, **settings: Any) -> outlast.Config:
     return outlast.Config(checkpoint=checkpoint, **settings)
 
 
+def end_process(trainer: Any) -> None:
+    """Close what the end of the process closes after a protected ``train()`` has failed."""
+    run = trainer.train.__self__._run
+    run._saves.manager.close()
+    run._preemption._listener.close()
+
+
 def play(name: str, folder: Path) -> dict[str, Any]:
     """Train a variant without us, with us, and broken off and resumed; return what each ended with."""
     variant = VARIANTS[name]
@@ -420,7 +413,7 @@ def play(name: str, folder: Path) -> dict[str, Any]:
         broken.train()
         raise AssertionError("the training was not broken off")
     except InterruptedError:
-        broken.train.__self__._run._saves.manager.close()  # else the end of the process does
+        end_process(broken)
     for after in ("resumed", "again"):
         seen = BreakOff(None)
         trainer = protect(make(name, folder / "broken", seen), config(folder / "broken"))

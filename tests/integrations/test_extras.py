@@ -1,4 +1,4 @@
-"""Each adapter stands alone: it imports its own framework and no other, and its extra brings what it needs."""
+"""Each adapter imports its own framework and no other, and its extra installs what it needs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import run_python
 
 import outlast
 
@@ -25,7 +26,7 @@ FRAMEWORKS = (
     *("opentelemetry", "prometheus_client", "pytorch_lightning", "ray", "tensorboard", "tensorboardX", "torchdata"),
     *("torchtitan", "transformers", "wandb"),
 )
-"""What only the adapter made for it may import; all of them are optional."""
+"""Optional frameworks that only their own adapter may import."""
 ADAPTERS: dict[str, tuple[str, ...]] = {
     "outlast": (),
     "outlast.cli.main": (),
@@ -40,7 +41,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "outlast.integrations.transformers": ("transformers", "accelerate"),
     "outlast.ray": ("ray",),
 }
-"""Each public adapter, and the frameworks that it imports; a module that is not there is left out."""
+"""Each public adapter, and the frameworks that it imports."""
 EXTRAS: dict[str, tuple[str, str]] = {
     "yaml": ("outlast.config.sources", "import yaml"),
     "s3": ("outlast", "import s3fs"),
@@ -62,7 +63,7 @@ EXTRAS: dict[str, tuple[str, str]] = {
     "opentelemetry": ("outlast.integrations.metrics", "outlast.integrations.metrics.OpenTelemetrySink()"),
     "k8s": ("outlast.integrations.kubernetes", "outlast.integrations.kubernetes.as_yaml([])"),
 }
-"""What each extra is for: a module to import, and what must work then. ``dev`` and ``docs`` are this repository's."""
+"""Each extra's module, and an expression that must work with it. ``dev`` and ``docs`` are this repository's."""
 UNPINNED = {"nemo-run"}
 """Extras that clash with constraints.txt."""
 
@@ -95,8 +96,9 @@ def loaded():
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", HIDE + code], capture_output=True, text=True, timeout=250, check=False)
+def run(code: str) -> list[str]:
+    """Return the lines that code printed which can hide frameworks."""
+    return run_python("-c", HIDE + code).stdout.splitlines()
 
 
 # -- imports -------------------------------------------------------------------------------------------------------
@@ -106,16 +108,15 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_what_needs_no_framework_imports_none() -> None:
-    """With all frameworks away the package, its command and the adapters without a framework are imported."""
+    """Without all frameworks the package, its command and the plain adapters are imported."""
     plain = [name for name in THERE if not ADAPTERS[name]]
-    done = run(
+    lines = run(
         f"hide({FRAMEWORKS!r})\n"
         f"for name in {plain!r}:\n"
         "    importlib.import_module(name)\n"
         f"    print(name, sorted(loaded() & set({FRAMEWORKS!r})))\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{name} []" for name in plain]
+    assert lines == [f"{name} []" for name in plain]
 
 
 @pytest.mark.campaign
@@ -123,26 +124,25 @@ def test_what_needs_no_framework_imports_none() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("adapter", WITH_FRAMEWORK)
 def test_an_adapter_imports_its_own_framework_alone(adapter: str) -> None:
-    """With all other frameworks away, but for what its own brings in, an adapter is imported and brings in no more."""
+    """Without all other frameworks an adapter is imported, and imports no more."""
     own = ADAPTERS[adapter]
     if missing := [name for name in own if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is installed for `make test-integrations` only")
-    done = run(
+    lines = run(
         f"import {', '.join(own)}\n"
         f"before = loaded() & set({FRAMEWORKS!r})\n"
         f"hide(set({FRAMEWORKS!r}) - before)\n"
         f"import {adapter}\n"
         f"print(sorted((loaded() & set({FRAMEWORKS!r})) - before))\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]", done.stdout
+    assert lines[-1] == "[]", lines
 
 
 @pytest.mark.cold
 @pytest.mark.process
 def test_a_missing_framework_is_one_line_with_the_remedy() -> None:
-    """Without its framework the import ends with one line that names it and the extra to install."""
-    done = run(
+    """A missing framework is one line that names it and the extra to install."""
+    lines = run(
         f"hide({FRAMEWORKS!r})\n"
         f"for name in {WITH_FRAMEWORK!r}:\n"
         "    try:\n"
@@ -150,9 +150,7 @@ def test_a_missing_framework_is_one_line_with_the_remedy() -> None:
         "    except ImportError as error:\n"
         "        print(error)\n"
     )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(WITH_FRAMEWORK), done.stdout
+    assert len(lines) == len(WITH_FRAMEWORK), lines
     for name, line in zip(WITH_FRAMEWORK, lines, strict=True):
         told = rf"{re.escape(name)} needs .*: pip install 'outlast\[({'|'.join(EXTRAS)})\]'"
         assert re.fullmatch(told, line), line
@@ -164,8 +162,7 @@ MATRIX: dict[str, Any] = json.loads((ROOT / "docs" / "results" / "integrations.j
 
 
 def test_the_matrix_has_the_versions_that_are_installed() -> None:
-    """The versions that the page of integrations names are those that constraints.txt pins, and that these tests run
-    with; what is not pinned is what the Makefile installs beside."""
+    """The versions on the page of integrations are those of constraints.txt, the environment and the Makefile."""
     pins = dict(runpy.run_path(str(ROOT / "docs" / "generate.py"))["pins"]())
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for one in MATRIX["adapters"]:
@@ -177,7 +174,7 @@ def test_the_matrix_has_the_versions_that_are_installed() -> None:
 
 
 def test_every_adapter_is_in_the_matrix() -> None:
-    """Each public adapter has its page among the integrations, and each extra a test."""
+    """Each public adapter is in the matrix, and each extra has a test."""
     pages = {one["module"] for one in MATRIX["adapters"]}
     assert {name for name in THERE if name.startswith(("outlast.integrations", "outlast.ray"))} <= pages | {
         "outlast.integrations.kempnerforge"  # told of with Megatron's
@@ -188,7 +185,7 @@ def test_every_adapter_is_in_the_matrix() -> None:
 
 @pytest.mark.overlay
 def test_the_matrix_has_the_versions_beside() -> None:
-    """What lies in the environment of `make test-integrations` has the versions of the matrix."""
+    """The environment of `make test-integrations` has the versions of the matrix."""
     for one in MATRIX["adapters"]:
         for name, version in one.get("beside", {}).items():
             if name != "nvidia-resiliency-ext":  # apart, in a folder of its own

@@ -1,13 +1,12 @@
-"""Command lines written for NVIDIA's launcher run under ours, by a program of its name."""
+"""Command lines for NVIDIA's launcher run under outlast's, by a program of the same name."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from outlast.incidents import EventKind, IncidentKind
 from outlast.integrations.ft_launcher import NAME, settle_exit, translate, write_shims
 from outlast.journal import read
 from outlast.launch.options import check_values
-from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes, free_port
+from outlast.testing.ranks import free_port
 
 DOCUMENTED = [
     *("--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:29400", "--nnodes=1", "--nproc-per-node=2"),
@@ -46,7 +45,7 @@ def settings(*argv: str, environment: Mapping[str, str] | None = None) -> dict[s
 
 
 def test_the_documented_line_means_the_same() -> None:
-    """What Megatron-Bridge's guide has is taken word by word: nothing is noted, nothing is left out."""
+    """The line of Megatron-Bridge's guide is accepted unchanged."""
     translation = translate([*DOCUMENTED, "train.py", "--lr", "3e-4"], {"GROUP_RANK": "0"})
     assert translation.notes == ()
     checked = check_values(translation.arguments)
@@ -59,7 +58,7 @@ def test_the_documented_line_means_the_same() -> None:
 @pytest.mark.parametrize("spelling", ["--ft-{dashes}", "--ft-{plain}", "--ft-param-{plain}", "--ft-param-{dashes}"])
 @pytest.mark.parametrize("form", ["{name}={value}", "{name} {value}"])
 def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> None:
-    """Both spellings of each ``--ft-`` option, and the old ones with ``param``, with the value in either place."""
+    """Each ``--ft-`` option is accepted in all spellings, with the value in either place."""
     values = {
         "initial_rank_heartbeat_timeout": ("70", 70.0),
         "rank_heartbeat_timeout": ("60.5", 60.5),
@@ -110,7 +109,7 @@ def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> N
     ],
 )
 def test_what_differs_is_translated(line: str, words: str, noted: str) -> None:
-    """Options that outlast run has under another name, or not at all, and those that stay as they are."""
+    """Options with another name, or without a counterpart, are translated; others stay."""
     translation = translate([*line.split(), "train.py", "--term-timeout=1"], {})
     assert translation.arguments == (*words.split(), "train.py", "--term-timeout=1")
     assert (noted in "".join(translation.notes)) if noted else translation.notes == ()
@@ -118,7 +117,7 @@ def test_what_differs_is_translated(line: str, words: str, noted: str) -> None:
 
 
 def test_a_number_names_the_run_of_a_slurm_job() -> None:
-    """A number that NeMo-Run drew names nothing off Slurm; a re-queued job has the same one, and continues its run."""
+    """NeMo-Run's random number names a run only in a Slurm job, which keeps it when it is requeued."""
     line = ["--rdzv-id", "4711", "train.py"]
     assert translate(line, {}).arguments == ("train.py",)
     assert translate(line, {"SLURM_JOB_ID": "1"}).arguments == tuple(line)
@@ -139,7 +138,7 @@ def test_a_number_names_the_run_of_a_slurm_job() -> None:
     ],
 )
 def test_a_mistake_is_refused_by_name(line: str, fault: str) -> None:
-    """An unknown option, a value that does not fit, and a file that is not there are one line each."""
+    """Unknown options, invalid values and missing files are one line each."""
     with pytest.raises(ConfigError, match=fault):
         settings(*line.split())
 
@@ -150,7 +149,7 @@ def test_a_mistake_is_refused_by_name(line: str, fault: str) -> None:
     st.lists(st.text(min_size=1).filter(lambda word: "\0" not in word)),
 )
 def test_the_script_gets_its_arguments_as_they_are(options: list[str], rest: list[str]) -> None:
-    """Whatever stands behind the script is not read, and what is translated once stays as it is."""
+    """Arguments of the script are not read, and a translated line is not translated again."""
     first = translate([*options, "train.py", *rest], {})
     assert first.arguments[len(first.arguments) - len(rest) - 1 :] == ("train.py", *rest)
     assert translate(first.arguments, {}).arguments == first.arguments
@@ -186,7 +185,7 @@ exp_manager:
 
 
 def test_their_config_file_is_read(tmp_path: Path) -> None:
-    """A YAML of theirs, with the section wherever it stands; what outlast does not know is named, not refused."""
+    """The section is read from anywhere in a YAML file; unknown settings are logged, not refused."""
     path = tmp_path / "ft.yaml"
     path.write_text(THEIRS)
     wanted = {
@@ -211,7 +210,7 @@ def test_their_config_file_is_read(tmp_path: Path) -> None:
 
 
 def test_sources_count_in_their_order(tmp_path: Path) -> None:
-    """The command line comes before the environment, and that before the file, setting by setting."""
+    """The command line takes precedence over the environment, and that over the file, per setting."""
     path = tmp_path / "ft.yaml"
     path.write_text("fault_tolerance: {safety_factor: 2, rank_heartbeat_timeout: 20, rank_out_of_section_timeout: 2}")
     variables = {
@@ -235,7 +234,7 @@ def test_sources_count_in_their_order(tmp_path: Path) -> None:
 
 
 def test_our_own_config_file_is_passed_on(tmp_path: Path) -> None:
-    """A file with sections that only outlast has, or in TOML, is checked as with ``outlast run --config``."""
+    """A config file of outlast is passed on and checked as with ``outlast run --config``."""
     path = tmp_path / "ours.toml"
     path.write_text('[fault_tolerance]\nrank_heartbeat_timeout = 60\n[checkpoint]\ndirectory = "x"\n')
     translation = translate([f"--ft-cfg-path={path}", "train.py"], {})
@@ -244,8 +243,7 @@ def test_our_own_config_file_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_a_scripts_own_file_is_no_config_of_ours(tmp_path: Path) -> None:
-    """Whatever a YAML has beside its section, under names of ours too, is the script's; no section is none; both are
-    said. One that has nothing but what outlast knows is ours."""
+    """Of a script's own YAML only the section is used, which is logged."""
     path = tmp_path / "train.yaml"
     path.write_text("fault_tolerance: {safety_factor: 2}\ncheckpoint: {every: 100}\nmodel: gpt\n")
     assert settings(f"--ft-cfg-path={path}") == {"safety_factor": 2.0}
@@ -261,7 +259,7 @@ def test_a_scripts_own_file_is_no_config_of_ours(tmp_path: Path) -> None:
 
 
 def test_a_value_in_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
-    """File and key are named, and both sides of a contradiction."""
+    """An invalid value in a file is refused with file and key."""
     path = tmp_path / "ft.yaml"
     path.write_text("a: {fault_tolerance: {rank_heartbeat_timeout: soon}}")
     with pytest.raises(ConfigError, match=r"ft\.yaml.*rank_heartbeat_timeout"):
@@ -272,7 +270,7 @@ def test_a_value_in_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_may_be_none() -> None:
-    """NeMo-Run names one in the environment that it never writes, and the old option allows one to be missing."""
+    """A missing file is accepted from NeMo-Run's variable, and with the old option."""
     for line, environment in (
         (["train.py"], {"FAULT_TOL_CFG_PATH": "nothing.yml"}),
         (["--ignore-missing-fault-tol-cfg", "--ft-cfg-path=nothing.yml", "train.py"], {}),
@@ -286,7 +284,7 @@ def test_a_file_that_is_not_there_may_be_none() -> None:
 def test_the_flag_file_is_for_what_must_not_be_tried_again(
     tmp_path: Path, in_slurm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is made for 0, 17, 19 and 93, for no other code; 75 counts as no failure in a Slurm job."""
+    """The flag file is created for 0, 17, 19 and 93 only; 75 becomes 0 in a Slurm job."""
     for code in (0, 1, 2, 16, 17, 18, 19, 75, 93, 143):
         flag = tmp_path / f"folder-{code}" / "flag"
         monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
@@ -299,7 +297,7 @@ def test_the_flag_file_is_for_what_must_not_be_tried_again(
 
 
 def test_an_unfit_node_does_not_end_a_job_that_can_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there may be spares the others continue: no flag for 19. One that cannot be made changes no exit code."""
+    """If other nodes can continue, 19 creates no flag; a flag that cannot be created changes no exit code."""
     flag = tmp_path / "flag"
     monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
     assert settle_exit(19, others_may_continue=True) == 19
@@ -310,8 +308,7 @@ def test_an_unfit_node_does_not_end_a_job_that_can_do_without(tmp_path: Path, mo
 
 
 def test_shims_are_written_once(tmp_path: Path) -> None:
-    """An executable file; a second call changes nothing, and says so; one of another interpreter is replaced. The line
-    for the shell takes any folder."""
+    """The program is written once, replaced if it differs, and the shell line accepts any folder."""
     folder = tmp_path / "new" / "shims"
     invoked = CliRunner().invoke(cli, ["shims", str(folder)], standalone_mode=False)
     assert f"{folder / NAME}: written" in invoked.output
@@ -333,7 +330,7 @@ def test_shims_are_written_once(tmp_path: Path) -> None:
 
 
 def test_a_program_of_somebody_else_stays(tmp_path: Path) -> None:
-    """NVIDIA's own launcher, a link that leads nowhere, and a folder that cannot be made are refused."""
+    """Another program, a dangling link and an unusable folder are refused."""
     (tmp_path / NAME).write_text("#!/usr/bin/python\nfrom nvidia_resiliency_ext ...")
     with pytest.raises(ConfigError, match="is another program"):
         write_shims(tmp_path)
@@ -347,28 +344,17 @@ def test_a_program_of_somebody_else_stays(tmp_path: Path) -> None:
         write_shims(tmp_path / "file" / "shims")
 
 
-@contextmanager
-def launched(folder: Path, *argv: str, **variables: str) -> Iterator[Launch]:
+def launched(folder: Path, *argv: str, **variables: str) -> AbstractContextManager[Launch]:
     """Launch as an old script does, in ``folder``: by the name of the program alone."""
-    shims = folder / "shims"
-    write_shims(shims)
-    token = uuid.uuid4().hex
-    environment = {**os.environ, "PATH": f"{shims}:{os.environ['PATH']}", TOKEN: token, **variables}
-    command = ["/bin/sh", "-c", f'cd "{folder}" && exec ft_launcher "$@"', NAME, *argv]
-    process = LoggedProcess(NAME, command, environment, folder / "log")
-    try:
-        yield Launch(folder, process)
-    finally:
-        if process.running:
-            process.kill()
-        end_processes(token)
+    write_shims(folder / "shims")
+    variables["PATH"] = f"{folder / 'shims'}:{os.environ['PATH']}"
+    return gated_training.launched(folder, NAME, *argv, **variables)
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_killed_and_a_hung_rank_are_started_again(tmp_path: Path) -> None:
-    """The documented line, with ``GROUP_RANK=0`` exported as its users had to: a rank is killed, then another one is
-    stopped; both times the run continues from the last generation, and it ends with an undisturbed run's weights."""
+    """With the documented line, after a SIGKILL and a SIGSTOP, the run ends with an undisturbed run's weights."""
     line = [
         *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--nnodes=1", "--nproc-per-node=2"),
         *("--ft-rank_section_timeouts=setup:600,step:6,checkpointing:420", "--ft-rank_out_of_section_timeout=300"),
@@ -392,7 +378,7 @@ def test_a_killed_and_a_hung_rank_are_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_an_unknown_option_ends_with_2(tmp_path: Path) -> None:
-    """One line, nothing started, no flag; and ``--help`` names what differs."""
+    """An unknown option is one line and starts nothing; ``--help`` lists the differences."""
     flag = tmp_path / "finished"
     with launched(tmp_path, "--nonsense", "train.py", FAULT_TOL_FINISHED_FLAG_FILE=str(flag)) as launch:
         assert launch.process.wait(60) == 2

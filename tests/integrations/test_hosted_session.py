@@ -1,4 +1,4 @@
-"""What adapters for trainers share: where settings come from, random numbers that come back, the finished flag."""
+"""What the trainers' adapters share: settings, kept random numbers, the finished flag."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outlast.integrations.hosted_session import (
 def test_settings_are_given_as_object_as_file_or_by_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A config stays what it is, a file is read, and without either the file of ``outlast run`` counts."""
+    """``config=`` takes a config or a file, and falls back to the file of ``outlast run``."""
     monkeypatch.delenv("OUTLAST_CONFIG_FILE", raising=False)
     path = tmp_path / "outlast.toml"
     path.write_text("[checkpoint]\ndirectory = 'ckpt'\n")
@@ -39,7 +39,7 @@ def test_settings_are_given_as_object_as_file_or_by_the_launcher(
 
 
 def test_changed_fault_tolerance_keeps_what_was_given() -> None:
-    """An adapter's setting is added to those that the user gave."""
+    """An adapter's setting is added to the user's."""
     given = outlast.Config(fault_tolerance=outlast.FaultToleranceConfig(safety_factor=3.0))
     changed = with_fault_tolerance(given, calc_ft_timeouts=True).fault_tolerance
     assert changed is not None

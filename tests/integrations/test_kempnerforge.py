@@ -1,4 +1,4 @@
-"""The names of KempnerForge's resilience module do what they promise, and on all ranks alike."""
+"""The names of KempnerForge's resilience module do what they promise, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ sys.exit(75)
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.extended)])
 def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_path: Path) -> None:
-    """A step whose loss or gradient is NaN on one rank is skipped on both; a signal to one rank has both leave after
-    the same step."""
+    """A NaN loss or gradient on one rank skips the step on both; a signal to one stops both after the same step."""
     (script := tmp_path / "train.py").write_text(LOOP)
     with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
         ranks.wait_for("at step 5", timeout_s=300, ranks=range(2))
@@ -70,8 +69,8 @@ def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_
 
 
 def test_the_detector_raises_where_it_should() -> None:
-    """``raise`` raises at once; any other action says that a loss is bad, so that a script leaves the step out. At the
-    limit a rollback is asked for, and a script that goes on is ended; what is not an action is refused."""
+    """``raise`` raises at once, other actions report; at the limit a rollback is requested, and one more bad step ends
+    the script."""
     with pytest.raises(NotFinite):
         kempnerforge.NaNDetector(action="raise").check_loss(float("inf"), 1)
     for action in ("warn", "skip"):
@@ -121,8 +120,8 @@ main()
 
 @pytest.mark.process
 def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path) -> None:
-    """KempnerForge's own loop is left by its ``break`` on all ranks, and the code after it runs; the process then ends
-    with 17, so that the run does not count as finished. After a reset it ends with the script's code."""
+    """At the limit the script leaves its loop and runs its code, and the process exits with 17; after a reset with the
+    script's code."""
     (script := tmp_path / "train.py").write_text(STOPPED)
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
         assert cluster.wait(timeout_s=300) == [17], cluster.tails()
@@ -134,8 +133,8 @@ def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path) -> None:
 
 
 def test_the_detector_keeps_what_it_has_seen() -> None:
-    """``state`` has the numbers of bad steps and the last good loss, until it is reset; without a limit nothing is to
-    be rolled back."""
+    """``state`` has the numbers of bad steps and the last good loss until it is reset; without a limit no rollback is
+    requested."""
     detector = kempnerforge.NaNDetector(max_consecutive=0, max_history=1)
     assert detector.check_loss(torch.tensor([1.0, 2.0]), 3)
     for step in (4, 5):
@@ -150,7 +149,8 @@ def test_the_detector_keeps_what_it_has_seen() -> None:
 
 @pytest.mark.parametrize("action", ["warn", "skip", "raise"])
 def test_a_gradient_that_is_not_finite_is_told(action: str) -> None:
-    """``check_gradients`` says so with each action, or raises; it counts no bad loss, and ``skip`` drops gradients."""
+    """``check_gradients`` reports a bad gradient or raises, does not count it as a bad loss, and ``skip`` drops
+    gradients."""
     model = torch.nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     assert model.bias.grad is not None
@@ -170,8 +170,7 @@ def test_a_gradient_that_is_not_finite_is_told(action: str) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:
-    """Where there is no GPU its arithmetic is checked, in another process; it is logged where asked. What is returned
-    has KempnerForge's keys, and is true or false as a whole."""
+    """Without a GPU the arithmetic of the CPU is checked; the result has KempnerForge's keys and a truth value."""
     assert kempnerforge.log_health_status()
     health = kempnerforge.check_gpu_health()
     assert health
@@ -198,7 +197,7 @@ def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:
     ],
 )
 def test_the_health_of_a_gpu_has_its_known_keys(name: str, status: Status, wrong: set[str] | None) -> None:
-    """Each check that fails is seen in its key, in the error, and in the truth of the whole."""
+    """Each failed check shows in its key, in the error, and in the truth value."""
     results = [
         CheckResult(
             name=one, target="cuda:0", status=status if one == name else Status.OK, reason="why", took_s=0.1,
@@ -213,7 +212,7 @@ def test_the_health_of_a_gpu_has_its_known_keys(name: str, status: Status, wrong
 
 
 def test_a_process_alone_is_healthy_and_in_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process group there is nobody to ask; without Slurm there is no job, and none that was re-queued."""
+    """Without a process group NCCL counts as healthy; without Slurm there is no job."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("SLURM_JOBID", raising=False)
     assert kempnerforge.check_nccl_health()
@@ -226,7 +225,7 @@ def test_a_process_alone_is_healthy_and_in_no_job(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_handler_that_is_not_registered_hears_nothing() -> None:
-    """It neither shuts down nor fails; finishing is idempotent."""
+    """A handler that is not registered does not shut down; finishing is idempotent."""
     handler = kempnerforge.ShutdownHandler()
     assert not handler.should_shutdown()
     handler.finish()
@@ -234,7 +233,7 @@ def test_a_handler_that_is_not_registered_hears_nothing() -> None:
 
 
 def test_the_names_on_the_page_are_there() -> None:
-    """The block of the page's section imports them as it says."""
+    """The block of the page imports all names."""
     (block,) = [one for one in pages.python_blocks("slurm.md") if "integrations.kempnerforge" in one]
     namespace: dict[str, object] = {}
     exec(block, namespace)

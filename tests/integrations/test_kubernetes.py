@@ -1,10 +1,11 @@
-"""Manifests for Kubernetes: what its own models accept, what exit codes lead to, and pods that do what they say."""
+"""Kubernetes manifests: accepted by its own models, exit codes lead where they should, and pods behave as described."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pages import DOCS, python_blocks
+from pages import DOCS, python_blocks, run_python
 from pods import Pods, can_make, expand
 
 from outlast.cli.main import cli
@@ -78,7 +79,7 @@ def pod_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_models(manifests: list[dict[str, Any]]) -> None:
-    """Kubeflow's models take each object, and give the very same back: no key is unknown to them, none is left out."""
+    """Check that Kubeflow's models accept each object and reproduce it exactly."""
     from kubeflow_trainer_api import models
 
     for one in manifests:
@@ -108,7 +109,7 @@ def check_models(manifests: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
 @pytest.mark.parametrize("given", [GIVEN, FULL], ids=["least", "most"])
 def test_the_models_of_kubeflow_take_it_whole(kind: Any, given: dict[str, Any]) -> None:
-    """Every key is one that the published models know, with a value of its type."""
+    """Every key is known to the published models, with a value of its type."""
     check_models(KubernetesJob(**given, kind=kind).manifests())
 
 
@@ -151,8 +152,7 @@ QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Mi|Gi)?", fullmatch=True)
 def test_whatever_is_asked_for_is_whole(
     name: str, kind: Any, low: int, spares: int, words: list[str], options: dict[str, Any]
 ) -> None:
-    """Any options that are accepted make objects that the models take; the pod's grace exceeds that of the workers, the
-    agents meet at pods that there are, and the script gets its arguments as they stand."""
+    """Any accepted options make valid objects, whose grace, endpoints and script arguments are right."""
     command = ("train.py", *words)
     names = [one.partition("=")[0] for one in options.get("env", ())]
     if len(set(names)) < len(names) or options.get("metrics_port") == options.get("port", 29400):
@@ -228,8 +228,7 @@ UNLIKE_STRINGS = ("3e-4", "1e5", "0o17", "0x_1", "1_0", "y", "n", "No", "ON", "~
     ),
 )
 def test_no_parser_takes_a_string_for_something_else(words: list[str]) -> None:
-    """What is an argument or a variable is a string for YAML 1.1 and 1.2 alike: what stands without quotes matches none
-    of their rules for numbers, truth values, null and dates."""
+    """Arguments and variables are strings for YAML 1.1 and 1.2: unquoted text matches none of their other types."""
     env = tuple(f"V{number}={word}" for number, word in enumerate(words))
     made = KubernetesJob(**GIVEN | {"command": ("train.py", *words), "env": env}).manifests()
     text = as_yaml(made)
@@ -240,8 +239,8 @@ def test_no_parser_takes_a_string_for_something_else(words: list[str]) -> None:
 
 
 def test_exit_codes_lead_where_they_should() -> None:
-    """Each exit code of the table meets the rule of the Job that it needs: a finished run succeeds, a requested
-    shutdown is not counted, what needs a person ends all, and the rest is counted."""
+    """Each exit code meets the right rule of the Job: a requested shutdown is not counted, fatal codes end all, others
+    are counted."""
     policy = job_of(KubernetesJob(**GIVEN).manifests())["podFailurePolicy"]["rules"]
 
     def action(code: int, condition: str | None = None) -> str:
@@ -273,7 +272,7 @@ def test_exit_codes_lead_where_they_should() -> None:
 
 
 def test_a_run_key_is_a_file_and_nothing_secret_is_in_the_manifest() -> None:
-    """The key is mounted from a Secret; neither command line nor environment has it."""
+    """The run key is mounted from a Secret; neither command line nor environment has it."""
     pod = pod_of(KubernetesJob(**GIVEN, run_key_secret="gpt-key").manifests())
     (container,) = pod["containers"]
     assert "--run-key-file=/etc/outlast-run-key/run.key" in container["args"]
@@ -285,8 +284,7 @@ def test_a_run_key_is_a_file_and_nothing_secret_is_in_the_manifest() -> None:
 
 
 def test_a_container_has_no_privileges_unless_asked_for() -> None:
-    """By default all capabilities are dropped and none can be gained; user and groups are the image's. Options set
-    all of it, and volumes get the group without a look at each file."""
+    """By default all capabilities are dropped, and user and groups are the image's; options change that."""
     pod = pod_of(KubernetesJob(**GIVEN).manifests())
     dropped = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert pod["containers"][0]["securityContext"] == dropped
@@ -308,7 +306,7 @@ def test_a_container_has_no_privileges_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
 def test_a_registry_with_a_password_and_a_scraper(kind: Any) -> None:
-    """Pods have the Secrets for their image, and with a port for metrics what a scraper needs to find them."""
+    """Pods have the Secrets for their image, and with a metrics port the annotations for a scraper."""
     made = KubernetesJob(**GIVEN, kind=kind, image_pull_secrets=("regcred",), metrics_port=9465).manifests()
     pod = pod_of(made)
     assert pod["imagePullSecrets"] == [{"name": "regcred"}]
@@ -325,19 +323,19 @@ def test_a_registry_with_a_password_and_a_scraper(kind: Any) -> None:
 
 
 def test_pods_without_cpus_or_memory_are_warned_of(tmp_path: Path) -> None:
-    """One line for each amount that the pods do not request, named as on the command line; none where it is given."""
+    """One line is logged for each amount that the pods do not request."""
     for words, fields in (
         ([], ["--cpus", "--memory"]),
         (["--cpus=8"], ["--memory"]),
         (["--resource=cpu=8", "--memory=1Gi"], []),
     ):
-        done = CliRunner().invoke(cli, ["k8s", "manifest", *LEAST, *words, "train.py"], standalone_mode=False)
+        done = invoke(*LEAST, *words, "train.py")
         lines = done.stderr.splitlines()
         assert [line.partition(": the pods request none")[0] for line in lines] == [f"outlast: {one}" for one in fields]
 
 
 def test_a_train_job_meets_its_runtime() -> None:
-    """A TrainJob refers to the runtime made with it, whose job has the label and the container that Trainer wants."""
+    """A TrainJob refers to its runtime, whose job has the label and the container that Trainer expects."""
     runtime, job = KubernetesJob(**GIVEN, kind="TrainJob", nnodes="2:3").manifests()
     assert job["spec"]["runtimeRef"] == {
         "apiGroup": "trainer.kubeflow.org",
@@ -355,22 +353,23 @@ def test_a_train_job_meets_its_runtime() -> None:
     )
 
 
+def translation() -> list[str]:
+    """Return the shell's options that translate the agent's exit code for a PyTorchJob."""
+    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
+    return expand(container["args"], {})[:3]
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(("code", "seen"), [(0, 0), (75, 203), (1, 129), (18, 146), (2, 2), (17, 17), (93, 93)])
 def test_a_pytorch_job_sees_what_may_be_tried_again(code: int, seen: int, tmp_path: Path) -> None:
-    """PyTorchJob tries again what ends above 127: 75 and the like get 128 more, what needs a person does not."""
-    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
-    script = expand(container["args"], {})[:3]
-    assert script[0] == "-c"
-    done = subprocess.run(["sh", *script, "sh", "-c", f"exit {code}"], check=False, timeout=300)
+    """Codes after which a PyTorchJob must restart a pod are above 127, others stay."""
+    done = subprocess.run(["sh", *translation(), "sh", "-c", f"exit {code}"], check=False, timeout=300)
     assert done.returncode == seen
 
 
 @pytest.mark.process
 def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
-    """SIGTERM to the shell reaches the agent, whose exit code counts, also where it ends at once."""
-    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
-    script = expand(container["args"], {})[:3]
+    """SIGTERM to the shell reaches the agent, whose exit code counts."""
     agent = (
         "import signal, sys\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
@@ -378,7 +377,9 @@ def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
         "signal.sigwait([signal.SIGTERM])\n"
         "sys.exit(75)\n"
     )
-    with subprocess.Popen(["sh", *script, sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True) as shell:
+    with subprocess.Popen(
+        ["sh", *translation(), sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True
+    ) as shell:
         assert shell.stdout is not None
         assert shell.stdout.readline() == "ready\n"
         shell.send_signal(signal.SIGTERM)
@@ -387,9 +388,8 @@ def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> None:
-    """SIGTERM that comes before the shell knows the agent's pid is not lost: here the shell sends it to itself then."""
-    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
-    option, script, *_ = expand(container["args"], {})
+    """SIGTERM before the shell knows the agent's pid is not lost."""
+    option, script, _ = translation()
     os.mkfifo(tmp_path / "ready")
     early = script.replace("& p=$!", f"& kill -TERM $$; read ready < {tmp_path}/ready; p=$!")
     assert early != script
@@ -463,14 +463,14 @@ def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> 
     ],
 )
 def test_wrong_values_are_refused_by_name(wrong: dict[str, Any], text: str) -> None:
-    """What Kubernetes or `outlast run` would refuse later is refused here, in one line that names it."""
+    """Values that Kubernetes or `outlast run` would refuse later are refused in one line that names them."""
     with pytest.raises(ConfigError, match=re.escape(text)) as refused:
         KubernetesJob(**GIVEN | wrong)
     assert "\n" not in str(refused.value)
 
 
 def test_paths_and_seconds_are_written_plainly() -> None:
-    """A path is written as Kubernetes compares it, and a long grace in whole seconds, no fewer than were asked for."""
+    """Paths are normalised, and a long grace period is written in whole seconds, rounded up."""
     job = KubernetesJob(
         **GIVEN,
         mount_path="//srv/./runs/",
@@ -486,17 +486,12 @@ def test_paths_and_seconds_are_written_plainly() -> None:
     assert pod["terminationGracePeriodSeconds"] == 1234598
 
 
-def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
-    main = "import sys; from outlast.cli.main import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", main, "k8s", "manifest", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def invoke(*words: str) -> Result:
+    """Run ``outlast k8s manifest`` in this process."""
+    return CliRunner().invoke(cli, ["k8s", "manifest", *words], standalone_mode=False)
 
 
+MAIN = "import sys; from outlast.cli.main import main; sys.exit(main())"
 LEAST = ("--image=registry/train:1", "--run-claim=runs")
 
 
@@ -532,23 +527,20 @@ LEAST = ("--image=registry/train:1", "--run-claim=runs")
     ],
 )
 def test_a_mistake_is_one_line(words: tuple[str, ...], text: str) -> None:
-    """Bad input is one line in the words of the command line, nothing on standard output, and exit code 2 (1 for a file
-    that cannot be written)."""
-    done = run_cli(*words)
-    assert done.returncode == (1 if "not written" in text else 2)
+    """Bad input is one line in the words of the command line, with exit code 2, or 1 for an unwritable file."""
+    done = run_python("-c", MAIN, "k8s", "manifest", *words, code=1 if "not written" in text else 2)
     assert done.stdout == ""
     assert text in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 def test_yaml_json_and_a_file_say_the_same(tmp_path: Path) -> None:
-    """All three forms hold what the function makes."""
-    words = ["k8s", "manifest", *LEAST, "--kind=trainjob", "--nnodes=4:5", "--resource=rdma/ib=1", "--share-nodes"]
+    """YAML, JSON and a file contain the same manifests."""
+    words = [*LEAST, "--kind=trainjob", "--nnodes=4:5", "--resource=rdma/ib=1", "--share-nodes"]
     command = ["--", "--max-restarts=5", "train.py", "--lr", "$(LR)"]
-    shown = CliRunner().invoke(cli, [*words, *command], standalone_mode=False)
-    as_json = CliRunner().invoke(cli, [*words, "--json", *command], standalone_mode=False)
     path = tmp_path / "job.yaml"
-    written = CliRunner().invoke(cli, [*words, "-o", str(path), *command], standalone_mode=False)
+    shown, as_json = invoke(*words, *command), invoke(*words, "--json", *command)
+    written = invoke(*words, "-o", str(path), *command)
     wanted = KubernetesJob(
         **GIVEN | {"command": tuple(command[1:]), "name": "train"},
         kind="TrainJob",
@@ -563,9 +555,9 @@ def test_yaml_json_and_a_file_say_the_same(tmp_path: Path) -> None:
 
 
 def test_a_config_that_only_the_image_has_is_said_to_be_unchecked() -> None:
-    """A settings file of the image is passed on, and a line says that its values were not checked."""
+    """A config file of the image is passed on, and a line says that it was not checked."""
     for words in (["--config", "/etc/outlast/gpt.toml"], ["--config=/etc/outlast/gpt.toml"]):
-        done = CliRunner().invoke(cli, ["k8s", "manifest", *LEAST, "--", *words, "train.py"], standalone_mode=False)
+        done = invoke(*LEAST, "--", *words, "train.py")
         assert done.exception is None
         assert "/etc/outlast/gpt.toml is not here; its values are not checked" in done.stderr
         (made,) = yaml.safe_load_all(done.stdout)
@@ -573,14 +565,14 @@ def test_a_config_that_only_the_image_has_is_said_to_be_unchecked() -> None:
 
 
 def test_without_pyyaml_there_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YAML without its package is one line with the remedy."""
+    """YAML without PyYAML is one line with the remedy."""
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigError, match=r"pip install 'outlast\[k8s\]', or take --json"):
         as_yaml([])
 
 
 def test_every_field_is_an_option_and_does_something() -> None:
-    """Each field has its option, and changes the manifest."""
+    """Each field has an option, and changes the manifest."""
     from outlast.cli import k8s
 
     fields = set(KubernetesJob.__dataclass_fields__) - {"command"}
@@ -609,7 +601,7 @@ def test_every_field_is_an_option_and_does_something() -> None:
     "given", [GIVEN, FULL, FULL | {"nnodes": "1", "min_nodes": None}], ids=["least", "most", "one"]
 )
 def test_the_schemas_of_kubernetes_take_job_and_pod(kind: Any, given: dict[str, Any]) -> None:
-    """The Job within, and for a PyTorchJob the pods, are valid for Kubernetes' schemas, unknown keys forbidden."""
+    """The Job, and a PyTorchJob's pods, are valid for Kubernetes' schemas, with unknown keys forbidden."""
     import kubernetes_validate
 
     made = KubernetesJob(**given, kind=kind).manifests()
@@ -654,7 +646,7 @@ with outlast.init("outlast.toml") as run:
 
 
 def undisturbed() -> str:
-    """Return what the script prints after 40 iterations on two ranks."""
+    """Return the output of the script after 40 iterations on two ranks."""
     import hashlib
 
     import torch
@@ -667,7 +659,7 @@ def undisturbed() -> str:
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[Pods]:
-    """Return the pods of a job with two nodes and a spare; skip where none can be made."""
+    """Return the pods of a job with two nodes and a spare; skip if none can be created."""
     if not can_make():
         pytest.skip("no namespaces can be made here")
     (tmp_path / "train.py").write_text(TRAIN)
@@ -690,9 +682,8 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 @pytest.mark.process
 @pytest.mark.timeout(900)
 def test_pods_do_what_the_manifest_says(pods: Pods, tmp_path: Path) -> None:
-    """Three pods start before any name is known, and two train. One is killed: the spare takes its slot, and the pod
-    that replaces it waits as the next spare, at a new address. Then one is evicted: all pods leave with 75, and those
-    that replace them finish with 0, with the very weights of a run that nothing disturbed."""
+    """A killed pod is replaced by the spare, an evicted one ends all with 75, and the next pods finish with the weights
+    of an undisturbed run."""
     limit = tmp_path / "limit"
     for index in range(3):
         pods.start(index, f"machine-{index}")
@@ -730,23 +721,17 @@ def test_pods_do_what_the_manifest_says(pods: Pods, tmp_path: Path) -> None:
 def test_an_unknown_name_is_waited_for_only_as_long_as_asked(tmp_path: Path) -> None:
     """resolve_timeout bounds the wait for names; without it an unknown host is refused at once."""
     (tmp_path / "train.py").write_text("")
-    main = "import sys; from outlast.cli.main import main; sys.exit(main())"
     for conf in ([], ["--rdzv-conf=resolve_timeout=0.2"]):
         words = ["run", "--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", *conf, "train.py"]
-        done = subprocess.run(
-            [sys.executable, "-c", main, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 2
+        done = run_python("-c", MAIN, *words, cwd=tmp_path, code=2)
         assert "no such host: 'no-such-host.invalid'" in done.stderr
 
 
 def test_the_page_shows_a_manifest_of_the_code() -> None:
-    """The manifest of the page is what its command makes, and the page's Python works."""
+    """The manifest of the page is the output of its command, and the page's Python works."""
     text = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"\$ outlast (k8s manifest .*?[^\\])\n", text.replace("\\\n", " "))[:1]
-    import shlex
-
-    shown = CliRunner().invoke(cli, shlex.split(command.partition("|")[0]), standalone_mode=False)
+    (command,) = re.findall(r"\$ outlast k8s manifest (.*?[^\\])\n", text.replace("\\\n", " "))[:1]
+    shown = invoke(*shlex.split(command.partition("|")[0]))
     assert shown.exception is None
     assert f"```yaml\n{shown.stdout}```" in text
     for block in python_blocks("kubernetes.md"):
@@ -758,7 +743,6 @@ def test_the_page_shows_a_manifest_of_the_code() -> None:
 @pytest.mark.cold
 @pytest.mark.process
 def test_the_module_imports_no_framework() -> None:
-    """Making manifests needs neither torch nor a client of Kubernetes."""
+    """Creating manifests needs neither torch nor a Kubernetes client."""
     code = f"import sys, {kubernetes.__name__}; print({{'torch', 'yaml', 'kubernetes', 'numpy'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout == "set()\n"
+    assert run_python("-c", code).stdout == "set()\n"

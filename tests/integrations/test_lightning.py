@@ -1,4 +1,4 @@
-"""Lightning's Trainer with our callbacks: real trainings, killed, stopped, and ended by signals, go on bit for bit."""
+"""Lightning's Trainer with outlast's callbacks: killed, stopped and signalled trainings resume bit for bit."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import importlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import python_blocks
+from gated_training import Launch, launched
+from pages import python_blocks, run_python
 
 import outlast
 from outlast.checkpoint.catalogue.listing import look_into
@@ -27,7 +28,7 @@ from outlast.testing import Cluster
 
 
 class _Imported:
-    """A module that is imported when it is used: each process of pytest collects this file, and one runs it."""
+    """A module that is imported on first use: each pytest process collects this file, and one runs it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -49,12 +50,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def config(folder: Path, **others: Any) -> outlast.Config:
-    """Return settings that save to a folder."""
     return outlast.Config(checkpoint=outlast.CheckpointConfig(directory=str(folder / "ckpt")), **others)
 
 
 def digests(text: str) -> list[str]:
-    """Return what the example printed at its end: one digest of the weights for each rank."""
+    """Return the digests that the example printed at its end, one for each rank."""
     return re.findall(rf"trained {STEPS} steps: ([0-9a-f]{{64}})", text)
 
 
@@ -83,7 +83,7 @@ def fault(kind: str, after: int) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of the weights of the example that nothing disturbs."""
+    """Digest of the weights of an undisturbed run of the example."""
     digest, text = play(tmp_path_factory.mktemp("lightning") / "undisturbed")
     assert "cycle 1" not in text
     return digest
@@ -93,8 +93,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_killed_rank_costs_the_steps_since_the_newest_save(tmp_path: Path, undisturbed: str) -> None:
-    """examples/lightning/train.py (2 ranks, accumulation, validations within epochs, loaders with workers): SIGKILL in
-    the middle of an epoch; the run goes on from the newest generation, and ends with the same weights."""
+    """After a SIGKILL within an epoch the run resumes from the newest checkpoint, and ends with the same weights."""
     digest, text = play(tmp_path / "killed", fault("kill", 10))
     (begin,) = re.findall(r"loaded iteration (\d+) in", text)
     assert int(begin) in (4, 8), text
@@ -105,7 +104,7 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_save(tmp_path: Path, und
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path, undisturbed: str) -> None:
-    """SIGSTOP: the timeout of section step ends the cycle, naming the stopped rank; the weights are the same."""
+    """After a SIGSTOP the timeout of section step ends the cycle and names the rank; the weights are the same."""
     options = ("--ft-rank_section_timeouts=setup:120,step:5,checkpointing:60",)
     digest, text = play(tmp_path / "stopped", fault("stop", 10), options=options)
     assert re.search(r"cycle 0 ended: rank 1 .* hangs in section 'step'", text), text
@@ -116,7 +115,7 @@ def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path, undisturbed: str) 
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, undisturbed: str) -> None:
-    """Two nodes of one rank and a spare: a node is lost in the middle of an epoch; the weights are the same."""
+    """After the loss of a node within an epoch a spare continues; the weights are the same."""
     (tmp_path / "plan.toml").write_text(fault("sleep", 10) + "\nduration_s = 100\n")
     told = [str(tmp_path), "--plan", str(tmp_path / "plan.toml")]
     nodes: dict[str, Any] = {"num_nodes": 2, "num_spares": 1, "nproc_per_node": 1, "options": ["--max-restarts=3"]}
@@ -130,52 +129,16 @@ def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, undisturbed: str) 
     assert set(digests(text)) == {undisturbed}
 
 
-class Torchrun:
-    """The example under stock torchrun, which restarts nothing."""
+def events_of(folder: Path, kind: EventKind) -> list[Any]:
+    """Return the events of a kind in the journal of a run."""
+    return [event for event in read(folder / "run") if event.kind == kind]
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        self._log = (folder / "log").open("a+")
-        self.process = subprocess.Popen(
-            [*command, str(folder), *arguments], stdout=self._log, stderr=subprocess.STDOUT, env=environment
-        )
 
-    def wait_for(self, kind: EventKind) -> Any:
-        """Return the first event of a kind. Blocks: until it is there, up to the test's own limit."""
-        while True:
-            if found := [event for event in read(self.folder / "run") if event.kind == kind]:
-                return found
-            assert self.process.poll() is None, self.text
-            try:
-                self.process.wait(0.1)
-            except subprocess.TimeoutExpired:
-                continue
-
-    def pids(self) -> Mapping[int, int]:
-        """Return the workers' process ids by rank, from the journal."""
-        started = [event for event in read(self.folder / "run") if event.kind == EventKind.SESSION_STARTED]
-        return {int(event.rank or 0): int(event.data["pid"]) for event in started}
-
-    @property
-    def text(self) -> str:
-        """What all have written."""
-        return (self.folder / "log").read_text()
-
-    def wait(self) -> int:
-        """Return torchrun's exit code."""
-        return self.process.wait(WITHIN_S)
-
-    def __enter__(self) -> Torchrun:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(WITHIN_S)
-        self._log.close()
+def torchrun(folder: Path) -> AbstractContextManager[Launch]:
+    """Run the example under stock torchrun, which restarts nothing."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+    return launched(folder, *command, str(folder), "--size", "2048", "--epochs", "1", PYTHONUNBUFFERED="1")
 
 
 @pytest.mark.campaign
@@ -185,45 +148,29 @@ class Torchrun:
 def test_under_torchrun_a_signal_at_one_rank_loses_nothing_that_was_saved(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Stock torchrun, a signal at rank 1 alone. SIGTERM: both ranks leave after the same step with 75, all saved.
-    SIGKILL: what was committed stays. Started again the training goes on there, to the weights of one that was not
-    disturbed."""
-    arguments = ("--size", "2048", "--epochs", "1")
-    with Torchrun(tmp_path / "undisturbed", *arguments) as whole:
-        assert whole.wait() == 0, whole.text
-        (wanted,) = set(re.findall(r"trained \d+ steps: ([0-9a-f]{64})", whole.text))
-    with Torchrun(tmp_path / "signalled", *arguments) as run:
-        run.wait_for(EventKind.SAVE_COMMITTED)
-        os.kill(run.pids()[1], number)
-        assert run.wait() == 1, run.text
-        saved = max(found.entry.iteration for found in look_into(str(run.folder / "ckpt")).found)
+    """Under stock torchrun, SIGTERM at one rank saves the same step on both (75) and SIGKILL keeps committed saves; the
+    next start ends with the same weights."""
+    trained = re.compile(r"trained \d+ steps: ([0-9a-f]{64})")
+    with torchrun(tmp_path / "undisturbed") as whole:
+        assert whole.process.wait(WITHIN_S) == 0, whole.process.tail(80)
+        (wanted,) = set(trained.findall(whole.process.output()))
+    folder = tmp_path / "signalled"
+    with torchrun(folder) as run:
+        run.wait_until(lambda: events_of(folder, EventKind.SAVE_COMMITTED), WITHIN_S)
+        pids = {event.rank: int(event.data["pid"]) for event in events_of(folder, EventKind.SESSION_STARTED)}
+        os.kill(pids[1], number)
+        assert run.process.wait(WITHIN_S) == 1, run.process.tail(80)
+        saved = max(found.entry.iteration for found in look_into(str(folder / "ckpt")).found)
         if number == signal.SIGTERM:
-            assert "Preemption detected, saving checkpoint and exiting" in run.text
-            ended = [event for event in read(run.folder / "run") if event.kind == EventKind.SESSION_ENDED]
+            assert "Preemption detected, saving checkpoint and exiting" in run.process.output()
+            ended = events_of(folder, EventKind.SESSION_ENDED)
             assert [event.data["exit_code"] for event in ended] == [75, 75]
             assert {event.iteration for event in ended} == {saved}
-    with Torchrun(tmp_path / "signalled", *arguments) as again:
-        assert again.wait() == 0, again.text
-    assert f"loaded iteration {saved} " in again.text
-    (digest,) = set(re.findall(r"trained \d+ steps: ([0-9a-f]{64})", again.text))
-    assert digest == wanted
-
-
-@pytest.mark.campaign
-@pytest.mark.process
-@pytest.mark.timeout(600)
-def test_under_outlast_run_a_notice_to_one_rank_ends_the_job_with_75(tmp_path: Path) -> None:
-    """SIGTERM at rank 1's process alone: all ranks save the same step, and the job ends with 75, nothing lost."""
-    with Cluster(EXAMPLE, str(tmp_path), "--size", "20000", run_dir=tmp_path / "run", num_nodes=1) as cluster:
-        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED, WITHIN_S)
-        os.kill(cluster.worker_pid(1), signal.SIGTERM)
-        codes = cluster.wait(WITHIN_S)
-        text = cluster.agents[0].output()
-    assert codes == [ExitReason.PREEMPTED], text
-    assert "Preemption detected, saving checkpoint and exiting" in text
-    (left,) = re.findall(r"stopping after iteration (\d+), on all ranks", text)
-    assert f"iteration {left} is saved, nothing is lost; exiting with code 75" in text
-    assert max(found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found) == int(left)
+    with torchrun(folder) as again:
+        assert again.process.wait(WITHIN_S) == 0, again.process.tail(80)
+        text = again.process.output()
+    assert f"loaded iteration {saved} " in text
+    assert set(trained.findall(text)) == {wanted}
 
 
 @pytest.mark.campaign
@@ -231,8 +178,7 @@ def test_under_outlast_run_a_notice_to_one_rank_ends_the_job_with_75(tmp_path: P
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, before: int, after: int) -> None:
-    """A run of 40 batches on one rank, 20 on two, leaves in the middle of its epoch; other ranks do the rest of it, and
-    at most a batch again."""
+    """A run that exits within an epoch is completed by another number of ranks, which repeat at most a batch."""
     run = {"run_dir": tmp_path / "run", "num_nodes": 1}
     told = [str(tmp_path), "--size", "160", "--epochs", "1", "--accumulate", "1"]
     (tmp_path / "plan.toml").write_text(fault("sleep", 7).replace("rank = 1", "rank = 0") + "\nduration_s = 15\n")
@@ -249,49 +195,35 @@ def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, befo
     assert re.findall(r"trained (\d+) steps", text) == [str(left + rest)] * after, text
 
 
-def positions(folder: Path, case: str, every: int) -> str:
-    """Return what the comparison of all resumptions printed."""
-    command = [sys.executable, str(POSITIONS), str(folder), case, str(every)]
-    environment = {**os.environ, "OUTLAST_LOG_LEVEL": "error"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500, check=False)
-    assert result.returncode == 0, result.stderr + result.stdout
-    return result.stdout
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(600)
-def test_a_run_resumes_exactly_also_before_a_validation_and_between_epochs(tmp_path: Path) -> None:
-    """Hooks that run after a step, validations and epochs' ends are neither left out nor repeated, wherever the run
-    ends: killed, or ended by a signal before the validation that closes an epoch."""
-    assert positions(tmp_path, "validations", 5) == "validations 12 steps, 12 generations\n"
-
-
-@pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("case", "steps", "generations"),
+    ("case", "every", "steps", "num_saved"),
     [
-        ("epochs", 18, 18),
-        ("steps", 15, 15),
-        ("validations", 12, 12),
-        ("validations-steps", 15, 15),
-        ("accumulation", 9, 9),
-        ("manual", 24, 12),
-        ("no-validation", 18, 18),
-        ("stateful", 18, 18),
-        ("averaging", 24, 24),
-        ("scheduled", 12, 12),
-        ("finetuned", 24, 24),
+        pytest.param("validations", 5, 12, 12, marks=[pytest.mark.extended, pytest.mark.slow]),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in [
+                *(("epochs", 1, 18, 18), ("steps", 1, 15, 15), ("validations", 1, 12, 12), ("accumulation", 1, 9, 9)),
+                *(("validations-steps", 1, 15, 15), ("manual", 1, 24, 12), ("no-validation", 1, 18, 18)),
+                *(
+                    ("stateful", 1, 18, 18),
+                    ("averaging", 1, 24, 24),
+                    ("scheduled", 1, 12, 12),
+                    ("finetuned", 1, 24, 24),
+                ),
+            ]
+        ),
     ],
 )
-def test_a_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, steps: int, generations: int) -> None:
-    """The same from each step, with max_epochs and max_steps, accumulation, several optimizers, a stateful loader, and
-    callbacks of Lightning's given before ours that average weights, or accumulate more, or train more of them, from the
-    second epoch on."""
-    assert positions(tmp_path, case, 1) == f"{case} {steps} steps, {generations} generations\n"
+def test_a_run_resumes_exactly_from_every_step(
+    tmp_path: Path, case: str, every: int, steps: int, num_saved: int
+) -> None:
+    """A killed or signalled run resumes exactly, for all kinds of loops, loaders and callbacks: hooks, validations and
+    ends of epochs are neither skipped nor repeated."""
+    command = [POSITIONS, tmp_path, case, str(every)]
+    printed = run_python(*command, timeout_s=1500, OUTLAST_LOG_LEVEL="error").stdout
+    assert printed == f"{case} {steps} steps, {num_saved} generations\n"
 
 
 # -- refusals and settings: no training -------------------------------------------------------------------------------
@@ -299,12 +231,7 @@ def test_a_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, steps:
 
 def trainer_of(*callbacks: Any, **options: Any) -> Any:
     """Return a trainer for one process."""
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **options}, callbacks=list(callbacks))
 
 
@@ -369,8 +296,8 @@ def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) 
 
 
 def test_state_that_is_sharded_is_not_saved_by_the_session(tmp_path: Path) -> None:
-    """A strategy that shards its state, such as FSDP, is refused by name with a checkpoint directory, before anything
-    is trained; without one, or on request, the trainer saves. What compares whole weights is refused, too."""
+    """A strategy that shards its state is refused with a checkpoint directory; without one, or on request, the trainer
+    saves."""
 
     class FSDPStrategy:
         """Stands for Lightning's, which needs a GPU to be made."""
@@ -397,7 +324,7 @@ def test_state_that_is_sharded_is_not_saved_by_the_session(tmp_path: Path) -> No
 
 
 def test_without_a_directory_the_trainer_saves(caplog: pytest.LogCaptureFixture) -> None:
-    """Each callback works without settings; a local checkpoint that cannot be made is a WARNING with the remedy."""
+    """Each callback works without settings; impossible local checkpoints are a WARNING with the remedy."""
     callbacks = [
         adapter.FaultToleranceCallback(),
         adapter.PreemptionCallback(),
@@ -415,7 +342,7 @@ def test_without_a_directory_the_trainer_saves(caplog: pytest.LogCaptureFixture)
 
 
 def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known names and defaults arrive in one config; what the user's config has besides stays."""
+    """The settings of all callbacks are merged into one config; other settings of the user stay."""
     monkeypatch.delenv("OUTLAST_RUN_DIR", raising=False)
     trainer = trainer_of(
         adapter.FaultToleranceSectionsCallback(
@@ -443,11 +370,8 @@ def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytes
     assert made.preemption.exit_signal == "SIGUSR2"
     found = made.straggler_detection
     assert found is not None
-    assert (found.report_time_interval, found.gpu_relative_perf_threshold, found.gpu_individual_perf_threshold) == (
-        300.0,
-        0.7,
-        0.7,
-    )
+    assert (found.gpu_relative_perf_threshold, found.gpu_individual_perf_threshold) == (0.7, 0.7)
+    assert found.report_time_interval == 300.0
     assert (found.num_gpu_perf_scores_to_print, found.stop_if_detected, found.confirmations) == (5, True, 1)
     assert made.checkpoint is not None
     assert made.checkpoint.local_directory == str(tmp_path / "fast" / "local_ckpt")
@@ -456,7 +380,7 @@ def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_the_settings_say_of_slow_ranks_stays(tmp_path: Path) -> None:
-    """A parameter of the callback that has its default changes nothing in the settings; another one counts."""
+    """Only parameters of the callback other than the defaults change the user's settings."""
     detection = outlast.StragglerDetectionConfig(
         report_time_interval=60, confirmations=3, stop_if_detected=True, num_gpu_perf_scores_to_print=0
     )
@@ -470,8 +394,7 @@ def test_what_the_settings_say_of_slow_ranks_stays(tmp_path: Path) -> None:
 
 
 def test_the_sampler_has_torchs_order_from_any_position() -> None:
-    """Same indices as DistributedSampler's, for every rank; from a position on the rest of them, then the next epoch
-    whole; its own state says where it is."""
+    """The sampler yields DistributedSampler's indices from any position, then whole epochs, and saves its position."""
     from torch.utils.data.distributed import DistributedSampler
 
     data = range(23)
@@ -492,7 +415,7 @@ def test_the_sampler_has_torchs_order_from_any_position() -> None:
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:
-    """The sampler works without torch.distributed, where DistributedSampler does not."""
+    """The sampler works without torch.distributed."""
     assert sorted(adapter.ResumableDistributedSampler(range(7))) == [*range(7)]
 
 
@@ -500,9 +423,7 @@ def test_one_rank_alone_needs_no_process_group() -> None:
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_the_pages_code_runs(tmp_path: Path) -> None:
-    """Every Python block of docs/lightning.md, in one process; each is known here. In the same process what the page
-    promises besides: fit() twice, validate() alone, NaN moves no weight, a ModelCheckpoint beside ours, the newest of
-    local, global and Lightning's own, a damaged copy is not loaded, scores in the loggers."""
+    """Every Python block of docs/lightning.md runs, and further promises of the page hold in the same process."""
     blocks = python_blocks("lightning.md")
     names = ["trainer.fit(", "StragglerDetectionCallback(report", "own = ModelCheckpoint(", "update_trainer_local"]
     names += ["sampler=Resum", "Stateful"]
@@ -520,26 +441,20 @@ def test_the_pages_code_runs(tmp_path: Path) -> None:
         blocks[3],
     ]
     script = PRELUDE + "\n".join(body) + CODA + LOCAL
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = run_python("-c", script, cwd=tmp_path)
     assert "checked local checkpoints and scores" in result.stdout
 
 
 @pytest.mark.campaign
 @pytest.mark.process
 def test_the_readmes_code_runs(tmp_path: Path) -> None:
-    """The README's lines for Lightning, as they stand but for the number of ranks, train and save."""
+    """The README's lines for Lightning train and save."""
     (block,) = [one for one in python_blocks("../README.md") if "pl.Trainer" in one]
     alone = block.replace('strategy="ddp"', 'accelerator="cpu", devices=1, max_epochs=1, logger=False')
     assert alone != block
     (tmp_path / "outlast.toml").write_text('[checkpoint]\ndirectory = "ckpt"\nsave_interval = 2\n')
     script = PRELUDE + alone + "trainer.fit(model, val_loader)\nprint(trainer.global_step)\n"
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = run_python("-c", script, cwd=tmp_path)
     iterations = [found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found]
     assert max(iterations) == int(result.stdout.splitlines()[-1]) > 0
 
@@ -549,18 +464,9 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_what_lightning_decides_by_itself_is_kept(tmp_path: Path) -> None:
-    """A training that stopped early is complete when it is started again; fast_dev_run saves nothing; SIGTERM keeps its
-    handler where another signal is the notice; a validation within accumulated gradients is not part of the step; a
-    ``fit()`` after one whose error the script caught has its directory."""
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + BY_ITSELF],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    """Early stopping, fast_dev_run, other signals, validations within accumulation and a second ``fit()`` behave as in
+    Lightning."""
+    result = run_python("-c", PRELUDE + BY_ITSELF, cwd=tmp_path)
     assert "stopped early at 6, 6" in result.stdout
     assert "caught, then 9" in result.stdout
     assert not (tmp_path / "tried").exists()
@@ -650,7 +556,7 @@ except ValueError:
 CODA = """
 import pathlib
 assert pathlib.Path("finished").exists()
-assert {"step-2", "step-18"} <= set(os.listdir("ckpt")), os.listdir("ckpt")
+assert "step-18" in os.listdir("ckpt"), os.listdir("ckpt")  # of earlier saves a newer one may have taken the place
 assert trainer.callbacks[0].session is None
 saved = []
 trainer.callbacks.append(type("Seen", (pl.Callback,), {"on_fit_end": lambda self, trainer, module: saved.append(
@@ -807,8 +713,3 @@ fit(40, StragglerDetectionCallback(report_time_interval=0.01, num_gpu_perf_score
 assert {f"gpu_individual_perf/{which}" for which in ("min", "median", "max")} <= set(Scores.got), Scores.got
 print("checked local checkpoints and scores")
 """
-
-
-def test_leaving_reasons_have_the_documented_codes() -> None:
-    """The page's exit codes are the package's."""
-    assert (ExitReason.PREEMPTED, ExitReason.STRAGGLER, ExitReason.NO_PROGRESS) == (75, 18, 93)

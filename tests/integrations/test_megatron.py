@@ -1,4 +1,4 @@
-"""Megatron's settings become ours or are refused by name; its hooks do what the page says."""
+"""Megatron's settings become outlast's or are refused by name; its hooks do what the page says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ def bridge_ft(**changes: Any) -> SimpleNamespace:
 
 
 def test_a_container_becomes_a_sessions_settings() -> None:
-    """Sections of Bridge's names are taken over value by value; what only the model knows is left alone."""
+    """Sections with Bridge's names are converted value by value; settings of the model are ignored."""
     local = {"non_persistent_ckpt_type": "local", "non_persistent_local_ckpt_dir": "/local", "replication": True}
     container = SimpleNamespace(
         checkpoint=SimpleNamespace(
@@ -69,7 +69,7 @@ def test_a_container_becomes_a_sessions_settings() -> None:
 
 
 def test_megatron_lms_arguments_become_a_sessions_settings() -> None:
-    """Its flat names are understood, those that differ from Bridge's too."""
+    """Megatron-LM's flat names are converted, also those that differ from Bridge's."""
     args = argparse.Namespace(
         save="/ckpt", save_interval=5, ckpt_format="torch_dist", rerun_mode="validate_results", tensor_model_parallel=8,
         check_for_nan_in_loss_and_grad=False, inprocess_restart=True, inprocess_soft_timeout=50.0,
@@ -116,7 +116,7 @@ def test_megatron_lms_arguments_become_a_sessions_settings() -> None:
     ],
 )
 def test_what_a_checkpoint_setting_cannot_mean_is_refused_by_name(values: dict[str, Any], text: str) -> None:
-    """Each refusal is one line, with the setting and what to do, when the config is read."""
+    """Each refusal is one line with the setting and the remedy, when the config is read."""
     section = megatron.CheckpointConfig(**values)
     for read in (section.finalize, lambda: megatron.outlast_config(megatron.ConfigContainer(checkpoint=section))):
         with pytest.raises(ConfigError, match=text):
@@ -124,7 +124,7 @@ def test_what_a_checkpoint_setting_cannot_mean_is_refused_by_name(values: dict[s
 
 
 def test_what_contradicts_itself_over_sections_is_refused() -> None:
-    """Fault tolerance needs a checkpoint; two detectors of slow ranks are one too many; an unknown field is named."""
+    """Contradictions between sections, and unknown fields, are refused by name."""
     with pytest.raises(ConfigError, match=r"ft\.enable_ft_package is on, but nothing is saved: set checkpoint\.save"):
         megatron.outlast_config(SimpleNamespace(ft=bridge_ft(enable_ft_package=True)))
     both = SimpleNamespace(
@@ -151,7 +151,7 @@ def test_what_contradicts_itself_over_sections_is_refused() -> None:
     ],
 )
 def test_what_would_resume_otherwise_is_refused(values: dict[str, Any]) -> None:
-    """A checkpoint setting that changes what is resumed is not dropped, from Bridge or Megatron-LM; its default is."""
+    """A setting that changes what is resumed is refused, from Bridge or Megatron-LM; its default is accepted."""
     (name, value), unchanged = next(iter(values.items())), {"no_load_optim": None, "finetune": False, "ckpt_step": None}
     text = f"checkpoint.{name}={value!r} is not supported"
     for one in (
@@ -164,7 +164,7 @@ def test_what_would_resume_otherwise_is_refused(values: dict[str, Any]) -> None:
 
 
 def test_our_own_sections_are_read() -> None:
-    """Sections may be ours, which have slots: Megatron's form of a checkpoint's settings, and what a session takes."""
+    """Sections may be outlast's own classes."""
     preemption = PreemptionConfig(preempt_time=30.0)
     container = SimpleNamespace(checkpoint=megatron.CheckpointConfig(save="/c", save_interval=3), train=preemption)
     config = megatron.outlast_config(container)
@@ -177,8 +177,7 @@ def test_our_own_sections_are_read() -> None:
 
 
 def test_settings_are_set_one_by_one_until_they_are_read() -> None:
-    """A misspelt name is refused at once; values that contradict each other only once the settings are read, which
-    leaves them open to be changed if it fails; afterwards a change is refused, since it would have no effect."""
+    """An unknown name is refused when it is set, contradictions when the settings are read, and changes afterwards."""
     cfg = megatron.ConfigContainer()
     for section, name, near in (
         (cfg, "checkpont", "'checkpoint'"),
@@ -218,7 +217,7 @@ def test_settings_are_set_one_by_one_until_they_are_read() -> None:
 
 
 def test_a_section_is_read_by_all_that_take_one() -> None:
-    """A section of Bridge's may be given where one of ours is taken: it is checked and frozen there."""
+    """A section of Bridge's is accepted, checked and frozen wherever one of outlast's is."""
     straggler = megatron.NVRxStragglerDetectionConfig(report_time_interval=0.0)
     restart = megatron.InProcessRestartConfig(soft_timeout=100.0)
     for make in (
@@ -242,7 +241,7 @@ def test_a_section_is_read_by_all_that_take_one() -> None:
 
 
 def test_defaults_of_bridge_are_no_contradiction() -> None:
-    """Its handler of signals is off by default, and its signal SIGTERM: together they say that no signal is handled."""
+    """Bridge's defaults, no signal handler with SIGTERM, are not a contradiction."""
     bridge = SimpleNamespace(exit_signal_handler=False, exit_signal=signal.SIGTERM, train_iters=3)
     config = megatron.outlast_config(SimpleNamespace(train=bridge))
     assert config.preemption is not None
@@ -291,7 +290,7 @@ print("returned", wrapped(state, None, store=store), flush=True)
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_wrap_restarts_the_function_and_lets_go_of_megatrons_state(tmp_path: Path) -> None:
-    """Rank 0 fails: both ranks' functions are called again, with Bridge's state reset and its queue closed once."""
+    """After a failure of rank 0 both functions are called again, with Bridge's state reset and its queue closed."""
     (script := tmp_path / "train.py").write_text(RESTART)
     with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
         assert ranks.wait(timeout_s=300) == [0, 0], ranks.tails()
@@ -341,8 +340,8 @@ class StandIn:
 
 
 @pytest.fixture
-def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put stand-ins for the modules of Bridge that ours import."""
+def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replace the modules of Bridge that outlast imports by stand-ins; close the monitor that a test leaves open."""
     modules = {
         "megatron.bridge": {},
         "megatron.bridge.training": {},
@@ -356,6 +355,9 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
         parent = importlib.import_module(name.rpartition(".")[0])
         monkeypatch.setattr(parent, name.rpartition(".")[2], module, raising=False)
+    yield
+    if (monitor := open_monitor()) is not None:
+        monitor.close()
 
 
 class Callbacks:
@@ -370,61 +372,53 @@ class Callbacks:
 
 @pytest.mark.process
 def test_the_hooks_watch_steps_and_report_what_is_durable(bridge: None) -> None:
-    """A step, a save, a load are sections; an iteration is durable once it is saved, or found; after the training
-    nothing is enforced, and another training in the process is watched anew."""
+    """Steps, saves and loads are sections; a saved or loaded iteration is durable; after the training nothing is
+    enforced."""
     callbacks = megatron.BridgeCallback().register(Callbacks()).called
     manager = megatron.BridgeCheckpointManager(SimpleNamespace(async_save=False))
     assert manager.load(context(step=5)) == (5, 1234)
     monitor = open_monitor()
     assert monitor is not None
-    try:
-        assert seen(monitor).durable_iteration == 5
-        callbacks["on_train_start"](context(step=5))
-        callbacks["on_train_step_start"](context(step=5))
-        assert sections(monitor) == ["step"]
-        callbacks["on_train_step_end"](context(step=5))
-        assert (sections(monitor), seen(monitor).iteration) == ([], 6)
-        manager.save(context(step=6), None)
-        assert manager._default.sections == ["checkpointing"]
-        assert seen(monitor).durable_iteration == 6
-        assert manager.checkpointing_context["config"] is manager.checkpoint_config
-        for event in ("on_eval_start", "on_eval_end", "on_train_end"):
-            assert not seen(monitor).finished
-            callbacks[event](context())
-        assert seen(monitor).finished
-        callbacks["on_train_start"](context(step=6))
-        later = open_monitor()
-        assert later is not None
-        assert not seen(later).finished
-        with pytest.raises(ConfigError, match="leave BridgeCallback out"):
-            megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
-    finally:
-        if (open_one := open_monitor()) is not None:
-            open_one.close()
+    assert seen(monitor).durable_iteration == 5
+    callbacks["on_train_start"](context(step=5))
+    callbacks["on_train_step_start"](context(step=5))
+    assert sections(monitor) == ["step"]
+    callbacks["on_train_step_end"](context(step=5))
+    assert (sections(monitor), seen(monitor).iteration) == ([], 6)
+    manager.save(context(step=6), None)
+    assert manager._default.sections == ["checkpointing"]
+    assert seen(monitor).durable_iteration == 6
+    assert manager.checkpointing_context["config"] is manager.checkpoint_config
+    for event in ("on_eval_start", "on_eval_end", "on_train_end"):
+        assert not seen(monitor).finished
+        callbacks[event](context())
+    assert seen(monitor).finished
+    callbacks["on_train_start"](context(step=6))
+    later = open_monitor()
+    assert later is not None
+    assert not seen(later).finished
+    with pytest.raises(ConfigError, match="leave BridgeCallback out"):
+        megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
 
 
 @pytest.mark.process
 def test_a_training_does_not_end_with_weights_that_are_nan(bridge: None, caplog: pytest.LogCaptureFixture) -> None:
-    """The callback ends a rank with 17 where a weight of Bridge's model chunks is NaN after the last step."""
+    """A rank whose weights are NaN after the last step exits with 17."""
     callbacks = megatron.BridgeCallback().register(Callbacks()).called
     chunk = torch.nn.Linear(2, 2)
     whole = context(step=5)
     whole.model = [torch.nn.Linear(2, 2), chunk]
-    try:
-        callbacks["on_train_start"](whole)
-        chunk.weight.data[0, 0] = float("nan")
-        with pytest.raises(SystemExit) as left:
-            callbacks["on_train_end"](whole)
-        assert left.value.code == ExitReason.FAILED_VALIDATION
-        assert "weights that are NaN or infinite on this rank: model.1.weight" in caplog.text
-    finally:
-        if (open_one := open_monitor()) is not None:
-            open_one.close()
+    callbacks["on_train_start"](whole)
+    chunk.weight.data[0, 0] = float("nan")
+    with pytest.raises(SystemExit) as left:
+        callbacks["on_train_end"](whole)
+    assert left.value.code == ExitReason.FAILED_VALIDATION
+    assert "weights that are NaN or infinite on this rank: model.1.weight" in caplog.text
 
 
 @pytest.mark.process
 def test_only_what_was_finalized_is_durable(bridge: None) -> None:
-    """A call that fails is not reported, whether it was waited for or not; the next good one is, and no earlier."""
+    """A failed asynchronous save is not reported as durable; the next successful one is."""
     queue, may_end = AsyncCallsQueue(), threading.Event()
     manager = megatron.BridgeCheckpointManager(SimpleNamespace(async_save=True))
     state = SimpleNamespace(_async_calls_queue=queue, train_state=SimpleNamespace(step=0))
@@ -459,30 +453,25 @@ def test_only_what_was_finalized_is_durable(bridge: None) -> None:
     finally:
         may_end.set()
         queue.close(abort=True)
-        if (open_one := open_monitor()) is not None:
-            open_one.close()
 
 
 @pytest.mark.process
 def test_a_session_may_take_the_place_of_the_hooks_monitor(bridge: None) -> None:
-    """A monitor that comes later takes over: an open step goes on in it, and it is not finished by the hooks."""
+    """A later monitor continues the open section, and the hooks do not finish it."""
     callbacks = megatron.BridgeCallback().register(Callbacks()).called
     callbacks["on_train_start"](context())
     callbacks["on_train_step_start"](context())
     later = RankMonitor()
-    try:
-        callbacks["on_eval_start"](context())
-        assert sections(later) == ["step", "evaluation"]
-        callbacks["on_eval_end"](context())
-        callbacks["on_train_end"](context())
-        assert (sections(later), seen(later).finished) == ([], False)
-    finally:
-        later.close()
+    callbacks["on_eval_start"](context())
+    assert sections(later) == ["step", "evaluation"]
+    callbacks["on_eval_end"](context())
+    callbacks["on_train_end"](context())
+    assert (sections(later), seen(later).finished) == ([], False)
 
 
 @pytest.mark.slow
 def test_the_pages_blocks_run(bridge: None) -> None:
-    """Every Python block of the page is executed, against stand-ins of Bridge's modules."""
+    """Every Python block of the page runs, against stand-ins of Bridge's modules."""
     for block in pages.python_blocks("megatron.md"):
         namespace: dict[str, Any] = {"__name__": "page"}
         sys.modules["page"] = ModuleType("page")

@@ -1,13 +1,13 @@
-"""The real Megatron-Bridge, as far as it can be imported on CPU: its settings, its hooks, its wrap for restarts."""
+"""The real Megatron-Bridge, as far as it runs on CPU: settings, hooks, wrap, fault tolerance, straggler manager."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from pages import run_python
+
+from outlast.testing.ranks import free_port
 
 pytestmark = [pytest.mark.overlay, pytest.mark.process]
 
@@ -47,20 +47,11 @@ for name in ("megatron.bridge", "megatron.bridge.training"):  # not what their _
 """
 
 
-def run(code: str, folder: Path) -> str:
-    """Run code in a process of its own; return its output."""
+def run(code: str, folder: Path, *words: str) -> str:
+    """Run code in a separate process; return its output."""
     (script := folder / "script.py").write_text(BEGIN + code)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        timeout=250,
-        check=False,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    done = run_python(script, *words, timeout_s=250, cwd=folder, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    return done.stdout + done.stderr
 
 
 SETTINGS = """
@@ -149,21 +140,91 @@ for wrap in (inprocess_restart.inprocess_restart, ours.maybe_wrap_for_inprocess_
 """
 
 
+CALLBACKS = """
+import json
+import torch
+import torch.distributed as dist
+
+torch.cuda.current_device = lambda: "cpu"
+from megatron.bridge.training import config, fault_tolerance as ft, nvrx_straggler
+for name in ("checkpointing", "inprocess_restart", "train"):
+    importlib.import_module(f"megatron.bridge.training.{name}")
+from megatron.bridge.training.state import FaultToleranceState
+from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+settings = types.SimpleNamespace(
+    checkpoint=types.SimpleNamespace(save="ckpt", async_save=False),
+    ft=config.FaultToleranceConfig(enable_ft_package=True, calc_ft_timeouts=True),
+)
+state = types.SimpleNamespace(rank_monitor_client=None, fault_tolerance_state=FaultToleranceState())
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], RANK="0", WORLD_SIZE="1")
+dist.init_process_group("gloo")
+
+
+def train():
+    ft.setup(settings, state)
+    ft.maybe_setup_simulated_fault(settings.ft)
+    ft.on_checkpoint_loaded(is_local_chkpt=False, global_state=state)
+    for _ in range(20):
+        ft.on_training_step_start(state)
+        ft.on_training_step_end(state)
+    for _ in range(3):
+        ft.on_eval_step_start(state)
+        ft.on_eval_step_end(state)
+    ft.on_checkpointing_start(state)
+    ft.on_checkpointing_end(is_async_finalization=False, global_state=state)
+
+
+train()
+first = state.rank_monitor_client
+assert isinstance(first, RankMonitorClient) and first.is_initialized
+assert first.section_timeouts.calculated_sections == {"setup", "step", "checkpointing"}
+train()  # as after a restart in process: it shuts the first client down, and makes another
+assert not first.is_initialized and state.rank_monitor_client is not first
+timeouts = dict(state.rank_monitor_client.section_timeouts.section)
+ft.shutdown(state)
+assert state.rank_monitor_client is None
+saved = json.load(open("ckpt/ft_state.json"))["current_timeouts"]["section"]
+assert saved["is_out_of_section_calculated"] and saved["section"].keys() == timeouts.keys()
+
+manager = nvrx_straggler.NVRxStragglerDetectionManager(config.NVRxStragglerDetectionConfig(
+    enabled=True, report_time_interval=1e-6, stop_if_detected=True))
+manager.initialize()
+step = manager.wrap_train_step_function(lambda: torch.mm(torch.ones(64, 64), torch.ones(64, 64)).sum().item())
+seen = []
+manager._handle_straggler_report = (lambda handle: lambda report: seen.append(report) or handle(report))(
+    manager._handle_straggler_report)
+for _ in range(20):
+    assert step() == 64 ** 3
+    manager.check_stragglers(0)
+assert seen and seen[0].gpu_individual_perf_scores == {0: 1.0}, seen
+manager.shutdown()
+dist.destroy_process_group()
+print("driven")
+"""
+
+
 @pytest.mark.slow
 def test_bridges_settings_are_ours(tmp_path: Path) -> None:
-    """Names, fields and defaults are Bridge's, but for the logger's name; its objects become a session's settings."""
+    """Names, fields and defaults are Bridge's except for the logger's name; its objects become a session's settings."""
     assert "settings agree" in run(SETTINGS, tmp_path)
 
 
 @pytest.mark.slow
 def test_bridges_hooks_run_ours(tmp_path: Path) -> None:
-    """Bridge's callback manager fires ours; its checkpointing context makes our manager of local checkpoints."""
+    """Bridge's callback manager calls outlast's hooks; its checkpointing context creates outlast's local manager."""
     assert "hooks run" in run(HOOKS, tmp_path)
 
 
 @pytest.mark.slow
 def test_bridges_wrap_and_ours_restart_the_function(tmp_path: Path) -> None:
-    """Bridge's own wrap runs over what stands in for the extension, and ours in its place: both call again."""
+    """Bridge's own wrap over outlast's extension, and outlast's wrap, both call the function again."""
     output = run(RESTART, tmp_path)
     assert "megatron.bridge.training.inprocess_restart restarted; resets:" in output
     assert "outlast.integrations.megatron restarted; resets: 1" in output
+
+
+@pytest.mark.slow
+def test_bridges_own_callbacks_run(tmp_path: Path) -> None:
+    """Bridge's fault tolerance callbacks, set up twice, and its straggler manager run over outlast's extension."""
+    assert "driven" in run(CALLBACKS, tmp_path, str(free_port())).splitlines()

@@ -1,20 +1,18 @@
-"""The lines of NeMo's resiliency guide run as they stand there, but for their imports and what needs NeMo's models.
+"""The code of NeMo's resiliency guide runs unchanged, except for its imports and NeMo's models.
 
-NeMo itself needs GPUs: its trainer is Lightning's, a recipe is one of the same form (:mod:`guide_recipe`), and
-``MegatronStrategy`` is a stand-in that saves as NeMo's does (:mod:`guide_training`).
+NeMo itself needs GPUs: its trainer is Lightning's, a recipe has the same form (:mod:`guide_recipe`), and
+``MegatronStrategy`` is a stand-in that saves like NeMo's (:mod:`guide_training`).
 """
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from gated_training import Launch
+from pages import run_python
 from test_nemo_run import HERE, started
 
 from outlast.errors import ExitReason
@@ -26,18 +24,8 @@ OPTIONS = ("--max-restarts=3", "--ft-rank_section_timeouts=setup:120,step:6,chec
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
-def signal_at_gate(cluster: Cluster, folder: Path, cycle: int, number: signal.Signals) -> None:
-    """Wait until a rank waits at a gate, and send it a signal."""
-    gate, until = folder / f"gate-{cycle}", time.monotonic() + WITHIN_S
-    while not gate.exists():
-        assert cluster.agents[0].running, cluster.tails()
-        assert time.monotonic() < until, cluster.tails()
-        time.sleep(0.02)
-    os.kill(int(gate.read_text()), number)
-
-
 def first_steps(folder: Path, rank: int = 0) -> list[int]:
-    """Return the steps with which a rank's processes began, in order."""
+    """Return the first steps of a rank's processes, in order."""
     rows = [tuple(map(int, line.split())) for line in (folder / f"rank-{rank}").read_text().splitlines()]
     before = [(-1, -1), *rows]
     return [step for (cycle, step), (last, old) in zip(rows, before, strict=False) if cycle != last or step != old + 1]
@@ -62,14 +50,13 @@ def step_left_at(text: str) -> int:
 def test_a_trainer_that_saves_by_itself_is_monitored(
     tmp_path: Path, kind: str, words: tuple[str, ...], begin: int
 ) -> None:
-    """Callbacks as the guide writes them, without settings; two ranks, checkpoints by ``ModelCheckpoint``. A stopped
-    rank is found, and training resumes from the trainer's newest checkpoint, or from a newer local one. SIGTERM at one
-    rank: the trainer saves that step, the job ends with 75, and the next one continues from there. Learned timeouts are
-    kept in ``exp_dir``."""
+    """A trainer that saves itself survives a stopped rank and SIGTERM (75), and resumes from its own or a newer local
+    checkpoint."""
     run = {"run_dir": tmp_path / "run", "num_nodes": 1, "options": OPTIONS}
     with Cluster(TRAINING, str(tmp_path), kind, "20", *words, "@0:1:10", "@1:1:14", **run) as cluster:
-        signal_at_gate(cluster, tmp_path, 0, signal.SIGSTOP)
-        signal_at_gate(cluster, tmp_path, 1, signal.SIGTERM)
+        launch = Launch(tmp_path, cluster.agents[0])
+        launch.signal_at_gate(0, signal.SIGSTOP)
+        launch.signal_at_gate(1, signal.SIGTERM)
         (tmp_path / "open-1").touch()
         codes = cluster.wait(WITHIN_S)
         text = cluster.agents[0].output()
@@ -127,16 +114,8 @@ assert trainer.global_step == 25, trainer.global_step
 @pytest.mark.extended
 @pytest.mark.slow
 def test_the_guides_lines_for_a_trainer_run(tmp_path: Path) -> None:
-    """A trainer with stragglers, preemption, local checkpoints; no settings anywhere."""
-    result = subprocess.run(
-        [sys.executable, "-c", TRAINER + FIT.join((STRAGGLERS, PREEMPTION, LOCAL, ""))],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    """A trainer with stragglers, preemption and local checkpoints runs without settings."""
+    result = run_python("-c", TRAINER + FIT.join((STRAGGLERS, PREEMPTION, LOCAL, "")), cwd=tmp_path)
     assert result.stderr.count("monitoring only (no checkpoint.directory is known)") == 2, result.stderr
     (node,) = (tmp_path / "local" / "local_ckpt").iterdir()
     assert (node / "step-20").is_dir()
@@ -165,8 +144,7 @@ if __name__ == "__main__":
 @pytest.mark.overlay
 @pytest.mark.slow
 def test_the_guides_plugins_protect_a_recipe(tmp_path: Path) -> None:
-    """Both plug-ins on a recipe add their callbacks to its trainer's own. A killed rank: the recipe continues from its
-    own checkpoint. SIGTERM at one rank: it saves that step, and the launcher ends with 75."""
+    """Both plug-ins add their callbacks to a recipe, which survives a killed rank and SIGTERM."""
     with started(tmp_path, LAUNCH, str(tmp_path), "@0:1:6", "@1:0:10") as launch:
         launch.signal_at_gate(0, signal.SIGKILL)
         launch.signal_at_gate(1, signal.SIGTERM)

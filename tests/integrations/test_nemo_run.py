@@ -1,4 +1,4 @@
-"""NeMo-Run launches through ours: its plug-ins, its executor on this machine, and its batch scripts on a real Slurm."""
+"""NeMo-Run launches through outlast: its plug-ins, its local executor, and its batch scripts on a real Slurm."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
 from outlast.integrations.ft_launcher import write_shims
 from outlast.journal import read
-from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "slurm"))
@@ -72,7 +70,7 @@ def reference() -> dict[str, dict[str, Any]]:
 
 
 def test_names_and_defaults_are_the_references(plugins: Any) -> None:
-    """Each plug-in has all fields of Megatron-Bridge's, with its defaults; so have what converters get."""
+    """Plug-ins and converter arguments have all fields of Megatron-Bridge's, with its defaults."""
     theirs = reference()
     for name in (one for one in plugins.__all__ if dataclasses.is_dataclass(getattr(plugins, one))):
         ours = {field.name: field.default for field in dataclasses.fields(getattr(plugins, name))}
@@ -81,7 +79,7 @@ def test_names_and_defaults_are_the_references(plugins: Any) -> None:
 
 
 def test_a_script_gets_the_documented_arguments(nemo: Any, plugins: Any) -> None:
-    """Hydra-style overrides at the end of the script's own, or what a converter returns; none where it is inline."""
+    """A script gets hydra-style overrides, or the converter's result; an inline script gets none."""
     task = nemo.Script(path="train.py", entrypoint="python", args=["--lr", "3"])
     for plugin in (plugins.FaultTolerancePlugin(), plugins.PreemptionPlugin()):
         plugin.setup(task, nemo.LocalExecutor())
@@ -133,7 +131,7 @@ def plain(total: int = 3) -> None:
 
 
 def test_a_partial_gets_them_in_its_config(nemo: Any, plugins: Any) -> None:
-    """config.ft and config.train, or outlast's own sections, made where they are not set."""
+    """config.ft and config.train, or outlast's own sections, are set and created if missing."""
     task = nemo.Partial(train, config=nemo.Config(Container, train=nemo.Config(Train)))
     both = (plugins.FaultTolerancePlugin(), plugins.PreemptionPlugin(enable_exit_handler_for_data_loader=True))
     for plugin in both:
@@ -149,7 +147,7 @@ def test_a_partial_gets_them_in_its_config(nemo: Any, plugins: Any) -> None:
 
 
 def test_no_exit_handler_means_no_signal(nemo: Any, plugins: Any) -> None:
-    """Slurm sends none, and a session neither listens nor looks at the limit; what cannot be carried out is refused."""
+    """Without an exit handler Slurm sends no signal and a session does not listen; impossible settings are refused."""
     executor = nemo.SlurmExecutor(account="a")
     task = nemo.Partial(train_ours, config=nemo.Config(Config))
     plugin = plugins.PreemptionPlugin(enable_exit_handler=False)
@@ -164,8 +162,7 @@ def test_no_exit_handler_means_no_signal(nemo: Any, plugins: Any) -> None:
 
 
 def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
-    """Launcher, retries, and what the launcher has no field for; doing so twice is the same as once. Timeouts may be
-    written as for ft_launcher, where nothing stands for none."""
+    """The executor gets launcher, retries and environment; a second setup changes nothing."""
     for executor in (nemo.LocalExecutor(), nemo.SlurmExecutor(account="a")):
         for timeouts in ({"step": 3.0, "a b": None}, "step:3,a b:"):
             plugins.FaultTolerancePlugin(
@@ -192,8 +189,7 @@ def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_gets_callbacks(nemo: Any, plugins: Any) -> None:
-    """Behind those that its trainer has; twice is the same as once, and one of a class that is there stays. What has no
-    effect is refused by name."""
+    """Callbacks are appended once, an existing class is kept, and settings without effect are refused."""
     recipe = importlib.import_module("guide_recipe").pretrain_recipe(name="a", dir="/logs", gates=[], total=3)
     own = list(recipe.trainer.callbacks)
     recipe.trainer.callbacks.append(plugins.straggler_det_callback(stop_if_detected_straggler=False))
@@ -250,7 +246,7 @@ def test_a_recipe_gets_callbacks(nemo: Any, plugins: Any) -> None:
 def test_a_wrong_value_is_refused(
     nemo: Any, plugins: Any, plugin: str, values: dict[str, Any], fault: str, tmp_path: Path
 ) -> None:
-    """One line that names it, before anything is launched."""
+    """An invalid value is one line, before anything is launched."""
     with pytest.raises(ConfigError, match=re.escape(fault)):
         getattr(plugins, plugin)(**values).setup(nemo.Partial(plain), nemo.LocalExecutor())
 
@@ -277,23 +273,14 @@ if __name__ == "__main__":
 """
 
 
-@contextmanager
-def started(folder: Path, script: str | Path, *argv: str, **variables: str) -> Iterator[Launch]:
+def started(folder: Path, script: str | Path, *argv: str, **variables: str) -> AbstractContextManager[Launch]:
     """Start a launching script of a user, a file or its text, in ``folder``."""
     path = script if isinstance(script, Path) else folder / "launch.py"
     if not isinstance(script, Path):
         path.write_text(script)
-    token = uuid.uuid4().hex
     python_path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": python_path, "NEMORUN_HOME": str(folder / "home"), TOKEN: token}
-    command = ["/bin/sh", "-c", f'cd "{folder}" && exec "$@"', "sh", sys.executable, str(path), *argv]
-    process = LoggedProcess("launch.py", command, {**environment, **variables}, folder / "log")
-    try:
-        yield Launch(folder, process)
-    finally:
-        if process.running:
-            process.kill()
-        end_processes(token)
+    variables = {"PYTHONPATH": python_path, "NEMORUN_HOME": str(folder / "home"), **variables}
+    return gated_training.launched(folder, sys.executable, str(path), *argv, **variables)
 
 
 def incidents(folder: Path) -> set[str]:
@@ -308,7 +295,7 @@ LOCAL = LAUNCH.format(program=str(gated_training.PROGRAM))
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_script_survives_a_killed_and_a_hung_rank(tmp_path: Path) -> None:
-    """On this machine: one is killed, another is stopped, and the result is that of an undisturbed run."""
+    """After a SIGKILL and a SIGSTOP the result is that of an undisturbed run."""
     with started(tmp_path, LOCAL, str(tmp_path), "12", "script", "@0:1:5", "@1:0:8") as launch:
         launch.signal_at_gate(0, signal.SIGKILL)
         launch.signal_at_gate(1, signal.SIGSTOP)
@@ -323,7 +310,7 @@ def test_a_script_survives_a_killed_and_a_hung_rank(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_partial_leaves_on_sigterm_to_one_rank_and_resumes(tmp_path: Path) -> None:
-    """All ranks save at the same step, the launcher ends with 75; launched again, the run goes on from there."""
+    """After SIGTERM to one rank all save the same step (75), and the next launch resumes there."""
     with started(tmp_path, LOCAL, str(tmp_path), "10", "partial", "@0:1:5") as launch:
         launch.signal_at_gate(0, signal.SIGTERM)
         (tmp_path / "open-0").touch()
@@ -415,7 +402,7 @@ def logs(folder: Path) -> str:
 def test_a_job_goes_back_to_the_queue_if_that_can_help(
     slurm: Any, tmp_path: Path, code: int, retries: int, starts: int
 ) -> None:
-    """Under NeMo-Run's batch script a finished run, 17, 19 and 93 end the job; a failure has its retries."""
+    """A finished run, 17, 19 and 93 end the job; other failures have their retries."""
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys\nopen({str(tmp_path / 'started')!r}, 'a').write('x')\nsys.exit({code})\n")
     config = '[health]\ncommands = ["false"]\n' if code == 19 else ""
@@ -436,8 +423,7 @@ def heard_by_both(log: Path) -> bool:
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_preempted_job_resumes_as_often_as_it_takes(slurm: Any, tmp_path: Path) -> None:
-    """Two nodes; the job's step gets SIGTERM more often than failures have retries; each time all ranks save, the job
-    goes back to the queue and continues, and it counts as no failure. It ends with an undisturbed run's weights."""
+    """Repeated SIGTERM requeues the job without counting failures, and it ends with an undisturbed run's weights."""
     gates = [f"@0:{start % 2}:{2 + 2 * start}" for start in range(3)]
     job = submit(slurm, tmp_path, str(gated_training.PROGRAM), str(tmp_path), "10", *gates, retries=2, nodes=2)
     for start in range(3):
@@ -462,7 +448,7 @@ def test_a_preempted_job_resumes_as_often_as_it_takes(slurm: Any, tmp_path: Path
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_job_that_loses_a_launcher_goes_back_to_the_queue(slurm: Any, tmp_path: Path) -> None:
-    """Two nodes; the launcher of one is killed: the job fails once, and its next start continues from a generation."""
+    """After the death of a launcher the job fails once, and its next start resumes from a checkpoint."""
     gates = ["@0:1:5"]
     job = submit(slurm, tmp_path, str(gated_training.PROGRAM), str(tmp_path), "10", *gates, retries=2, nodes=2)
     slurm.wait_until((tmp_path / "gate-0").exists, 180, lambda: logs(tmp_path))
@@ -482,7 +468,7 @@ def test_a_job_that_loses_a_launcher_goes_back_to_the_queue(slurm: Any, tmp_path
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_page_is_true(tmp_path: Path) -> None:
-    """All blocks of the page, one after another: the first one launches for real."""
+    """All blocks of the page run, and the first one launches."""
     blocks = python_blocks("nemo-run.md")
     assert len(blocks) == 5, "a new block: let it run here"
     (tmp_path / "train.py").write_text("import sys\nprint('train.py got', sys.argv[1:], flush=True)\n")
@@ -503,7 +489,7 @@ print("all blocks ran")
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_example_trains(tmp_path: Path) -> None:
-    """It loses a rank on the way and ends well; a training that cannot start makes it fail."""
+    """The example survives the loss of a rank; a training that cannot start makes it fail."""
     example = HERE.parents[1] / "examples" / "nemo_run" / "launch.py"
     argv = ("--dir", str(tmp_path / "gpt"), "--iterations", "12", "--simulate-fault")
     with started(tmp_path, example, *argv, OUTLAST_FT_SIMULATED_FAULT_TYPE="rank_killed") as launch:

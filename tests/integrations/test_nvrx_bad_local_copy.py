@@ -1,4 +1,4 @@
-"""A local checkpoint of the NVRx API that leads to NaN is left for Megatron's global one, within the budget."""
+"""A local checkpoint of the NVRx API that leads to NaN is excluded in favour of Megatron's global one."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ print("ends with", weight[0].item(), flush=True)
 
 @pytest.mark.extended
 def test_a_nan_soon_after_a_local_load_leads_to_the_global_checkpoint(tmp_path: Path) -> None:
-    """A bad local copy of iteration 15 is loaded, Megatron's re-run machine reproduces a NaN three steps later and ends
-    with 16; the next cycle resumes from Megatron's own checkpoint of iteration 10, and training ends. Only what load()
-    returned is charged, and the save for diagnosis has not become Megatron's newest checkpoint."""
+    """After a NaN three steps after a local load, the next cycle resumes from Megatron's older global checkpoint, and
+    the diagnostic save does not become the newest."""
     pytest.importorskip("megatron.core")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

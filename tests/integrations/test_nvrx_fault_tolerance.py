@@ -1,4 +1,4 @@
-"""NVRx's client of fault tolerance over the engine: Megatron's calls, a hang, timeouts that are learned and kept."""
+"""NVRx's fault tolerance client over the engine: Megatron's calls, a hang, learned timeouts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,8 @@ from outlast.integrations.nvrx.fault_tolerance import (
     RankMonitorClientError,
     WorkloadAction,
     WorkloadControlRequest,
-    dict_list_map_inplace,
-    dict_list_map_outplace,
 )
+from outlast.integrations.nvrx.nested import dict_list_map_inplace, dict_list_map_outplace
 from outlast.monitor import RankMonitor
 from outlast.monitor.rank_monitor import open_monitor
 from outlast.policy.deadlines import FLOOR_S
@@ -74,8 +74,8 @@ def calculated(folder: Path) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> None:
-    """Timeouts are learned and written; the next run, without options, enforces them, finds the rank that stops in a
-    step, restarts, and ends with the weights of the run that nothing happened to."""
+    """Learned timeouts are written, and detect a hanging rank in the next run, which ends with the weights of an
+    undisturbed run."""
     code, output = launch(OUTLAST, "--run-dir=run", *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "none", folder=tmp_path)
     assert code == 0, output
     undisturbed = digest(output)
@@ -97,7 +97,7 @@ def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> No
 @pytest.mark.campaign
 @pytest.mark.process
 def test_learned_timeouts_hold_under_torchrun(tmp_path: Path) -> None:
-    """Under stock torchrun nothing is configured; timeouts that the client loads are enforced by the rank's guard."""
+    """Under stock torchrun, loaded timeouts are enforced without any configuration."""
     (tmp_path / "ckpt").mkdir()
     section = {"section": {"step": 10.5}, "calculated_sections": ["step"]}
     (tmp_path / "ckpt" / "ft_state.json").write_text(json.dumps({"current_timeouts": {"section": section}}))
@@ -141,8 +141,8 @@ with outlast.init(config) as run:
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: Path) -> None:
-    """A session that starts after the client shares its monitor, and its config is in force: a hang in the client's
-    section is found. A request to shut down ends the job with 93 at the next failure, restarts being left."""
+    """A later session shares the client's monitor and enforces its config; a shutdown request ends the job with 93 at
+    the next failure."""
     script = tmp_path / "train.py"
     script.write_text(LATE)
     code, output = launch(OUTLAST, "--max-restarts=5", *SHIM, str(script), folder=tmp_path)
@@ -156,7 +156,7 @@ def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: P
 @pytest.mark.campaign
 @pytest.mark.process
 def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
-    """After a request to exclude the node, the failure counts as the node's: the restart says so, and goes on."""
+    """After a request to exclude the node, a failure counts as the node's, and the run continues."""
     code, output = launch(OUTLAST, *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "exclude", folder=tmp_path)
     assert code == 0, output
     assert "the script requests: ExcludeThisNode (a test)" in output
@@ -167,67 +167,68 @@ def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
 # -- in this process, without a launcher -------------------------------------------------------------------------------
 
 
-def test_calls_out_of_order_are_errors() -> None:
-    """What the extension refuses is refused: calls before init, a section twice or not open, too little seen."""
-    client = RankMonitorClient()
+@pytest.fixture
+def client() -> Iterator[RankMonitorClient]:
+    """Return a client, which is shut down after the test."""
+    made = RankMonitorClient()
+    yield made
+    made.shutdown_workload_monitoring()
+    assert open_monitor() is None
+
+
+def test_calls_out_of_order_are_errors(client: RankMonitorClient) -> None:
+    """Calls before init, sections that are open twice or not open, and too few measurements are errors."""
     for call in (client.send_heartbeat, client.end_all_sections, client.calculate_and_set_hb_timeouts):
         with pytest.raises(RankMonitorClientError, match="not initialised"):
             call()
     client.shutdown_workload_monitoring()  # harmless
     client.init_workload_monitoring()
-    try:
-        with pytest.raises(RankMonitorClientError, match="called before"):
-            client.init_workload_monitoring()
-        with pytest.raises(RankMonitorClientError, match="'step' is not open"):
-            client.end_section("step")
+    with pytest.raises(RankMonitorClientError, match="called before"):
+        client.init_workload_monitoring()
+    with pytest.raises(RankMonitorClientError, match="'step' is not open"):
+        client.end_section("step")
+    client.start_section("step")
+    with pytest.raises(RankMonitorClientError, match="'step' is open already"):
         client.start_section("step")
-        with pytest.raises(RankMonitorClientError, match="'step' is open already"):
-            client.start_section("step")
-        client.start_section("checkpointing")
-        client.end_section("step")  # they overlap
-        client.end_all_sections()
-        with pytest.raises(RankMonitorClientError, match="no rank has closed two heartbeats"):
-            client.calculate_and_set_hb_timeouts()
-        assert client.calculate_and_set_hb_timeouts(skip_if_not_ready=True) is False
-        with pytest.raises(RankMonitorClientError, match="no rank has closed setup"):
-            client.calculate_and_set_section_timeouts(["setup", "step"])
-        with pytest.raises(RankMonitorClientError, match="use outlast run"):
-            client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ExcludeThisNode))
-    finally:
-        client.shutdown_workload_monitoring()
-    assert open_monitor() is None
+    client.start_section("checkpointing")
+    client.end_section("step")  # they overlap
+    client.end_all_sections()
+    with pytest.raises(RankMonitorClientError, match="no rank has closed two heartbeats"):
+        client.calculate_and_set_hb_timeouts()
+    assert client.calculate_and_set_hb_timeouts(skip_if_not_ready=True) is False
+    with pytest.raises(RankMonitorClientError, match="no rank has closed setup"):
+        client.calculate_and_set_section_timeouts(["setup", "step"])
+    with pytest.raises(RankMonitorClientError, match="use outlast run"):
+        client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ExcludeThisNode))
 
 
-def test_timeouts_are_calculated_merged_and_put_back() -> None:
-    """Longest time times safety factor, at least 10 s; a second calculation gives the mean; state_dict() is in the
-    extension's form, and a client that loads it, before or after its init, enforces the same."""
-    client = RankMonitorClient()
+def test_timeouts_are_calculated_merged_and_put_back(client: RankMonitorClient) -> None:
+    """Calculated timeouts are the longest time times the safety factor, averaged with the last ones, and survive a
+    round trip through ``state_dict()``."""
     client.init_workload_monitoring()
-    try:
-        assert client.section_timeouts is not None
-        assert client.section_timeouts.section == {}
-        client.load_state_dict(
-            {"current_timeouts": {"section": {"section": {"step": 90.0}, "calculated_sections": ["step"]}}}
-        )
-        for _ in range(3):
-            client.send_heartbeat()
-            client.start_section("step")
-            client.end_section("step")
-        assert client.calculate_and_set_section_timeouts(["step"]) is True
-        # A busy machine may take more than the 2 s that are the floor of 10 s.
-        assert 50.0 <= client.section_timeouts.section["step"] < 90.0, "the mean of 90 and 10, or a little more"
-        assert client.section_timeouts.out_of_section is not None
-        assert FLOOR_S <= client.section_timeouts.out_of_section < 90.0
-        assert client.section_timeouts.are_valid
-        assert client.section_timeouts.were_calculated
-        assert client.calculate_and_set_hb_timeouts() is True
-        assert client.hb_timeouts is not None
-        assert client.hb_timeouts.initial is not None
-        assert client.hb_timeouts.subsequent is not None
-        assert min(client.hb_timeouts.initial, client.hb_timeouts.subsequent) >= FLOOR_S
-        state = json.loads(json.dumps(client.state_dict()))
-    finally:
-        client.shutdown_workload_monitoring()
+    assert client.section_timeouts is not None
+    assert client.section_timeouts.section == {}
+    client.load_state_dict(
+        {"current_timeouts": {"section": {"section": {"step": 90.0}, "calculated_sections": ["step"]}}}
+    )
+    for _ in range(3):
+        client.send_heartbeat()
+        client.start_section("step")
+        client.end_section("step")
+    assert client.calculate_and_set_section_timeouts(["step"]) is True
+    # A busy machine may take more than the 2 s that are the floor of 10 s.
+    assert 50.0 <= client.section_timeouts.section["step"] < 90.0, "the mean of 90 and 10, or a little more"
+    assert client.section_timeouts.out_of_section is not None
+    assert FLOOR_S <= client.section_timeouts.out_of_section < 90.0
+    assert client.section_timeouts.are_valid
+    assert client.section_timeouts.were_calculated
+    assert client.calculate_and_set_hb_timeouts() is True
+    assert client.hb_timeouts is not None
+    assert client.hb_timeouts.initial is not None
+    assert client.hb_timeouts.subsequent is not None
+    assert min(client.hb_timeouts.initial, client.hb_timeouts.subsequent) >= FLOOR_S
+    state = json.loads(json.dumps(client.state_dict()))
+    client.shutdown_workload_monitoring()
     assert state["current_timeouts"]["section"]["calculated_sections"] == ["step"]
     other = RankMonitorClient()
     other.load_state_dict(state)
@@ -240,27 +241,22 @@ def test_timeouts_are_calculated_merged_and_put_back() -> None:
         other.shutdown_workload_monitoring()
 
 
-def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused() -> None:
-    """ft_state.json of a run of outlast's can be loaded, too; anything else is one line with the remedy."""
+def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused(client: RankMonitorClient) -> None:
+    """An ``ft_state.json`` of outlast can be loaded; other content is refused with the remedy."""
     ours = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
     nothing: dict[str, dict[str, float]] = {"before": {}, "seen": {}}
-    client = RankMonitorClient()
     client.load_state_dict({"version": 1, "cycle": "a-0", **ours, **nothing})
     client.init_workload_monitoring()
-    try:
-        assert client.section_timeouts is not None
-        assert client.section_timeouts.section == {"step": 7.0}
-        assert client.hb_timeouts is not None
-        assert client.hb_timeouts.subsequent == 8.0
-        with pytest.raises(ConfigError, match=r"remove ft_state.json"):
-            client.load_state_dict({"anything": 1})
-    finally:
-        client.shutdown_workload_monitoring()
+    assert client.section_timeouts is not None
+    assert client.section_timeouts.section == {"step": 7.0}
+    assert client.hb_timeouts is not None
+    assert client.hb_timeouts.subsequent == 8.0
+    with pytest.raises(ConfigError, match=r"remove ft_state.json"):
+        client.load_state_dict({"anything": 1})
 
 
 def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
-    """The client uses the session's monitor and leaves it open; a session that starts later takes over the client's,
-    with its open sections; where the session has ended the client has one of its own again."""
+    """Client and session share a monitor, created in either order; after the session the client has its own."""
     client = RankMonitorClient()
     client.init_workload_monitoring()
     own = open_monitor()
@@ -289,8 +285,7 @@ def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
 
 
 def test_settings_are_the_extensions(tmp_path: Path) -> None:
-    """The config class has the extension's fields and defaults, reads its YAML under any name, refuses what has no
-    meaning here."""
+    """The config class has the extension's fields and defaults, and reads its YAML."""
     path = tmp_path / "settings"
     path.write_text(
         "model:\n  fault_tolerance:\n    rank_heartbeat_timeout: 60\n    rank_termination_signal: sigterm\n    x: 1\n"
@@ -331,14 +326,13 @@ def test_settings_are_the_extensions(tmp_path: Path) -> None:
     ],
 )
 def test_settings_without_a_meaning_here_are_refused(setting: str, value: object, instead: str) -> None:
-    """The error names the setting with its value, and what to use instead."""
+    """The error names the setting with its value, and the replacement."""
     with pytest.raises(ConfigError, match=rf"{setting}.*{instead}"):
         NvrxFaultToleranceConfig(**{setting: value})  # type: ignore[arg-type]
 
 
 def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    """A timeout of heartbeats may be above that of the first one, which is then enforced as the other; sections may
-    be None; a setting that nothing here needs is logged."""
+    """Values that only the extension accepts are accepted, and settings without effect are logged."""
     assert NvrxFaultToleranceConfig(rank_heartbeat_timeout=5400).to_outlast().rank_heartbeat_timeout == 5400
     assert NvrxFaultToleranceConfig(rank_section_timeouts=None).to_outlast().rank_section_timeouts == {}  # type: ignore[arg-type]
     assert caplog.text == ""
@@ -350,7 +344,7 @@ def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture
 
 
 def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
-    """to_yaml_file() writes all fields, from_yaml_file() returns them equal; from_args() prefers options to a file."""
+    """Settings survive a round trip through YAML; options take precedence over a file."""
     config = NvrxFaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": None})
     config.rank_termination_signal = "sigusr2"  # type: ignore[assignment]
     config.log_level = "DBG"  # type: ignore[assignment]
@@ -373,7 +367,7 @@ def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
 
 
 def test_nested_values_are_mapped_in_place() -> None:
-    """dict_list_map_inplace() keeps the containers and replaces what is in them."""
+    """``dict_list_map_inplace()`` keeps the containers and replaces their contents."""
     inner = [1, {"b": 2}]
     outer = {"a": inner}
     assert dict_list_map_inplace(lambda x: x + 1, outer) is outer
@@ -406,8 +400,7 @@ client.shutdown_workload_monitoring()
 @pytest.mark.process
 @pytest.mark.timeout(400)
 def test_a_calculated_timeout_is_doubled_and_then_dropped(tmp_path: Path) -> None:
-    """What the client calculated is treated as what outlast has learned: doubled after a hang that nothing explains,
-    and not used after the second one, also where calc_ft_timeouts is off."""
+    """A calculated timeout is doubled after an unexplained hang, and dropped after the second one."""
     (tmp_path / "train.py").write_text(LONG_STEPS)
     arguments = ["--nproc-per-node=1", "--max-restarts=2", "--run-dir=run", "train.py"]
     code, output = launch(["outlast", "run"], *arguments, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""NVRx's restart in process over the engine's: its documented way of use survives an exception and a killed rank."""
+"""NVRx's in-process restart over the engine: its documented use survives an exception and a killed rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 import pytest
 
 from outlast.errors import ConfigError, RestartAbort
 from outlast.inprocess import State
+from outlast.inprocess.call import Handle
 from outlast.integrations.nvrx import inprocess, ranks
 from outlast.policy.rank_assignment import Assignment, Member, assign
 from outlast.testing import RankProcesses
@@ -103,8 +104,8 @@ TREE = """inprocess.rank_assignment.Tree(layers=[
 def test_the_documented_use_survives_an_exception_and_a_killed_rank(
     rule: str, expected: dict[int, int], tmp_path: Path
 ) -> None:
-    """Of four ranks one raises, then another one is killed: the three that are left finish in the same processes, with
-    the ranks that the rule gives, and with equal weights. Plug-ins see what was raised, and where it was."""
+    """After an exception and a SIGKILL on two of four ranks, the others finish in the same processes with the ranks
+    that the rule assigns and equal weights; plug-ins get the exception and the role."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("RANK_ASSIGNMENT", rule))
     with RankProcesses(script, world_size=4, directory=tmp_path / "logs") as processes:
@@ -142,12 +143,11 @@ def tree(*, least: int = 2, root: Any = None, **more: Any) -> ranks.LayeredTree:
 
 
 def ranks_after(rule: Callable[[Assignment], Assignment], members: Iterable[Member]) -> dict[int, int | None]:
-    """Return every living member's rank."""
     return assign(rule, members, iteration=1, active_world_size=None)
 
 
 def test_a_tree_keeps_a_node_in_reserve_and_gives_up_a_broken_one() -> None:
-    """Of three nodes of two ranks the third is in reserve, and takes the ranks of one that lost one."""
+    """Of three nodes of two ranks the third is a reserve, and takes the ranks of a node that lost a rank."""
     nodes = "aabbcc"
     begun = ranks_after(tree(), [member(one, node) for one, node in enumerate(nodes)])
     assert begun == {0: 0, 1: 1, 2: 2, 3: 3, 4: None, 5: None}
@@ -156,7 +156,7 @@ def test_a_tree_keeps_a_node_in_reserve_and_gives_up_a_broken_one() -> None:
 
 
 def test_without_a_reserve_the_last_rank_fills_the_gap_or_all_move_up() -> None:
-    """A layer's flag decides who fills a gap; what is left is closed in order; the filter has the last word."""
+    """The flag of a layer decides how a gap is filled; remaining gaps are closed, and the filter is applied last."""
     members = [member(one, node, rank=one, alive=one != 1) for one, node in enumerate("aabb")]
     backfill, nothing = ranks.LayerFlag.RESERVE | ranks.LayerFlag.BACKFILL, ranks.LayerFlag(0)
     assert ranks_after(tree(least=1, root=nothing), members) == {0: 0, 2: 1, 3: 2}
@@ -167,7 +167,7 @@ def test_without_a_reserve_the_last_rank_fills_the_gap_or_all_move_up() -> None:
 
 
 def test_a_tree_without_enough_ranks_ends_restarting() -> None:
-    """When no part of the machine has its least ranks, all stop with a reason."""
+    """If no branch has its least ranks, restarting ends on all ranks with a reason."""
     members = [member(one, node, rank=one, alive=one % 2 == 0) for one, node in enumerate("aabb")]
     with pytest.raises(RestartAbort, match="2 ranks live"):
         ranks_after(tree(), members)
@@ -185,13 +185,13 @@ def test_a_tree_without_enough_ranks_ends_restarting() -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
-    """Every argument acts or is refused in one line."""
+    """Every argument has an effect or is refused in one line."""
     with pytest.raises(ConfigError, match=text):
         inprocess.WrapperOfNVRx(**arguments)
 
 
 class MovesUp(ranks.AssignmentRule):
-    """A script's own rule, for one rank, as NVRx's guide has them."""
+    """A script's own rule for one rank, as in NVRx's guide."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int | None, int, set[int]]] = []
@@ -221,7 +221,7 @@ class AtMostTwo(ranks.FilterRule):
 
 
 class UsesTheStore(ranks.ShiftRanksUp):
-    """A script's own rule that the ranks agree on through a store."""
+    """A script's own rule that uses the store."""
 
     def __call__(self, ctx: Any) -> Any:
         """Ask the store."""
@@ -230,12 +230,13 @@ class UsesTheStore(ranks.ShiftRanksUp):
 
 
 def members(*places: tuple[int | None, bool]) -> list[Member]:
-    """Return members with these ranks until now, dead or alive."""
+    """Return members with these former ranks, dead or alive."""
     return [Member(initial_rank=one, node="n", rank=rank, alive=alive) for one, (rank, alive) in enumerate(places)]
 
 
 def test_a_rank_assignment_of_the_scripts_own_decides_for_each_rank() -> None:
-    """It is called once for each living rank with that rank's context, on a copy of its own; alone and composed."""
+    """A script's own rule is called once for each living rank with that rank's context, on a separate copy; alone and
+    composed."""
     begun = members((None, True), (None, True), (None, True), (None, True))
     struck = members((0, True), (1, False), (2, True), (None, True))
     for given, iteration, ended in ((begun, 0, {0: 0, 1: 1, 2: 2, 3: 3}), (struck, 1, {0: 0, 2: 1, 3: None})):
@@ -250,7 +251,7 @@ def test_a_rank_assignment_of_the_scripts_own_decides_for_each_rank() -> None:
 
 
 def test_a_rule_of_the_scripts_own_that_returns_no_context_is_refused() -> None:
-    """What a rule forgets to return is named."""
+    """A rule that returns no context is refused by name."""
 
     class Forgets(ranks.AssignmentRule):
         def __call__(self, ctx: Any) -> Any:
@@ -261,7 +262,7 @@ def test_a_rule_of_the_scripts_own_that_returns_no_context_is_refused() -> None:
 
 
 def test_disabled_the_function_is_called_as_it_is() -> None:
-    """With ``enabled=False`` nothing is protected, and nothing is started."""
+    """With ``enabled=False`` nothing is wrapped."""
 
     def train(number: int) -> int:
         return number
@@ -270,14 +271,14 @@ def test_disabled_the_function_is_called_as_it_is() -> None:
 
 
 def test_plug_ins_are_composed_from_right_to_left() -> None:
-    """``Compose(a, b)(x)`` is ``a(b(x))``; a plug-in that returns ``None`` is warned of and passed over."""
+    """``Compose(a, b)(x)`` is ``a(b(x))``; a plug-in that returns ``None`` causes a warning and is passed over."""
     composed = inprocess.ComposeFromRight(lambda x: f"a({x})", lambda x: None, lambda x: f"b({x})")
     with pytest.warns(UserWarning, match="returned None"):
         assert composed("x") == "a(b(x))"
 
 
 def test_what_is_composed_is_of_the_class_that_its_plug_ins_share() -> None:
-    """A composition passes for an instance of the nearest class that all share, also composed again."""
+    """A composition is an instance of the nearest class that all its plug-ins share, also if it is composed again."""
 
     class Check(inprocess.StatePlugin):
         def __call__(self, state: Any) -> Any:
@@ -318,7 +319,7 @@ def test_groups_with_too_few_ranks_are_removed() -> None:
     ],
 )
 def test_rules_take_the_context_of_one_rank(rule: ranks.AssignmentRule, expected: dict[int, int]) -> None:
-    """With ``RankAssignmentCtx`` a rule gives one rank its place, or raises for a rank that is gone."""
+    """With a ``RankAssignmentCtx`` a rule assigns one rank, or raises for a terminated one."""
     found = {}
     for rank in range(8):
         ctx = ranks.RankAssignmentCtx(ranks.WrapperState(rank, 8), None, {1, 4, 5})
@@ -335,7 +336,8 @@ def test_rules_take_the_context_of_one_rank(rule: ranks.AssignmentRule, expected
 
 
 def test_a_tree_replaces_by_the_last_spare_and_by_the_last_ranks() -> None:
-    """As in NVRx: of the nearest branch the last spare, of the widest branch its last ranks, in order."""
+    """As in NVRx, a gap is filled by the last spare of the nearest branch, else by the last ranks of the widest branch,
+    in order."""
     backfill = ranks.LayerFlag.BACKFILL
     layers = [ranks.Layer(flag=backfill), ranks.Layer(key_or_fn="node", flag=backfill)]
     members = [member(one, node, rank=one, alive=one not in (2, 3)) for one, node in enumerate("aabbccdd")]
@@ -343,7 +345,7 @@ def test_a_tree_replaces_by_the_last_spare_and_by_the_last_ranks() -> None:
 
 
 def test_thousands_of_ranks_are_assigned_within_one_restart() -> None:
-    """A tree of 16384 ranks that loses 1024 is one pass over them, not one for each."""
+    """A tree of 16384 ranks that loses 1024 is assigned in one pass."""
     num, flag = 1 << 14, ranks.LayerFlag.RESERVE | ranks.LayerFlag.BACKFILL
     layers = [ranks.Layer(flag=flag), ranks.Layer(max_ranks=8, key_or_fn="node", flag=flag)]
     members = [member(one, str(one // 8), rank=one, alive=one % 16 != 1) for one in range(num)]
@@ -360,13 +362,13 @@ def test_thousands_of_ranks_are_assigned_within_one_restart() -> None:
     ],
 )
 def test_what_is_not_made_names_what_to_use(make: Callable[[], object], text: str) -> None:
-    """A name of NVRx that exists without its meaning is refused with what to use instead."""
+    """A name of NVRx without its meaning is refused, and the error names the replacement."""
     with pytest.raises(ConfigError, match=text):
         make()
 
 
 def test_errors_of_the_wrapper_are_nvrx_s() -> None:
-    """A script catches them by NVRx's classes, and by outlast's."""
+    """A script can catch errors by NVRx's classes, and by outlast's."""
     state = State(
         initial_rank=1, initial_world_size=2, rank=1, world_size=2, active_world_size=2, iteration=1, node="n",
         fault_counts={1: 2},
@@ -384,7 +386,7 @@ def test_parameters_are_found_by_their_annotation() -> None:
     def fn(a: int, wrapper: Optional[inprocess.CallWrapper], other: inprocess.CallWrapper | None = None) -> None: ...  # noqa: UP045
 
     assert inprocess.count_type_in_params(fn, inprocess.CallWrapper) == 2
-    given = object.__new__(inprocess.CallWrapper)
+    given = inprocess.CallWrapper(cast(Handle, None))
     args, kwargs = inprocess.substitute_param_value(fn, (1,), {}, {inprocess.CallWrapper: given})
     assert args == (1, given, given)
     assert kwargs == {}
@@ -392,7 +394,7 @@ def test_parameters_are_found_by_their_annotation() -> None:
 
 
 def test_a_finalize_that_does_not_return_or_fails_is_known() -> None:
-    """A ``ThreadedFinalize`` hands on what the function raised; after its time limit the rank cannot go on."""
+    """A ``ThreadedFinalize`` raises the exception of the function, and fails after its time limit."""
     import threading
 
     never = threading.Event()
@@ -404,7 +406,7 @@ def test_a_finalize_that_does_not_return_or_fails_is_known() -> None:
 
 
 def test_asynchronous_calls_of_the_call_that_is_left_are_dropped() -> None:
-    """``AbortPersistentCheckpointProcesses`` finalises nothing that was scheduled before, and passes the state on."""
+    """``AbortPersistentCheckpointProcesses`` drops scheduled calls without finalising them, and returns the state."""
     from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
 
     finalised: list[int] = []
@@ -415,7 +417,8 @@ def test_asynchronous_calls_of_the_call_that_is_left_are_dropped() -> None:
 
 
 def test_a_gpu_is_judged_by_what_its_driver_asks_for() -> None:
-    """A GPU that must be reset or replaced fails the check; links that are down are logged. Without a GPU all pass."""
+    """A GPU that must be reset or replaced fails the check; links that are down are only logged; without a GPU all
+    checks pass."""
     from outlast.health.devices import NvmlReading
 
     with pytest.raises(inprocess.HealthCheckError, match="reset the GPU"):

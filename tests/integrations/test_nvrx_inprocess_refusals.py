@@ -1,14 +1,13 @@
-"""What ends restarting by NVRx's names: a refused name, a limit, restarts without progress. Each case is one rank."""
+"""Ends of restarting under NVRx's names: a refused name, a limit, restarts without progress. Each case has one rank."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import run_python
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.process]
 SCRIPT = """
@@ -132,9 +131,8 @@ train()
 
 
 def test_a_rank_that_cannot_be_interrupted_gets_a_signal_that_its_script_handles() -> None:
-    """At the hard timeout SIGTERM comes first, and SIGKILL only ``termination_grace_time`` later."""
-    done = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=600, check=False)
-    assert (done.returncode, done.stdout) == (7, "handled"), done.stderr[-4000:]
+    """At the hard timeout SIGTERM is sent first, and SIGKILL only ``termination_grace_time`` later."""
+    assert run_python("-c", HANDLES, code=7, timeout_s=600).stdout == "handled"
 
 
 @pytest.fixture(scope="module")
@@ -142,20 +140,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return how each case ended, and how often its function was called."""
     folder = tmp_path_factory.mktemp("refusals")
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(folder / "script.py"), str(folder / "found.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_python(folder / "script.py", folder / "found.json", timeout_s=600)
     return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
 
 
 def raised(outcome: dict[str, Any]) -> tuple[str, str]:
-    """Return the class and the text of what the caller got."""
+    """Return class and text of the exception that the caller got."""
     kinds, text, _ = outcome["ended"]
     return kinds[0], text
 
 
 def test_a_name_or_call_that_is_not_offered_reaches_the_caller_at_once(found: dict[str, Any], tmp_path: Path) -> None:
-    """The function is not called again for what no further call can change; an error of the script's own is retried."""
+    """The function is not called again after an error that no call can change; a script's own error is retried."""
     for case, kind, text in (
         ("refuses_a_name", "AttributeError", "no_such_method"),
         ("refuses_a_call", "TypeError", "ping"),
@@ -171,7 +167,7 @@ def test_a_name_or_call_that_is_not_offered_reaches_the_caller_at_once(found: di
 
 
 def test_giving_up_reaches_the_caller_with_the_counts(found: dict[str, Any]) -> None:
-    """``RestartAbort`` ends all ranks' restarts; the one that raised gets the counts of all, too."""
+    """``RestartAbort`` ends the restarts of all ranks, and the caller gets the counts."""
     kinds, text, counts = found["gives_up"]["ended"]
     assert (kinds[0], text, counts) == ("RestartAbort", "enough", {"restarts": 0, "faults": 0})
     assert found["restarts_by_itself"] == {"ended": "done", "calls": 3}
@@ -197,7 +193,8 @@ def test_an_error_of_the_scripts_own_rule_reaches_the_caller(found: dict[str, An
 
 
 def test_the_monitor_process_writes_its_pid_to_a_file(found: dict[str, Any]) -> None:
-    """``monitor_process_pidfile`` has the rank in its name, and the process id of another process than the rank's."""
+    """``monitor_process_pidfile`` contains the process id of another process than the rank's; its name contains the
+    rank."""
     assert found["a pid file"] == {"ended": "done", "calls": 1}
     pid, own = found["pid"]
     assert pid > 0
@@ -205,7 +202,7 @@ def test_the_monitor_process_writes_its_pid_to_a_file(found: dict[str, Any]) -> 
 
 
 def test_hang_protection_can_be_disabled_and_groups_are_refused(found: dict[str, Any]) -> None:
-    """``disable_hang_protection()`` exists; a call with a process group is refused, as the wrapper would destroy it."""
+    """``disable_hang_protection()`` works; a call with a process group is refused."""
     assert found["keeps_long_work"] == {"ended": "done", "calls": 1}
     kind, text = raised(found["a group exists"])
     assert (kind, found["a group exists"]["calls"]) == ("ConfigError", 0)

@@ -1,4 +1,4 @@
-"""NVRx's local checkpoints over the engine's: what Megatron-Core saves comes back bit for bit, or not at all."""
+"""NVRx's local checkpoints over the engine: Megatron-Core's state is restored bit for bit, or not at all."""
 
 from __future__ import annotations
 
@@ -167,9 +167,8 @@ def run(code: str, folder: Path, logs: Path) -> tuple[list[int], str]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_megatrons_state_comes_back_bit_for_bit_whatever_copy_is_lost(tmp_path: Path) -> None:
-    """Two ranks on two nodes save, at once and asynchronously; one is killed. A node's folder that is gone, a copy that
-    is flipped or torn, are replaced from the other node; where no copy is left all ranks take the older iteration;
-    where none can be proven there is none, and training goes on saving. Another session's are refused by name."""
+    """Lost, damaged and torn copies are replaced from the other node; without any valid copy all ranks use the older
+    iteration, or none, and another session's are refused."""
     whole = tmp_path / "cases" / "whole"
     codes, output = run(SAVE, whole, tmp_path / "save")
     assert codes[1] == -9, output
@@ -208,7 +207,7 @@ def test_megatrons_state_comes_back_bit_for_bit_whatever_copy_is_lost(tmp_path: 
 
 
 class Acting:
-    """Would do something when it is unpickled."""
+    """Would act when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("true",)
@@ -270,7 +269,7 @@ def test_replication_is_what_nvrx_means_by_it() -> None:
     with pytest.raises(ConfigError, match="6 ranks cannot be divided"):
         local.parse_group_sequence(2, 2, 6)
     strategy = local.CliqueReplicationStrategy.from_replication_params(8, 3)
-    assert strategy.plan() == local.ReplicaPlan(8, 3)
+    assert (strategy.replication_jump, strategy.replication_factor) == (8, 3)
     with pytest.raises(ConfigError, match="replication_factor=1"):
         local.LazyCliqueReplicationStrategy(8, 1)
     with pytest.raises(ConfigError, match="target_device='cuda'"):

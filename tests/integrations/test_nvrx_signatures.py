@@ -1,16 +1,15 @@
-"""Compared with NVRx 0.6.0 itself: no public name of a module that we offer is missing, and each takes the same
-parameters."""
+"""Comparison with NVRx 0.6.0: no public name of an offered module is missing, and each takes the same parameters."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 
 import pytest
+from pages import run_python
 
 from outlast.integrations import nvrx
 
@@ -141,15 +140,7 @@ print(json.dumps(result))
 def describe(modules: list[str], first: str, *, path: Path | None) -> dict[str, Described]:
     """Return the public names of modules of ``nvidia_resiliency_ext``, as a process of its own finds it."""
     python_path = os.pathsep.join([*([str(path)] if path else []), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", first + DESCRIBE, json.dumps(modules)],
-        env={**os.environ, "PYTHONPATH": python_path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", first + DESCRIBE, json.dumps(modules), PYTHONPATH=python_path)
     described: dict[str, Described] = json.loads(done.stdout.splitlines()[-1])
     return described
 
@@ -174,9 +165,8 @@ def agrees(module: str, member: str, theirs: list[str], ours: list[str]) -> bool
 @pytest.mark.overlay
 @pytest.mark.process
 def test_names_and_parameters_are_those_of_the_real_package() -> None:
-    """Each public name of a module that we offer is there, or listed with a reason or a replacement; each public member
-    of a class, too. Names, order and defaults of all parameters are NVRx 0.6.0's; what differs is listed. Lightning's
-    callbacks are made with all of its parameters, in its order, with its defaults where it has any."""
+    """Each public name and member is offered or listed with a reason, and parameters are NVRx 0.6.0's except for listed
+    differences."""
     assert REAL.is_dir(), f"there is no {REAL}: make test-integrations installs it"
     modules = sorted(nvrx.MODULES)
     ours = describe(modules, "from outlast.integrations import nvrx; assert nvrx.install()\n", path=None)

@@ -1,4 +1,4 @@
-"""The lines of Megatron-Bridge's and KempnerForge's guides to resiliency, run with only their imports changed."""
+"""The code of Megatron-Bridge's and KempnerForge's resiliency guides runs with changed imports."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ EFFECTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def configured(*snippets: str) -> Config:
-    """Return the settings of a session after the lines were run on a fresh container."""
+    """Return a session's settings after the guide's code has run on a new container."""
     cfg = ConfigContainer()
     cfg.checkpoint.save = "/ckpt"
     for snippet in snippets:
@@ -100,14 +100,14 @@ def configured(*snippets: str) -> Config:
     "snippet", EFFECTS, ids=["ft", "straggler", "preemption", "rerun", "restart", "async", "local"]
 )
 def test_bridges_lines_set_what_a_session_does(snippet: str) -> None:
-    """Each of the guide's blocks runs as it stands, and its values are those of the session."""
+    """Each of the guide's blocks runs unchanged, and its values are those of the session."""
     section, values = EFFECTS[snippet]
     found = getattr(configured(snippet), section)
     assert {name: getattr(found, name) for name in values} == values
 
 
 def test_bridges_lines_go_together() -> None:
-    """All blocks at once are no contradiction; without its block a section is off, or has Bridge's default."""
+    """All blocks together are no contradiction; without its block a section is off, or has Bridge's default."""
     config = configured(*EFFECTS)
     assert config.in_process
     assert config.checkpoint is not None
@@ -149,7 +149,7 @@ print("trained", run.iteration, flush=True)
 
 
 def run_ft_launcher(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the guide's line of ``ft_launcher``, found on PATH, on one node of two workers."""
+    """Run the guide's command line of ``ft_launcher``, found on PATH, on one node of two workers."""
     (script := tmp_path / "your_training_script.py").write_text(TRAIN)
     write_shims(tmp_path / "shims")
     line = """
@@ -180,8 +180,8 @@ def run_ft_launcher(tmp_path: Path, *arguments: str) -> subprocess.CompletedProc
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_launch_line_of_bridge_trains(tmp_path: Path) -> None:
-    """The line runs; its timeouts are in force; each save is logged once as it is scheduled, by rank 0, and once as it
-    is committed; learned timeouts are stored next to the checkpoints."""
+    """The guide's timeouts are in force, each save is logged when it is scheduled and committed, and learned timeouts
+    are stored next to the checkpoints."""
     done = run_ft_launcher(tmp_path, "ckpt", "validate_results")
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
@@ -201,7 +201,7 @@ def test_the_launch_line_of_bridge_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_nan_ends_a_training_whose_rerun_machine_is_disabled(tmp_path: Path) -> None:
-    """With Bridge's default ``rerun_mode`` a loss that is NaN does not train on to exit code 0."""
+    """With Bridge's default ``rerun_mode`` a NaN loss does not train on to exit code 0."""
     done = run_ft_launcher(tmp_path, "ckpt", "disabled", "nan")
     output = done.stdout + done.stderr
     assert done.returncode not in (0, None), output
@@ -210,7 +210,7 @@ def test_a_nan_ends_a_training_whose_rerun_machine_is_disabled(tmp_path: Path) -
 
 
 def test_kempnerforges_config_sets_both_knobs(tmp_path: Path) -> None:
-    """The guide's two lines are read by their names, with their defaults' meaning: 0 = no check."""
+    """The guide's two settings are read by their names; 0 = no check."""
     (path := tmp_path / "train.toml").write_text(
         "[train]\n"
         "shutdown_timeout_sec       = 600.0   # ShutdownHandler hard deadline (0 = disabled)\n"

@@ -171,7 +171,7 @@ def write_stand_in(folder: Path) -> None:
 
 
 def play(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], str]:
-    """Run two ranks under outlast run in a folder; return the agent's exit code, and what it printed."""
+    """Run two ranks under outlast run in a folder; return the agents' exit codes and the output."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("FAULT", fault)
     with Cluster(folder / "train.py", run_dir=folder / "run", num_nodes=1, nproc_per_node=2) as cluster:
@@ -182,8 +182,8 @@ def play(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
 @pytest.mark.campaign
 @pytest.mark.process
 def test_the_recipe_keeps_a_trainer_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told to leave in step 8, the stand-in saves all that it did and leaves with 75; the next job continues there,
-    loses a rank to SIGKILL, and ends with the weights of a training that nothing disturbed."""
+    """After SIGTERM with exit code 75, and a SIGKILL of a rank in the next job, the weights are those of an undisturbed
+    training."""
     ends = []
     for name in ("undisturbed", "disturbed"):
         folder = tmp_path / name
@@ -205,8 +205,7 @@ def test_the_recipe_keeps_a_trainer_alive(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_outlast_does_not_take_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setting of torchtitan's checkpoints that would have no effect is refused by name; a disabled manager does
-    nothing."""
+    """Settings of torchtitan without effect are refused by name; a disabled manager does nothing."""
     write_stand_in(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     import keep_alive

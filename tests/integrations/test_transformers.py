@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a session: it resumes bit for bit, judges a loss before it trains on it, and says no."""
+"""Hugging Face's Trainer with a session resumes bit for bit, and judges a loss before it trains on it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pages import python_blocks
+from pages import python_blocks, run_python
 
 import outlast
 from outlast.checkpoint.catalogue.listing import look_into
@@ -34,7 +32,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "transformers"
 
 @pytest.fixture(scope="module")
 def hf() -> Any:
-    """Return the variants; transformers is imported by the tests that need it here, not by who collects them."""
+    """Return the variants; transformers is imported only where tests need it."""
     return importlib.import_module("hf_variants")
 
 
@@ -42,7 +40,7 @@ def hf() -> Any:
 
 
 def check_variants(folder: Path, names: list[str], world_size: int) -> None:
-    """Play variants on so many ranks, and compare what each ended with."""
+    """Run variants on so many ranks, and compare their results."""
     alone = [dict.fromkeys(NO_LAUNCHER)] if world_size == 1 else None
     with RankProcesses(VARIANTS, str(folder), *names, world_size=world_size, environments=alone) as ranks:
         codes = ranks.wait(timeout_s=600)
@@ -66,31 +64,19 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(700)
-def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """Broken off in an epoch, at an evaluation or after it, and resumed, a training ends with the weights, the logs and
-    the best metric of one without outlast, also where a loss was NaN once; one that was complete stays as it is."""
-    check_variants(tmp_path, ["masked", "epochs", "stopped_early", "struck"], 1)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(700)
-def test_what_loader_workers_draw_is_the_same_after_a_resumption(tmp_path: Path) -> None:
-    """Broken off within an epoch, a training whose dataset and collator draw random numbers in the loader's workers
-    ends with the weights of an undisturbed one, also where the workers persist; where they draw none, with those of a
-    training without outlast."""
-    check_variants(tmp_path, ["persistent", "augmented", "augmented_anew"], 1)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.timeout(700)
-def test_epochs_and_trainings_that_end_early_end_so_when_resumed(tmp_path: Path) -> None:
-    """A stream's end, and a callback that ends an epoch or the training, after a step or within an accumulation: what
-    is resumed, or has a step computed again, ends with the weights and the logs of a training without outlast."""
-    check_variants(tmp_path, ["divided", "stopped_within", "epochs_ended", "epoch_ended_within"], 1)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["masked", "epochs", "stopped_early", "struck"],
+        ["persistent", "augmented", "augmented_anew"],
+        ["divided", "stopped_within", "epochs_ended", "epoch_ended_within"],
+    ],
+    ids=["interrupted", "workers", "ended_early"],
+)
+def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path, names: list[str]) -> None:
+    """A training that was interrupted anywhere, draws random numbers in loader workers, or ends early, resumes to the
+    weights, logs and best metric of one without outlast."""
+    check_variants(tmp_path, names, 1)
 
 
 @pytest.mark.campaign
@@ -98,8 +84,7 @@ def test_epochs_and_trainings_that_end_early_end_so_when_resumed(tmp_path: Path)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_kinds_of_trainings_resume(hf: Any, tmp_path: Path, world_size: int) -> None:
-    """The same for accumulation, loader workers, batches by length, streams, bf16, epochs that end early, schedules
-    that follow an evaluation, models made anew and subclasses; on one rank and on two."""
+    """All variants resume, on one rank and on two."""
     check_variants(tmp_path, list(hf.VARIANTS), world_size)
 
 
@@ -114,8 +99,13 @@ def settings(folder: Path, *lines: str) -> str:
     return str(folder / "outlast.toml")
 
 
+def arguments(name: str, folder: Path) -> list[str]:
+    """Return what an example takes for a training of 40 steps."""
+    return ["--output", str(folder / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
+
+
 def plan(folder: Path, fault: str) -> str:
-    """Write a plan of one fault of rank 1, and return the setting that names it."""
+    """Write a plan with one fault of rank 1, and return the setting for it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.toml").write_text(
         f'[[faults]]\nname = "fault"\nkind = "{fault}"\nrank = 1\niteration = 27\nsection = "step"\n'
@@ -135,7 +125,7 @@ def run_example(name: str, folder: Path, *arguments: str, options: tuple[str, ..
 
 
 def undisturbed(name: str, folder: Path, *arguments: str) -> str:
-    """Return what an example prints that nothing happens to."""
+    """Return the result of an undisturbed example."""
     with run_example(name, folder, "--config", settings(folder), *arguments) as cluster:
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
     assert codes == [0], text
@@ -144,7 +134,7 @@ def undisturbed(name: str, folder: Path, *arguments: str) -> str:
 
 
 def resumed(text: str) -> int:
-    """Return the iteration from which the newest restart resumed: that of a save that was committed in time."""
+    """Return the iteration from which the newest restart resumed."""
     return int(re.findall(r"resuming from iteration (\d+)", text)[-1])
 
 
@@ -152,12 +142,11 @@ def resumed(text: str) -> int:
 @pytest.mark.process
 @pytest.mark.timeout(900)
 def test_the_trainer_survives_a_kill_and_a_notice_at_one_rank(tmp_path: Path) -> None:
-    """SIGTERM at rank 1 alone: both ranks leave with 75 and nothing is lost. Started again, rank 1 is killed: both
-    continue from the newest generation, and end with the weights of a run that nothing happened to."""
-    own = ["--output", str(tmp_path / "out")]
-    expected = undisturbed("train.py", tmp_path / "quiet", *own, "--max-steps", "40")
+    """After SIGTERM at one rank (75) and a SIGKILL in the next job the weights are those of an undisturbed run."""
+    own = arguments("train.py", tmp_path)
+    expected = undisturbed("train.py", tmp_path / "quiet", *own)
     config = settings(tmp_path / "told")
-    with run_example("train.py", tmp_path / "told", "--config", config, *own, "--max-steps", "40") as cluster:
+    with run_example("train.py", tmp_path / "told", "--config", config, *own) as cluster:
         cluster.wait_for(lambda event: event.kind == "save_committed" and (event.iteration or 0) >= 5, WITHIN_S)
         os.kill(cluster.worker_pid(1), signal.SIGTERM)
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
@@ -165,7 +154,7 @@ def test_the_trainer_survives_a_kill_and_a_notice_at_one_rank(tmp_path: Path) ->
     (left,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
     assert 5 <= int(left) < 27, text
     config = settings(tmp_path / "told", plan(tmp_path / "told", "kill"))
-    with run_example("train.py", tmp_path / "told", "--config", config, *own, "--max-steps", "40") as cluster:
+    with run_example("train.py", tmp_path / "told", "--config", config, *own) as cluster:
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
     assert codes == [0], text
     assert "rank 1 on node node-0" in text
@@ -179,9 +168,8 @@ def test_the_trainer_survives_a_kill_and_a_notice_at_one_rank(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_examples_end_as_undisturbed_ones(tmp_path: Path, name: str, fault: str) -> None:
-    """A rank that is killed or stopped costs the steps since the newest generation, with the Trainer and with a loop on
-    Accelerate: the weights are those of a run that nothing happened to."""
-    own = ["--output", str(tmp_path / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
+    """After a SIGKILL or SIGSTOP of a rank the examples end with the weights of an undisturbed run."""
+    own = arguments(name, tmp_path)
     expected = undisturbed(name, tmp_path / "quiet", *own)
     timeouts = "[fault_tolerance]\nrank_section_timeouts = { step = 8, checkpointing = 30 }"
     config = settings(tmp_path / fault, plan(tmp_path / fault, fault), timeouts)
@@ -197,8 +185,8 @@ def test_the_examples_end_as_undisturbed_ones(tmp_path: Path, name: str, fault: 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
 def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, name: str) -> None:
-    """Two nodes of one rank and a spare: a node is lost; the weights are those of a run that nothing happened to."""
-    own = ["--output", str(tmp_path / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
+    """After the loss of a node a spare continues; the weights are those of an undisturbed run."""
+    own = arguments(name, tmp_path)
     expected = undisturbed(name, tmp_path / "quiet", *own)
     config = settings(tmp_path / "lost", plan(tmp_path / "lost", "sleep"))
     with (tmp_path / "lost" / "plan.toml").open("a") as file:
@@ -220,8 +208,8 @@ def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_stock_torchrun_restarts_to_the_same_weights(tmp_path: Path, name: str, fault: str) -> None:
-    """The same under torchrun, which knows nothing of outlast: a guard ends the rank that is stopped."""
-    own = ["--output", str(tmp_path / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
+    """The same under stock torchrun, where the agent of the node ends a stopped rank."""
+    own = arguments(name, tmp_path)
     expected = undisturbed(name, tmp_path / "quiet", *own)
     lines = [
         f'run_dir = "{tmp_path}/run"',
@@ -230,16 +218,10 @@ def test_stock_torchrun_restarts_to_the_same_weights(tmp_path: Path, name: str, 
         "rank_section_timeouts = { step = 8, checkpointing = 30 }",
     ]
     config = settings(tmp_path / fault, *lines)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--monitor-interval=0.1", str(EXAMPLES / name), "--config", config, *own],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone"]
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    script = [EXAMPLES / name, "--config", config, *own]
+    done = run_python(*torchrun, "--monitor-interval=0.1", *script, timeout_s=WITHIN_S, **variables)
     assert (tmp_path / "run" / "faults").exists()
     assert trained(done.stdout) == {expected}
 
@@ -248,7 +230,7 @@ def test_stock_torchrun_restarts_to_the_same_weights(tmp_path: Path, name: str, 
 @pytest.mark.process
 @pytest.mark.timeout(900)
 def test_another_number_of_ranks_trains_to_the_end(tmp_path: Path) -> None:
-    """What two ranks trained, one rank continues, to the number of steps that is set then."""
+    """One rank continues the training of two, to the number of steps that is set then."""
     own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps"]
     with RankProcesses(EXAMPLES / "train.py", *own, "18", world_size=2) as ranks:
         codes, text = ranks.wait(WITHIN_S), ranks.output(0)
@@ -262,27 +244,12 @@ def test_another_number_of_ranks_trains_to_the_end(tmp_path: Path) -> None:
     assert "trained 40 steps" in text
 
 
-@pytest.mark.campaign
-@pytest.mark.process
-@pytest.mark.timeout(900)
-def test_a_notice_at_one_rank_ends_both_with_75(tmp_path: Path) -> None:
-    """SIGTERM at rank 1 of two ranks without a launcher of ours: both exit with 75 after the same save."""
-    own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps", "100000"]
-    with RankProcesses(EXAMPLES / "train.py", *own, world_size=2) as ranks:
-        ranks.next_line(0, WITHIN_S, containing="'loss':")
-        os.kill(ranks.pid(1), signal.SIGTERM)
-        codes, text = ranks.wait(WITHIN_S), ranks.output(0)
-    assert codes == [ExitReason.PREEMPTED] * 2, text
-    (left,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
-    assert {found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found} >= {int(left)}
-
-
 # -- what is judged ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """Put back what a session changes of this process."""
+    """Restore signal handlers that a session changes."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -307,13 +274,6 @@ def nan_trainer(
     return trainer
 
 
-def end_as_the_process_would(trainer: Any) -> None:
-    """Close what outlives a session whose process is to end."""
-    run = trainer.train.__self__._run
-    run._saves.manager.close()
-    run._preemption._listener.close()
-
-
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(("accumulation", "is_divided"), [(1, False), (3, False), (1, True)])
 def test_a_step_whose_loss_is_nan_once_is_computed_again(
@@ -333,23 +293,8 @@ def test_a_step_whose_loss_is_nan_once_is_computed_again(
 
 
 @pytest.mark.usefixtures("signals")
-def test_what_is_saved_for_a_diagnosis_is_where_a_divided_step_began(hf: Any, tmp_path: Path) -> None:
-    """NaN again after an epoch's end: who replays the step begins with the batches that the epoch before left over."""
-    trainer = nan_trainer(hf, tmp_path, at=3, always=True, is_divided=True)
-    hf.protect(trainer, hf.config(tmp_path))
-    with pytest.raises(SystemExit) as left:
-        trainer.train()
-    assert left.value.code == ExitReason.RESUME_TO_DISAMBIGUATE
-    end_as_the_process_would(trainer)
-    protection = trainer.train.__self__
-    assert protection._epoch == 3
-    saved = protection.state_dict()
-    assert (saved["epoch"], saved["updates"]) == (2, 1)
-
-
-@pytest.mark.usefixtures("signals")
 def test_an_evaluation_within_a_step_is_not_timed_as_the_step(hf: Any, tmp_path: Path) -> None:
-    """An epoch ends within an accumulation, and is evaluated: of the sections only evaluation is open meanwhile."""
+    """An evaluation within an accumulation is timed as evaluation alone."""
     args = {"max_steps": 2, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"}
     hf.VARIANTS["evaluated"] = {"args": args, "data": hf.Stream}
     looks = hf.OpenSections()
@@ -358,15 +303,20 @@ def test_an_evaluation_within_a_step_is_not_timed_as_the_step(hf: Any, tmp_path:
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_loss_that_stays_nan_moves_no_weight(hf: Any, tmp_path: Path) -> None:
-    """NaN again when it is computed again: all leave with 16 before the optimizer steps, the state is saved apart for
-    a diagnosis, and the newest generation that is loaded is one of before."""
-    trainer = nan_trainer(hf, tmp_path, at=3, always=True)
+@pytest.mark.parametrize(("is_divided", "position"), [(False, (0, 3)), (True, (2, 1))])
+def test_a_loss_that_stays_nan_moves_no_weight(
+    hf: Any, tmp_path: Path, is_divided: bool, position: tuple[int, int]
+) -> None:
+    """A loss that is NaN again ends all ranks with 16 before the optimizer steps; the state at the start of the step,
+    which the end of an epoch may divide, is saved separately for a diagnosis."""
+    trainer = nan_trainer(hf, tmp_path, at=3, always=True, is_divided=is_divided)
     hf.protect(trainer, hf.config(tmp_path))
     with pytest.raises(SystemExit) as left:
         trainer.train()
     assert left.value.code == ExitReason.RESUME_TO_DISAMBIGUATE
-    end_as_the_process_would(trainer)
+    hf.end_process(trainer)
+    saved = trainer.train.__self__.state_dict()
+    assert (saved["epoch"], saved["updates"]) == position
     assert trainer.state.global_step == 3
     assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
     assert (tmp_path / "ckpt" / "suspect").is_dir()
@@ -374,10 +324,10 @@ def test_a_loss_that_stays_nan_moves_no_weight(hf: Any, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("signals")
 def test_a_training_that_ends_within_a_step_is_whole(hf: Any, tmp_path: Path) -> None:
-    """A callback that ends training between two micro-batches: the steps before are saved, as a finished training."""
-    bare = hf.make("accumulation", tmp_path / "bare", hf.EndingWithin())
+    """A training that a callback ends between two micro-batches is saved as finished."""
+    bare = hf.make("accumulation", tmp_path / "bare", hf.EndsEarly(training_within=9))
     bare.train()
-    protected = hf.make("accumulation", tmp_path / "protected", hf.EndingWithin())
+    protected = hf.make("accumulation", tmp_path / "protected", hf.EndsEarly(training_within=9))
     hf.protect(protected, hf.config(tmp_path / "protected")).train()
     assert protected.state.global_step == bare.state.global_step == 9
     assert hf.outcome(protected)["weights"] == hf.outcome(bare)["weights"]
@@ -387,8 +337,7 @@ def test_a_training_that_ends_within_a_step_is_whole(hf: Any, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("signals")
 def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """rerun_mode = disabled without check_for_nan_in_loss: the trainer's own step runs, NaN is trained on and reported
-    once, and weights that are NaN at the end are an error."""
+    """With all checks off NaN is trained on and reported once, and NaN weights at the end are an error."""
     trainer = nan_trainer(hf, tmp_path, at=3, always=True)
     off = RerunStateMachineConfig(rerun_mode="disabled", check_for_nan_in_loss=False)
     hf.protect(trainer, hf.config(tmp_path, rerun_state_machine=off))
@@ -399,12 +348,12 @@ def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path, caplog: py
     assert trainer.training_step == step
     assert not all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
     assert caplog.text.count("grad_norm is nan at step 4, and training continues with it") == 1
-    end_as_the_process_would(trainer)
+    hf.end_process(trainer)
 
 
 @pytest.mark.usefixtures("signals")
 def test_a_nan_loss_raises_where_nothing_is_run_again(hf: Any, tmp_path: Path) -> None:
-    """rerun_mode = disabled with check_for_nan_in_loss, as by default: a NaN loss raises before a weight moves."""
+    """With rerun_mode disabled a NaN loss raises before a weight moves."""
     trainer = nan_trainer(hf, tmp_path, at=3, always=True)
     hf.protect(trainer, hf.config(tmp_path, rerun_state_machine=RerunStateMachineConfig(rerun_mode="disabled")))
     with pytest.raises(NotFinite, match="rerun_mode='disabled' runs no step again"):
@@ -418,8 +367,7 @@ def test_a_nan_loss_raises_where_nothing_is_run_again(hf: Any, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
 def test_a_trainer_is_as_it_was_before_and_after(hf: Any, tmp_path: Path) -> None:
-    """Evaluation and prediction alone open no session; after train() the trainer's methods and callbacks are its own,
-    the session's figures are in its logs, and a second train() is protected with a directory of its own."""
+    """Evaluation alone opens no session, and after train() the trainer's methods and callbacks are its own."""
     trainer = hf.make("plain", tmp_path)
     callbacks, methods = list(trainer.callback_handler.callbacks), {*vars(trainer)}
     assert hf.protect(trainer, hf.config(tmp_path / "one")) is trainer
@@ -442,7 +390,7 @@ def test_a_trainer_is_as_it_was_before_and_after(hf: Any, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
 def test_a_checkpoint_of_the_trainer_begins_a_protected_run(hf: Any, tmp_path: Path) -> None:
-    """resume_from_checkpoint is used where this run has no generation yet, and not where it has one."""
+    """resume_from_checkpoint is used only while the run has no checkpoint of its own."""
     args = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     hf.VARIANTS["own_saves"] = {"args": args, "model": hf.bert}
     bare = hf.make("own_saves", tmp_path)
@@ -453,7 +401,7 @@ def test_a_checkpoint_of_the_trainer_begins_a_protected_run(hf: Any, tmp_path: P
     with pytest.raises(InterruptedError):
         continued.train(resume_from_checkpoint=folder)
     assert seen.began == [4, 5, 6, 7]
-    continued.train.__self__._run._saves.manager.close()
+    hf.end_process(continued)
     seen = hf.BreakOff(None)
     resumed = hf.protect(hf.make("own_saves", tmp_path, seen), hf.config(tmp_path))
     resumed.train(resume_from_checkpoint=folder)
@@ -464,7 +412,7 @@ def test_a_checkpoint_of_the_trainer_begins_a_protected_run(hf: Any, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
 def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of the page runs as it stands, on a small model; a path is all that is put in its place."""
+    """Every Python block of the page runs, on a small model."""
     monkeypatch.chdir(tmp_path)
     names = {}
     for number, block in enumerate(python_blocks("transformers.md")):
@@ -495,7 +443,7 @@ def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.usefixtures("signals")
 def test_metrics_that_json_does_not_have_are_saved_as_text(hf: Any, tmp_path: Path) -> None:
-    """Neither a date nor a key that is no string stops a save or a resumption."""
+    """Dates and keys that are not strings prevent neither a save nor a resumption."""
     metrics = {"day": datetime.date(2026, 1, 2), "seen": {(0, 1): 3, 2: np.float32(0.5)}, "at": [np.int64(4)]}
     hf.VARIANTS["dated"] = {"args": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}}
     for after in (2, None):
@@ -504,7 +452,7 @@ def test_metrics_that_json_does_not_have_are_saved_as_text(hf: Any, tmp_path: Pa
         if after is not None:
             with pytest.raises(InterruptedError):
                 trainer.train()
-            trainer.train.__self__._run._saves.manager.close()
+            hf.end_process(trainer)
     trainer.train()
     assert trainer.state.global_step == 4
     first = trainer.state.log_history[0]
@@ -514,15 +462,15 @@ def test_metrics_that_json_does_not_have_are_saved_as_text(hf: Any, tmp_path: Pa
 
 @pytest.mark.usefixtures("signals")
 def test_a_callback_whose_state_would_come_back_as_another_is_named(hf: Any, tmp_path: Path) -> None:
-    """What JSON does not have is text in the logs; in a callback's state it is an error, which names the callback."""
+    """A callback whose state JSON cannot represent is an error that names it."""
     trainer = hf.protect(hf.make("plain", tmp_path, hf.Dated()), hf.config(tmp_path))
     with pytest.raises(OutlastError, match="the callback Dated cannot be saved"):
         trainer.train()
-    trainer.train.__self__._run._saves.manager.close()
+    hf.end_process(trainer)
 
 
 def test_what_cannot_be_protected_is_refused_by_name(hf: Any, tmp_path: Path) -> None:
-    """Each refusal is a ConfigError of one line that names the fault and the remedy, before anything is opened."""
+    """Each refusal is a one-line ConfigError with the remedy, before anything is opened."""
 
     def refused(trainer: Any, config: Any = None) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -592,7 +540,7 @@ for name in ("first", "second"):
 @pytest.mark.campaign
 @pytest.mark.process
 def test_two_protected_trainings_of_a_process_keep_apart(tmp_path: Path) -> None:
-    """Each has a directory of its own: the second begins at 0, and after a kill goes on from its own generation."""
+    """Of two protected trainings the second starts at 0, and resumes from its own checkpoint."""
     script = tmp_path / "train.py"
     script.write_text(TWO)
     with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:

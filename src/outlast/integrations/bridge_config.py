@@ -1,11 +1,11 @@
-"""Megatron-Bridge's config classes, with its names, fields and defaults, for scripts that set attributes one by one.
+"""Megatron-Bridge's config classes, with its names, fields and defaults, for scripts that set attributes.
 
 A script keeps its lines (``cfg.checkpoint.async_save = True``) and changes its import; neither Megatron-Core nor Bridge
-need to be installed. The values are checked, and cannot be changed any more, once the settings are read: by
-``outlast_config(cfg)``, or by what takes one of the sections. A name that is not a setting is refused when it is set.
+need to be installed. Values are checked, and then frozen, when ``outlast_config(cfg)`` or another consumer of a section
+reads them. Setting an unknown name is refused at once.
 
-Rejected: a second set of dataclasses, which are mutable. It would repeat each field, its default and its text. Here a
-mixin (:class:`outlast.config.base.Changeable`) is put before the frozen class, which keeps the checks.
+Rejected: a second set of mutable dataclasses, which would repeat each field, its default and its text. Instead a mixin
+(:class:`outlast.config.base.Changeable`) precedes the frozen class, which keeps the checks.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from outlast.config.base import Changeable, require
 
 
 class RerunSettings(ours.RerunStateMachineConfig):
-    """Ours with Bridge's default; Megatron-LM's is ``validate_results``, as ours.
+    """Outlast's settings with Bridge's default; Megatron-LM's and outlast's is ``validate_results``.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
     """
 
     rerun_mode: str = "disabled"
-    """As ours; nothing is judged unless it is set."""
+    """As in outlast; nothing is judged unless it is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronCheckpointConfig:
-    """The settings of Bridge's ``CheckpointConfig`` that say where and how often is saved; the others are the model's.
+    """The settings of Bridge's ``CheckpointConfig`` for places and intervals of saves; the others belong to the model.
 
     Raises:
-        ConfigError: A value has no counterpart here, or contradicts another.
+        ConfigError: A value is not supported, or contradicts another.
     """
 
     save: str | None = None
-    """Folder that every rank sees."""
+    """Folder that every rank can access."""
     load: str | None = None
-    """Folder to load from when ``save`` holds nothing yet."""
+    """Folder to load from while ``save`` is empty."""
     save_interval: int | None = None
-    """Iterations between two saves to it; ``None`` = none."""
+    """Iterations between two saves to ``save``; ``None`` = none."""
     most_recent_k: int | None = -1
-    """Newest generations to keep there; -1 = all, 1 is refused."""
+    """Newest checkpoints to keep there; -1 = all, 1 is refused."""
     save_retain_interval: int | None = None
-    """Generations whose iteration is a multiple of it are kept forever."""
+    """Checkpoints whose iteration is a multiple of it are kept forever."""
     async_save: bool = False
     """Save while training continues."""
     async_strategy: str = "nvrx"
-    """``nvrx`` or ``mcore``: the engine saves by itself, whichever it is."""
+    """``nvrx`` or ``mcore``: outlast's engine saves with both."""
     ckpt_format: str = "torch_dist"
-    """Only this one."""
+    """Only ``torch_dist``."""
     non_persistent_save_interval: int | None = None
-    """Iterations between two saves near the ranks."""
+    """Iterations between two saves to node-local tiers."""
     non_persistent_ckpt_type: str | None = None
     """``local``: to ``non_persistent_local_ckpt_dir``; ``in_memory``: to memory alone; ``global`` is refused."""
     non_persistent_global_ckpt_dir: str | None = None
@@ -62,15 +62,15 @@ class MegatronCheckpointConfig:
     non_persistent_local_ckpt_dir: str | None = None
     """A folder on a disk of each node, or in memory."""
     non_persistent_local_ckpt_algo: str = "fully_parallel"
-    """``fully_parallel`` or ``atomic``; each rank's file holds all of its own state with both."""
+    """``fully_parallel`` or ``atomic``; with both, each rank's file contains its complete state."""
     replication: bool = False
-    """Copy local generations to other nodes."""
+    """Copy local checkpoints to other nodes."""
     replication_jump: int | None = None
     """Ranks between a rank and the one whose node gets its copy; ``None`` = the ranks of a node."""
     replication_factor: int = 2
     """Nodes that hold each part."""
     verify_integrity: bool = False
-    """Every byte is compared with its digest before it is loaded, with this and without."""
+    """No effect: every byte is always verified against its digest before it is loaded."""
     custom_manager_class: str | None = None
     """Only ``outlast.integrations.megatron.BridgeCheckpointManager``."""
 
@@ -98,10 +98,10 @@ class MegatronCheckpointConfig:
             require(getattr(self, name) in (None, 0, False, "None"), text)
 
     def to_outlast(self) -> ours.CheckpointConfig | None:
-        """Return ours; ``None`` when nothing is saved.
+        """Return outlast's settings; ``None`` if nothing is saved.
 
         Raises:
-            ConfigError: A value has no counterpart, or contradicts another.
+            ConfigError: A value is not supported, or contradicts another.
         """
         return self._make(self.save) if self._saves_somewhere else None
 
@@ -139,15 +139,15 @@ class _TrainingSettings:
     micro_batch_size: int | None = None
     """For the script."""
     exit_signal_handler: bool = True
-    """Stop and save on a signal; Bridge's default is off."""
+    """Save and exit on a signal; Bridge's default is off."""
     exit_signal: int | str = signal.SIGTERM
     """The signal."""
     exit_signal_handler_for_dataloader: bool = False
-    """DataLoader workers leave a signal to the process that started them."""
+    """DataLoader workers ignore the signal; their parent process handles it."""
     exit_interval: int | None = None
-    """Stop and save after every iteration that this divides; ``None`` = never for that reason."""
+    """Save and exit after every iteration that is a multiple of it; ``None`` = never for that reason."""
     exit_duration_in_mins: float | None = None
-    """Minutes after its start at which the run stops and saves; ``None`` = never for that reason."""
+    """Minutes after its start at which the run saves and exits; ``None`` = never for that reason."""
 
 
 class BridgeFaultToleranceConfig(Changeable, ours.FaultToleranceConfig):
@@ -155,7 +155,7 @@ class BridgeFaultToleranceConfig(Changeable, ours.FaultToleranceConfig):
 
 
 class BridgeStragglerDetectionConfig(Changeable, ours.StragglerDetectionConfig):
-    """``cfg.nvrx_straggler``; ``cfg.straggler`` is that of Megatron-LM's older detector."""
+    """``cfg.nvrx_straggler``; ``cfg.straggler`` belongs to Megatron-LM's older detector."""
 
 
 class BridgeRerunStateMachineConfig(Changeable, RerunSettings):
@@ -167,17 +167,17 @@ class BridgeInProcessRestartConfig(Changeable, ours.InProcessRestartConfig):
 
 
 class BridgeCheckpointConfig(Changeable, MegatronCheckpointConfig):
-    """``cfg.checkpoint``: those of Bridge's settings that say where and how often is saved."""
+    """``cfg.checkpoint``: Bridge's settings for places and intervals of saves."""
 
 
 class TrainingConfig(Changeable, _TrainingSettings):
-    """``cfg.train``: those of Bridge's settings that end a training, and what a script needs for its loop."""
+    """``cfg.train``: Bridge's settings that end a training, and values for the script's loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sections:
     checkpoint: Any = field(default_factory=BridgeCheckpointConfig)
-    """Where and how often is saved."""
+    """Places and intervals of saves."""
     train: Any = field(default_factory=TrainingConfig)
     """When the training ends."""
     ft: Any = None
@@ -187,11 +187,11 @@ class _Sections:
     straggler: Any = None
     """The older detector, which must be off where ``nvrx_straggler`` is on."""
     rerun_state_machine: Any = field(default_factory=BridgeRerunStateMachineConfig)
-    """What follows an invalid result."""
+    """Reaction to an invalid result."""
     inprocess_restart: Any = None
-    """Restart in process; ``None`` = off."""
+    """In-process restart; ``None`` = off."""
     model: Any = None
-    """This and all below: the training's own, which outlast does not read."""
+    """This section and all below belong to the training; outlast does not read them."""
     optimizer: Any = None
     optimizer_config_override_provider: Any = None
     scheduler: Any = None
@@ -210,4 +210,4 @@ class _Sections:
 
 
 class ConfigContainer(Changeable, _Sections):
-    """Bridge's container of all settings: ``outlast_config(cfg)`` makes a session's settings of it."""
+    """Bridge's container of all settings; ``outlast_config(cfg)`` converts it to a session's settings."""

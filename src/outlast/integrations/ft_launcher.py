@@ -1,12 +1,12 @@
 """``ft_launcher``: the command line of NVIDIA's resiliency extension, translated to that of ``outlast run``.
 
-Both take torchrun's options and ``--ft-<field>`` for the same settings, so only what differs is translated: spellings
-(``--ft-rank_section_timeouts``, ``--ft-param-...``), names (``--term-timeout``, ``--ft-log-level``), the config file's
-form, and what has no counterpart here, which one line names. Unknown options stay as they are: ``outlast run`` refuses
-them. :func:`translate` is pure but for the config file that it reads.
+Both take torchrun's options and ``--ft-<field>`` for the same settings, so only differences are translated: spellings
+(``--ft-rank_section_timeouts``, ``--ft-param-...``), names (``--term-timeout``, ``--ft-log-level``), the format of the
+config file, and options without a counterpart, which one log line names. Unknown options are passed on, and ``outlast
+run`` refuses them. :func:`translate` is pure except for reading the config file.
 
-Batch scripts written for ``ft_launcher`` decide by a flag file whether a job goes back to the queue;
-:func:`settle_exit` makes that file and the exit code mean to them what the job came to.
+Batch scripts for ``ft_launcher`` decide by a flag file whether to requeue a job; :func:`settle_exit` sets that file and
+the exit code accordingly.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from outlast.launch.run_parser import Given, Option, RunParser, Value, names_of,
 log = logging.getLogger(__name__)
 
 CFG_PATH = "FAULT_TOL_CFG_PATH"
-"""A config file; one that is not there is none: NeMo-Run sets it and writes no file."""
+"""A config file; a missing one is ignored: NeMo-Run sets the variable without writing the file."""
 SETTING = "OUTLAST_FT_"
-"""``OUTLAST_FT_RANK_SECTION_TIMEOUTS`` is ``--ft-rank-section-timeouts`` for whoever cannot change the command line."""
+"""``OUTLAST_FT_RANK_SECTION_TIMEOUTS`` is ``--ft-rank-section-timeouts`` for users who cannot change the command line.
+"""
 NAME = "ft_launcher"
 
 
@@ -48,7 +49,7 @@ def _keys_of_sections() -> Iterator[tuple[str, frozenset[str] | None]]:
 
 
 _SECTIONS = dict(_keys_of_sections())
-"""What a config file of ours may have, and what each of its sections may; ``None``: it is no section."""
+"""Keys of outlast's config file, and the keys of each section; ``None``: the key is not a section."""
 _FIELDS = tuple(field.name for field in fields(FaultToleranceConfig))
 _HINTS = typing.get_type_hints(FaultToleranceConfig)
 _OPTION_OF_PATH = "PET_FT_CFG_PATH"
@@ -70,14 +71,14 @@ _NO_EFFECT: Mapping[str, tuple[str, Collection[str]]] = {
         ("SIGKILL", "KILL", str(int(signal.SIGKILL)), "SIGNALS.SIGKILL"),
     ),
 }
-"""Their settings without effect here: what there is instead, and the values that mean what happens here anyway."""
+"""The extension's settings without effect here: the replacement, and values that match outlast's behaviour anyway."""
 _THEIRS = (
     "--term-timeout",
     "--ft-log-level",
     "--ft-cfg-path",
     *(f"--ft-{name}".replace("_", "-") for name in _NO_EFFECT),
 )
-"""Their options with a value that ``outlast run`` has under another name, or not at all."""
+"""The extension's options with a value that ``outlast run`` has under another name, or not at all."""
 _OTHER_NAMES = {
     "--fault-tol-cfg-path": "--ft-cfg-path",
     "--restart-policy": "--ft-restart-policy",
@@ -86,7 +87,7 @@ _OTHER_NAMES = {
 
 
 def _names() -> dict[str, Option]:
-    """Return the options of ``outlast run`` and theirs, by every name."""
+    """Return the options of ``outlast run`` and of the extension, by every name."""
     theirs = [Option(name, group="", text="", value="VALUE", kind=Value()) for name in _THEIRS]
     switch = Option("--ft-ignore-missing-cfg", group="", text="")
     names = names_of(RunParser().options) | {one.long_name: one for one in (*theirs, switch)}
@@ -97,28 +98,28 @@ def _names() -> dict[str, Option]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A command line of ``outlast run``, and what to log of what was translated."""
+    """A command line of ``outlast run``, and notes to log."""
 
     arguments: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
 class _Line:
-    """The translation in the making."""
+    """State of a translation."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
         self.notes: list[str] = []
         self.dropped: dict[str, str] = {}
         self.path: tuple[str, str] | None = None
-        """The config file, and what named it."""
+        """The config file, and its source."""
         self.may_miss = False
 
     def add(self, given: Given) -> None:
-        """Translate one option; what is not known stays as it is.
+        """Translate one option; unknown options are kept.
 
         Raises:
-            ConfigError: A value is missing, or cannot be used.
+            ConfigError: A value is missing or invalid.
         """
         option = given.options[0] if len(given.options) == 1 else None
         setting = str(option.name).removeprefix("ft_") if option is not None else ""
@@ -142,24 +143,23 @@ class _Line:
             self.leave_out(setting, given.name, given.value)
 
     def leave_out(self, setting: str, name: str, value: str) -> None:
-        """Note a setting that has no counterpart, unless its value is what happens here anyway."""
+        """Note an option without a counterpart, unless its value matches outlast's behaviour anyway."""
         instead, as_here = _NO_EFFECT[setting]
         if value.strip().upper() not in as_here:
             self.dropped[name] = instead
 
 
 def translate(argv: Sequence[str], environment: Mapping[str, str]) -> Translation:
-    """Translate a command line of ``ft_launcher`` to what follows ``outlast run``.
+    """Translate a command line of ``ft_launcher`` to the arguments of ``outlast run``.
 
-    What comes later counts: settings of the config file, then those of the environment (``OUTLAST_FT_...``), then those
-    of the command line.
+    Later sources take precedence: the config file, the environment (``OUTLAST_FT_...``), the command line.
 
     Args:
-        argv: What follows ``ft_launcher``.
-        environment: The process's.
+        argv: The arguments of ``ft_launcher``.
+        environment: The process's environment.
 
     Raises:
-        ConfigError: A value or the config file cannot be used. What is unknown is left to ``outlast run``.
+        ConfigError: A value or the config file is invalid. Unknown options are left to ``outlast run``.
     """
     given, script = read_options(_names(), argv)
     values = {str(one.options[0].name): one.value for one in given if len(one.options) == 1}
@@ -178,10 +178,10 @@ def translate(argv: Sequence[str], environment: Mapping[str, str]) -> Translatio
 
 
 def _is_drawn_for_each_start(values: Mapping[str, str | None], environment: Mapping[str, str]) -> bool:
-    """Return whether the run's id is a number that names nothing: NeMo-Run draws one of 10000 for each start.
+    """Return whether the run id is a random number: NeMo-Run draws one of 10000 for each start.
 
-    Another start that draws the same number would be taken for a job of the same run, which may have finished. In a
-    Slurm job the number stays the same when the job is requeued, and its folder is its own.
+    Another start with the same number would count as a job of the same run, which may have finished. In a Slurm job the
+    number stays the same when the job is requeued, and its folder is separate.
     """
     is_one_node = (values.get("nnodes") or environment.get("PET_NNODES", "1")) in ("1", "1:1")
     is_number = str(values["rdzv_id"]).isdigit()
@@ -189,7 +189,6 @@ def _is_drawn_for_each_start(values: Mapping[str, str | None], environment: Mapp
 
 
 def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
-    """Add what the config file sets."""
     named = line.path or next(
         ((environment[name], name) for name in (_OPTION_OF_PATH, CFG_PATH) if environment.get(name)), None
     )
@@ -224,16 +223,16 @@ def _read_config_file(line: _Line, environment: Mapping[str, str]) -> None:
         else:
             unknown.append(name)
     if unknown:
-        told = [f"{name} (or {near}?)" if (near := closest(name, _FIELDS, likeness=0.8)) else name for name in unknown]
-        line.notes.append(f"{NAME}: {path} has settings that outlast does not know: {', '.join(told)}")
+        hints = [f"{name} (or {near}?)" if (near := closest(name, _FIELDS, likeness=0.8)) else name for name in unknown]
+        line.notes.append(f"{NAME}: {path} has settings that outlast does not know: {', '.join(hints)}")
     checked = from_mapping(FaultToleranceConfig, given, where=path)
     line.words += [_as_option(name, getattr(checked, name), path) for name in given]
 
 
 def _is_ours(path: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a config file is one of outlast: it has more than fault tolerance, and nothing that is not ours.
+    """Return whether a config file is outlast's: it has more than fault tolerance, and only keys that outlast knows.
 
-    A script's own file may have a section ``fault_tolerance`` beside a ``checkpoint`` of its own. Theirs is YAML.
+    A script's own file may have a section ``fault_tolerance`` next to its own ``checkpoint``. The extension's is YAML.
     """
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         return True
@@ -249,12 +248,11 @@ def _is_ours(path: str, values: Mapping[str, Any]) -> bool:
 
 
 def with_none_written(timeouts: str) -> str:
-    """Return timeouts of sections, ``name:seconds,...``, with ``none`` where theirs has nothing for it."""
+    """Return timeouts of sections, ``name:seconds,...``, with ``none`` for a missing number."""
     return re.sub(r":\s*(?=,|$)", ":none", timeouts)
 
 
 def _read_environment(line: _Line, environment: Mapping[str, str]) -> None:
-    """Add the settings that variables give."""
     for variable in sorted(environment):
         if not variable.startswith(SETTING) or not environment[variable]:
             continue
@@ -271,7 +269,7 @@ def _read_environment(line: _Line, environment: Mapping[str, str]) -> None:
 
 
 def find_section(values: Any) -> Mapping[str, Any] | None:
-    """Return the section ``fault_tolerance`` of a config file: at the top, or within another section or list."""
+    """Return the section ``fault_tolerance`` of a config file, at the top or within another section or list."""
     if isinstance(values, Mapping):
         if isinstance(section := values.get("fault_tolerance"), Mapping):
             return section
@@ -282,10 +280,10 @@ def find_section(values: Any) -> Mapping[str, Any] | None:
 
 
 def as_option_value(name: str, value: Any, where: str) -> str:
-    """Return a fault tolerance setting as its option takes it.
+    """Return a fault tolerance setting as the text of its option.
 
     Raises:
-        ConfigError: A section's name cannot be written so.
+        ConfigError: A section's name cannot be written in that form.
     """
     if isinstance(value, Mapping):
         for key in value:
@@ -339,16 +337,16 @@ All others: outlast run --help.
 
 
 def settle_exit(code: int, *, others_may_continue: bool = False) -> int:
-    """Tell a batch script of ``ft_launcher`` what a job came to; return the exit code for it.
+    """Set the flag file for a batch script of ``ft_launcher``; return the exit code for it.
 
-    Such a script puts the job back into the queue unless the flag file is there, and counts it as failed if the exit
-    code is not 0. So the file is made for a finished run, and for what a further job cannot help (17, 19, 93). A job
-    that was shut down and can be resumed (75) goes back to the queue; in Slurm it ends with 0 for that, as it would
-    be counted as failed otherwise.
+    Such a script requeues the job unless the flag file exists, and counts it as failed unless the exit code is 0. So
+    the file is created for a finished run, and for failures that another job cannot fix (17, 19, 93). A job that was
+    shut down and can be resumed (75) is requeued; in Slurm its exit code becomes 0, since it would count as failed
+    otherwise.
 
     Args:
         code: The job's exit code.
-        others_may_continue: The job can do without this node, so what is wrong with the node alone does not end it.
+        others_may_continue: The job can continue without this node, so an unhealthy node alone does not end it.
     """
     flag = env.finished_flag_file()
     if flag is None:
@@ -375,14 +373,14 @@ class WrittenShim:
 
     path: str
     changed: bool
-    """It was not there before, or another one was."""
+    """The file was created or replaced."""
 
 
 def render_shim(python: str | None = None) -> str:
     """Return the program ``ft_launcher``.
 
     Args:
-        python: The interpreter that outlast is installed for; ``None`` = this one.
+        python: The interpreter with outlast; ``None`` = this one.
     """
     code = "from outlast.cli.shims import ft_launcher; ft_launcher()"
     command = shlex.join([python or sys.executable, "-P", "-c", code])
@@ -390,10 +388,10 @@ def render_shim(python: str | None = None) -> str:
 
 
 def write_shims(folder: str | os.PathLike[str]) -> tuple[WrittenShim, ...]:
-    """Write ``ft_launcher`` into a folder, for the front of ``PATH``; what is as it would be stays.
+    """Write ``ft_launcher`` into a folder, for the front of ``PATH``; an identical file is kept.
 
     Raises:
-        ConfigError: A program of that name is there and is not one of ours, or the folder cannot be written.
+        ConfigError: Another program has that name, or the folder cannot be written.
     """
     from outlast.runtime.files import write_atomically
 

@@ -1,10 +1,9 @@
-"""The session of a trainer that owns its loop: what the adapters for Lightning and Transformers share.
+"""The session of a trainer that owns its loop, shared by the adapters for Lightning and Transformers.
 
-An adapter opens a :class:`HostedSession` with the settings of :func:`hosted_config`, which knows the file that
-``outlast run`` was given. It puts stand-ins in the place of the trainer's methods, and gives them back at the end. It
-restores early, where the trainer's position can still be set; but the trainer then draws random numbers (a data
-loader's seed, a sanity check) before it trains. So the numbers are kept as they were restored (:class:`KeptRandom`) and
-put back where they were when the state was saved.
+An adapter opens a :class:`HostedSession` with the settings of :func:`hosted_config`, replaces methods of the trainer,
+and restores them at the end. State is restored early, while the trainer's position can still be set. Since the trainer
+draws random numbers afterwards (a data loader's seed, a sanity check), random numbers are kept (:class:`KeptRandom`)
+and restored at the point at which the state was saved.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,24 @@ from outlast import env
 from outlast.config import Config, FaultToleranceConfig
 from outlast.config.sources import load_config
 from outlast.errors import ConfigError
+from outlast.integrations.replacements import Replacements
 from outlast.monitor.rank_monitor import open_monitor
 from outlast.runtime.random_numbers import capture_random, restore_random
 from outlast.session.session import Session, init
 
 log = logging.getLogger(__name__)
 HostedConfig = Config | str | os.PathLike[str] | None
-"""How a user gives settings to an adapter."""
+"""Type of an adapter's ``config=``."""
 
 
 def hosted_config(config: HostedConfig) -> Config:
-    """Return the settings that an adapter's ``config=`` stands for.
+    """Return the settings for an adapter's ``config=``.
 
     Args:
-        config: The settings, or a file of them; ``None`` = the file that ``outlast run --config`` was given, else the
-            defaults.
+        config: The settings, or a config file; ``None`` = the file of ``outlast run --config``, else the defaults.
 
     Raises:
-        ConfigError: The file cannot be read, or a value in it is wrong; or it is none of these.
+        ConfigError: The file cannot be read, a value is invalid, or the type is wrong.
     """
     if config is None:
         config = env.read_worker().config_file or None
@@ -50,7 +49,7 @@ def hosted_config(config: HostedConfig) -> Config:
 
 
 def with_fault_tolerance(config: Config, **changes: Any) -> Config:
-    """Return ``config`` with other fault tolerance settings; those that it gives and that are not named stay.
+    """Return ``config`` with changed fault tolerance settings; given settings that are not named stay.
 
     Raises:
         ConfigError: A value is out of range.
@@ -60,10 +59,10 @@ def with_fault_tolerance(config: Config, **changes: Any) -> Config:
 
 
 def require_directory(config: Config, what: str) -> None:
-    """Check that there is somewhere to save to.
+    """Check that checkpoints can be saved.
 
     Raises:
-        ConfigError: There is not; the message is the remedy.
+        ConfigError: There are no checkpoint settings; the message has the remedy.
     """
     if config.checkpoint is None:
         raise ConfigError(
@@ -73,9 +72,9 @@ def require_directory(config: Config, what: str) -> None:
 
 
 class KeptRandom:
-    """Random numbers of this rank (python's, numpy's, torch's, the device's) that are put back later, once.
+    """Random number state of this rank (Python, NumPy, torch, the device), to be restored later, once.
 
-    Thread: that of the training loop.
+    Thread: the thread of the training loop.
     """
 
     def __init__(self) -> None:
@@ -83,55 +82,36 @@ class KeptRandom:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is something to put back."""
         return self._state is not None
 
     def keep(self, state: dict[str, Any] | None = None) -> None:
-        """Keep the generators' present state, or one that
-        :func:`outlast.runtime.random_numbers.capture_random` returned."""
+        """Keep the current state, or a result of :func:`outlast.runtime.random_numbers.capture_random`."""
         self._state = capture_random() if state is None else state
 
     def put_back(self) -> None:
-        """Set the generators to what is kept, and keep it no longer. Nothing kept: do nothing."""
+        """Restore the kept state and drop it; without one do nothing."""
         state, self._state = self._state, None
         if state is not None:
             restore_random(state)
 
 
-class HostedSession:
-    """A session in a trainer's own loop.
+class HostedSession(Replacements):
+    """A session in a trainer's own loop, and the trainer's methods that are replaced meanwhile.
 
     Collective: all ranks.
-    Thread: that of the trainer.
+    Thread: the trainer's thread.
     """
 
     def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__()
         self.session: Session = init(config, **options)
         self.random = KeptRandom()
-        self._replaced: list[tuple[Any, str, bool, Any]] = []
-        """Owner and name of a method, whether the owner itself had it, and what was there."""
         if self.session.global_rank == 0:
-            clear_finished_flag()  # of an earlier training
-
-    def replace(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> Any:
-        """Put a stand-in in the place of a method of an object; return the method."""
-        before = getattr(owner, name)
-        self._replaced.append((owner, name, name in vars(owner), before))
-        setattr(owner, name, stand_in)
-        return before
-
-    def give_back(self) -> None:
-        """Put all methods back. Idempotent."""
-        while self._replaced:
-            owner, name, was_own, before = self._replaced.pop()
-            if was_own:
-                setattr(owner, name, before)
-            else:
-                vars(owner).pop(name, None)
+            clear_finished_flag()  # written by an earlier training
 
     @contextmanager
     def outside_step(self, section: str, *, is_in_step: bool) -> Iterator[None]:
-        """Be in a section that interrupts the step, where one is open: between two micro-batches an epoch may end."""
+        """Open a section; an open step is interrupted: an epoch may end between two micro-batches."""
         monitor = open_monitor() if is_in_step else None
         if monitor is not None:
             monitor.end_section("step")
@@ -141,15 +121,20 @@ class HostedSession:
             monitor.start_section("step")
 
     def note_finished(self) -> None:
-        """Make the finished flag, on the first rank."""
+        """Write the finished flag, on rank 0."""
         if self.session.global_rank == 0:
             touch_finished_flag()
 
 
-def touch_finished_flag() -> None:
-    """Make the file that says that the run has finished, where ``$FAULT_TOL_FINISHED_FLAG_FILE`` names one.
+def log_on_rank_0(log: logging.Logger, text: str, *values: object, level: int = logging.WARNING) -> None:
+    """Log a line that is the same on all ranks: at ``level`` on rank 0, at DEBUG on the others."""
+    log.log(level if env.read_worker().global_rank == 0 else logging.DEBUG, text, *values)
 
-    Job scripts of NeMo-Run and NVRx look for it before they submit the next job. One that cannot be made is logged.
+
+def touch_finished_flag() -> None:
+    """Create the file in ``$FAULT_TOL_FINISHED_FLAG_FILE``, which marks the run as finished.
+
+    Job scripts of NeMo-Run and NVRx check the file before they submit the next job. A failure is logged.
     """
     if (name := env.finished_flag_file()) is None:
         return
@@ -163,7 +148,7 @@ def touch_finished_flag() -> None:
 
 
 def clear_finished_flag() -> None:
-    """Remove that file, where this process trains on after it was made."""
+    """Remove the finished flag, for a process that continues to train."""
     if (name := env.finished_flag_file()) is not None:
         try:
             Path(name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The names of ``kempnerforge.resilience``, over the parts of this package that do the same on all ranks alike.
+"""The API of ``kempnerforge.resilience``, with the same result on all ranks.
 
-A script changes its import and keeps its calls. What differs, differs where one rank alone used to decide: here all
-ranks agree, at the price that :meth:`ShutdownHandler.should_shutdown` and the checks are collective calls.
+A script changes its import and keeps its calls. The difference: where one rank alone used to decide, all ranks agree,
+so :meth:`ShutdownHandler.should_shutdown` and the checks are collective calls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _AGREE_S = 600.0
 
 
 class ShutdownHandler:
-    """Take note of SIGTERM and SIGUSR1, and end the process when leaving takes too long.
+    """Handle SIGTERM and SIGUSR1, and end the process if the shutdown takes too long.
 
     ::
 
@@ -65,8 +65,8 @@ class ShutdownHandler:
         handler.finish()
 
     Args:
-        timeout_sec: Seconds from the first signal within which the process has ended, also where it hangs in C code,
-            with exit code 75; 0 = no limit.
+        timeout_sec: Seconds after the first signal at which the process exits with code 75, even if it hangs in C code;
+            0 = no limit.
 
     Thread: the main thread, for all methods.
     """
@@ -80,22 +80,22 @@ class ShutdownHandler:
 
     @property
     def shutdown_requested(self) -> bool:
-        """Whether this process was signalled, or :meth:`should_shutdown` has said that any rank was.
+        """Whether this process received a signal, or :meth:`should_shutdown` returned ``True``.
 
-        It may differ between ranks: leave the loop by :meth:`should_shutdown`.
+        It may differ between ranks: exit the loop by :meth:`should_shutdown`.
         """
         return self._is_agreed or self.signal_received is not None
 
     @property
     def signal_received(self) -> signal.Signals | None:
-        """The signal that this process got first; ``None``: it got none."""
+        """The first signal that this process received; ``None`` = none."""
         notice = self._listener.first if self._listener is not None else None
         if notice is not None and notice.signal is not None:
             self._signal = signal.Signals(notice.signal)
         return self._signal
 
     def register(self) -> None:
-        """Listen from now on. Idempotent.
+        """Start to handle the signals. Idempotent.
 
         Raises:
             OutlastError: Not called from the main thread.
@@ -104,13 +104,13 @@ class ShutdownHandler:
             self._listener = ShutdownListener((signal.SIGTERM, signal.SIGUSR1), deadline_s=self.timeout_sec)
 
     def should_shutdown(self) -> bool:
-        """Return whether any rank was signalled; the same on all ranks, so that all save the same step.
+        """Return whether any rank received a signal; the same on all ranks, so that all save the same step.
 
         Raises:
-            PeerLost: A peer is gone, or did not come in time.
+            PeerLost: A peer exited, or did not arrive in time.
 
-        Collective: all ranks of the default group, where there is one, once a step.
-        Blocks: until all ranks have come.
+        Collective: all ranks of the default group, if there is one, once a step.
+        Blocks: until all ranks have arrived.
         """
         mine = self._listener is not None and self._listener.is_requested
         if not is_initialised() or (world_size := current_place().world_size) == 1:
@@ -122,7 +122,7 @@ class ShutdownHandler:
         return is_agreed
 
     def finish(self) -> None:
-        """Listen no longer, and cancel the limit: everything is saved. Idempotent."""
+        """Stop handling the signals, and cancel the limit: everything is saved. Idempotent."""
         self._signal = self.signal_received
         listener, self._listener = self._listener, None
         consensus, self._consensus = self._consensus, None
@@ -143,7 +143,7 @@ class ShutdownHandler:
 
 @dataclass(slots=True, kw_only=True)
 class NaNState:
-    """What a detector has seen so far."""
+    """State of a detector."""
 
     consecutive_nans: int = 0
     """Bad steps in a row."""
@@ -152,21 +152,20 @@ class NaNState:
     last_good_loss: float = float("inf")
     """This rank's loss of the last step that was good on all ranks."""
     last_good_step: int = 0
-    """The number of that step."""
     nan_steps: list[int] = field(default_factory=list)
     """Numbers of bad steps, the first ``max_history``."""
 
 
 class NaNDetector:
-    """Look for a loss that is NaN or infinite on any rank, and have all ranks do the same about it.
+    """Detect a loss that is NaN or infinite on any rank, and react the same on all ranks.
 
     Args:
         action: ``warn``: log it; ``skip``: log it, and drop the optimizers' gradients, so that no weight moves;
             ``raise``: raise ``outlast.errors.NotFinite``.
         max_consecutive: Bad steps in a row after which :attr:`should_rollback` is true; 0 = no limit. The script then
-            leaves its loop, and its code after the loop runs. The process ends with exit code 17 in place of its own,
-            so that no launcher restarts it or counts the run as finished; :meth:`reset` takes that back. A script that
-            continues with one more bad step is ended there.
+            exits its loop, and its code after the loop runs. The process exits with code 17 instead of its own, so that
+            no launcher restarts it or counts the run as finished; :meth:`reset` cancels that. A script that continues
+            with one more bad step is ended there.
         max_history: Numbers of bad steps that :attr:`state` keeps.
 
     Raises:
@@ -176,7 +175,7 @@ class NaNDetector:
     def __init__(self, action: str = "warn", max_consecutive: int = 5, max_history: int = 100) -> None:
         self.action, self.max_consecutive, self.max_history = action, max_consecutive, max_history
         self.state = NaNState()
-        """What was seen since the start, or the last :meth:`reset`; the same on all ranks, but for the loss."""
+        """State since the start, or the last :meth:`reset`; the same on all ranks, except for the loss."""
         self._detector = NonFiniteDetector(action=action, max_consecutive=max_consecutive, check_gradients=False)
         self._gradients = NonFiniteDetector(action=action, max_consecutive=0, check_gradients=True)
 
@@ -189,20 +188,20 @@ class NaNDetector:
         """Judge a step's loss, before the optimizer's step.
 
         Args:
-            loss: This rank's.
+            loss: This rank's loss.
             step: Its number, for the log.
-            optimizers: Whose gradients ``skip`` drops; without them leave the step out yourself.
+            optimizers: Whose gradients ``skip`` drops; without them skip the step yourself.
 
         Returns:
-            Whether it is finite on all ranks, whatever the action is; the same on all ranks. Where it is not, leave
-            the optimizer's step out.
+            Whether the loss is finite on all ranks, whatever the action; the same on all ranks. If not, skip the
+                optimizer's step.
 
         Raises:
             NotFinite: It is not finite, and the action is ``raise``, or the limit was reached before; on all ranks.
-            PeerLost: A peer is gone, or did not come in time.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks of the default group, once a step.
-        Blocks: until all ranks have come.
+        Blocks: until all ranks have arrived.
         """
         try:
             found = self._detector.check(loss, optimizers, iteration=step)
@@ -224,7 +223,7 @@ class NaNDetector:
         """Judge the gradients of a model, before the optimizer's step; they are not counted in :attr:`state`.
 
         Args:
-            model: With ``skip`` it loses its gradients where they are bad.
+            model: With ``skip`` its gradients are dropped if they are bad.
             step: Its number, for the log.
 
         Returns:
@@ -232,13 +231,13 @@ class NaNDetector:
 
         Raises:
             NotFinite: They are not, and the action is ``raise``; on all ranks.
-            PeerLost: A peer is gone, or did not come in time.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks of the default group.
-        Blocks: until all ranks have come.
+        Blocks: until all ranks have arrived.
         """
         parameters = list(model.parameters()) or [torch.nn.Parameter(torch.empty(0))]
-        holder = torch.optim.SGD(parameters, lr=0.0)  # it never steps: the detector takes gradients from optimizers
+        holder = torch.optim.SGD(parameters, lr=0.0)  # never steps: the detector takes gradients from optimizers
         return self._gradients.check(None, holder, iteration=step).finite
 
     @property
@@ -248,16 +247,16 @@ class NaNDetector:
 
     @property
     def should_rollback(self) -> bool:
-        """Whether the limit of bad steps in a row is reached: the script is to leave its loop."""
+        """Whether the limit of bad steps in a row is reached: the script must exit its loop."""
         return 0 < self.max_consecutive <= self._detector.num_consecutive
 
     def reset(self) -> None:
-        """Forget what was seen, for instance after an earlier checkpoint was loaded; on all ranks alike."""
+        """Reset the state, for example after an earlier checkpoint was loaded; call it on all ranks."""
         self.state, self._detector.num_consecutive = NaNState(), 0
         _ends_invalid[:] = [one for one in _ends_invalid if one is not self]
 
     def close(self) -> None:
-        """Leave; peers that wait for this rank fail. Idempotent."""
+        """Close the detector; peers that wait for this rank fail. Idempotent."""
         self._detector.close()
         self._gradients.close()
 
@@ -273,9 +272,9 @@ _ends_invalid: list[NaNDetector] = []
 _pid = os.getpid()
 
 
-@atexit.register  # as the module is imported, so that what a script registers later runs before
+@atexit.register  # at import, so that handlers that a script registers later run before
 def _end_invalid() -> None:
-    """End the process with 17 where a limit is reached, once the script and what it registered have ended."""
+    """Exit with 17 if a limit is reached, after the script and its exit handlers have ended."""
     if _ends_invalid and os.getpid() == _pid:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -291,11 +290,11 @@ def _as_number(loss: torch.Tensor | float) -> float:
 
 
 def check_nccl_health(timeout_sec: float = 10.0) -> bool:
-    """Return whether all ranks answer, over a group of its own; which do not is logged.
+    """Return whether all ranks respond, over a separate group; ranks that do not are logged.
 
-    Without a process group there is nobody to ask: ``True``.
+    Without a process group the result is ``True``.
 
-    Collective: all ranks of the default group, where there is one.
+    Collective: all ranks of the default group, if there is one.
     Blocks: up to about twice ``timeout_sec``.
     """
     if not is_initialised():
@@ -308,10 +307,10 @@ def check_nccl_health(timeout_sec: float = 10.0) -> bool:
 
 
 class GPUHealth(dict[str, bool | str]):
-    """What :func:`check_gpu_health` found, with KempnerForge's keys; true if nothing that was checked has failed.
+    """Result of :func:`check_gpu_health`, with KempnerForge's keys; true if no check has failed.
 
     Keys: ``cuda_available``, ``device_accessible``, ``compute_ok``, ``memory_ok``, ``error`` (empty = none). Without a
-    GPU all are false, and the truth of the whole is that of the arithmetic of the CPU.
+    GPU all are false, and the truth value is that of the CPU's arithmetic check.
     """
 
     def __init__(self, results: Iterable[CheckResult]) -> None:
@@ -341,15 +340,15 @@ _BAD = (Status.FAILED, Status.LOST, Status.TIMED_OUT, Status.ERROR)
 
 
 def check_gpu_health(device: int | torch.device | None = None) -> GPUHealth:
-    """Check that a GPU computes, and keeps what is written; what fails is logged.
+    """Check that a GPU computes correctly and that its memory keeps data; failures are logged.
 
-    The checks run in another process: a driver that hangs or crashes has failed them, and this process continues.
+    The checks run in another process: a driver that hangs or crashes fails them, and this process continues.
 
     Args:
-        device: Its number, or a torch device; ``None`` = all. Where there is none, the CPU's arithmetic is checked.
+        device: Its number, or a torch device; ``None`` = all. Without a GPU the CPU's arithmetic is checked.
 
     Returns:
-        A mapping with KempnerForge's keys, which is true where everything is healthy.
+        A mapping with KempnerForge's keys, which is true if everything is healthy.
 
     Blocks: up to ``health.device_timeout`` (120 s) for each check.
     """
@@ -364,7 +363,7 @@ def check_gpu_health(device: int | torch.device | None = None) -> GPUHealth:
 def log_health_status(device: int | torch.device | None = None) -> bool:
     """Return whether :func:`check_gpu_health` finds everything healthy, and log it in one line.
 
-    Blocks: as that.
+    Blocks: like :func:`check_gpu_health`.
     """
     is_healthy = bool(check_gpu_health(device))
     what = "all GPUs" if device is None else f"GPU {device}"
@@ -379,20 +378,20 @@ _STEP = re.compile(r"step_(?P<step>\d+)")
 
 
 def resolve_resume_path(checkpoint_dir: str | os.PathLike[str]) -> Path | str | None:
-    """Return the newest checkpoint in a directory, of outlast or of KempnerForge; ``None`` where there is none.
+    """Return the newest checkpoint in a directory, of outlast or of KempnerForge; ``None`` if there is none.
 
-    A checkpoint of outlast (``step-N``) is returned once every byte of it is verified. One of KempnerForge is what
-    ``latest`` leads to, else the ``step_N`` with the highest number, if its ``.metadata`` shows that it is whole; it is
-    returned with a WARNING, since only the code that saved it can load it. Of the two the one with more steps counts.
+    A checkpoint of outlast (``step-N``) is returned once every byte is verified. A checkpoint of KempnerForge is the
+    target of ``latest``, else the ``step_N`` with the highest number, if it is complete according to its ``.metadata``;
+    a WARNING is logged, since only the code that saved it can load it. Of the two, the one with more steps is returned.
 
     Args:
-        checkpoint_dir: The directory; a URL may hold checkpoints of outlast alone.
+        checkpoint_dir: The directory; a URL may contain checkpoints of outlast only.
 
     Returns:
-        The checkpoint's folder; a URL when a URL was given.
+        The checkpoint's folder; a URL for a URL.
 
     Raises:
-        ConfigError: It is there and is not a directory of checkpoints.
+        ConfigError: It exists and is not a checkpoint directory.
         CheckpointError: The object store cannot be reached.
         OSError: It cannot be read.
 
@@ -416,7 +415,7 @@ def resolve_resume_path(checkpoint_dir: str | os.PathLike[str]) -> Path | str | 
 
 
 def _newest_of_kempnerforge(folder: Path) -> Path | None:
-    """Return the checkpoint that KempnerForge would resume from; one that is cut short only where there is no other."""
+    """Return the checkpoint from which KempnerForge would resume; an incomplete one only if there is no other."""
     steps = [path for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
     steps.sort(key=lambda path: int(path.name.partition("_")[2]), reverse=True)
     latest = folder / "latest"
@@ -434,5 +433,5 @@ def is_slurm_job() -> bool:
 
 
 def is_slurm_requeue() -> bool:
-    """Return whether its job ran before and was re-queued; outside of Slurm it was not."""
+    """Return whether the job was requeued; ``False`` outside of Slurm."""
     return is_requeued()

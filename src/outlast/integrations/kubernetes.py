@@ -1,13 +1,13 @@
-"""Manifests that run a job on Kubernetes: a JobSet, Kubeflow's TrainJob, or the older PyTorchJob.
+"""Kubernetes manifests for a job: a JobSet, Kubeflow's TrainJob, or the older PyTorchJob.
 
-Each pod runs one agent as its main process, so SIGTERM reaches it without a shell or a preStop hook in between. What an
-exit code leads to is decided where it is known: the Job's pod failure policy sees codes, a JobSet only reasons. So 75
-is ignored there, pod by pod, and counts nowhere, while 2, 17 and 93 end everything.
+Each pod runs one agent as its main process, so it receives SIGTERM without a shell or a preStop hook in between. The
+Job's pod failure policy maps exit codes, since a JobSet only knows failure reasons: 75 is ignored per pod and not
+counted, while 2, 17 and 93 fail the whole job.
 
-What is rejected, and why: an init container that waits for names, since ``outlast run`` can wait itself; a readiness
-probe, since peers must reach a pod before the job runs; the run key in an environment variable, which a description of
-the pod shows; a restart policy of the pod, with which a node that is gone keeps its pod; a default for CPUs and memory,
-since no amount fits all machines (:attr:`KubernetesJob.warnings` reports that they are missing).
+Rejected: an init container that waits for names, since ``outlast run`` can wait; a readiness probe, since peers must
+reach a pod before the job runs; the run key in an environment variable, which a description of the pod shows; a restart
+policy of the pod, which keeps the pod on a lost node; default CPUs and memory, since no amount fits all machines
+(:attr:`KubernetesJob.warnings` reports missing ones).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["KubernetesJob", "as_yaml"]
 
 Kind = Literal["JobSet", "TrainJob", "PyTorchJob"]
 GRACE_MARGIN_S = 30
-"""What a pod has beyond ``shutdown_grace`` until Kubernetes kills it."""
+"""Grace period of a pod beyond ``shutdown_grace`` until Kubernetes sends SIGKILL."""
 RESOLVE_TIMEOUT_S = 600
 """How long an agent waits for the names of the first pods."""
 KEY_FOLDER = "/etc/outlast-run-key"
@@ -50,7 +50,7 @@ _FACTORS = {"m": 1e-3, "": 1.0} | {
 }
 _PLAIN = re.compile(r"(--|/)?[A-Za-z]([A-Za-z0-9._/=,:-]*[A-Za-z0-9])?")
 _WORDS = frozenset(["y", "yes", "n", "no", "on", "off", "true", "false", "null"])
-"""What some version of YAML takes for something else than a string, in any case."""
+"""Words that some version of YAML does not read as a string, in any case."""
 _POD_NAME_END = len("-abcde")
 _TRANSLATE = """p= signaled= c=127
 trap 'signaled=1; kill -TERM "$p" 2>/dev/null' TERM INT
@@ -60,7 +60,7 @@ while signaled=; wait "$p"; s=$?; [ "$s" = 127 ] || c=$s; [ -n "$signaled" ]; do
 case $c in 1|16|18|19|75) c=$((c + 128));; esac
 exit "$c"
 """
-"""For PyTorchJob, to which codes below 128 are final: those with which a job is to be started again get 128 more."""
+"""For PyTorchJob, for which codes below 128 are final: 128 is added to the codes after which a job is restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,144 +68,104 @@ class KubernetesJob:
     """A job of a run on Kubernetes.
 
     Raises:
-        ConfigError: A value is out of range, no name for Kubernetes, or contradicts another; the message names it.
+        ConfigError: A value is out of range, not a valid name for Kubernetes, or contradicts another; the message names
+            it.
     """
 
     command: tuple[str, ...]
-    """What follows ``outlast run`` and its options that are made here: more options, the training script, its
-    arguments. Nothing in it is expanded, neither by a shell nor by Kubernetes."""
-
+    """Arguments after ``outlast run`` and its generated options: more options, the training script, its arguments.
+    Neither a shell nor Kubernetes expands them."""
     name: str
     """Names the job and, with ``run_id``, the run: a DNS label that begins with a letter."""
-
     image: str
-    """The container's image; it has outlast, and the training script."""
-
+    """The container's image, which contains outlast and the training script."""
     run_claim: str
-    """The PersistentVolumeClaim of the run directory, which outlives the pods; all of them write there
+    """The PersistentVolumeClaim of the run directory, which outlives the pods; all pods write to it
     (``ReadWriteMany``)."""
-
     kind: Kind = "JobSet"
     """``JobSet``, ``TrainJob`` or ``PyTorchJob``."""
-
     nnodes: str = "1"
     """Nodes that train (``4``), or those and spares (``4:5``: 4 train, 1 waits)."""
-
     nproc_per_node: str = "auto"
     """Workers on a node: a number, ``auto``, ``gpu``, ``xpu`` or ``cpu``."""
-
     namespace: str | None = None
-    """``None`` = the one of whoever applies the manifest."""
-
+    """``None`` = the namespace of the user who applies the manifest."""
     run_id: str | None = None
-    """Names the run in every job of it; ``None`` = the job's name."""
-
+    """Names the run in each of its jobs; ``None`` = the job's name."""
     mount_path: str = "/runs"
-    """Where the volume of ``run_claim`` is mounted; the run directory is a folder of the run's name in it."""
-
+    """Mount path of the volume of ``run_claim``; the run directory is a folder in it with the run's name."""
     run_key_secret: str | None = None
-    """The Secret that holds the run key as ``run.key``; ``None`` = a key that the first agent makes in the run
-    directory."""
-
+    """The Secret that holds the run key as ``run.key``; ``None`` = the first agent creates a key in the run directory.
+    """
     gpus_per_node: int | None = None
-    """GPUs of a pod; ``None`` = none is asked for."""
-
+    """GPUs of a pod; ``None`` = none is requested."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What the cluster calls a GPU."""
-
+    """The cluster's name of the GPU resource."""
     cpus: str | None = None
-    """CPUs of a pod, as a quantity (``32``, ``500m``); ``None`` = not asked for."""
-
+    """CPUs of a pod, as a quantity (``32``, ``500m``); ``None`` = not requested."""
     memory: str | None = None
-    """Memory of a pod, as a quantity (``512Gi``), with what lies in ``/dev/shm`` and in the memory tier."""
-
+    """Memory of a pod, as a quantity (``512Gi``), including ``/dev/shm`` and the memory tier."""
     resources: tuple[str, ...] = ()
     """More resources of a pod, such as ``rdma/ib=1``."""
-
     shm_size: str | None = None
-    """Limit of ``/dev/shm``, which lies in memory; ``None`` = the pod's memory."""
-
+    """Limit of ``/dev/shm``, which is part of the pod's memory; ``None`` = the pod's memory."""
     port: int = 29400
-    """Where the agents meet."""
-
+    """Port of the agents' rendezvous."""
     num_endpoints: int = 3
-    """How many of the first pods may host the coordinator."""
-
+    """Number of the first pods that may host the coordinator."""
     min_nodes: int | None = None
-    """Fewest nodes with which the job continues where one is lost and no spare is left (``--ft-min-nodes``); ``None`` =
+    """Fewest nodes with which the job continues after a node is lost without a spare (``--ft-min-nodes``); ``None`` =
     it does not shrink."""
-
     shutdown_grace: float = 60.0
-    """Seconds that workers get to save after a notice (``--ft-shutdown-grace``), rounded up; the pod has 30 more."""
-
+    """Seconds that workers get to save after a shutdown request (``--ft-shutdown-grace``), rounded up; the pod has 30
+    more."""
     join_timeout: int = 3600
     """Seconds for which agents wait for each other: pods may be pending for long."""
-
     num_job_retries_on_failure: int = 2
-    """How often the whole job is made again after a failure, in all (JobSet and TrainJob). 75 is not counted."""
-
+    """How often the whole job is recreated after a failure, in total (JobSet and TrainJob). 75 is not counted."""
     pod_retries: int | None = None
-    """Pods that may fail by themselves, one after another, before that counts as a failure of the job; ``None`` = as
-    many as there are spares."""
-
+    """Pods that may fail individually before that counts as a failure of the job; ``None`` = the number of spares."""
     share_nodes: bool = False
-    """Several pods of the job may lie on one machine."""
-
+    """Several pods of the job may run on one machine."""
     topology: str | None = None
-    """Label of machines, such as ``topology.kubernetes.io/zone``: all pods go where it has the same value."""
-
+    """Label of machines, such as ``topology.kubernetes.io/zone``: all pods run where it has the same value."""
     node_selector: tuple[str, ...] = ()
     """Labels that machines must have, as ``key=value``."""
-
     tolerations: tuple[str, ...] = ()
-    """Taints of machines that do not matter, as ``key`` or ``key=value``."""
-
+    """Taints of machines to tolerate, as ``key`` or ``key=value``."""
     volumes: tuple[str, ...] = ()
     """More volumes, as ``claim:NAME:/path``, ``configmap:NAME:/path`` or ``secret:NAME:/path``; the last two are
     read-only."""
-
     env: tuple[str, ...] = ()
-    """More environment variables, as ``NAME=VALUE``; for what is secret take a volume."""
-
+    """More environment variables, as ``NAME=VALUE``; for secrets use a volume."""
     service_account: str | None = None
     priority_class: str | None = None
     queue: str | None = None
     """Kueue's local queue."""
-
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets with the credentials of the image's registry."""
-
     metrics_port: int | None = None
     """Port on which each pod exports metrics for Prometheus (``--metrics-port``, on all of the pod's addresses), with
-    the annotations by which a scraper finds the pod; ``None`` = none."""
-
+    annotations for scrapers; ``None`` = none."""
     run_as_user: int | None = None
     """User id of the container's processes; ``None`` = the image's."""
-
     run_as_group: int | None = None
     """Group id of the container's processes; ``None`` = the image's."""
-
     run_as_non_root: bool = False
     """Kubernetes refuses to start the container as root."""
-
     fs_group: int | None = None
-    """Group id that volumes get, where their kind supports that; the container's processes are in that group."""
-
+    """Group id of volumes, if their kind supports that, and an additional group of the container's processes."""
     capabilities: tuple[str, ...] = ()
     """Linux capabilities of the container, such as ``IPC_LOCK`` for RDMA; all others are dropped."""
-
     allow_privilege_escalation: bool = False
-    """A process may get more privileges than its parent, as with setuid programs."""
-
+    """A process may gain more privileges than its parent, for example with setuid programs."""
     seccomp_profile: str | None = None
     """``RuntimeDefault`` or ``Unconfined``; ``None`` = the cluster's default."""
-
     working_dir: str | None = None
     """Folder in which the script starts; ``None`` = the image's."""
-
     outlast: str = "outlast"
-    """The command that is `outlast` in the image, such as ``uv run outlast``; taken apart as a shell would, but nothing
-    in it is expanded."""
+    """The ``outlast`` command in the image, such as ``uv run outlast``; split as a shell would, but nothing in it is
+    expanded."""
 
     def __post_init__(self) -> None:
         require(bool(self.command), "there is no training script; name one, for example: -- train.py --lr 3e-4")
@@ -256,7 +216,7 @@ class KubernetesJob:
         )
 
     def _normalise_paths(self) -> None:
-        """Write paths as Kubernetes compares them, and check that each is there once."""
+        """Write paths as Kubernetes compares them, and check that each is used once."""
         for name in ("mount_path", "working_dir"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _normal(path))
@@ -340,14 +300,14 @@ class KubernetesJob:
 
     @property
     def endpoint(self) -> str:
-        """Where the agents meet: on the first of these pods that lives."""
+        """Rendezvous endpoint of the agents: the first of these pods that is alive."""
         domain = "" if self.kind == "PyTorchJob" else f".{self.name}"
         hosts = (f"{self._pod(index)}{domain}:{self.port}" for index in range(min(self.num_endpoints, self._num_pods)))
         return ",".join(hosts)
 
     @property
     def run_arguments(self) -> list[str]:
-        """What follows ``outlast`` in a pod; Kubernetes fills in ``$(NODE_NAME)`` and ``$(JOB_COMPLETION_INDEX)``."""
+        """Arguments of ``outlast`` in a pod; Kubernetes replaces ``$(NODE_NAME)`` and ``$(JOB_COMPLETION_INDEX)``."""
         run_id = self.run_id or self.name
         words = ["run", f"--nnodes={self.nnodes}", f"--nproc-per-node={self.nproc_per_node}"]
         if self._num_pods > 1:
@@ -369,11 +329,11 @@ class KubernetesJob:
             words.append(f"--metrics-port={self.metrics_port}")
             if "metrics_address" not in given_options(self.command):
                 words.append("--metrics-address=0.0.0.0")
-        return [*words, *(_as_it_stands(word) for word in self.command)]
+        return [*words, *(_escaped(word) for word in self.command)]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What may go wrong in the cluster although Kubernetes accepts the manifest; one line each."""
+        """Possible problems in the cluster although Kubernetes accepts the manifest; one line each."""
         keys = {one.partition("=")[0] for one in self.resources}
         found = []
         if self.cpus is None and "cpu" not in keys:
@@ -448,14 +408,14 @@ class KubernetesJob:
             "podFailurePolicy": {
                 "rules": [on_exit("FailJob", _NEEDS_A_PERSON), on_exit("Ignore", _REQUESTED), evicted],
             },
-            # A spare that never came, or a slot that stayed empty, must not block the end.
+            # A missing spare, or an empty slot, must not block completion.
             "successPolicy": {"rules": [{"succeededCount": self.min_nodes or self.num_nodes}]},
             "template": self._pod_template(container),
         }
 
     def _pytorch_job(self) -> dict[str, Any]:
         container = self._container("pytorch")
-        # The operator deletes and makes again a pod that ends with a code above 127; others are final.
+        # The operator recreates a pod whose exit code is above 127; other codes are final.
         container["args"] = ["-c", _TRANSLATE.replace("$(", "$$("), "sh", *container["command"], *container["args"]]
         container["command"] = ["/bin/sh"]
         replica = {"restartPolicy": "ExitCode", "template": self._pod_template(container, restart_policy=None)}
@@ -472,7 +432,7 @@ class KubernetesJob:
             "containers": [container],
             "volumes": self._volumes(),
         }
-        spec |= _those_given(
+        spec |= _present(
             affinity=self._affinity(),
             nodeSelector=dict(one.split("=", 1) for one in self.node_selector),
             tolerations=[_toleration(one) for one in self.tolerations],
@@ -488,9 +448,9 @@ class KubernetesJob:
         return {"metadata": metadata, "spec": spec}
 
     def _pod_security(self) -> dict[str, Any]:
-        security = _those_given(
+        security = _present(
             runAsNonRoot=self.run_as_non_root,
-            # The default changes the group of every file, at each start of a pod.
+            # The default changes the group of every file at each start of a pod.
             fsGroupChangePolicy=None if self.fs_group is None else "OnRootMismatch",
             seccompProfile=None if self.seccomp_profile is None else {"type": self.seccomp_profile},
         )
@@ -498,15 +458,15 @@ class KubernetesJob:
         return security | {name: value for name, value in ids.items() if value is not None}
 
     def _affinity(self) -> dict[str, Any] | None:
-        def beside(key: str) -> dict[str, Any]:
+        def on_same(key: str) -> dict[str, Any]:
             term = {"topologyKey": key, "labelSelector": {"matchLabels": self._labels}}
             return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
 
         if self._num_pods == 1:
             return None
-        return _those_given(
-            podAntiAffinity=None if self.share_nodes else beside("kubernetes.io/hostname"),
-            podAffinity=None if self.topology is None else beside(self.topology),
+        return _present(
+            podAntiAffinity=None if self.share_nodes else on_same("kubernetes.io/hostname"),
+            podAffinity=None if self.topology is None else on_same(self.topology),
         )
 
     def _container(self, name: str) -> dict[str, Any]:
@@ -525,24 +485,24 @@ class KubernetesJob:
         container: dict[str, Any] = {
             "name": name,
             "image": self.image,
-            "command": [_as_it_stands(word) for word in self._outlast_words],
+            "command": [_escaped(word) for word in self._outlast_words],
             "args": self.run_arguments,
-            "env": [node, *({**one, "value": _as_it_stands(one["value"])} for one in given)],
+            "env": [node, *({**one, "value": _escaped(one["value"])} for one in given)],
             "volumeMounts": mounts,
         }
-        capabilities = {"drop": ["ALL"], **_those_given(add=list(self.capabilities))}
+        capabilities = {"drop": ["ALL"], **_present(add=list(self.capabilities))}
         escalates = self.allow_privilege_escalation
         container["securityContext"] = {"allowPrivilegeEscalation": escalates, "capabilities": capabilities}
         ports = {"pytorchjob-port": self.port if name == "pytorch" else None, "metrics": self.metrics_port}
         shown = [{"name": port, "containerPort": number, "protocol": "TCP"} for port, number in ports.items() if number]
         gpus = None if self.gpus_per_node is None else str(self.gpus_per_node)
-        asked = _those_given(**{"cpu": self.cpus, "memory": self.memory, self.gpu_resource: gpus})
+        asked = _present(**{"cpu": self.cpus, "memory": self.memory, self.gpu_resource: gpus})
         asked |= dict(one.split("=", 1) for one in self.resources)
         resources = {"limits": asked, "requests": dict(asked)} if asked else None
-        return container | _those_given(ports=shown, workingDir=self.working_dir, resources=resources)
+        return container | _present(ports=shown, workingDir=self.working_dir, resources=resources)
 
     def _volumes(self) -> list[dict[str, Any]]:
-        shm = {"medium": "Memory", **_those_given(sizeLimit=self.shm_size)}
+        shm = {"medium": "Memory", **_present(sizeLimit=self.shm_size)}
         volumes: list[dict[str, Any]] = [
             {"name": "shm", "emptyDir": shm},
             {"name": "run", "persistentVolumeClaim": {"claimName": self.run_claim}},
@@ -564,7 +524,7 @@ class KubernetesJob:
 def as_yaml(manifests: list[dict[str, Any]]) -> str:
     """Return manifests as YAML documents.
 
-    A string stands without quotes only where no parser can take it for something else: PyYAML follows YAML 1.1 and
+    A string is written without quotes only if no parser can read it as another type: PyYAML follows YAML 1.1 and
     kubectl's parser a mixture, for which ``3e-4`` is a number.
 
     Raises:
@@ -594,13 +554,13 @@ def as_yaml(manifests: list[dict[str, Any]]) -> str:
     return yaml.dump_all(manifests, Dumper=YamlWithoutAnchors, sort_keys=False, width=1 << 16, allow_unicode=True)
 
 
-def _those_given(**fields: Any) -> dict[str, Any]:
-    """Return the fields of an object that have a value."""
+def _present(**fields: Any) -> dict[str, Any]:
+    """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value}
 
 
-def _as_it_stands(word: str) -> str:
-    """Return a word in which Kubernetes expands nothing."""
+def _escaped(word: str) -> str:
+    """Escape a word, so that Kubernetes expands nothing in it."""
     return word.replace("$(", "$$(")
 
 
@@ -610,7 +570,7 @@ def _toleration(one: str) -> dict[str, str]:
 
 
 def _normal(path: str) -> str:
-    """Return a path without what is there twice or means nothing: ``//``, ``/.``, and a ``/`` at its end."""
+    """Return a path without ``//``, ``/.`` and a trailing ``/``."""
     return "/" + str(PurePosixPath(path)).lstrip("/")
 
 
@@ -677,13 +637,13 @@ _FORMS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("capabilities", _fits(_CAPABILITY), "a capability without CAP_; write for example IPC_LOCK"),
     ("seccomp_profile", ("RuntimeDefault", "Unconfined").__contains__, "RuntimeDefault or Unconfined"),
 )
-"""Fields, what each of their values must be, and that in words."""
+"""Fields, the check of each of their values, and its description."""
 _RANGES = (
     ("port metrics_port", 1, 65535),
     ("num_endpoints min_nodes join_timeout gpus_per_node", 1, _MAX_ID),
     ("shutdown_grace num_job_retries_on_failure pod_retries run_as_user run_as_group fs_group", 0, _MAX_ID),
 )
-"""Fields, and the least and the largest value of each."""
+"""Fields, and their least and greatest value."""
 _OURS = {
     "nnodes": "nnodes",
     "nproc_per_node": "nproc_per_node",
@@ -700,4 +660,4 @@ _OURS = {
     "ft_min_nodes": "min_nodes",
     "metrics_port": "the manifest's metrics_port",
 }
-"""Options of ``outlast run`` that the manifest gives, and what from."""
+"""Options of ``outlast run`` that the manifest sets, and their sources."""

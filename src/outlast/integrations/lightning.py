@@ -1,12 +1,11 @@
-"""Lightning's and NeMo's Trainer, kept alive: callbacks that drive one session from its hooks.
+"""Callbacks that protect a training with Lightning's or NeMo's Trainer: one session, driven from the trainer's hooks.
 
-The first of the callbacks that a trainer has opens the session and drives it
-(:mod:`outlast.integrations.lightning_host`); the others only contribute settings. All hooks are Lightning's; the loop
-stays its own.
+The first of the callbacks of a trainer opens the session and drives it (:mod:`outlast.integrations.lightning_host`);
+the others only contribute settings.
 
-With a checkpoint directory, and a strategy in which each rank's state is whole, the session saves and restores. In any
-other case, such as NeMo's MegatronStrategy, it only monitors: the trainer's own checkpoints are all there is, and a
-shutdown is carried out with them.
+With a checkpoint directory, and a strategy in which each rank's state is whole, the session saves and restores.
+Otherwise, for example with NeMo's MegatronStrategy, it only monitors: the trainer's own checkpoints are used, also for
+a shutdown.
 """
 
 from __future__ import annotations
@@ -39,11 +38,12 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from outlast import env
 from outlast.config import CheckpointConfig, Config, PreemptionConfig, StragglerDetectionConfig
-from outlast.config.base import nearest
+from outlast.config.base import nearest, require
 from outlast.errors import ConfigError, ExitReason
 from outlast.integrations.hosted_session import (
     HostedConfig,
     hosted_config,
+    log_on_rank_0,
     require_directory,
     touch_finished_flag,
     with_fault_tolerance,
@@ -80,20 +80,20 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedFaultParams:
-    """A fault that is caused on purpose, once a run."""
+    """A fault to inject, once per run."""
 
     fault_type: str
     """``rank_killed`` (SIGKILL), ``rank_hung`` (SIGSTOP), or ``random``."""
     base_delay: float
-    """Seconds after the session's start before which it does not come."""
+    """Minimum seconds from the session's start to the fault."""
     rand_delay: float = 0.0
-    """Up to so many seconds more, drawn at random."""
+    """Maximum additional seconds, drawn at random."""
     rank_to_fail: int | None = None
     """Global rank; ``None`` = drawn at random."""
 
 
 def _calling(method: str, *, in_sanity_check: bool = True) -> Callable[..., None]:
-    """Return a hook of Lightning's that calls a method of the trainer's host, where this callback drives it."""
+    """Return a Lightning hook that calls a method of the trainer's host, if this callback drives the session."""
 
     def hook(self: _HostedCallback, trainer: Any, *_: Any, **__: Any) -> None:
         if self._host is not None and (in_sanity_check or not trainer.sanity_checking):
@@ -103,7 +103,7 @@ def _calling(method: str, *, in_sanity_check: bool = True) -> Callable[..., None
 
 
 class _HostedCallback(Callback):
-    """A callback that has a share in the trainer's session; the first of them in a trainer drives it."""
+    """A callback that contributes to the trainer's session; the first one of a trainer drives it."""
 
     _host: TrainerHost | None = None
 
@@ -116,7 +116,7 @@ class _HostedCallback(Callback):
         return None if self._host is None else self._host.session
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
-        """Return the settings with what this callback asks for."""
+        """Return the settings with the changes of this callback."""
         raise NotImplementedError
 
     # -- Lightning's hooks, in their order --------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class _HostedCallback(Callback):
             hosted = [callback for callback in trainer.callbacks if isinstance(callback, _HostedCallback)]
             if hosted[0] is self:
                 self._host = _open_host(trainer, hosted)
-                # First in each hook: others begin with what was restored, and count no step that is not in it.
+                # First in each hook: other callbacks then see restored state, and count no step that is not saved.
                 trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
 
     on_fit_start = _calling("restore")
@@ -144,43 +144,46 @@ class _HostedCallback(Callback):
     on_fit_end = _calling("finish")
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        """Take the loss."""
         if self._host is not None:
             self._host.take_loss(loss)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Close the session without waiting for anybody."""
+        """Close the session without waiting for other ranks."""
         host, self._host = self._host, None
         if host is not None:
             host.fail(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Close the session, if it is open still."""
+        """Close the session, if it is still open."""
         host, self._host = self._host, None
         if host is not None:
             host.close()
 
 
 class FaultToleranceCallback(_HostedCallback):
-    """Keep a training alive: heartbeats, verified saves, the newest trusted one restored after any restart.
+    """Protect a training: heartbeats, verified saves, and resumption from the newest trusted checkpoint.
 
     Parameters and defaults are those of NVRx's callback.
 
     Args:
-        autoresume: Save and restore checkpoints where a directory is known; off: the same as ``trainer_saves=True``.
-        calculate_timeouts: Learn timeouts from what this run takes, and keep them for its next start: next to the
+        autoresume: Save and restore checkpoints if a directory is known; ``False`` is the same as
+            ``trainer_saves=True``.
+        calculate_timeouts: Learn timeouts from the durations of this run, and keep them for its next start: next to the
             checkpoints, else in ``exp_dir``, else in the run directory.
-        simulated_fault_params: A fault to cause on purpose, or a mapping of its fields.
+        simulated_fault_params: A fault to inject, or a mapping of its fields.
         exp_dir: Where learned timeouts are kept; also the run directory, if neither the launcher nor the settings name
             one.
         logger_name: Logger of this callback's own lines.
-        config: Settings, or a file of them; ``None`` = the file that ``outlast run --config`` was given.
+        exc_handling_policy: Called with the exception that ends training; returns NVRx's ``WorkloadControlRequest``, or
+            the name of an action: ``Continue`` (restart, as without a policy) or ``ShutdownWorkload`` (exit with code
+            93, which nothing restarts, and write the finished flag).
+        config: Settings, or a config file; ``None`` = the file of ``outlast run --config``.
         calculate_timeout: Another name of ``calculate_timeouts``.
-        trainer_saves: Leave saving and restoring to the trainer's own checkpoints; ``False`` = refuse where the session
-            cannot; ``None`` = where the session cannot, as it knows no directory, or the strategy shards its state.
+        trainer_saves: Use the trainer's own checkpoints; ``False`` = refuse where the session cannot save; ``None`` =
+            use them where the session cannot save, since no directory is known or the strategy shards its state.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
 
     def __init__(
@@ -190,19 +193,21 @@ class FaultToleranceCallback(_HostedCallback):
         simulated_fault_params: SimulatedFaultParams | Mapping[str, Any] | None = None,
         exp_dir: str | os.PathLike[str] | None = None,
         logger_name: str | None = None,
+        exc_handling_policy: Callable[[Exception], Any] | None = None,
         *,
         config: HostedConfig = None,
         calculate_timeout: bool | None = None,
         trainer_saves: bool | None = None,
     ) -> None:
         super().__init__(config)
-        if not autoresume and trainer_saves is False:
-            raise ConfigError("trainer_saves=False has no effect with autoresume=False; drop one of them")
+        text = "trainer_saves=False has no effect with autoresume=False; drop one of them"
+        require(autoresume or trainer_saves is not False, text)
         self.trainer_saves = trainer_saves if autoresume else True
         self._learns = calculate_timeouts if calculate_timeout is None else calculate_timeout
         self._fault = _fault_of(simulated_fault_params)
         self._exp_dir = None if exp_dir is None else os.fspath(exp_dir)
         self._logger = logging.getLogger(logger_name or __name__)
+        self._policy = exc_handling_policy
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if self._exp_dir is not None and config.run_dir is None and current_place().run_dir is None:
@@ -227,53 +232,8 @@ class FaultToleranceCallback(_HostedCallback):
             require_directory(config, f"{type(self).__name__}(trainer_saves=False)")
         return config
 
-
-class FaultToleranceSectionsCallback(FaultToleranceCallback):
-    """The same, with section ``setup`` from the trainer's setup to the first batch, for timeouts of its own.
-
-    The sections ``step`` and ``checkpointing`` are there with either callback.
-
-    Args:
-        autoresume: As for :class:`FaultToleranceCallback`, and so are those that follow it.
-        calculate_timeouts: See there.
-        simulated_fault_params: See there.
-        exp_dir: See there.
-        logger_name: See there.
-        exc_handling_policy: Called with the exception that ends training; returns NVRx's ``WorkloadControlRequest``, or
-            the name of an action: ``Continue`` (restart, as without a policy) or ``ShutdownWorkload`` (leave with code
-            93, which nothing restarts, and make the finished flag).
-        config: See there.
-        calculate_timeout: See there.
-        trainer_saves: See there.
-    """
-
-    def __init__(
-        self,
-        autoresume: bool = True,
-        calculate_timeouts: bool = True,
-        simulated_fault_params: SimulatedFaultParams | Mapping[str, Any] | None = None,
-        exp_dir: str | os.PathLike[str] | None = None,
-        logger_name: str | None = None,
-        exc_handling_policy: Callable[[Exception], Any] | None = None,
-        *,
-        config: HostedConfig = None,
-        calculate_timeout: bool | None = None,
-        trainer_saves: bool | None = None,
-    ) -> None:
-        super().__init__(
-            autoresume,
-            calculate_timeouts,
-            simulated_fault_params,
-            exp_dir,
-            logger_name,
-            config=config,
-            calculate_timeout=calculate_timeout,
-            trainer_saves=trainer_saves,
-        )
-        self._policy = exc_handling_policy
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Ask the policy what follows, and close the session."""
+        """Close the session, and act on the policy's decision."""
         super().on_exception(trainer, pl_module, exception)
         if self._policy is None or not isinstance(exception, Exception):
             return
@@ -290,29 +250,37 @@ class FaultToleranceSectionsCallback(FaultToleranceCallback):
             )
 
 
-class StragglerDetectionCallback(_HostedCallback):
-    """Find slow ranks, and put the scores into the trainer's loggers.
+class FaultToleranceSectionsCallback(FaultToleranceCallback):
+    """:class:`FaultToleranceCallback` with a section ``setup`` from the trainer's setup to the first batch.
 
-    Parameters are those of NVRx's callback, in their order. Scores reach the loggers as ``gpu_relative_perf/min``,
-    ``/median``, ``/max``, and ``gpu_individual_perf/...``.
+    Both callbacks have the sections ``step`` and ``checkpointing``.
+    """
+
+
+class StragglerDetectionCallback(_HostedCallback):
+    """Detect slow ranks, and pass the scores to the trainer's loggers.
+
+    Parameters are those of NVRx's callback, in their order. The loggers get ``gpu_relative_perf/min``, ``/median``,
+    ``/max``, and ``gpu_individual_perf/...``.
 
     Args:
-        report_time_interval: Seconds from one report to the next.
+        report_time_interval: Seconds between reports.
         calc_relative_gpu_perf: Compare ranks with each other.
         calc_individual_gpu_perf: Compare ranks with their own past.
-        num_gpu_perf_scores_to_print: Worst and best ranks in a report; 0 = print only when a rank is named.
+        num_gpu_perf_scores_to_print: Worst and best ranks in a report; 0 = print only when a straggler is detected.
         gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
-        gpu_individual_perf_threshold: The same for the other score.
-        stop_if_detected: Save and leave with code 18 then, so that a spare takes the node's slot.
-        enable_ptl_logging: Give the scores to the trainer's loggers.
-        profiling_interval: Time one of so many steps.
+        gpu_individual_perf_threshold: The same for the individual score.
+        stop_if_detected: Save and exit with code 18 on detection, so that a spare takes the node's slot.
+        enable_ptl_logging: Pass the scores to the trainer's loggers.
+        profiling_interval: Time one of this many steps.
         logger_name: Logger of the reports.
-        confirmations: Reports in a row in which a rank must be slow. 1 is NVRx's meaning; more tells noise apart.
-        config: As for :class:`FaultToleranceCallback`. Where it has ``[straggler_detection]``, that holds, but for what
-            is given here with another value than its default.
+        confirmations: Reports in a row in which a rank must be slow. 1 is NVRx's meaning; a higher number filters
+            noise.
+        config: As for :class:`FaultToleranceCallback`. If it has ``[straggler_detection]``, that takes precedence,
+            except over parameters given here with values other than their defaults.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
 
     def __init__(
@@ -339,7 +307,7 @@ class StragglerDetectionCallback(_HostedCallback):
         self._detection |= {"enabled": True, "enable_logging": enable_ptl_logging}
         if logger_name is None:
             del self._detection["logger_name"]
-        StragglerDetectionConfig(**self._detection)  # a wrong value is refused here, where it is given
+        StragglerDetectionConfig(**self._detection)  # refuse an invalid value here
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.straggler_detection is None:
@@ -360,7 +328,7 @@ class PreemptionCallback(_HostedCallback):
         config: As for :class:`FaultToleranceCallback`.
 
     Raises:
-        ConfigError: There is no such signal, or it cannot be listened to.
+        ConfigError: The signal does not exist, or cannot be handled.
     """
 
     def __init__(self, sig: int | None = None, *, config: HostedConfig = None) -> None:
@@ -382,8 +350,8 @@ class PreemptionCallback(_HostedCallback):
 class LocalCheckpointCallback(_HostedCallback):
     """Save to each node's own disk between the saves to the global tier.
 
-    Needs :func:`update_trainer_local_checkpoint_io`, or ``checkpoint.local_directory`` in the settings; without both it
-    makes no local checkpoints, which one line reports.
+    Needs :func:`update_trainer_local_checkpoint_io`, or ``checkpoint.local_directory`` in the settings; without both,
+    no local checkpoints are saved, which is logged.
 
     Args:
         every_n_train_steps: Optimizer steps between two local saves.
@@ -391,7 +359,7 @@ class LocalCheckpointCallback(_HostedCallback):
         config: As for :class:`FaultToleranceCallback`.
 
     Raises:
-        ConfigError: Neither or both of them are given, or one is not above 0.
+        ConfigError: Neither or both intervals are given, or one is not above 0.
     """
 
     def __init__(
@@ -402,14 +370,13 @@ class LocalCheckpointCallback(_HostedCallback):
         config: HostedConfig = None,
     ) -> None:
         super().__init__(config)
-        if (every_n_train_steps is None) == (train_time_interval is None):
-            raise ConfigError("LocalCheckpointCallback takes every_n_train_steps or train_time_interval: give one")
-        if every_n_train_steps is not None and every_n_train_steps < 1:
-            raise ConfigError(f"every_n_train_steps={every_n_train_steps} must be at least 1")
-        if train_time_interval is not None and train_time_interval.total_seconds() <= 0:
-            raise ConfigError(f"train_time_interval={train_time_interval} must be above 0")
-        self.every_n_train_steps = every_n_train_steps
-        self.interval_s = None if train_time_interval is None else train_time_interval.total_seconds()
+        steps, interval = every_n_train_steps, train_time_interval
+        text = "LocalCheckpointCallback takes every_n_train_steps or train_time_interval: give one"
+        require((steps is None) != (interval is None), text)
+        require(steps is None or steps >= 1, f"every_n_train_steps={steps} must be at least 1")
+        require(interval is None or interval > timedelta(0), f"train_time_interval={interval} must be above 0")
+        self.every_n_train_steps = steps
+        self.interval_s = None if interval is None else interval.total_seconds()
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.checkpoint is None or config.checkpoint.local_directory is None:
@@ -432,30 +399,31 @@ def straggler_det_callback(
     gpu_relative_perf_threshold: float = 0.7,
     gpu_individual_perf_threshold: float = 0.7,
 ) -> StragglerDetectionCallback:
-    """Return a callback for a trainer that finds slow ranks, with the defaults of NeMo's recipe of this name.
+    """Return a callback that detects slow ranks, with the defaults of NeMo's recipe of this name.
 
-    A ``run.Partial`` takes the one of :mod:`outlast.integrations.nemo_run`, which returns a ``run.Config``.
+    For a ``run.Partial`` use the function of this name in :mod:`outlast.integrations.nemo_run`, which returns a
+    ``run.Config``.
 
     Args:
-        straggler_report_time_interval: Seconds from one report to the next.
+        straggler_report_time_interval: Seconds between reports.
         stop_if_detected_straggler: Save and exit with code 18 once a rank is slow, so that a spare takes its place.
         gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
         gpu_individual_perf_threshold: The same for the score of a rank against its own past.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
     return StragglerDetectionCallback(
         straggler_report_time_interval,
-        stop_if_detected=stop_if_detected_straggler,
         gpu_relative_perf_threshold=gpu_relative_perf_threshold,
         gpu_individual_perf_threshold=gpu_individual_perf_threshold,
+        stop_if_detected=stop_if_detected_straggler,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalTier:
-    """Where local checkpoints are stored, and how they are made; see :func:`update_trainer_local_checkpoint_io`."""
+    """Location and options of local checkpoints; see :func:`update_trainer_local_checkpoint_io`."""
 
     base_dir: str
     """A folder on a disk of each node."""
@@ -464,25 +432,24 @@ class LocalTier:
 
     @property
     def directory(self) -> str:
-        """The folder below which each node has one of its name."""
+        """The folder that contains a folder for each node."""
         return os.path.join(self.base_dir, "local_ckpt")
 
 
 class HierarchicalCheckpointIO(_WrappingCheckpointIO):
-    """Lightning's checkpoints as before, and local ones between them.
+    """Lightning's checkpoints, with local checkpoints between them.
 
-    On resume the newer of the two is loaded, the same one on all ranks.
+    On resumption the newer of the two is loaded, the same on all ranks.
 
     Args:
-        wrapped_checkpoint_io: What reads and writes Lightning's own checkpoints.
+        wrapped_checkpoint_io: Reads and writes Lightning's own checkpoints.
         local_ckpt_manager: A :class:`LocalTier`: the session saves and restores local checkpoints. Or a manager with
             ``save()``, ``find_latest()`` and ``load()``, NVRx's or
             :class:`outlast.integrations.nvrx.local_checkpoints.LocalCheckpointManager`: for strategies that shard their
-            state, and save on all ranks.
-        get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
-            from its path.
-        async_save: Training continues while a local checkpoint is written. With a manager a wrapper has to finalize
-            the request that :meth:`save_checkpoint` returns, as NeMo's ``AsyncFinalizableCheckpointIO`` does.
+            state and save on all ranks.
+        get_global_ckpt_iteration_fn: Returns the number of optimizer steps of the Lightning checkpoint at a path.
+        async_save: Training continues while a local checkpoint is written. With a manager, a wrapper must finalize the
+            request that :meth:`save_checkpoint` returns, as NeMo's ``AsyncFinalizableCheckpointIO`` does.
         local_ckpt_algo: Megatron's algorithm for local state, with a manager.
         parallelization_group: Ranks among which Megatron divides its replicas, with a manager; ``None`` = all.
 
@@ -515,82 +482,81 @@ class HierarchicalCheckpointIO(_WrappingCheckpointIO):
         self.local_ckpt_algo, self.parallelization_group = local_ckpt_algo, parallelization_group
 
     def settings(self, config: Config) -> Config:
-        """Return the settings with the local tier in them, where the session saves to it."""
+        """Return the settings with the local tier, if the session saves to it."""
         if self.local_tier is None:
             return config
         changes: dict[str, Any] = {"local_directory": self.local_tier.directory, "async_save": self.async_save}
         changes |= self.local_tier.options
-        if config.checkpoint is None:
-            return dataclasses.replace(config, checkpoint=CheckpointConfig(**changes))
-        return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **changes))
+        saves = config.checkpoint
+        changed = CheckpointConfig(**changes) if saves is None else dataclasses.replace(saves, **changes)
+        return dataclasses.replace(config, checkpoint=changed)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> Any:
-        """Save to the local checkpoint manager if ``storage_options`` request that, else as before.
+        """Save with the local checkpoint manager if ``storage_options`` request that, else with the wrapped IO.
 
         Returns:
-            The manager's request, for who finalizes asynchronous saves.
+            The manager's request, which must be finalized for asynchronous saves.
 
-        Collective: all ranks, for a local one.
+        Collective: all ranks, for a local save.
         """
         local = (storage_options or {}).get(LOCAL_OPTIONS)
         if local is None or self.local_ckpt_manager is None:
             return self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
-        if path is not None:
-            raise ConfigError(f"a local checkpoint takes no path, and {path} was given; pass None")
+        require(path is None, f"a local checkpoint takes no path, and {path} was given; pass None")
         is_async = local.get("is_async", self.async_save)
-        callbacks = without_infinite(checkpoint.get("callbacks", {}))  # a best score is infinite until there is one
+        callbacks = without_infinite(checkpoint.get("callbacks", {}))  # a best score is infinite at first
         state = self.to_tensor_aware_state_dict({**checkpoint, "callbacks": callbacks})
         return self.local_ckpt_manager.save(state, local["iteration"], is_async=is_async)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the newest local checkpoint if it is as new as the one at ``path``, else that one.
+        """Load the newest local checkpoint if it is at least as new as the one at ``path``, else that one.
 
         Collective: all ranks, with a manager.
         """
         local = -1 if self.local_ckpt_manager is None else self.local_ckpt_manager.find_latest()
         if local >= 0:
             step = self.get_global_ckpt_iteration_fn(path)
-            is_first = current_place().global_rank == 0
             if local >= step:
-                level = logging.INFO if is_first else logging.DEBUG
-                log.log(level, "resuming from the local checkpoint of step %d; %s has step %d", local, path, step)
+                text = "resuming from the local checkpoint of step %d; %s has step %d"
+                log_on_rank_0(log, text, local, path, step, level=logging.INFO)
                 assert self.local_ckpt_manager is not None
                 loaded = self.from_tensor_aware_state_dict(self.local_ckpt_manager.load()[0], **kwargs)
                 return {**loaded, "callbacks": with_infinite(loaded.get("callbacks", {}))}
-            level = logging.WARNING if is_first else logging.DEBUG
-            log.log(level, "resuming from %s of step %d: the newest local checkpoint has step %d", path, step, local)
+            text = "resuming from %s of step %d: the newest local checkpoint has step %d"
+            log_on_rank_0(log, text, path, step, local)
         found: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
         return found
 
     def to_tensor_aware_state_dict(self, checkpoint: dict[str, Any]) -> Any:
-        """Return what the local checkpoint manager saves of a checkpoint of the strategy's.
+        """Return the state for the local checkpoint manager from a checkpoint of the strategy.
 
         Collective: all ranks, with Megatron's state.
         """
         if "sharded_state_dict" not in checkpoint:
             return _nvrx_local().BasicTensorAwareStateDict(checkpoint)
-        made, _ = _megatron_state().from_state_dict(
-            checkpoint, algo=self.local_ckpt_algo, parallelization_group=self.parallelization_group
-        )
+        megatron = importlib.import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict")
+        made, _ = megatron.MCoreTensorAwareStateDict.from_state_dict(checkpoint, **self._sharding)
         return made
 
     def from_tensor_aware_state_dict(
         self, tensor_aware_checkpoint: Any, sharded_state_dict: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """Return the checkpoint that :meth:`to_tensor_aware_state_dict` was given.
+        """Undo :meth:`to_tensor_aware_state_dict`.
 
         Args:
-            tensor_aware_checkpoint: What the local checkpoint manager loaded.
+            tensor_aware_checkpoint: The state that the local checkpoint manager loaded.
             sharded_state_dict: Megatron's, to load into.
 
         Collective: all ranks, with Megatron's state.
         """
         if isinstance(tensor_aware_checkpoint, _nvrx_local().BasicTensorAwareStateDict):
             return dict(tensor_aware_checkpoint.state_dict)
-        loaded: dict[str, Any] = tensor_aware_checkpoint.to_state_dict(
-            sharded_state_dict, algo=self.local_ckpt_algo, parallelization_group=self.parallelization_group
-        )
+        loaded: dict[str, Any] = tensor_aware_checkpoint.to_state_dict(sharded_state_dict, **self._sharding)
         return loaded
+
+    @property
+    def _sharding(self) -> dict[str, Any]:
+        return {"algo": self.local_ckpt_algo, "parallelization_group": self.parallelization_group}
 
 
 def update_trainer_local_checkpoint_io(
@@ -599,20 +565,20 @@ def update_trainer_local_checkpoint_io(
     get_global_ckpt_iteration_fn: IterationOf | None = None,
     **kwargs: Any,
 ) -> None:
-    """Have a trainer with a :class:`LocalCheckpointCallback` keep local checkpoints.
+    """Enable local checkpoints in a trainer with a :class:`LocalCheckpointCallback`.
 
-    They are stored below ``<local_checkpoint_base_dir>/local_ckpt/<hostname>``, are written while training continues
-    where the global save is (``trainer.strategy.async_save``, ``AsyncCheckpointIO``), and are copied to other nodes
-    where there are several. Without a :class:`LocalCheckpointCallback` nothing changes.
+    They are stored below ``<local_checkpoint_base_dir>/local_ckpt/<hostname>``, are written asynchronously if the
+    global save is (``trainer.strategy.async_save``, ``AsyncCheckpointIO``), and are copied to other nodes if there are
+    several. Without a :class:`LocalCheckpointCallback` nothing changes.
 
-    With a strategy that shards its state, such as NeMo's ``MegatronStrategy``, they hold what the strategy itself
-    saves, and are loaded where ``fit()`` is given a checkpoint that is not newer.
+    With a strategy that shards its state, such as NeMo's ``MegatronStrategy``, they contain the state that the strategy
+    itself saves, and are loaded if the checkpoint passed to ``fit()`` is not newer.
 
     Args:
         trainer: The trainer, before ``fit()``.
         local_checkpoint_base_dir: A folder on a disk of each node.
-        get_global_ckpt_iteration_fn: Returns the number of optimizer steps that a checkpoint of Lightning's has done,
-            from its path; ``None`` = :func:`get_iteration_from_checkpoint`.
+        get_global_ckpt_iteration_fn: Returns the number of optimizer steps of the Lightning checkpoint at a path;
+            ``None`` = :func:`get_iteration_from_checkpoint`.
         kwargs: Fields of ``CheckpointConfig``: ``async_save``, ``replication``, ``replication_jump``,
             ``replication_factor``, ``local_most_recent_k``, and others; with a strategy that shards its state
             ``local_ckpt_algo`` and ``parallelization_group``, as for :class:`HierarchicalCheckpointIO`.
@@ -631,34 +597,27 @@ def update_trainer_local_checkpoint_io(
             )
     if not any(isinstance(callback, LocalCheckpointCallback) for callback in trainer.callbacks):
         return
-    folder, iteration_of = LocalTier(os.fspath(local_checkpoint_base_dir), kwargs), get_global_ckpt_iteration_fn
-    own = strategy.checkpoint_io
+    folder = LocalTier(os.fspath(local_checkpoint_base_dir), kwargs)
+    iteration_of = get_global_ckpt_iteration_fn or get_iteration_from_checkpoint
+    own, is_async = strategy.checkpoint_io, bool(getattr(strategy, "async_save", False))
     if is_whole:
-        is_async = bool(getattr(strategy, "async_save", False)) or isinstance(own, AsyncCheckpointIO)
-        strategy.checkpoint_io = HierarchicalCheckpointIO(
-            own, folder, iteration_of or get_iteration_from_checkpoint, async_save=is_async
-        )
+        is_async = is_async or isinstance(own, AsyncCheckpointIO)
+        strategy.checkpoint_io = HierarchicalCheckpointIO(own, folder, iteration_of, async_save=is_async)
         return
     copies = _nvrx_local().LazyCliqueReplicationStrategy() if trainer.num_nodes > 1 else None
     manager = _nvrx_local().LocalCheckpointManager(folder.directory, repl_strategy=copies)
-    # Only a wrapper that finalizes what a save returns lets a save be asynchronous.
-    is_async = bool(getattr(strategy, "async_save", False)) and hasattr(own, "maybe_finalize_save_checkpoint")
-    strategy.checkpoint_io = HierarchicalCheckpointIO(
-        own.checkpoint_io if is_async else own,
-        manager,
-        iteration_of or get_iteration_from_checkpoint,
-        async_save=is_async,
-        **kwargs,
-    )
-    if is_async:
-        strategy.checkpoint_io = type(own)(strategy.checkpoint_io)
+    # A save can only be asynchronous with a wrapper that finalizes the request that the save returns.
+    is_async = is_async and hasattr(own, "maybe_finalize_save_checkpoint")
+    wrapped = own.checkpoint_io if is_async else own
+    made = HierarchicalCheckpointIO(wrapped, manager, iteration_of, async_save=is_async, **kwargs)
+    strategy.checkpoint_io = type(own)(made) if is_async else made
 
 
 def get_iteration_from_checkpoint(checkpoint: Any) -> int:
-    """Return the number of optimizer steps that a checkpoint of Lightning's has done.
+    """Return the number of optimizer steps of a Lightning checkpoint.
 
     Args:
-        checkpoint: It, loaded, or its path; a file is read with ``weights_only=True``.
+        checkpoint: The loaded checkpoint, or its path; a file is read with ``weights_only=True``.
     """
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = torch.load(Path(checkpoint), map_location="meta", weights_only=True)
@@ -672,13 +631,13 @@ def _fault_of(params: SimulatedFaultParams | Mapping[str, Any] | None) -> Simula
     for name in params:
         if name not in known:
             raise ConfigError(f"simulated_fault_params has an unknown key {name!r}: {nearest(str(name), known)}")
-    if missing := {"fault_type", "base_delay"} - set(params):
-        raise ConfigError(f"simulated_fault_params lacks {', '.join(sorted(missing))}")
+    missing = {"fault_type", "base_delay"} - set(params)
+    require(not missing, f"simulated_fault_params lacks {', '.join(sorted(missing))}")
     return SimulatedFaultParams(**params)
 
 
 def _action_name(request: Any) -> str:
-    """Return the name of an action that a policy returned: NVRx's request, its action, or the name itself."""
+    """Return the name of a policy's action, which may be NVRx's request, its action, or the name itself."""
     action = getattr(request, "action", request)
     return str(getattr(action, "name", action))
 
@@ -688,13 +647,8 @@ def _nvrx_local() -> Any:
     return importlib.import_module("outlast.integrations.nvrx.local_checkpoints")
 
 
-def _megatron_state() -> Any:
-    """Return Megatron's class of state that a local checkpoint manager saves."""
-    return importlib.import_module("megatron.core.dist_checkpointing.tensor_aware_state_dict").MCoreTensorAwareStateDict
-
-
 def _hierarchical(trainer: Any) -> HierarchicalCheckpointIO | None:
-    """Return the part of a trainer's checkpoint IO that knows of local checkpoints."""
+    """Return the :class:`HierarchicalCheckpointIO` of a trainer, if it has one."""
     found = (one for one in unwrapped(trainer.strategy.checkpoint_io) if isinstance(one, HierarchicalCheckpointIO))
     return next(found, None)
 
@@ -705,11 +659,11 @@ def _is_whole(strategy: Any) -> bool:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise if a trainer cannot be protected.
+    """Check that a trainer can be protected.
 
     Raises:
-        ConfigError: It starts processes itself, has a callback that searches for a batch size or learning rate while it
-            fits, or a local checkpoint manager that its strategy calls on one rank only.
+        ConfigError: It starts processes itself, has a callback that searches for a batch size or learning rate during
+            training, or a local checkpoint manager that its strategy calls on one rank only.
     """
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -741,7 +695,6 @@ def _refuse(trainer: Any) -> None:
 
 
 def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHost:
-    """Open the session of a trainer."""
     _refuse(trainer)
     config, why = _merged(trainer, callbacks)
     if trainer.fast_dev_run and config.checkpoint is not None:
@@ -772,21 +725,21 @@ def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHos
 
 
 def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config, str | None]:
-    """Return the settings of all callbacks of a trainer, and why the session does not save; ``None`` = it does.
+    """Return the settings of all callbacks of a trainer, and why the session does not save; ``None`` = it saves.
 
     Raises:
-        ConfigError: Several callbacks were given different ones, or one needs what another switches off.
+        ConfigError: Callbacks were given different configs, or one needs a feature that another disables.
     """
     given = [callback._config for callback in callbacks if callback._config is not None]
     given = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
-    if any(one != given[0] for one in given):
-        raise ConfigError("two callbacks of outlast were given different config=; give it to one of them")
+    text = "two callbacks of outlast were given different config=; give it to one of them"
+    require(all(one == given[0] for one in given), text)
     config = hosted_config(given[0] if given else None)
     if (wrapper := _hierarchical(trainer)) is not None:
         config = wrapper.settings(config)
     kinds = [type(callback) for callback in callbacks]
-    if twice := next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None):
-        raise ConfigError(f"the trainer has {twice} twice; give it one")
+    twice = next((kind.__name__ for kind in kinds if kinds.count(kind) > 1), None)
+    require(twice is None, f"the trainer has {twice} twice; give it one")
     why = _why_trainer_saves(config, trainer, callbacks)
     if why is not None:
         config = dataclasses.replace(config, checkpoint=None)
@@ -796,10 +749,10 @@ def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config,
 
 
 def _why_trainer_saves(config: Config, trainer: Any, callbacks: Sequence[_HostedCallback]) -> str | None:
-    """Return why the trainer's own checkpoints are all there is; ``None`` = the session saves.
+    """Return why the trainer's own checkpoints are used; ``None`` = the session saves.
 
     Raises:
-        ConfigError: The settings have a place for checkpoints that the session cannot save with this strategy.
+        ConfigError: The settings request checkpoints that the session cannot save with this strategy.
     """
     strategy = type(trainer.strategy).__name__
     wishes = [one.trainer_saves for one in callbacks if isinstance(one, FaultToleranceCallback)]

@@ -1,21 +1,20 @@
-"""What lies between Lightning's hooks and a session: where the trainer is, what is saved there, and how it goes on.
+"""The session behind Lightning's hooks: position of the trainer, saved state, and resumption.
 
-When is the state saved? A callback that saves in ``on_train_batch_end`` saves too early: the module's own hook, the
-other callbacks, a validation and the end of an epoch may still follow, and a run that resumes from there leaves them
-out. So what is due is saved at the next place between two steps: before the next batch is trained, before the next
-epoch begins, or when training ends. Only a run that has to leave does not wait for a validation: it leaves before it,
-and the validation is run after the restart.
+Save point: ``on_train_batch_end`` is too early, since the module's own hook, other callbacks, a validation and the end
+of an epoch may follow, and a resumed run would skip them. So a due save is done at the next point between two steps:
+before the next batch, before the next epoch, or at the end of training. Only a shutdown does not wait for a validation:
+it saves before the validation, which runs after the restart.
 
-What is saved is what Lightning's own checkpoints have, of each rank, and the random numbers. The batch that was fetched
-already is not counted as fetched. Random numbers come back where they were taken (before the batch, the epoch, or the
-validation), since Lightning draws some in between: for loaders, and for its sanity check.
+The state is that of Lightning's own checkpoints, of each rank, plus random numbers. The prefetched batch does not count
+as fetched. Random numbers are restored where they were captured (before the batch, the epoch or the validation), since
+Lightning draws some in between: for loaders and for its sanity check.
 
-Lightning's loops offer no public way to do this, so private names are used here, and only here; a test runs all of it
+Lightning's loops have no public API for this; private names are used in this module only, and a test runs all of it
 with the installed version.
 
-Monitoring only: where the session has no checkpoint settings, the trainer's own checkpoints are all there is. Then
-nothing of the above is done. A shutdown that all ranks agreed on is carried out at the end of the batch, behind all
-other callbacks, with a save by the trainer's own ``ModelCheckpoint``: where Lightning saves, too.
+Monitoring only: without checkpoint settings the trainer's own checkpoints are used and none of the above is done. A
+shutdown that all ranks agreed on is carried out at the end of the batch, after all other callbacks, with a save by the
+trainer's ``ModelCheckpoint``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import math
 import signal
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from enum import StrEnum
 from typing import Any, NoReturn, TypeAlias
 
@@ -43,39 +42,39 @@ from torch.utils.data.distributed import DistributedSampler
 from outlast import clock
 from outlast.config import Config
 from outlast.errors import ConfigError, ExitReason, OutlastError
-from outlast.integrations.hosted_session import HostedSession, KeptRandom
+from outlast.integrations.hosted_session import HostedSession, log_on_rank_0
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.process_groups import current_place
-from outlast.runtime.random_numbers import capture_random
+from outlast.runtime.random_numbers import capture_random, restore_random
 from outlast.session.step import StepDecision
 
 log = logging.getLogger(__name__)
 IterationOf: TypeAlias = Callable[[Any], int]
-"""Takes the path of one of Lightning's checkpoints, and returns the number of optimizer steps that it has done."""
+"""Returns the number of optimizer steps of the Lightning checkpoint at a path."""
 _PREEMPTED = "Preemption detected, saving checkpoint and exiting"
 _BITS = "outlast_bits_of"
-"""Key of a tensor's type, where its bits stand in its place."""
+"""Key of the dtype of a tensor that is saved as its bits."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer dtype by element size in bytes."""
 LOCAL_OPTIONS = "local_checkpoint_options"
-"""Key in ``storage_options`` of what is saved by a local checkpoint manager; NVRx's name."""
+"""Key in ``storage_options`` for a save by a local checkpoint manager; NVRx's name."""
 _HPARAMS = ("hyper_parameters", "hparams_name", "hparams_type")
 
 
 class ResumableDistributedSampler(DistributedSampler[Any]):
-    """Yield a rank's indices in an order that follows from seed and epoch alone, from any position in it.
+    """Yield a rank's indices in an order that depends only on seed and epoch, from any position.
 
-    It is torch's ``DistributedSampler``, with the same indices, and also works with one rank. The callbacks of this
-    module set the position when training resumes in the middle of an epoch. Another loop does so with
-    :meth:`load_state_dict`, or with :meth:`resume_at` and what it has trained: a loader's workers fetch ahead.
+    Torch's ``DistributedSampler``, with the same indices, which also works with one rank. The callbacks of this module
+    set the position when training resumes within an epoch. Other loops use :meth:`load_state_dict`, or
+    :meth:`resume_at` with the number of trained samples, since a loader's workers prefetch.
 
     Args:
         dataset: As for ``DistributedSampler``.
         num_replicas: Number of ranks that share the dataset; ``None`` = all ranks.
         rank: This rank's number among them; ``None`` = its global rank.
-        shuffle: Shuffle anew in each epoch.
-        seed: The order's seed, the same on all ranks.
-        drop_last: Leave out what does not divide evenly; off: repeat some samples.
+        shuffle: Shuffle again in each epoch.
+        seed: Seed of the order, the same on all ranks.
+        drop_last: Drop the remainder that cannot be divided evenly; ``False``: repeat some samples.
     """
 
     def __init__(
@@ -88,19 +87,12 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         drop_last: bool = False,
     ) -> None:
         place = current_place()
-        super().__init__(
-            dataset,
-            num_replicas=place.world_size if num_replicas is None else num_replicas,
-            rank=place.global_rank if rank is None else rank,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
-        self._start = 0
-        self._position = 0
+        num_replicas = place.world_size if num_replicas is None else num_replicas
+        super().__init__(dataset, num_replicas, place.global_rank if rank is None else rank, shuffle, seed, drop_last)
+        self._start = self._position = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the indices of the epoch, from the position that was set; the next epoch begins at 0 again."""
+        """Yield the indices of the epoch from the set position on; the next epoch starts at 0."""
         start, self._start = self._start, 0
         self._position = start
         for index in list(super().__iter__())[start:]:
@@ -108,22 +100,22 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
             yield index
 
     def resume_at(self, position: int) -> None:
-        """Leave out the first ``position`` samples of this rank when it is iterated next."""
+        """Skip the first ``position`` samples of this rank in the next iteration."""
         self._start = self._position = position
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, and the number of samples of this rank that were given out in it."""
+        """Return seed, epoch, and the number of samples of this rank that were yielded in it."""
         return {"seed": self.seed, "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Continue from a result of :meth:`state_dict`."""
         self.seed = int(state["seed"])
         self.set_epoch(int(state["epoch"]))
         self.resume_at(int(state["position"]))
 
 
 class _RestOfEpoch(Sampler[Any]):
-    """A sampler without its first indices, once; all else is the sampler's own."""
+    """A sampler that skips its first indices, once."""
 
     def __init__(self, sampler: Any, num_skipped: int) -> None:
         self._sampler, self._num_skipped = sampler, num_skipped
@@ -142,7 +134,7 @@ class _RestOfEpoch(Sampler[Any]):
 
 
 class Place(StrEnum):
-    """Where between two steps a state was saved: what comes next."""
+    """Point between two steps at which a state was saved, named by what follows."""
 
     BATCH = "batch"
     VALIDATION = "validation"
@@ -150,31 +142,33 @@ class Place(StrEnum):
 
 
 class TrainerState:
-    """What a checkpoint of Lightning's has beside weights and optimizers, of this rank, and where it was saved."""
+    """State of a Lightning checkpoint other than weights and optimizers, of this rank, and the save point."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.place: Place | None = None
-        """Where the trainer is between two steps; ``None`` = nowhere that can be saved."""
+        """Current point between two steps; ``None`` = not at a save point."""
         self.fetch_random: dict[str, Any] | None = None
-        """Random numbers before the batch that is fetched already."""
+        """Random numbers before the prefetched batch."""
         self.loader_states: list[dict[str, Any]] = []
-        """States of loaders that have one, before that batch."""
+        """States of stateful loaders before the prefetched batch."""
         self.has_stopped = False
-        """Whether training ended before its last step, by early stopping for instance."""
+        """Whether training ended before its last step, for example by early stopping."""
         self._accumulated: int | None = None
-        self.holds_weights = False  # and its state_dict() calls hooks of the user's
+        self.holds_weights = False  # and its state_dict() calls the user's hooks
         self.loaded: dict[str, Any] | None = None
-        """What was saved, if something was loaded."""
+        """The loaded state, until training has continued."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it; nothing while the trainer is in the middle of something."""
+        """Return the state; empty unless the trainer is at a save point."""
         if self.place is None:
             return {}
         trainer = self._trainer
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        del checkpoint["optimizer_states"]  # the optimizers are saved themselves, and so is the module,
-        if _are_same(checkpoint["state_dict"], trainer.lightning_module.state_dict()):  # unless a hook exchanged it
+        del checkpoint["optimizer_states"]  # optimizers are saved separately, and so is the module,
+        if _are_same(
+            checkpoint["state_dict"], trainer.lightning_module.state_dict()
+        ):  # unless a hook replaced its state
             del checkpoint["state_dict"]
         for name in _HPARAMS:
             for prefix in ("", "datamodule_"):
@@ -193,11 +187,11 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what was saved for :meth:`apply`."""
+        """Keep the loaded state for :meth:`apply`."""
         self.loaded = state
 
     def apply(self) -> None:
-        """Give what was loaded to the trainer, whose module and optimizers are loaded already."""
+        """Restore the loaded state to the trainer, whose module and optimizers are loaded already."""
         assert self.loaded is not None
         trainer, checkpoint = self._trainer, self.loaded["checkpoint"]
         checkpoint["callbacks"] = with_infinite(checkpoint["callbacks"])
@@ -210,7 +204,7 @@ class TrainerState:
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_lr_schedulers()
-        connector._loaded_checkpoint, connector._ckpt_path = {}, None  # what fit(ckpt_path=...) loaded is older
+        connector._loaded_checkpoint, connector._ckpt_path = {}, None  # the checkpoint passed to fit() is older
         loop = trainer.fit_loop
         loops = checkpoint["loops"]["fit_loop"]
         schedules = any(isinstance(one, GradientAccumulationScheduler) for one in trainer.callbacks)
@@ -219,18 +213,18 @@ class TrainerState:
         loop.load_state_dict(loops)
         trainer.should_stop = trainer.should_stop or self.loaded.get("has_stopped", False)
         if self.loaded["place"] == Place.EPOCH:
-            # Lightning takes what ended with an epoch for the middle of one if max_steps is set.
+            # With max_steps, Lightning treats the end of an epoch as the middle of one.
             loop.epoch_loop.restarting = False
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
     def continue_accumulation(self, *, is_new_epoch: bool = False) -> None:
-        """Accumulate as many batches as before, where a callback sets that as an epoch begins."""
+        """Restore the number of accumulated batches, which a callback sets when an epoch starts."""
         number, self._accumulated = self._accumulated, None
         if number and not is_new_epoch:
             self._trainer.accumulate_grad_batches = number
 
     def unfreeze(self) -> None:
-        """Train what was trained, where a callback freezes a part until some epoch: it froze it again as it began."""
+        """Restore which parameters are trained, since a callback that freezes parts froze them again."""
         assert self.loaded is not None
         if (trained := self.loaded.get("trainable")) is None:
             return
@@ -241,7 +235,7 @@ class TrainerState:
             norm.track_running_stats = trained["norms"].get(name, norm.track_running_stats)
 
     def _trainable(self) -> dict[str, dict[str, bool]] | None:
-        """Return what is trained and what is frozen, by name, where a callback changes that between epochs."""
+        """Return which parameters are trained, by name, if a callback changes that between epochs."""
         if not any(isinstance(one, BaseFinetuning) for one in self._trainer.callbacks):
             return None
         module = self._trainer.lightning_module
@@ -251,17 +245,17 @@ class TrainerState:
         }
 
     def _position(self, loops: dict[str, Any]) -> dict[str, Any]:
-        """Return the loops' progress as it is between two steps."""
+        """Return the loops' progress adjusted to the point between two steps."""
         if self.place == Place.EPOCH:
             epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-            for part in ("total", "current"):  # the next epoch is not begun yet
+            for part in ("total", "current"):  # the next epoch has not started
                 epochs[part] = {**epochs[part], "ready": epochs[part]["started"]}
             zeros = dict.fromkeys(batches["current"], 0)
             loops["epoch_loop.batch_progress"] = {**batches, "current": zeros, "is_last_batch": False}
         elif self.place == Place.BATCH:
             batches = loops["epoch_loop.batch_progress"]
             changed: dict[str, Any] = {"is_last_batch": False}
-            for part in ("total", "current"):  # the batch that was fetched is not trained
+            for part in ("total", "current"):  # the prefetched batch is not trained
                 changed[part] = {**batches[part], "ready": batches[part]["completed"]}
             loops["epoch_loop.batch_progress"] = {**batches, **changed}
         if self.place != Place.EPOCH and self.loader_states:
@@ -270,13 +264,13 @@ class TrainerState:
 
 
 def _scale(progress: Any, world_size: int, new_world_size: int, num_batches: float) -> None:
-    """Have an epoch's position count batches of another number of ranks: those that are done for sure, and not all.
+    """Convert an epoch's position in batches to another number of ranks, rounded down, and below the epoch's end.
 
     Args:
-        progress: Lightning's numbers of batches that are begun and done in this epoch.
+        progress: Lightning's numbers of started and completed batches in this epoch.
         world_size: Ranks that did them.
         new_world_size: Ranks that continue.
-        num_batches: Of each of these, in an epoch; infinite = unknown.
+        num_batches: Batches of each of these ranks in an epoch; infinite = unknown.
     """
     number = int(max(0, min(progress.completed * world_size // new_world_size, num_batches - 1)))
     progress.ready = progress.started = progress.processed = progress.completed = number
@@ -287,10 +281,10 @@ def _batch_norms(module: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def without_infinite(state: Any) -> Any:
-    """Return a state with the bits of tensors that hold NaN or infinite numbers in their place.
+    """Return a state with tensors that contain NaN or infinity replaced by their bits.
 
-    A best score is infinite until there is one. Only weights and optimizers decide whether a checkpoint is
-    worth loading. Types of 8 bits and less are always replaced: torch cannot examine all of them.
+    A best score is infinite until there is one, and only weights and optimizers must be finite in a checkpoint. Tensors
+    with elements of 8 bits are always replaced, since torch cannot check all of these types.
     """
     if (
         isinstance(state, torch.Tensor)
@@ -305,7 +299,7 @@ def without_infinite(state: Any) -> Any:
 
 
 def with_infinite(state: Any) -> Any:
-    """Return what :func:`without_infinite` was given."""
+    """Undo :func:`without_infinite`."""
     if type(state) is dict:
         if _BITS in state:
             return state["bits"].view(getattr(torch, state[_BITS]))
@@ -314,7 +308,7 @@ def with_infinite(state: Any) -> Any:
 
 
 def _metrics(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return what was logged last, by name; the public property computes running means, with all ranks."""
+    """Return the last logged metrics, by name; the public property computes running means, with all ranks."""
     found: dict[str, torch.Tensor] = trainer._logger_connector._callback_metrics
     return found
 
@@ -334,33 +328,30 @@ def _are_same(one: Any, other: Mapping[str, Any]) -> bool:
 
 
 class _LooseModule:
-    """A module with ``strict_loading`` off: what its ``state_dict`` leaves out is not missing."""
+    """A module with ``strict_loading`` off: keys that its ``state_dict`` omits are not missing."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.wrapped = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what is there."""
         self.wrapped.load_state_dict(state, strict=False)
 
 
 class _LateOptimizer:
-    """An optimizer whose groups may be others until all callbacks have begun, as with ``BackboneFinetuning``."""
+    """An optimizer whose groups may change until all callbacks have started, as with ``BackboneFinetuning``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.wrapped = optimizer
         self._late: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's."""
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load it now if its groups are the optimizer's."""
+        """Load the state now if the groups match, else in :meth:`finish_loading`."""
         groups = [len(group["params"]) for group in self.wrapped.param_groups]
         if groups == [len(group["params"]) for group in state["param_groups"]]:
             self.wrapped.load_state_dict(state)
@@ -368,25 +359,23 @@ class _LateOptimizer:
             self._late = state
 
     def finish_loading(self) -> None:
-        """Load what could not be loaded before."""
         state, self._late = self._late, None
         if state is not None:
             self.wrapped.load_state_dict(state)
 
 
 class _LastCallback(Callback):
-    """Follows all other callbacks of a trainer."""
+    """The last callback of a trainer."""
 
     def __init__(self, host: TrainerHost) -> None:
         self._host = host
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Let the trainer save what is due."""
         self._host.batch_is_complete()
 
 
 def unwrapped(checkpoint_io: Any) -> Iterator[Any]:
-    """Yield a checkpoint IO, and those that it wraps, from the outside in."""
+    """Yield a checkpoint IO and those that it wraps, outermost first."""
     yield checkpoint_io
     while isinstance(checkpoint_io, _WrappingCheckpointIO):
         checkpoint_io = checkpoint_io.checkpoint_io
@@ -394,24 +383,24 @@ def unwrapped(checkpoint_io: Any) -> Iterator[Any]:
 
 
 class TrainerHost:
-    """One session of one trainer, and where both are.
+    """The session of one trainer.
 
     Args:
         trainer: The trainer, in its hook ``setup``.
         config: The session's settings.
-        logs_scores: Give the scores of slow ranks to the trainer's loggers.
+        logs_scores: Pass the scores of slow ranks to the trainer's loggers.
         names_setup: Open the section ``setup`` until the first batch.
-        local_steps: Steps between two saves by the trainer's own local checkpoint manager; ``None`` = it makes none by
-            steps. The session's own are a setting.
-        local_interval_s: Seconds between two local saves; ``None`` = they are not made by time.
-        iteration_of: Returns the optimizer steps of a checkpoint of Lightning's; ``None`` = what the run saved always
-            counts as newer than the checkpoint that ``fit()`` was given.
+        local_steps: Steps between two saves by the trainer's own local checkpoint manager; ``None`` = none by steps.
+            The session's own local saves are a setting.
+        local_interval_s: Seconds between two local saves; ``None`` = none by time.
+        iteration_of: Returns the optimizer steps of a Lightning checkpoint; ``None`` = the run's own checkpoint always
+            counts as newer than the checkpoint passed to ``fit()``.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
 
-    Collective: all ranks, and so are all other methods but :meth:`take_signals` and :meth:`fail`.
-    Thread: that of the trainer.
+    Collective: all ranks, for all methods except :meth:`take_signals` and :meth:`fail`.
+    Thread: the trainer's thread.
     """
 
     def __init__(
@@ -433,14 +422,13 @@ class TrainerHost:
         )
         self.session, self._random = self._host.session, self._host.random
         self._handler = signal.getsignal(signal.SIGTERM)
-        self._setup: AbstractContextManager[None] | None = None
-        self._evaluation: AbstractContextManager[None] | None = None
+        self._setup, self._evaluation = ExitStack(), ExitStack()
+        """The open sections ``setup`` and ``evaluation``."""
         if names_setup:
-            self._setup = self.session.section("setup")
-            self._setup.__enter__()
+            self._setup.enter_context(self.session.section("setup"))
         self._validates = _validates_loss(config, trainer)
         self._losses: Any = None
-        """The sum of the open step's; where they are not judged, of all steps' times 0."""
+        """Sum of the losses of the open step; if losses are not judged, the sum of all losses times 0."""
         self._has_warned = False
         self._is_monitoring = config.checkpoint is None
         self._local_steps, self._local_s = local_steps, local_interval_s
@@ -456,7 +444,7 @@ class TrainerHost:
         self._max_steps = trainer.fit_loop.max_steps
         self._has_begun = False
         self._unreadable: tuple[Any, Exception] | None = None
-        """The checkpoint that ``fit()`` was given and cannot be read, and why."""
+        """The checkpoint passed to ``fit()`` that cannot be read, and the error."""
         self._wrap_save()
         self._last = _LastCallback(self)
         if self._is_monitoring:
@@ -467,17 +455,17 @@ class TrainerHost:
     # -- begin -----------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore the newest generation, and set Lightning's position to it.
+        """Restore the newest checkpoint, and set Lightning's position to it.
 
         Raises:
             ConfigError: An optimizer's state is not whole on any rank.
-            OutlastError: The checkpoint that ``fit()`` was given cannot be read on another rank, and the run has saved
-                none. What reading it raised is raised on the rank that tried.
+            OutlastError: Another rank cannot read the checkpoint passed to ``fit()``, and the run has saved none. The
+                rank that failed raises its own error.
 
         Collective: all ranks.
         """
         if self._is_monitoring:
-            return  # the trainer's own state is not restored yet
+            return  # the trainer's own state is restored later
         trainer = self._trainer
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -498,22 +486,25 @@ class TrainerHost:
         if cannot_read:
             path, why = self._unreadable or (given, "on another rank")
             reason = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
-            what = (
-                "%s, which fit() was given, cannot be read (%s); resuming from step %d, which this run saved, instead"
+            log_on_rank_0(
+                log,
+                "%s, which fit() was given, cannot be read (%s); resuming from step %d, which this run saved, instead",
+                *(path, textwrap.shorten(reason, 160), step),
             )
-            self._log(what, path, textwrap.shorten(reason, 160), step)
             given = None
         if given and self._iteration_of is not None:
             other = self._iteration_of(given)
             if other > step:
-                self._log("resuming from %s of step %d, which is newer than the saved step %d", given, other, step)
+                log_on_rank_0(
+                    log, "resuming from %s of step %d, which is newer than the saved step %d", given, other, step
+                )
                 connector = trainer._checkpoint_connector
                 connector.restore_model()
                 connector.restore_callbacks()
                 self._own.loaded = None
                 return
         if given:
-            self._log("resuming from step %d, which this run saved, instead of from %s", step, given)
+            log_on_rank_0(log, "resuming from step %d, which this run saved, instead of from %s", step, given)
         kept = capture_random()
         self._own.apply()
         self._random.keep(kept)
@@ -521,7 +512,7 @@ class TrainerHost:
 
         def place_loaders() -> None:
             loop._load_combined_loader_states = original
-            if self._place == Place.EPOCH:  # with the state of the epoch before, a loader's next iterator is the next's
+            if self._place == Place.EPOCH:  # a loader with the state of the last epoch yields the next epoch
                 loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
                 loop._combined_loader_states_to_load = []
             original()
@@ -530,16 +521,15 @@ class TrainerHost:
         original = self._host.replace(loop, "_load_combined_loader_states", place_loaders)
 
     def heartbeat(self) -> None:
-        """Send a heartbeat."""
         self.session.heartbeat()
 
     def take_signals(self) -> None:
-        """Put back the handler of SIGTERM that Lightning has replaced: its own ends one rank alone, saving nothing."""
-        if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:  # None: it is not python's
+        """Restore the SIGTERM handler that Lightning replaced: Lightning's ends one rank alone, without a save."""
+        if self._handler is not None and signal.getsignal(signal.SIGTERM) != self._handler:  # None: not set from Python
             signal.signal(signal.SIGTERM, self._handler)
 
     def training_starts(self) -> None:
-        """Put Lightning's loops where training continues."""
+        """Set Lightning's loops to the point at which training continues."""
         self.take_signals()
         if self._is_monitoring:
             return self._begin_monitoring()
@@ -550,7 +540,7 @@ class TrainerHost:
         if loaded is None:
             return
         self._own.unfreeze()
-        # Early stopping may look at them before the next validation.
+        # Early stopping may read the metrics before the next validation.
         _metrics(self._trainer).update(with_infinite(loaded.get("callback_metrics", {})))
         if self._place == Place.EPOCH:
             return
@@ -559,16 +549,14 @@ class TrainerHost:
             loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
             return
         if loaded["fetch_random"] is not None and loaded["world_size"] == self._trainer.world_size:
-            after = KeptRandom()
-            after.keep(loaded["fetch_random"])
-            after.put_back()
+            restore_random(loaded["fetch_random"])
         if loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
-            loop._batches_that_stepped -= 1  # Lightning counts the step once more, as it leaves out that validation
+            loop._batches_that_stepped -= 1  # Lightning counts the step again, as it skips that validation
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def epoch_starts(self) -> None:
-        """Save what is due between two epochs, or put back the random numbers of there."""
+        """Do a due save between two epochs, or restore the random numbers of that point."""
         self._own.continue_accumulation(is_new_epoch=True)
         if self._pending is not None:
             self._act(Place.EPOCH)
@@ -576,13 +564,10 @@ class TrainerHost:
             self._random.put_back()
 
     def batch_starts(self) -> None:
-        """Save what is due between two batches, and begin a step unless one is open."""
-        if self._setup is not None:
-            setup, self._setup = self._setup, None
-            setup.__exit__(None, None, None)
+        """Do a due save between two batches, and start a step unless one is open."""
+        self._setup.close()
         self._own.continue_accumulation()
-        if self._random.is_kept:
-            self._random.put_back()
+        self._random.put_back()
         if self._pending is not None:
             self._act(Place.BATCH)
         if self._is_open:
@@ -597,19 +582,18 @@ class TrainerHost:
         self.session.begin_step()
 
     def take_loss(self, loss: torch.Tensor) -> None:
-        """Take a loss of the step."""
         loss = loss.detach()
         if not self._validates:
-            loss = loss.float() * 0  # NaN where it is not finite, and so is the sum from then on
+            loss = loss.float() * 0  # NaN if the loss is not finite; then the sum stays NaN
         self._losses = loss if self._losses is None else self._losses + loss
 
     def judge_loss(self) -> None:
-        """Raise if the step's losses are not finite: then no weight of this rank has moved.
+        """Raise if the losses of the step are not finite, before a weight of this rank moves.
 
-        Where losses are not judged, one that is not finite is reported once, without waiting for a device.
+        If losses are not judged, the first one that is not finite is reported once, without waiting for a device.
 
         Raises:
-            OutlastError: They are not.
+            OutlastError: They are not finite.
 
         Blocks: until the device has computed them, if they are judged.
         """
@@ -628,7 +612,7 @@ class TrainerHost:
             )
 
     def batch_ends(self) -> None:
-        """End the step if an optimizer has stepped, and note what is due."""
+        """End the step if an optimizer has stepped, and keep the decision of the ranks."""
         if not self._is_open or (step := self._loop.global_step) == self._steps_before:
             return
         self._is_open = False
@@ -642,10 +626,10 @@ class TrainerHost:
             self._own.loader_states = self._trainer.fit_loop._combined_loader._state_dicts()
 
     def batch_is_complete(self) -> None:
-        """Have the trainer save what is due, and exit if all ranks agreed to; monitoring only.
+        """Save with the trainer if a save is due, and exit if all ranks agreed to; monitoring only.
 
         Raises:
-            SystemExit: They did.
+            SystemExit: All ranks agreed to exit.
 
         Collective: all ranks.
         Blocks: until the trainer has saved.
@@ -661,20 +645,17 @@ class TrainerHost:
             self._trainer.save_checkpoint(None, weights_only=False, storage_options=local)
 
     def validation_starts(self) -> None:
-        """Leave, if all ranks agreed to; put back the random numbers of a run that left here, and begin the section."""
+        """Exit if all ranks agreed to; restore the random numbers of a run that exited here, and open the section."""
         if self._pending is not None and self._pending.stop:
             self._act(Place.VALIDATION)
         if self._place == Place.VALIDATION:
             self._random.put_back()
         self.session.heartbeat()
-        self._evaluation = self._host.outside_step("evaluation", is_in_step=self._is_open)
-        self._evaluation.__enter__()
+        self._evaluation.enter_context(self._host.outside_step("evaluation", is_in_step=self._is_open))
 
     def validation_ends(self) -> None:
-        """Continue the step that the validation interrupted; note the random numbers, where a save follows."""
-        evaluation, self._evaluation = self._evaluation, None
-        if evaluation is not None:
-            evaluation.__exit__(None, None, None)
+        """Continue the step that the validation interrupted; capture random numbers if a save follows."""
+        self._evaluation.close()
         if self._pending is not None:
             self._own.fetch_random = capture_random()
 
@@ -686,7 +667,7 @@ class TrainerHost:
         Raises:
             SystemExit: All ranks agreed to stop after the last step.
         """
-        if self._is_open:  # the last batches moved no weight: the trainer's position did change
+        if self._is_open:  # the last batches moved no weight, but the trainer's position
             self._is_open = False
             self._pending = self.session.end_step(is_last=True)
         self._own.place, self._is_done = Place.EPOCH, True
@@ -698,8 +679,7 @@ class TrainerHost:
         self._own.place = None
 
     def finish(self) -> None:
-        """Close the session in order."""
-        if not self._is_done:  # there was nothing left to train
+        if not self._is_done:  # nothing was left to train
             if self._is_monitoring and not self._has_begun:
                 self._begin_monitoring()
             self._own.place = Place.EPOCH
@@ -708,12 +688,12 @@ class TrainerHost:
         self._host.note_finished()
 
     def fail(self, error: BaseException) -> None:
-        """Close the session without waiting for anybody."""
+        """Close the session after an exception, without waiting for other ranks."""
         self._release()
         self.session.__exit__(type(error), error, error.__traceback__)
 
     def close(self) -> None:
-        """Close the session in order. Idempotent."""
+        """Close the session. Idempotent."""
         self._release()
         self.session.close()
 
@@ -721,13 +701,12 @@ class TrainerHost:
 
     @property
     def _monitor(self) -> RankMonitor:
-        """The session's monitor."""
         monitor = open_monitor()
         assert monitor is not None, "the session has closed it"
         return monitor
 
     def _wrap_save(self) -> None:
-        """Have the trainer's saves be a section; monitoring only: what they commit is progress."""
+        """Run the trainer's saves in a section; monitoring only: a committed save is progress."""
 
         def save_checkpoint(
             filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
@@ -740,26 +719,27 @@ class TrainerHost:
         save = self._host.replace(self._trainer, "save_checkpoint", save_checkpoint)
 
     def _saves_later(self) -> bool:
-        """Return whether a save of the trainer's may return before it is committed."""
+        """Return whether a save of the trainer may return before it is committed."""
         return any(
             isinstance(one, AsyncCheckpointIO) or hasattr(one, "maybe_finalize_save_checkpoint")
             for one in unwrapped(self._trainer.strategy.checkpoint_io)
         )
 
     def _begin_monitoring(self) -> None:
-        """Begin the session's loop where the trainer's own checkpoint has set it.
+        """Start the session's loop at the position of the trainer's own checkpoint.
 
         Collective: all ranks.
         """
         trainer = self._trainer
-        if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # a rank's weights are tensors of its own
+        if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):  # each rank has complete weights
             self._state = {"model": trainer.lightning_module}
             self._state |= {f"optimizer {number}": one for number, one in enumerate(trainer.optimizers)}
         step = self._loop.global_step
         self.session.restore(self._state, restored_iteration=step)
         self._has_begun = True
         if not step and current_place().cycle and _whole_checkpoint(trainer) is not None:
-            self._log(
+            log_on_rank_0(
+                log,
                 "training begins at step 0 although this is restart %d: the trainer has not loaded a checkpoint; "
                 "pass ckpt_path='last' to fit()",
                 current_place().cycle,
@@ -779,17 +759,18 @@ class TrainerHost:
         return is_due
 
     def _save_by_trainer(self) -> int | None:
-        """Save with the trainer's ``ModelCheckpoint``; return the step once it is committed, ``None`` if it is not.
+        """Save with the trainer's ``ModelCheckpoint``; return the committed step, or ``None``.
 
-        A failure is logged: the job is about to end in any case.
+        A failure is logged only, since the job is about to end in any case.
 
         Collective: all ranks.
         """
         trainer = self._trainer
         callback = _whole_checkpoint(trainer)
         if callback is None:
-            self._log(
-                "the trainer has no ModelCheckpoint that saves more than weights: nothing is saved at this shutdown"
+            log_on_rank_0(
+                log,
+                "the trainer has no ModelCheckpoint that saves more than weights: nothing is saved at this shutdown",
             )
             return None
         try:
@@ -804,7 +785,7 @@ class TrainerHost:
                     finalize(blocking=True)
                 elif isinstance(one, AsyncCheckpointIO):
                     one.teardown()
-        except Exception as error:  # a disk that is full, a peer that is gone: the exit code reports it
+        except Exception as error:  # for example a full disk or a lost peer: the exit code reports it
             log.error(
                 "the trainer's own save of step %d failed: %s: %s",
                 *(self._loop.global_step, type(error).__name__, error),
@@ -814,7 +795,7 @@ class TrainerHost:
         return int(self._loop.global_step)
 
     def _tolerate_unreadable(self) -> None:
-        """Have a checkpoint that ``fit()`` was given and cannot be read end the run only if the run has saved none."""
+        """Do not fail for an unreadable checkpoint passed to ``fit()`` if the run has saved one of its own."""
         connector = self._trainer._checkpoint_connector
 
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
@@ -839,23 +820,23 @@ class TrainerHost:
 
     @property
     def _place(self) -> Place | None:
-        """Where the state was saved that training continues from; ``None`` once it has continued."""
+        """Save point from which training continues; ``None`` once it has continued."""
         return None if self._own.loaded is None else Place(self._own.loaded["place"])
 
     def _act(self, place: Place) -> None:
-        """Do what was decided."""
+        """Carry out the pending decision at a point between two steps."""
         decision, self._pending = self._pending, None
         assert decision is not None
         self._own.place = place
         if decision.stop:
             self._announce(decision)
             self.session.leave(self._state)
-        self._warn_of_losses()  # a save waits for the device in any case
+        self._warn_of_losses()  # a save waits for the device anyway
         self.session.save_due(self._state)
         self._own.place, self._own.fetch_random, self._own.loader_states = None, None, []
 
     def _warn_of_losses(self) -> None:
-        """Report the first loss that was not finite, where training continues with it; once."""
+        """Report the first loss that was not finite, once."""
         if not self._has_warned and self._losses is not None and not math.isfinite(self._losses.item()):
             self._has_warned = True
             log.warning(
@@ -866,7 +847,7 @@ class TrainerHost:
 
     def _announce(self, decision: StepDecision) -> None:
         if decision.reason == ExitReason.PREEMPTED:
-            self._log(_PREEMPTED)
+            log_on_rank_0(log, _PREEMPTED)
 
     def _is_last(self, step: int) -> bool:
         """Return whether training is complete with this step."""
@@ -878,15 +859,19 @@ class TrainerHost:
         return max_epochs is not None and 0 <= max_epochs <= self._trainer.current_epoch + 1
 
     def _place_loaders(self) -> None:
-        """Have the loaders continue where the epoch was left; they are new, and not iterated yet."""
+        """Set new loaders to the position within the epoch."""
         loop = self._trainer.fit_loop
         epoch = loop.epoch_progress.current.processed
         batches = loop.epoch_loop.batch_progress
-        is_within = self._place != Place.EPOCH and not batches.is_last_batch  # else nothing more is fetched in it
+        is_within = (
+            self._place != Place.EPOCH and not batches.is_last_batch
+        )  # otherwise no further batch is fetched in this epoch
         if is_within and self._own.loaded is not None:
             before, now = self._own.loaded["world_size"], self._trainer.world_size
             if before != now and batches.current.completed:
-                self._log("%d ranks did what %d do now: some samples of this epoch may come again", before, now)
+                log_on_rank_0(
+                    log, "%d ranks did what %d do now: some samples of this epoch may come again", before, now
+                )
                 _scale(batches.current, before, now, min(loop._combined_loader.limits))
         num_done = batches.current.completed if is_within else 0
         for loader in loop._combined_loader.flattened:
@@ -905,7 +890,7 @@ class TrainerHost:
                 drawn.sampler = _RestOfEpoch(sampler, num_skipped)
 
     def _warn_of_loaders(self) -> None:
-        """Log once which loaders cannot continue in the middle of an epoch."""
+        """Log once which loaders cannot resume within an epoch."""
         if self.session.config.checkpoint is None:
             return
         loaders = self._trainer.fit_loop._combined_loader.flattened
@@ -914,14 +899,15 @@ class TrainerHost:
             unknown = list(loaders)
         if unknown:
             kinds = {type(getattr(one, "sampler", one)).__name__ for one in unknown}
-            self._log(
+            log_on_rank_0(
+                log,
                 "a run that resumes in the middle of an epoch starts again at the epoch's first batch (%s): give the "
                 "DataLoader sampler=ResumableDistributedSampler(dataset), or use torchdata's StatefulDataLoader",
                 ", ".join(sorted(kinds)),
             )
 
     def _log_scores(self, figures: dict[str, float], iteration: int) -> None:
-        """Give the scores of slow ranks, in steps that have some, to the trainer's loggers."""
+        """Pass scores of slow ranks to the trainer's loggers."""
         if self.session.global_rank:
             return
         scores = {name.removeprefix("outlast/"): value for name, value in figures.items() if "_perf/" in name}
@@ -930,16 +916,12 @@ class TrainerHost:
                 logger.log_metrics(scores, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _release(self) -> None:
-        """Give the trainer back what was put in its way."""
         self._host.give_back()
         self._trainer.callbacks = [one for one in self._trainer.callbacks if one is not self._last]
 
-    def _log(self, text: str, *values: object) -> None:
-        log.log(logging.WARNING if self.session.global_rank == 0 else logging.DEBUG, text, *values)
-
 
 def _whole_checkpoint(trainer: Any) -> ModelCheckpoint | None:
-    """Return the trainer's callback whose checkpoints a training resumes from; ``last.ckpt`` comes first."""
+    """Return the ``ModelCheckpoint`` whose checkpoints training can resume from; ``save_last`` takes precedence."""
     whole = [
         one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and not one.save_weights_only
     ]
@@ -947,7 +929,7 @@ def _whole_checkpoint(trainer: Any) -> ModelCheckpoint | None:
 
 
 def _validates_loss(config: Config, trainer: Any) -> bool:
-    """Return whether losses are judged: as the settings say, and unless a gradient scaler does."""
+    """Return whether losses are judged: as configured, and unless a gradient scaler does that."""
     rerun = config.rerun_state_machine
     if rerun is not None and (rerun.rerun_mode == "report_determinism_stats" or not rerun.check_for_nan_in_loss):
         return False
@@ -959,7 +941,7 @@ def _has_state(loader: Any) -> bool:
 
 
 def _has_known_order(loader: Any) -> bool:
-    """Return whether a loader's order follows from seed and epoch, so that it can be continued anywhere."""
+    """Return whether a loader's order depends only on seed and epoch, so that it can resume anywhere."""
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler: Any = loader.batch_sampler.sampler

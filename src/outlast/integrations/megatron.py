@@ -1,13 +1,12 @@
-"""Megatron-LM's and Megatron-Bridge's settings as ours, and what their loops take: a wrap, a manager, a callback.
+"""Settings of Megatron-LM and Megatron-Bridge as outlast's, and the wrap, manager and callback for their loops.
 
 The config classes have Megatron-Bridge's names, fields and defaults (:mod:`outlast.integrations.bridge_config`);
-:func:`outlast_config` makes one ``outlast.Config`` of a ``ConfigContainer``, Bridge's or the one here, or of
-Megatron-LM's parsed arguments. What Megatron imports from
-``nvidia_resiliency_ext`` (timeouts, stragglers, local checkpoints, restarts in process) is offered by
-:func:`outlast.integrations.nvrx.install`; nothing here is needed for that.
+:func:`outlast_config` converts a ``ConfigContainer``, Bridge's or the one here, or Megatron-LM's parsed arguments.
+Megatron's imports from ``nvidia_resiliency_ext`` are served by :func:`outlast.integrations.nvrx.install` and need
+nothing from this module.
 
-Megatron's modules are imported only when Bridge's manager is made, so that settings can be read where there is no GPU
-and where Megatron is not installed.
+Megatron's modules are imported only when Bridge's manager is created, so that settings can be read without a GPU and
+without Megatron.
 """
 
 from __future__ import annotations
@@ -28,16 +27,12 @@ from outlast.config import Config, PreemptionConfig
 from outlast.config.base import Changeable
 from outlast.errors import ConfigError, ExitReason
 from outlast.inprocess.rank import Wrapper
-from outlast.integrations.bridge_config import (
-    BridgeCheckpointConfig,
-    BridgeFaultToleranceConfig,
-    BridgeInProcessRestartConfig,
-    BridgeRerunStateMachineConfig,
-    BridgeStragglerDetectionConfig,
-    ConfigContainer,
-    MegatronCheckpointConfig,
-    TrainingConfig,
-)
+from outlast.integrations.bridge_config import BridgeCheckpointConfig as CheckpointConfig
+from outlast.integrations.bridge_config import BridgeFaultToleranceConfig as FaultToleranceConfig
+from outlast.integrations.bridge_config import BridgeInProcessRestartConfig as InProcessRestartConfig
+from outlast.integrations.bridge_config import BridgeRerunStateMachineConfig as RerunStateMachineConfig
+from outlast.integrations.bridge_config import BridgeStragglerDetectionConfig as NVRxStragglerDetectionConfig
+from outlast.integrations.bridge_config import ConfigContainer, MegatronCheckpointConfig, TrainingConfig
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor, yield_to_next
 from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.session.checks import FiniteEnd
@@ -62,14 +57,6 @@ __all__ = [
     "outlast_config",
 ]
 
-CheckpointConfig = BridgeCheckpointConfig
-FaultToleranceConfig = BridgeFaultToleranceConfig
-InProcessRestartConfig = BridgeInProcessRestartConfig
-NVRxStragglerDetectionConfig = BridgeStragglerDetectionConfig
-RerunStateMachineConfig = BridgeRerunStateMachineConfig
-"""Bridge's names; within outlast a class's name is used once."""
-
-
 # -- settings -----------------------------------------------------------------------------------------------------
 
 _SECTIONS: Mapping[str, type] = {
@@ -78,34 +65,33 @@ _SECTIONS: Mapping[str, type] = {
     "rerun_state_machine": ours.RerunStateMachineConfig,
     "inprocess_restart": ours.InProcessRestartConfig,
 }
-"""Sections of Bridge's container, and what each becomes."""
+"""Sections of Bridge's container, and outlast's class for each."""
 _PREEMPTION = (
     *("exit_signal_handler", "exit_signal", "exit_signal_handler_for_dataloader"),
     *("exit_interval", "exit_duration_in_mins"),
 )
 _OF_LM = {"check_for_nan_in_loss_and_grad": "check_for_nan_in_loss"}
-"""Megatron-LM's names of settings that Bridge calls otherwise."""
+"""Megatron-LM's names of settings that have another name in Bridge."""
 _RESUMES_OTHERWISE: Mapping[str, bool | None] = {
     **{"ckpt_step": None, "finetune": False, "pretrained_checkpoint": None, "exit_on_missing_checkpoint": False},
     **{"save_optim": True, "save_rng": True, "load_optim": True, "load_rng": True},
     **{"no_save_optim": False, "no_save_rng": False, "no_load_optim": False, "no_load_rng": False},  # Megatron-LM's
 }
-"""Settings of checkpoints that say what is resumed, and the value of each that means what a session does."""
+"""Checkpoint settings that change what is resumed, and the only supported value of each."""
 
 
 def outlast_config(megatron: Any, *, run_dir: str | None = None) -> Config:
-    """Return a session's settings from Megatron's. Settings of the classes here cannot be changed any more.
+    """Return a session's settings from Megatron's. Settings of the classes here cannot be changed afterwards.
 
     Args:
-        megatron: A ``ConfigContainer``, Bridge's or the one here, or anything with sections of its names
+        megatron: A ``ConfigContainer``, Bridge's or the one here, or an object with sections of its names
             (``checkpoint``, ``ft``, ``nvrx_straggler``, ``rerun_state_machine``, ``inprocess_restart``, ``train``),
-            each an object with Bridge's fields, or one of ours; or the ``argparse.Namespace`` of Megatron-LM.
-            ``checkpoint`` and ``train`` of Bridge hold more than a session's settings: what else is in them is left to
-            the training, unless it changes what is resumed.
+            each an object with Bridge's fields, or one of outlast's; or the ``argparse.Namespace`` of Megatron-LM.
+            Other settings in Bridge's ``checkpoint`` and ``train`` are ignored unless they change what is resumed.
         run_dir: The run directory.
 
     Raises:
-        ConfigError: A setting has no counterpart here, or contradicts another.
+        ConfigError: A setting is not supported, or contradicts another.
     """
     sections = _sections_of(megatron) if isinstance(megatron, argparse.Namespace) else megatron
     found: dict[str, Any] = {
@@ -158,24 +144,24 @@ def _read_preemption(section: Any) -> PreemptionConfig | None:
     values = _values(section)
     given = {name: values[name] for name in _PREEMPTION if name in values}
     if not given.get("exit_signal_handler", True) and given.get("exit_signal") == signal.SIGTERM:
-        del given["exit_signal"]  # Megatron's default, which says nothing
+        del given["exit_signal"]  # Megatron's default, not a choice of the user
     if (number := given.get("exit_signal")) is not None and not isinstance(number, str):
         given["exit_signal"] = signal.Signals(number).name
     return PreemptionConfig(**given) if given else None
 
 
 def as_outlast(section: Any, kind: type[C], name: str = "") -> C | None:
-    """Return a section of Megatron's settings as ours; ``None`` for none.
+    """Return a section of Megatron's settings as outlast's; ``None`` for none.
+
+    A section of the classes here cannot be changed afterwards.
 
     Args:
-        section: An object with Bridge's fields, a mapping of them, or one of ours.
-        kind: The class of ours.
-        name: The section's, for messages.
-
-    A section of the classes here cannot be changed any more.
+        section: An object with Bridge's fields, a mapping of them, or one of outlast's.
+        kind: Outlast's class.
+        name: Name of the section, for messages.
 
     Raises:
-        ConfigError: It has a field that ours lacks, with another value than its default; or a value is wrong.
+        ConfigError: A field unknown to outlast has a value other than its default, or a value is invalid.
     """
     found = _convert(section, kind, name)
     if isinstance(section, Changeable):
@@ -188,7 +174,9 @@ def _convert(section: Any, kind: type[C], name: str) -> C | None:
     if section is None or isinstance(section, kind):
         return section
     known = {field.name for field in dataclasses.fields(cast(Any, kind)) if field.init}
-    values, defaults = _values(section), _defaults(section)
+    values = _values(section)
+    fields = dataclasses.fields(section) if dataclasses.is_dataclass(section) else ()
+    defaults = {field.name: field.default for field in fields}
     for field, value in values.items():
         if field not in known and not field.startswith("_") and value != defaults.get(field):
             where = f"{name}." if name else ""
@@ -196,20 +184,14 @@ def _convert(section: Any, kind: type[C], name: str) -> C | None:
     return kind(**{field: value for field, value in values.items() if field in known})
 
 
-def _defaults(section: Any) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(section):
-        return {}
-    return {field.name: field.default for field in dataclasses.fields(section)}
-
-
 def _values(section: Any) -> dict[str, Any]:
-    """Return the values of a section by name; of ``None``: none."""
+    """Return the values of a section by name; empty for ``None``."""
     if section is None or isinstance(section, Mapping):
         return dict(section or {})
     if not dataclasses.is_dataclass(section):
         return dict(vars(section))
     fields = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-    return {**fields, **getattr(section, "__dict__", {})}  # also what was set without being a field
+    return {**fields, **getattr(section, "__dict__", {})}  # also attributes that are not fields
 
 
 def _sections_of(args: argparse.Namespace) -> argparse.Namespace:
@@ -238,38 +220,34 @@ def _sections_of(args: argparse.Namespace) -> argparse.Namespace:
 def maybe_wrap_for_inprocess_restart(
     train_fn: Callable[P, R], config: Any, state: Any = None
 ) -> tuple[Callable[P, R | None], None]:
-    """Return a training function that is restarted in process, and no store, as none is needed.
+    """Return a training function with in-process restart, and ``None`` for the store, which is not needed.
 
-    In place of the function of this name in Megatron-Bridge (Megatron-LM's is called without a config, and is not
-    replaced by this one). Each call of the function meets at a store of its own, through ``MASTER_ADDR`` and
-    ``MASTER_PORT``; rank 0 may die, too.
+    Replaces the function of this name in Megatron-Bridge (not Megatron-LM's, which is called without a config). Each
+    call of the function creates a new store at ``MASTER_ADDR`` and ``MASTER_PORT``; rank 0 may fail, too.
 
     Args:
-        train_fn: The function, such as Bridge's ``_pretrain``. Process groups are made in it.
-        config: Bridge's ``InProcessRestartConfig``, or ours; off: the function is returned as it is.
-        state: Bridge's ``GlobalState``: its queue of asynchronous saves is closed before a restart, and it is reset.
+        train_fn: The function, such as Bridge's ``_pretrain``, which creates the process groups.
+        config: Bridge's ``InProcessRestartConfig``, or outlast's; if disabled, the function is returned as it is.
+        state: Bridge's ``GlobalState``: before a restart its queue of asynchronous saves is closed, and it is reset.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
     """
     settings = as_outlast(config, ours.InProcessRestartConfig, "inprocess_restart")
     if settings is None or not settings.enabled:
         return train_fn, None
 
     def abort(_: Any) -> None:
-        queue = getattr(state, "_async_calls_queue", None)
-        if queue is not None:
+        if (queue := getattr(state, "_async_calls_queue", None)) is not None:
             state._async_calls_queue = None
             queue.close(abort=True)
 
     def finalize(_: Any) -> None:
-        abort(None)  # it is not called where the function had failed by itself already
+        abort(None)  # the engine does not call it if the function has failed by itself
         for name in ("megatron.bridge.training.initialize", "megatron.training.training"):
-            destroy = getattr(sys.modules.get(name), "destroy_global_state", None)
-            if destroy is not None:
+            if (destroy := getattr(sys.modules.get(name), "destroy_global_state", None)) is not None:
                 destroy()
-        reset = getattr(state, "reset_for_restart", None)
-        if reset is not None:
+        if (reset := getattr(state, "reset_for_restart", None)) is not None:
             reset()
 
     protected = Wrapper(settings, abort=abort, finalize=finalize)(train_fn)
@@ -289,20 +267,20 @@ _TRACKERS = (
     ("megatron.bridge.training.checkpointing", "get_checkpoint_tracker_filename"),
     ("megatron.bridge.training.checkpointing", "get_checkpoint_train_state_filename"),
 )
-"""Functions that name the file in which a save records which checkpoint is the newest."""
+"""Functions that return the file in which a save records the newest checkpoint."""
 _note_rejection: Callable[[int, int], bool] | None = None
 
 
 def follow_rerun_machine(note: Callable[[int, int], bool]) -> None:
-    """Have an invalid result that Megatron-Core is going to end the process for reported first.
+    """Report an invalid result of Megatron-Core's re-run state machine before the process exits.
 
-    Megatron saves the state for a diagnosis then, as its newest checkpoint. Where that state descends from a copy that
-    is in doubt, the next start would load it in place of an older good one: the save keeps its files and does not
-    become the newest. Without Megatron-Core's re-run state machine in the process nothing is done.
+    Megatron then saves the state for a diagnosis as its newest checkpoint. If that state descends from a suspect copy,
+    the next start would load it instead of an older good one: so the save keeps its files but does not become the
+    newest. Without Megatron-Core's re-run state machine in the process nothing is done.
 
     Args:
         note: Called with the number of optimizer steps done and the exit code, 16 or 17; returns whether the state is
-            in doubt. The one of the last call counts.
+            suspect. Only the function of the last call is used.
     """
     global _note_rejection
     _note_rejection = note
@@ -322,7 +300,7 @@ def follow_rerun_machine(note: Callable[[int, int], bool]) -> None:
 
 
 def _keep_trackers() -> None:
-    """Have the next saves of this process, which is about to end, name another file as their tracker."""
+    """Use other tracker files for the next saves of this process, which is about to exit."""
     kept = False
     for module_name, function_name in _TRACKERS:
         module = sys.modules.get(module_name)
@@ -345,11 +323,11 @@ def _keep_trackers() -> None:
 
 
 _made: RankMonitor | None = None
-"""The monitor that was made here."""
+"""The monitor that this module created."""
 
 
 def _own_monitor(config: ours.FaultToleranceConfig | None = None, run_dir: str | None = None) -> RankMonitor:
-    """Return the process's monitor; where there is none, make one, whose place a session may take later."""
+    """Return the process's monitor; without one create one, which a later session may replace."""
     global _made
     there = open_monitor()
     if there is None:
@@ -365,12 +343,12 @@ _EVENTS = (
 
 
 class BridgeCallback:
-    """Watch the steps of Bridge's loop: ``pretrain(cfg, step, callbacks=manager)``, see :meth:`register`.
+    """Monitor the steps of Bridge's loop: ``pretrain(cfg, step, callbacks=manager)``, see :meth:`register`.
 
-    Each step is the section ``step``, each evaluation ``evaluation``, so that a rank that hangs is found by
-    ``rank_section_timeouts``, and a restart says how far training was. A rank whose weights are NaN or infinite at the
-    end of the training ends with 17. Where ``cfg.ft.enable_ft_package`` is on, Bridge watches by itself,
-    through :func:`outlast.integrations.nvrx.install`: this callback then refuses.
+    Each step is a section ``step``, each evaluation ``evaluation``: ``rank_section_timeouts`` detects a hanging rank,
+    and a restart reports the last iteration. A rank whose weights are NaN or infinite at the end of training exits with
+    17. If ``cfg.ft.enable_ft_package`` is on, Bridge monitors its steps itself, through
+    :func:`outlast.integrations.nvrx.install`, and this callback refuses to.
 
     Args:
         config: Timeouts; ``None`` = those of ``outlast run``.
@@ -380,22 +358,21 @@ class BridgeCallback:
     def __init__(self, config: ours.FaultToleranceConfig | None = None, run_dir: str | None = None) -> None:
         self._config, self._run_dir = config, run_dir
         self._section: str | None = None
-        """The one that is open."""
         self._used: RankMonitor | None = None
         self._is_finished = False
         self._finite_end: FiniteEnd | None = None
 
     def register(self, manager: Any) -> Any:
-        """Register it with Bridge's ``CallbackManager``, which is returned."""
+        """Register the callback with Bridge's ``CallbackManager``, which is returned."""
         for event in _EVENTS:
             manager.register(event, getattr(self, event))
         return manager
 
     def on_train_start(self, context: Any) -> None:
-        """Begin to watch.
+        """Start monitoring.
 
         Raises:
-            ConfigError: Bridge watches by itself.
+            ConfigError: Bridge monitors its steps itself.
         """
         ft = getattr(context.state.cfg, "ft", None)
         if ft is not None and ft.enable_ft_package:
@@ -403,31 +380,28 @@ class BridgeCallback:
                 "cfg.ft.enable_ft_package is on, so that Bridge watches its steps; leave BridgeCallback out"
             )
         if self._is_finished and _made is not None and _made is open_monitor():
-            _made.close()  # of an earlier training: it watches no longer
+            _made.close()  # of an earlier training
         self._section, self._is_finished = None, False
         monitor = self._monitor()
         monitor.set_iteration(context.state.train_state.step)
         self._finite_end = FiniteEnd(_models_of(context), monitor.env, is_saved=False)
 
     def on_train_step_start(self, context: Any) -> None:
-        """Begin the section."""
         self._start("step")
 
     def on_train_step_end(self, context: Any) -> None:
-        """End it; Bridge counts the step after this."""
+        """End the section; Bridge counts the step after this."""
         self._end("step")
         self._monitor().set_iteration(context.state.train_state.step + 1)
 
     def on_eval_start(self, context: Any) -> None:
-        """Begin the section."""
         self._start("evaluation")
 
     def on_eval_end(self, context: Any) -> None:
-        """End it."""
         self._end("evaluation")
 
     def on_train_end(self, context: Any) -> None:
-        """Watch no longer: what follows may take as long as it takes. A session's monitor watches until that ends.
+        """Stop monitoring; a session's monitor continues until the session ends.
 
         Raises:
             SystemExit: This rank's weights are NaN or infinite (17).
@@ -445,7 +419,7 @@ class BridgeCallback:
         self._section, self._is_finished = None, True
 
     def _monitor(self) -> RankMonitor:
-        """Return the process's monitor; the open section is opened in one that has taken the place of another."""
+        """Return the process's monitor; the open section is opened in a new one."""
         there = _own_monitor(self._config, self._run_dir)
         if there is not self._used:
             self._used = there
@@ -467,12 +441,12 @@ def _models_of(context: Any) -> dict[str, Any]:
 
 
 class BridgeCheckpointManager:
-    """Bridge's checkpoint manager, watched: ``cfg.checkpoint.custom_manager_class`` of Bridge 0.4 and later.
+    """Bridge's checkpoint manager with monitoring: ``cfg.checkpoint.custom_manager_class`` of Bridge 0.4 and later.
 
-    Bridge saves and loads as it does without; local checkpoints are the engine's where
+    Bridge saves and loads as without it; local checkpoints are the engine's if
     :func:`outlast.integrations.nvrx.install` was called. Saves and loads are the sections ``checkpointing`` and
-    ``setup``, and what is committed is reported, so that a launcher knows progress from its absence and resets its
-    budgets. Register the name first, as Bridge asks for::
+    ``setup``. Committed checkpoints are reported, so that a launcher can detect progress and reset its restart budgets.
+    Register the name first, as Bridge requires::
 
         from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
@@ -487,13 +461,13 @@ class BridgeCheckpointManager:
         self.checkpoint_config = checkpoint_config
         self._default = checkpointing.DefaultCheckpointManager(checkpoint_config)
         self._queue: Any = None
-        """Bridge's queue of asynchronous saves, once something was put into it."""
+        """Bridge's queue of asynchronous saves, once it was used."""
         self._pending: dict[int, int] = {}
-        """Iterations whose asynchronous saves are not finalized yet, by the numbers of their calls."""
+        """Iterations of asynchronous saves that are not finalized yet, by the number of the call."""
 
     @property
     def checkpointing_context(self) -> Any:
-        """What Bridge keeps between saves."""
+        """Bridge's state between saves."""
         return self._default.checkpointing_context
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
@@ -511,7 +485,7 @@ class BridgeCheckpointManager:
             self._pending[queue.call_idx] = iteration
 
     def load(self, ctx: Any) -> tuple[int, int]:
-        """Load as Bridge does; return the iteration, and the floating point operations so far."""
+        """Load as Bridge does; return the iteration, and the number of floating point operations so far."""
         monitor = _own_monitor()
         monitor.report_progress()
         with monitor.section("setup"):
@@ -528,7 +502,7 @@ class BridgeCheckpointManager:
             self._default.finalize_async_saves(state, blocking=blocking, terminate=terminate)
 
     def _follow(self, queue: Any) -> None:
-        """Have a queue report what it finalizes, whoever asks it to; calls that failed are never reported."""
+        """Report what a queue finalizes, whichever code requests it; failed calls are never reported."""
         if queue is self._queue:
             return
         self._queue, self._pending = queue, {}
@@ -547,5 +521,5 @@ class BridgeCheckpointManager:
         durable = [self._pending[number] for number in finalized if number in self._pending]
         if durable:
             _own_monitor().set_durable_iteration(max(durable))
-            newest = max(finalized)  # calls end in their order: older ones have failed
+            newest = max(finalized)  # calls end in order: older ones have failed
             self._pending = {number: iteration for number, iteration in self._pending.items() if number > newest}

@@ -1,13 +1,13 @@
-"""Sinks for the session's figures: TensorBoard, Weights & Biases, MLflow, Prometheus, OpenTelemetry, or a callable.
+"""Metric sinks for a session: TensorBoard, Weights & Biases, MLflow, Prometheus, OpenTelemetry, or a callable.
 
-A sink is given to ``outlast.init(config, log_metrics=...)``. The training loop only puts figures into a queue; a thread
-of the sink's own hands them on. So whatever the other side does (a full disk, a network that is away, an exception),
-no step waits for it: what finds no room in the queue is dropped, counted, and reported.
+A sink is passed to ``outlast.init(config, log_metrics=...)``. The training loop only puts metrics into a queue, and a
+thread of the sink writes them. So no step waits for a full disk, a missing network or an exception: records that do not
+fit into the queue are dropped, counted and reported.
 
-What is rejected, and why: writing in the training loop with a timeout, since what blocks in a system call cannot be
-interrupted; a queue without a bound, since a logger that is away for a night would take the memory of the run.
+Rejected: writing in the training loop with a timeout, since a blocking system call cannot be interrupted; an unbounded
+queue, since a logger that is unavailable for hours would exhaust the memory of the run.
 
-The packages are imported when a sink is made, not with this module.
+Packages are imported when a sink is created, not with this module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outlast import clock, env
+from outlast.config.base import require
 from outlast.errors import ConfigError
 from outlast.incidents import IncidentKind
 from outlast.runtime.exits import at_exit, forget_at_exit
@@ -48,7 +49,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 MAX_QUEUED = 1024
-"""Records (the figures of a step, or of a save) that wait for a sink; further ones are dropped."""
+"""Records (the metrics of a step, or of a save) that may wait for a sink; further ones are dropped."""
 RETRY_S = 30.0
 """A sink that could not be opened is retried after this time; a sink whose writes fail for this long is reopened."""
 EXIT_S = 0.5
@@ -59,31 +60,30 @@ _TEXTFILE_S = 5.0
 
 
 class BackgroundSink(ABC):
-    """Hand figures on in a thread, so that no step waits for them. Subclass it for a logger of your own.
+    """Write metrics in a thread, so that no step waits for them. Subclass it for a logger of your own.
 
-    A subclass has :meth:`_open`, :meth:`_write`, :meth:`_flush` and :meth:`_close`; all of them run in the sink's
-    thread, and may block and raise. An exception is logged once. One whose writes all fail for 30 s is closed and
-    opened again.
+    A subclass implements :meth:`_open`, :meth:`_write`, :meth:`_flush` and :meth:`_close`, which run in the sink's
+    thread, and may block and raise. An exception is logged once. A sink whose writes all fail for 30 s is closed and
+    reopened.
 
     Args:
-        every_rank: All ranks write, each to a place of its own, instead of rank 0 alone.
-        max_queued: Records (the figures of a step, or of a save) that may wait.
+        every_rank: All ranks write, each to a separate place, instead of rank 0 alone.
+        max_queued: Records (the metrics of a step, or of a save) that may wait.
 
     Raises:
         ConfigError: A value is out of range.
 
-    Thread: that of the training loop.
+    Thread: the thread of the training loop.
     """
 
     _is_alone = False
-    """Whether two of its type are not open at the same time: they would have the same port, or the same run."""
+    """Whether two sinks of this type must not be open at the same time, as they share a port or a run."""
 
     def __init__(self, *, every_rank: bool = False, max_queued: int = MAX_QUEUED) -> None:
-        if max_queued < 1:
-            raise ConfigError(f"max_queued={max_queued} must be at least 1")
+        require(max_queued >= 1, f"max_queued={max_queued} must be at least 1")
         self.every_rank = every_rank
         self.num_dropped = 0
-        """Records that found no room in the queue."""
+        """Records that did not fit into the queue."""
         self.num_failed = 0
         """Records that could not be written."""
         self._max_queued = max_queued
@@ -94,41 +94,32 @@ class BackgroundSink(ABC):
         self._is_ending = threading.Event()
         self._run: MetricsRun | None = None
         self._flush_due_s: float | None = None
-        """When :meth:`_flush` is to be called although nothing new was written; ``None`` = it is not."""
-        self._has_told_full = self._has_told_failed = self._has_told_no_id = False
+        """When to call :meth:`_flush` although nothing new was written; ``None`` = not."""
+        self._logged = set[str]()
 
     # -- the training loop's side ----------------------------------------------------------------------------------
 
     def __call__(self, figures: Mapping[str, float], iteration: int) -> None:
-        """Take figures. Blocks: never."""
-        if self._run is None:  # behind a callable of the script's, which passes figures alone
+        """Queue metrics. Blocks: never."""
+        if self._run is None:  # called by the script's own function, which only passes metrics
             place = env.read_worker()
             forget_at_exit(self.end_run)
-            at_exit(self.end_run, EXIT_S)  # no session ends it
-            self.begin_run(
-                MetricsRun(
-                    run_id=place.run_id,
-                    iteration=max(0, iteration - 1),
-                    global_rank=place.global_rank,
-                    local_rank=place.local_rank,
-                    world_size=place.world_size,
-                )
-            )
+            at_exit(self.end_run, EXIT_S)  # no session ends the sink
+            where = {name: getattr(place, name) for name in ("run_id", "global_rank", "local_rank", "world_size")}
+            self.begin_run(MetricsRun(iteration=max(0, iteration - 1), **where))
         if self._thread is None:
             return
         if len(self._queue) >= self._max_queued:
             self.num_dropped += 1
-            if not self._has_told_full:
-                self._has_told_full = True
-                log.warning("%s cannot keep up: metrics are dropped, training continues", self.name)
+            self._log_once("%s cannot keep up: metrics are dropped, training continues")
             return
-        # As numbers now: a tensor or array of the script changes before the sink's thread reads it.
+        # Convert now: the script may change a tensor or array before the sink's thread reads it.
         numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in figures.items()}
         self._queue.append((numbers, iteration))
         self._wake.set()
 
     def begin_run(self, run: MetricsRun) -> None:
-        """Start to write, on the ranks that do.
+        """Start the sink, on the ranks that write.
 
         Raises:
             ConfigError: The sink cannot work on this rank.
@@ -139,80 +130,69 @@ class BackgroundSink(ABC):
         self._check(run)
         if run.global_rank == 0 or self.every_rank:
             self._is_ending, self._wake, self._queue = threading.Event(), threading.Event(), deque()
-            earlier = _still_closing(type(self)) if self._is_alone else []
+            _LEFT[:] = [(kind, thread) for kind, thread in _LEFT if thread.is_alive()]
+            earlier = [thread for kind, thread in _LEFT if self._is_alone and kind is type(self)]
             work = _SinkThread(self, run, self._queue, self._wake, self._is_ending, earlier)
             self._thread = threading.Thread(target=work.run, name=f"outlast-{type(self).__name__}", daemon=True)
             self._thread.start()
 
     def end_run(self, timeout_s: float = 5.0) -> None:
-        """Write what is left. Idempotent. Blocks: up to ``timeout_s`` seconds."""
+        """Write the queued records and close. Idempotent. Blocks: up to ``timeout_s`` seconds."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._is_ending.set()
         self._wake.set()
         self._run = None
-        if timeout_s <= 0:
-            _LEFT.append((type(self), thread))
-            return
-        thread.join(timeout_s)
+        thread.join(max(0.0, timeout_s))
         if thread.is_alive():
             _LEFT.append((type(self), thread))
+        if timeout_s <= 0:
+            return
+        if thread.is_alive():
             lost = f"; {count(len(self._queue), 'record')} of metrics not written" if self._queue else ""
             log.warning("%s did not end within %g s%s", self.name, timeout_s, lost)
         if self.num_dropped or self.num_failed:
             dropped, failed = count(self.num_dropped, "record"), count(self.num_failed, "record")
-            log.warning(
-                "%s: %s of metrics dropped because the sink could not keep up, %s not written",
-                self.name,
-                dropped,
-                failed,
-            )
+            text = "%s: %s of metrics dropped because the sink could not keep up, %s not written"
+            log.warning(text, self.name, dropped, failed)
 
     @property
     def name(self) -> str:
-        """What the log calls it."""
+        """Name in log lines."""
         return type(self).__name__
 
     def _check(self, run: MetricsRun) -> None:  # noqa: B027  most sinks work on all ranks
-        """Check that it can work on this rank, as the run begins; in the thread of the training loop."""
+        """Raise ConfigError if the sink cannot work on this rank. Thread: the thread of the training loop."""
 
     # -- the thread's side -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def _open(self, run: MetricsRun) -> None:
-        """Open it for a run; called again, later, if it raises."""
+        """Open the sink for a run; retried later if it raises."""
 
     @abstractmethod
     def _write(self, figures: Mapping[str, float], iteration: int) -> None:
-        """Write the figures of one iteration; an iteration may come again."""
+        """Write the metrics of one iteration; an iteration may be written again after a restart."""
 
     def _flush(self) -> None:  # noqa: B027  not each sink buffers
-        """Make what was written visible; called once the queue is empty."""
+        """Make written metrics visible; called once the queue is empty."""
 
     def _close(self) -> None:  # noqa: B027  not each sink has something open
-        """Close it."""
+        """Close the sink."""
+
+    def _log_once(self, text: str, *values: object, level: int = logging.WARNING) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            log.log(level, text, self.name, *values)
 
     def _tell_no_id(self, run: MetricsRun) -> None:
-        if not self._has_told_no_id:
-            self._has_told_no_id = True
-            text = "%s: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
-            log.log(logging.WARNING if run.global_rank == 0 else logging.DEBUG, text, self.name)
-
-    def _tell_failure(self, error: BaseException) -> None:
-        if not self._has_told_failed:
-            self._has_told_failed = True
-            log.warning("%s failed (%s: %s); training continues", self.name, type(error).__name__, _line(error))
+        text = "%s: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
+        self._log_once(text, level=logging.WARNING if run.global_rank == 0 else logging.DEBUG)
 
 
 _LEFT: list[tuple[type[BackgroundSink], threading.Thread]] = []
-"""The threads of sinks that ended without being waited for, or took too long."""
-
-
-def _still_closing(kind: type[BackgroundSink]) -> list[threading.Thread]:
-    """Return the threads of sinks of a type that have ended, but are not closed yet."""
-    _LEFT[:] = [(of, thread) for of, thread in _LEFT if thread.is_alive()]
-    return [thread for of, thread in _LEFT if of is kind]
+"""Threads of sinks that are still closing."""
 
 
 def _wait_at_exit() -> None:
@@ -229,34 +209,24 @@ def _join(threads: list[threading.Thread], timeout_s: float) -> None:
         thread.join(max(0.0, until_s - clock.now_s()))
 
 
+@dataclass
 class _SinkThread:
-    """What the thread of a sink does for one run; a later run's thread has a queue of its own.
-
-    Args:
-        sink: The sink.
-        run: The run.
-        queue: What is to be written.
-        wake: Set when there is more, or the run ends.
-        is_ending: Set when the run ends.
-        earlier: Threads of other sinks, which must have ended before this one is opened.
+    """The thread of a sink for one run; the thread of a later run has its own queue.
 
     Thread: the sink's own.
     """
 
-    def __init__(
-        self,
-        sink: BackgroundSink,
-        run: MetricsRun,
-        queue: deque[tuple[dict[str, float], int]],
-        wake: threading.Event,
-        is_ending: threading.Event,
-        earlier: list[threading.Thread],
-    ) -> None:
-        self._sink, self._of, self._queue, self._wake, self._is_ending = sink, run, queue, wake, is_ending
-        self._earlier = earlier
-        self._is_open = False
-        self._failing_since_s: float | None = None
-        self._tried_s: float | None = None
+    _sink: BackgroundSink
+    _of: MetricsRun
+    _queue: deque[tuple[dict[str, float], int]]
+    _wake: threading.Event
+    """Set when a record was queued, or the run ends."""
+    _is_ending: threading.Event
+    _earlier: list[threading.Thread]
+    """Threads of other sinks, which must have ended before this sink is opened."""
+    _is_open: bool = False
+    _failing_since_s: float | None = None
+    _tried_s: float | None = None
 
     def run(self) -> None:
         """Write until the run ends; begin once the thread of an earlier run has ended."""
@@ -289,7 +259,7 @@ class _SinkThread:
             self._sink.num_failed += 1
             if self._is_open and self._failing_since_s is None:
                 self._failing_since_s = clock.now_s()
-        self._queue.popleft()  # now: until then it is not written
+        self._queue.popleft()  # only now is the record written
 
     def _open(self) -> None:
         if self._tried_s is not None and clock.now_s() - self._tried_s < RETRY_S:
@@ -302,15 +272,18 @@ class _SinkThread:
     def _try(self, what: Callable[[], object]) -> bool:
         try:
             what()
-        except BaseException as error:  # a logger's trouble, sys.exit() too, ends neither training nor this thread
+        except (
+            BaseException
+        ) as error:  # an exception of a logger, also sys.exit(), must end neither training nor this thread
             log.debug("%s failed", self._sink.name, exc_info=True)
-            self._sink._tell_failure(error)
+            words = " ".join(str(error).split())[:500]
+            self._sink._log_once("%s failed (%s: %s); training continues", type(error).__name__, words)
             return False
         return True
 
 
 class SeveralSinks:
-    """Give figures to several sinks; one that blocks holds none of the others.
+    """Pass metrics to several sinks; one that blocks does not delay the others.
 
     Args:
         *sinks: The sinks; a plain callable is called in the thread of a :class:`CallableSink`, on rank 0.
@@ -320,15 +293,15 @@ class SeveralSinks:
         self.sinks = [sink if isinstance(sink, MetricsSink) else CallableSink(sink) for sink in sinks]
 
     def __call__(self, figures: dict[str, float], iteration: int) -> None:
-        """Take figures. Blocks: never, unless a sink of your own does."""
+        """Queue metrics. Blocks: never, unless a sink of your own does."""
         for sink in self.sinks:
             sink(figures, iteration)
 
     def begin_run(self, run: MetricsRun) -> None:
-        """Begin all of them.
+        """Start all sinks.
 
         Raises:
-            ConfigError: One of them cannot work here; the others begin.
+            ConfigError: One of them cannot work here; the others are started.
         """
         refused: ConfigError | None = None
         for sink in self.sinks:
@@ -340,10 +313,10 @@ class SeveralSinks:
             raise refused
 
     def end_run(self, timeout_s: float = 5.0) -> None:
-        """End all of them. Blocks: up to ``timeout_s`` seconds, for all together."""
+        """End all sinks. Blocks: up to ``timeout_s`` seconds, for all together."""
         until_s = clock.now_s() + timeout_s
         if timeout_s > 0:
-            for sink in self.sinks:  # all write their last at the same time
+            for sink in self.sinks:  # all sinks write their last records concurrently
                 if isinstance(sink, BackgroundSink):
                     sink._is_ending.set()
                     sink._wake.set()
@@ -352,11 +325,11 @@ class SeveralSinks:
 
 
 class CallableSink(BackgroundSink):
-    """Call a function of yours in a thread of its own: it may block.
+    """Call a function in a separate thread, so that it may block.
 
     Args:
-        function: Takes figures by name, and the number of optimizer steps done.
-        every_rank: It is called on all ranks, instead of on rank 0 alone.
+        function: Takes metrics by name, and the number of optimizer steps done.
+        every_rank: Call it on all ranks, instead of on rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
@@ -383,7 +356,7 @@ class CallableSink(BackgroundSink):
 class TensorBoardSink(BackgroundSink):
     """Write event files for TensorBoard, with ``tensorboardX``, else with ``torch.utils.tensorboard``.
 
-    After a restart TensorBoard leaves out what earlier files have of iterations that are done again (``purge_step``).
+    After a restart TensorBoard ignores earlier records of iterations that are repeated (``purge_step``).
 
     Args:
         log_dir: The folder of event files; with ``every_rank`` each rank has a folder ``rank-N`` in it.
@@ -391,7 +364,7 @@ class TensorBoardSink(BackgroundSink):
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: Neither package is installed; the line says how to install one.
+        ImportError: Neither package is installed; the message has the command to install one.
         ConfigError: A value is out of range.
     """
 
@@ -409,7 +382,7 @@ class TensorBoardSink(BackgroundSink):
     def _open(self, run: MetricsRun) -> None:
         folder = self.log_dir / f"rank-{run.global_rank}" if self.every_rank else self.log_dir
         purge = run.iteration + 1 if any(folder.glob("events.out.*")) else None
-        # Names have whole seconds: a restart within one would replace the file. TensorBoard reads them in their order.
+        # File names have whole seconds: a restart within one would replace the file. TensorBoard reads files by name.
         suffix = f".{clock.now_ns():020d}"
         self._writer = self._writer_type(str(folder), purge_step=purge, filename_suffix=suffix)
 
@@ -427,24 +400,24 @@ class TensorBoardSink(BackgroundSink):
 class WandbSink(BackgroundSink):
     """Log to a run of Weights & Biases, which a restarted job continues if outlast's run has an id.
 
-    Figures have ``outlast/iteration`` as their axis, not W&B's own step, which must never go back: after a restart from
-    an earlier generation the iterations that are done again are logged again, and none is refused. A run that is active
-    in this process already (``wandb.run``) is logged to, and left open.
+    The axis of metrics is ``outlast/iteration``, not W&B's own step, which must not decrease: iterations that are
+    repeated after a restart are logged again and not refused. If a run is active in this process (``wandb.run``), the
+    sink logs to it and leaves it open.
 
     Args:
         project: As ``wandb.init`` has it, and so the next ones; ``None`` = W&B's own settings.
         entity: The team or user.
-        name: What the run is called; ``None`` = the id of outlast's run, and without one what W&B draws.
+        name: Name of the run; ``None`` = the id of outlast's run, and without one a name drawn by W&B.
         group: The group of runs; ``None`` = the id of outlast's run with ``every_rank``, else none.
-        mode: ``online``, ``offline`` or ``disabled``; ``None`` = W&B's own settings (``WANDB_MODE``). Where nodes have
-            no network, take ``offline``, and ``wandb sync`` later.
-        directory: Where offline files go; ``None`` = W&B's own settings.
+        mode: ``online``, ``offline`` or ``disabled``; ``None`` = W&B's own settings (``WANDB_MODE``). For nodes without
+            a network use ``offline``, and ``wandb sync`` later.
+        directory: Folder of offline files; ``None`` = W&B's own settings.
         settings: More arguments of ``wandb.init``.
-        every_rank: All ranks log, each to a run of its own, instead of rank 0 alone.
+        every_rank: All ranks log, each to a separate run, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``wandb`` is not installed; the line says how to install it.
+        ImportError: ``wandb`` is not installed; the message has the command to install it.
         ConfigError: A value is out of range.
     """
 
@@ -464,8 +437,7 @@ class WandbSink(BackgroundSink):
         max_queued: int = MAX_QUEUED,
     ) -> None:
         super().__init__(every_rank=every_rank, max_queued=max_queued)
-        if mode not in (None, "online", "offline", "disabled"):
-            raise ConfigError(f"mode={mode!r} is not online, offline or disabled")
+        require(mode in (None, "online", "offline", "disabled"), f"mode={mode!r} is not online, offline or disabled")
         self._wandb = _require("wandb", "wandb", "WandbSink")
         self._settings = {"project": project, "entity": entity, "mode": mode, **(settings or {})}
         self._name, self._group = name, group
@@ -500,19 +472,18 @@ class WandbSink(BackgroundSink):
 class MLflowSink(BackgroundSink):
     """Log to a run of MLflow, which a restarted job continues if outlast's run has an id.
 
-    It is found by the tag ``outlast.run_id``.
-
-    Iterations that are done again after a restart are there twice, with the same step; MLflow keeps both.
+    The run is found by the tag ``outlast.run_id``. Iterations that are repeated after a restart are recorded twice,
+    with the same step; MLflow keeps both.
 
     Args:
         tracking_uri: A server, or a folder; ``None`` = MLflow's own settings (``MLFLOW_TRACKING_URI``).
-        experiment: Its name; it is made where it does not exist.
-        run_name: ``None`` = the id of outlast's run, and without one what MLflow draws.
-        every_rank: All ranks log, each to a run of its own, instead of rank 0 alone.
+        experiment: Name of the experiment; created if it does not exist.
+        run_name: ``None`` = the id of outlast's run, and without one a name drawn by MLflow.
+        every_rank: All ranks log, each to a separate run, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``mlflow`` is not installed; the line says how to install it.
+        ImportError: ``mlflow`` is not installed; the message has the command to install it.
         ConfigError: A value is out of range.
     """
 
@@ -562,27 +533,26 @@ class MLflowSink(BackgroundSink):
 
 
 class PrometheusSink(BackgroundSink):
-    """Keep figures as Prometheus gauges: behind an HTTP endpoint, in a file for the node exporter, or in a registry.
+    """Keep metrics as Prometheus gauges: at an HTTP endpoint, in a file for the node exporter, or in a registry.
 
     ``outlast/step_time_s`` becomes ``outlast_step_time_seconds``; the kinds of ``outlast/incidents/<kind>`` and the
     statistics of the scores are labels (``kind``, ``stat``). Every gauge has the label ``run_id``, and with
-    ``every_rank`` also ``rank``: so there are some 30 series for each rank that writes. Each kind of incident is there
-    from the start, at 0, so that the first incident is an increase.
+    ``every_rank`` also ``rank``: about 30 series for each rank that writes. Each kind of incident is exported from the
+    start, at 0, so that the first incident is an increase.
 
     Args:
-        port: Where the endpoint listens, over HTTP without encryption: it answers everybody who reaches it. With
-            ``every_rank`` each rank of a node adds its local rank. 0 = a free port, see :attr:`url`; ``None`` = there
-            is no endpoint.
-        address: The address at which it listens. A loopback one keeps other machines out.
-        textfile: A ``.prom`` file that is replaced at most every 5 s, for the textfile collector of the node
-            exporter; with ``every_rank`` its name gets the rank.
-        registry: Where the gauges are kept, if a server of yours shows it; ``None`` = a registry of the sink's own.
+        port: Port of the endpoint: HTTP without encryption or authentication. With ``every_rank`` each rank of a node
+            adds its local rank. 0 = a free port, see :attr:`url`; ``None`` = no endpoint.
+        address: Address of the endpoint. A loopback address excludes other machines.
+        textfile: A ``.prom`` file that is replaced at most every 5 s, for the textfile collector of the node exporter;
+            with ``every_rank`` the rank is added to its name.
+        registry: Registry of the gauges, if your own server exports it; ``None`` = a separate registry.
         every_rank: All ranks write, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``prometheus-client`` is not installed; the line says how to install it.
-        ConfigError: There is nowhere to show the gauges, or a value is out of range.
+        ImportError: ``prometheus-client`` is not installed; the message has the command to install it.
+        ConfigError: The gauges would not be exported, or a value is out of range.
     """
 
     _is_alone = True
@@ -598,12 +568,12 @@ class PrometheusSink(BackgroundSink):
         max_queued: int = MAX_QUEUED,
     ) -> None:
         super().__init__(every_rank=every_rank, max_queued=max_queued)
-        if port is None and textfile is None and registry is None:
-            raise ConfigError("PrometheusSink() shows its gauges nowhere; give it port, textfile or registry")
-        if port is not None and not 0 <= port < 65536:
-            raise ConfigError(f"port={port} is not a valid port; write a number from 1 to 65535, or 0 for a free one")
-        if textfile is not None and Path(textfile).suffix != ".prom":
-            raise ConfigError(f"textfile={str(textfile)!r} must end with .prom: the node exporter reads no others")
+        text = "PrometheusSink() shows its gauges nowhere; give it port, textfile or registry"
+        require((port, textfile, registry) != (None, None, None), text)
+        text = f"port={port} is not a valid port; write a number from 1 to 65535, or 0 for a free one"
+        require(port is None or 0 <= port < 65536, text)
+        text = f"textfile={str(textfile)!r} must end with .prom: the node exporter reads no others"
+        require(textfile is None or Path(textfile).suffix == ".prom", text)
         try:
             ipaddress.ip_address(address)
         except ValueError:
@@ -612,23 +582,19 @@ class PrometheusSink(BackgroundSink):
             ) from None
         self._client = _require("prometheus_client", "prometheus", "PrometheusSink")
         self.url: str | None = None
-        """Where the endpoint is, once it listens; ``None`` = nowhere."""
+        """URL of the endpoint, once it listens; ``None`` = none."""
         self.registry = self._client.CollectorRegistry() if registry is None else registry
         self._port, self._address = port, address
-        self._textfile = None if textfile is None else Path(textfile)
+        self._textfile = self._file = None if textfile is None else Path(textfile)
         self._gauges: dict[str, Any] = {}
         self._labels: dict[str, str] = {}
         self._server: Any = None
         self._wrote_s: float | None = None
-        self._file = self._textfile
 
     def _check(self, run: MetricsRun) -> None:
-        port = self._port_of(run)
-        if port is not None and port >= 65536:
-            raise ConfigError(
-                f"port={self._port} leaves no port to local rank {run.local_rank}, which would have {port}; "
-                "give PrometheusSink() a smaller one"
-            )
+        port, rank = self._port_of(run), run.local_rank
+        text = f"port={self._port} leaves no port to local rank {rank}, which would have {port}"
+        require(port is None or port < 65536, f"{text}; give PrometheusSink() a smaller one")
 
     def _port_of(self, run: MetricsRun) -> int | None:
         return self._port + run.local_rank if self._port and self.every_rank else self._port
@@ -653,7 +619,7 @@ class PrometheusSink(BackgroundSink):
         for name, value in {**zeros, **figures, "outlast/iteration": float(iteration)}.items():
             try:
                 self._set(name, value)
-            except Exception as error:  # noqa: BLE001 - the other figures are shown all the same
+            except Exception as error:  # noqa: BLE001 - the other metrics are still exported
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -676,37 +642,37 @@ class PrometheusSink(BackgroundSink):
             self._flush_due_s = self._wrote_s + _TEXTFILE_S
             return
         self._wrote_s = now_s
-        self._write_textfile(self._file)
+        self._write_textfile()
 
-    def _write_textfile(self, file: Path) -> None:
-        write_optional("metrics", file, lambda: self._client.write_to_textfile(str(file), self.registry))
+    def _write_textfile(self) -> None:
+        if (file := self._file) is not None:
+            write_optional("metrics", file, lambda: self._client.write_to_textfile(str(file), self.registry))
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._write_textfile(self._file)
+        self._write_textfile()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = self.url = None
-        for gauge in self._gauges.values():  # a later run has gauges of its own
+        for gauge in self._gauges.values():  # a later run registers new gauges
             self.registry.unregister(gauge)
         self._gauges = {}
 
 
 class OpenTelemetrySink(BackgroundSink):
-    """Record figures as gauges of OpenTelemetry.
+    """Record metrics as gauges of OpenTelemetry.
 
     ``outlast/step_time_s`` becomes ``outlast.step_time`` with the unit ``s``; the kinds of ``outlast/incidents/<kind>``
-    and the statistics of the scores are attributes (``kind``, ``stat``), beside ``outlast.run_id`` and
+    and the statistics of the scores are attributes (``kind``, ``stat``), in addition to ``outlast.run_id`` and
     ``outlast.rank``.
 
     Args:
-        meter_provider: Where they go; ``None`` = the global one of the process.
+        meter_provider: The provider; ``None`` = the global one of the process.
         every_rank: All ranks record, instead of rank 0 alone.
         max_queued: Records that may wait.
 
     Raises:
-        ImportError: ``opentelemetry`` is not installed; the line says how to install it.
+        ImportError: ``opentelemetry`` is not installed; the message has the command to install it.
         ConfigError: A value is out of range.
     """
 
@@ -738,18 +704,18 @@ class OpenTelemetrySink(BackgroundSink):
 
 
 def _has_id(run: MetricsRun) -> bool:
-    """Return whether somebody, or a launcher, has given the run an id; else unrelated runs have the same."""
+    """Return whether the user or a launcher has set the run's id; the defaults are shared by unrelated runs."""
     return run.run_id not in ("", "default", "none")
 
 
 def _own_name(run: MetricsRun, *, each: bool) -> str | None:
-    """Return what a rank's run is called by default; ``None`` = nothing that would tell it from others."""
+    """Return the default name of a rank's run; ``None`` = no name would be unique."""
     words = [run.run_id] * _has_id(run) + [f"rank-{run.global_rank}"] * each
     return "-".join(words) or None
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return a figure's name without the part that is a label, that label, and its value; both empty = it has none."""
+    """Return a metric's name without its label, the label, and the label's value; without a label both are empty."""
     base, _, last = name.rpartition("/")
     if base.endswith("/incidents"):
         return base, "kind", last
@@ -772,7 +738,3 @@ def _require(module: str, extra: str, what: str) -> Any:
         raise ImportError(
             f"{what} needs {missing}, which is not installed: pip install 'outlast[{extra}]'", name=missing
         ) from error
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]

@@ -1,8 +1,8 @@
-"""Plug-ins for NeMo-Run, by the names and defaults of Megatron-Bridge's and NeMo's; they launch by ``outlast run``.
+"""Plug-ins for NeMo-Run, with the names and defaults of Megatron-Bridge's and NeMo's; they launch by ``outlast run``.
 
-NeMo-Run has one launcher for fault tolerance, ``run.FaultTolerance``, and calls a program ``ft_launcher`` for it. The
-plug-in puts ours first on the task's ``PATH``. What that launcher has no field for (timeouts of sections, no restart at
-all) goes by environment variables, which :mod:`outlast.integrations.ft_launcher` and torchrun's options read.
+NeMo-Run's launcher for fault tolerance, ``run.FaultTolerance``, calls a program ``ft_launcher``. The plug-in puts
+outlast's first on the task's ``PATH``. Settings for which that launcher has no field (timeouts of sections, no restart
+at all) are passed by environment variables, which :mod:`outlast.integrations.ft_launcher` and torchrun's options read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.config import FaultToleranceConfig, PreemptionConfig
-from outlast.config.base import parse_text
+from outlast.config.base import parse_text, require
 from outlast.errors import ConfigError
 from outlast.integrations.ft_launcher import SETTING, as_option_value, render_shim, with_none_written, write_shims
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FaultTolerancePluginScriptArgs:
-    """What a converter makes arguments of a script from."""
+    """Input of a converter to script arguments."""
 
     enable_ft_package: bool
     calc_ft_timeouts: bool
@@ -57,7 +57,7 @@ class FaultTolerancePluginScriptArgs:
 
 @dataclass
 class PreemptionPluginScriptArgs:
-    """What a converter makes arguments of a script from."""
+    """Input of a converter to script arguments."""
 
     enable_exit_handler: bool
     enable_exit_handler_for_data_loader: bool
@@ -69,41 +69,28 @@ def straggler_det_callback(
     gpu_relative_perf_threshold: float = 0.7,
     gpu_individual_perf_threshold: float = 0.7,
 ) -> Any:
-    """Return the ``run.Config`` of a callback that finds slow ranks, for a recipe's ``trainer.callbacks``.
+    """Return the ``run.Config`` of a callback that detects slow ranks, for a recipe's ``trainer.callbacks``.
 
-    A trainer itself takes the callback: :func:`outlast.integrations.lightning.straggler_det_callback`.
+    A trainer itself takes :func:`outlast.integrations.lightning.straggler_det_callback`.
 
     Args:
-        straggler_report_time_interval: Seconds from one report to the next.
+        straggler_report_time_interval: Seconds between reports.
         stop_if_detected_straggler: Save and exit with code 18 once a rank is slow, so that a spare takes its place.
         gpu_relative_perf_threshold: Score, 0 to 1, below which a rank is a straggler.
         gpu_individual_perf_threshold: The same for the score of a rank against its own past.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
-    from outlast.integrations import lightning
+    given = dict(locals())
+    from outlast.integrations.lightning import straggler_det_callback as make
 
-    lightning.straggler_det_callback(  # a wrong value is refused here, and not on the cluster
-        straggler_report_time_interval,
-        stop_if_detected_straggler,
-        gpu_relative_perf_threshold,
-        gpu_individual_perf_threshold,
-    )
-    return nemo_run.Config(
-        lightning.straggler_det_callback,
-        straggler_report_time_interval=straggler_report_time_interval,
-        stop_if_detected_straggler=stop_if_detected_straggler,
-        gpu_relative_perf_threshold=gpu_relative_perf_threshold,
-        gpu_individual_perf_threshold=gpu_individual_perf_threshold,
-    )
+    make(**given)  # refuse an invalid value here, not on the cluster
+    return nemo_run.Config(make, **given)
 
 
 def _convert_fault_tolerance(args: FaultTolerancePluginScriptArgs) -> list[str]:
-    return [
-        f"ft.enable_ft_package={str(args.enable_ft_package).lower()}",
-        f"ft.calc_ft_timeouts={str(args.calc_ft_timeouts).lower()}",
-    ]
+    return [f"ft.{name}={str(value).lower()}" for name, value in vars(args).items()]
 
 
 def _convert_preemption(args: PreemptionPluginScriptArgs) -> list[str]:
@@ -115,13 +102,13 @@ def _convert_preemption(args: PreemptionPluginScriptArgs) -> list[str]:
 
 @dataclass(kw_only=True)
 class FaultTolerancePlugin(nemo_run.Plugin):
-    """Launch a task by ``outlast run``: hangs and deaths of ranks are detected, and the ranks started again.
+    """Launch a task by ``outlast run``: hangs and deaths of ranks are detected, and the ranks restarted.
 
-    A ``run.Partial`` with an argument ``trainer``, as NeMo's recipes have, gets a ``FaultToleranceCallback`` in
+    A ``run.Partial`` with an argument ``trainer``, as in NeMo's recipes, gets a ``FaultToleranceCallback`` in
     ``trainer.callbacks``, with ``log.log_dir`` as its ``exp_dir``.
 
-    A ``run.Script`` gets ``ft.enable_ft_package=true ft.calc_ft_timeouts=true`` at the end of its arguments, or what
-    ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets them as
+    A ``run.Script`` gets ``ft.enable_ft_package=true ft.calc_ft_timeouts=true`` appended to its arguments, or the
+    result of ``script_args_converter_fn``; a ``run.Partial`` with an argument ``config`` gets them as
     ``config.ft.enable_ft_package`` and so on (of an ``outlast.Config``: ``config.fault_tolerance``).
 
     Raises:
@@ -129,13 +116,13 @@ class FaultTolerancePlugin(nemo_run.Plugin):
     """
 
     enable_ft_package: bool = True
-    """Watch heartbeats and sections of the ranks; off: only their deaths are detected."""
+    """Monitor heartbeats and sections of the ranks; off: only their deaths are detected."""
     calc_ft_timeouts: bool = True
     """Learn timeouts from observed durations, and keep them for the next cycle and job."""
     num_in_job_restarts: int = 3
-    """Restarts in a row without progress in between; 0 = none at all."""
+    """Restarts in a row without progress in between; 0 = none."""
     num_job_retries_on_failure: int = 2
-    """Failed jobs in a row that go back to the queue (Slurm); 0 = none."""
+    """Failed jobs in a row that are requeued (Slurm); 0 = none."""
     initial_rank_heartbeat_timeout: float | None = 1800
     """Longest time in seconds from a rank's start to its first heartbeat; ``None`` = the launcher's default."""
     rank_heartbeat_timeout: float | None = 300
@@ -147,14 +134,14 @@ class FaultTolerancePlugin(nemo_run.Plugin):
     rank_out_of_section_timeout: float | None = None
     """Longest time in seconds outside all sections; ``None`` = the script's."""
     shims: str | None = None
-    """Folder with ``ft_launcher`` where the task runs, for the front of ``PATH``: what ``outlast shims`` has written
-    there. ``None`` = on a ``LocalExecutor`` one is made, elsewhere ``PATH`` is left as it is."""
+    """Folder with ``ft_launcher`` on the machine of the task, written by ``outlast shims``, for the front of ``PATH``.
+    ``None`` = a ``LocalExecutor`` creates one, otherwise ``PATH`` is unchanged."""
 
     def setup(self, task: Any, executor: Any) -> None:
         """Set launcher, retries and environment of the executor, and the arguments or the config of the task."""
         for name in ("num_in_job_restarts", "num_job_retries_on_failure"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative; write 0 or more")
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value} must not be negative; write 0 or more")
         values: dict[str, Any] = {
             "enable_ft_package": self.enable_ft_package,
             "calc_ft_timeouts": self.calc_ft_timeouts,
@@ -169,11 +156,13 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         executor.launcher = nemo_run.FaultTolerance(max_restarts=self.num_in_job_restarts, **heartbeats)
         executor.retries = self.num_job_retries_on_failure
         variables = {f"{SETTING}{name.upper()}": as_option_value(name, getattr(checked, name), name) for name in values}
-        if self.num_in_job_restarts == 0:  # NeMo-Run passes on no 0
+        if self.num_in_job_restarts == 0:  # NeMo-Run does not pass on 0
             variables["PET_MAX_RESTARTS"] = "0"
         is_slurm = isinstance(executor, nemo_run.SlurmExecutor)
         for name, value in variables.items():
-            executor.env_vars[name] = shlex.quote(value) if is_slurm else value  # a line of the batch script there
+            executor.env_vars[name] = (
+                shlex.quote(value) if is_slurm else value
+            )  # there it is a line of the batch script
         self._put_on_path(executor)
         convert = self.script_args_converter_fn or _convert_fault_tolerance
         switches = {"enable_ft_package": self.enable_ft_package, "calc_ft_timeouts": self.calc_ft_timeouts}
@@ -184,7 +173,7 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         if self.enable_ft_package and _has_trainer(task):
             from outlast.integrations.lightning import FaultToleranceCallback
 
-            folder = _get(_get(task, "log"), "log_dir")
+            folder = getattr(getattr(task, "log", None), "log_dir", None)
             more = {} if folder is None else {"exp_dir": folder}
             values = {"autoresume": True, "calculate_timeouts": self.calc_ft_timeouts, **more}
             _add_callbacks(task, [nemo_run.Config(FaultToleranceCallback, **values)])
@@ -195,7 +184,7 @@ class FaultTolerancePlugin(nemo_run.Plugin):
         if self.shims is not None:
             folder = self.shims
         elif isinstance(executor, nemo_run.LocalExecutor):
-            # One folder for each interpreter: several environments share NeMo-Run's home.
+            # One folder per interpreter: several environments share NeMo-Run's home.
             digest = hashlib.sha256(render_shim().encode()).hexdigest()[:12]
             folder = os.path.join(get_nemorun_home(), "outlast-shims", digest)
             write_shims(folder)
@@ -203,7 +192,7 @@ class FaultTolerancePlugin(nemo_run.Plugin):
             log.info("FaultTolerancePlugin: ft_launcher is the one on PATH where the task runs; see `outlast shims`")
             return
         if isinstance(executor, nemo_run.LocalExecutor):
-            before = executor.env_vars.get("PATH")  # NeMo-Run adds this process's own behind it
+            before = executor.env_vars.get("PATH")  # NeMo-Run appends this process's PATH
             parts = [folder, *(part for part in (before or "").split(os.pathsep) if part and part != folder)]
             executor.env_vars["PATH"] = os.pathsep.join(parts)
         else:
@@ -214,45 +203,43 @@ class FaultTolerancePlugin(nemo_run.Plugin):
 
 @dataclass(kw_only=True)
 class PreemptionPlugin(nemo_run.Plugin):
-    """Have a Slurm job save and exit before its time limit, and on any other SIGTERM.
+    """Make a Slurm job save and exit before its time limit, and on any other SIGTERM.
 
-    A ``run.Partial`` with an argument ``trainer``, as NeMo's recipes have, gets a ``PreemptionCallback`` in
+    A ``run.Partial`` with an argument ``trainer``, as in NeMo's recipes, gets a ``PreemptionCallback`` in
     ``trainer.callbacks``.
 
-    A ``run.Script`` gets ``train.exit_signal_handler=True train.exit_signal_handler_for_dataloader=False`` at the end
-    of its arguments, or what ``script_args_converter_fn`` returns; a ``run.Partial`` with an argument ``config`` gets
+    A ``run.Script`` gets ``train.exit_signal_handler=True train.exit_signal_handler_for_dataloader=False`` appended to
+    its arguments, or the result of ``script_args_converter_fn``; a ``run.Partial`` with an argument ``config`` gets
     them as ``config.train.exit_signal_handler`` and so on (of an ``outlast.Config``: ``config.preemption``, with
     ``preempt_time``). A ``SlurmExecutor`` gets ``signal="TERM@<preempt_time>"``.
 
-    With ``enable_exit_handler=False`` the job is sent no signal, and a session of ours, which listens otherwise, does
-    not: in a ``run.Script`` the script must do what the argument asks for.
+    With ``enable_exit_handler=False`` the job gets no signal, and a session, which listens otherwise, does not: in a
+    ``run.Script`` the script must implement the argument.
 
     Raises:
         ConfigError: A value is out of range, or cannot be carried out; from ``setup``, which NeMo-Run calls.
     """
 
     preempt_time: int = 60
-    """Seconds before the time limit at which Slurm sends SIGTERM; 0 = it sends none."""
+    """Seconds before the time limit at which Slurm sends SIGTERM; 0 = no signal."""
     enable_exit_handler: bool = True
-    """Save and leave on the signal."""
+    """Save and exit on the signal."""
     enable_exit_handler_for_data_loader: bool = False
     """Workers of a ``DataLoader`` ignore the signal while their rank lives."""
     sig: signal.Signals = signal.SIGTERM
-    """The signal that the task listens to; on Slurm, and for a ``run.Script``, only SIGTERM."""
+    """The signal that the task handles; on Slurm, and for a ``run.Script``, only SIGTERM."""
     callbacks: Sequence[Any] | None = None
-    """What a recipe's trainer gets in place of a ``PreemptionCallback``: a ``run.Config`` of each callback."""
+    """Replacement of the ``PreemptionCallback`` of a recipe's trainer: a ``run.Config`` of each callback."""
     script_args_converter_fn: Callable[[PreemptionPluginScriptArgs], list[str]] | None = None
     """Returns the arguments for a ``run.Script``; ``None`` = hydra-style overrides."""
 
     def setup(self, task: Any, executor: Any) -> None:
         """Set the signal of the executor, and the arguments or the config of the task."""
-        if self.preempt_time < 0:
-            raise ConfigError(f"preempt_time={self.preempt_time} must not be negative; 0 = no signal is sent")
+        text = f"preempt_time={self.preempt_time} must not be negative; 0 = no signal is sent"
+        require(self.preempt_time >= 0, text)
         handles, for_loader = self.enable_exit_handler, self.enable_exit_handler_for_data_loader
-        if for_loader and not handles:
-            raise ConfigError(
-                "enable_exit_handler_for_data_loader=True has no effect with enable_exit_handler=False; drop one"
-            )
+        text = "enable_exit_handler_for_data_loader=True has no effect with enable_exit_handler=False; drop one"
+        require(handles or not for_loader, text)
         preempt_time = self.preempt_time if handles else 0
         sig = signal.Signals(self.sig)
         checked = PreemptionConfig(exit_signal=sig.name)
@@ -267,13 +254,12 @@ class PreemptionPlugin(nemo_run.Plugin):
             raise ConfigError(f"sig={sig.name} is not supported here: {why}; use SIGTERM")
         if is_script:
             convert = self.script_args_converter_fn or _convert_preemption
-            args = PreemptionPluginScriptArgs(
-                enable_exit_handler=handles, enable_exit_handler_for_data_loader=for_loader
-            )
-            _append(task, convert(args), self)
+            _append(task, convert(PreemptionPluginScriptArgs(handles, for_loader)), self)
         else:
-            switches: dict[str, Any] = {"exit_signal_handler": handles}
-            switches["exit_signal_handler_for_dataloader"] = for_loader
+            switches: dict[str, Any] = {
+                "exit_signal_handler": handles,
+                "exit_signal_handler_for_dataloader": for_loader,
+            }
             own: dict[str, Any] = {**switches, "preempt_time": float(preempt_time)}
             if sig != signal.SIGTERM and handles:
                 switches, own = {**switches, "exit_signal": sig}, {**own, "exit_signal": checked.exit_signal}
@@ -300,20 +286,20 @@ def _given(plugin: Any, *names: str) -> dict[str, Any]:
 
 
 def _has_trainer(task: Any) -> bool:
-    return _get(task, "trainer") is not None
+    return getattr(task, "trainer", None) is not None
 
 
 def _add_callbacks(task: Any, callbacks: Sequence[Any]) -> None:
-    """Add callbacks to a recipe's trainer, behind its own; one whose class is there stays as it is."""
+    """Append callbacks to a recipe's trainer; a class that is present already is not added."""
     trainer = task.trainer
-    known = list(_get(trainer, "callbacks") or [])
+    known = list(getattr(trainer, "callbacks", None) or [])
     kinds = [getattr(one, "__fn_or_cls__", type(one)) for one in known]
     added = [copy.deepcopy(one) for one in callbacks if getattr(one, "__fn_or_cls__", type(one)) not in kinds]
     _set(trainer, "callbacks", [*known, *added])
 
 
 def _append(task: Any, arguments: list[str], plugin: Any) -> None:
-    """Add arguments to a script; NeMo-Run passes none to one that is given inline."""
+    """Append arguments to a script; an inline script takes none."""
     name = type(plugin).__name__
     if task.inline:
         if arguments:
@@ -326,14 +312,14 @@ def _append(task: Any, arguments: list[str], plugin: Any) -> None:
 
 def _override(task: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
     """Set values in the first of some sections that a task's ``config`` has; return whether there is one."""
-    config = _get(task, "config")
+    config = getattr(task, "config", None)
     kind = _kind(config)
     if config is None or kind is None:
         return False
     for name, values in sections.items():
         if name not in inspect.signature(kind).parameters:
             continue
-        section = _get(config, name)
+        section = getattr(config, name, None)
         if section is None:
             section = nemo_run.Config(_section_type(kind, name))
             _set(config, name, section)
@@ -343,13 +329,8 @@ def _override(task: Any, sections: Mapping[str, Mapping[str, Any]]) -> bool:
     return False
 
 
-def _get(holder: Any, name: str) -> Any:
-    """Return an attribute; ``None`` where it is not set, as a configured function has it."""
-    return getattr(holder, name, None)
-
-
 def _kind(config: Any) -> Any:
-    """Return the class that a config is, or will be built from."""
+    """Return the class of a config, built or configured."""
     made = getattr(config, "__fn_or_cls__", None)
     return made if made is not None else type(config) if dataclasses.is_dataclass(config) else None
 

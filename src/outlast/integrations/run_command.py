@@ -1,4 +1,4 @@
-"""The command line of ``outlast run`` in batch scripts and manifests: checks that both share."""
+"""Checks of the ``outlast run`` command line in batch scripts and manifests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from outlast.launch.run_parser import given_options
 
 
 def is_nproc(text: str) -> bool:
-    """Return whether a text is a value of ``--nproc-per-node``."""
+    """Return whether a text is a valid value of ``--nproc-per-node``."""
     return text in ("auto", "gpu", "cpu", "xpu") or (text.isdigit() and int(text) > 0)
 
 
 def split_command(outlast: str) -> list[str]:
-    """Return the words of the command that is ``outlast`` on a node.
+    """Return the words of the ``outlast`` command on a node.
 
     Raises:
         ConfigError: There is none, or a quote is not closed.
@@ -33,7 +33,7 @@ def check_run_command(command: Sequence[str], made_from: Mapping[str, str]) -> d
     """Return the options of ``outlast run`` in a command, as they are typed.
 
     Raises:
-        ConfigError: The command has one of those that are made here.
+        ConfigError: The command has an option that is generated.
     """
     given = given_options(command)
     for option, typed in given.items():

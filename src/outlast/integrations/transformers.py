@@ -1,19 +1,19 @@
-"""Hugging Face's ``Trainer`` with a session: :func:`protect` is all that a script calls.
+"""Hugging Face's ``Trainer`` with a session: a script only calls :func:`protect`.
 
-The ``Trainer`` owns its loop. A callback, last of all callbacks, begins and ends the session's steps; some methods of
-the one instance are replaced while it trains, and put back afterwards. They are those of the Trainer's own resumption,
-which is used as it is: only where state comes from is other.
+The ``Trainer`` owns its loop. A callback after all other callbacks starts and ends the session's steps. Some methods of
+the instance are replaced while it trains (:data:`_REPLACED`). The Trainer's own resumption is used; only the source of
+the state differs.
 
-``train()`` opens the session; ``_init_training_state`` restores, as soon as the model, the optimizer and the scheduler
-exist; ``_run_epoch`` skips what was trained; ``_load_rng_state`` puts random numbers back once the first batch is
-fetched; ``training_step`` validates the loss before the optimizer steps; ``_maybe_log_save_evaluate`` saves after the
-step's logs and before its evaluation; ``_finalize_training`` commits what was trained.
+``train()`` opens the session; ``_init_training_state`` restores as soon as model, optimizer and scheduler exist;
+``_run_epoch`` skips trained steps; ``_load_rng_state`` restores random numbers after the first batch is fetched;
+``training_step`` validates the loss before the optimizer steps; ``_maybe_log_save_evaluate`` saves after the step's
+logs and before its evaluation; ``_finalize_training`` commits the last save.
 
-A generation is saved before the evaluation and the save of the Trainer's own that are due after the same step, so that
-nothing which fails there costs a step. What was due is part of the generation: who resumes from it does it first.
+A checkpoint is saved before the evaluation and the Trainer's own save of the same step, so that a failure there costs
+no step. The checkpoint records what was due, which a resumed run does first.
 
-Not chosen: a folder like the Trainer's with ``resume_from_checkpoint`` (its files are pickled, and read before anybody
-can prove them), and saving at the next step's begin (a notice would wait for an evaluation and for the data).
+Rejected: a folder like the Trainer's with ``resume_from_checkpoint`` (its files are pickled, and read before they can
+be verified), and saving when the next step starts (a shutdown would wait for an evaluation and for data).
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ from outlast.config import Config, RerunStateMachineConfig
 from outlast.config.base import require
 from outlast.decoding import parse_json
 from outlast.errors import ConfigError, OutlastError
-from outlast.integrations.hosted_session import HostedConfig, HostedSession, KeptRandom, hosted_config
+from outlast.integrations.hosted_session import (
+    HostedConfig,
+    HostedSession,
+    KeptRandom,
+    hosted_config,
+    log_on_rank_0,
+)
 from outlast.runtime.loader_workers import SeededBatches
 from outlast.runtime.random_numbers import RandomSnapshot, capture_random, restore_random
 from outlast.session.session import Session
@@ -55,39 +61,39 @@ log = logging.getLogger(__name__)
 TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
 _TESTED = "5.23.0"
 _COLLATED_TO_KNOW = 8
-"""Batches after which a collator that has drawn no random number is taken for one that draws none."""
-_REPLACED = (
-    "_init_training_state",
-    "_prepare_for_training",
-    "_run_epoch",
-    "_load_rng_state",
-    "_maybe_log_save_evaluate",
-    "_save_checkpoint",
-    "_finalize_training",
-    "evaluate",
-    "log",
-    "training_step",
-)
+"""Batches after which a collator that has drawn no random number counts as deterministic."""
+_REPLACED = {
+    "_init_training_state": "_restore",
+    "_prepare_for_training": "_give_prepared",
+    "_run_epoch": "_run_epoch",
+    "_load_rng_state": "_put_random_back",
+    "_maybe_log_save_evaluate": "_save_between",
+    "_save_checkpoint": "_save_checkpoint",
+    "_finalize_training": "_finish",
+    "evaluate": "_evaluate",
+    "log": "_log_with_figures",
+    "training_step": "_validated_step",
+}
+"""Methods of the ``Trainer``, and the method of :class:`TrainerProtection` that replaces each while it trains."""
 
 
 def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
-    """Keep the next ``trainer.train()`` alive, and return the trainer.
+    """Protect the next ``trainer.train()``, and return the trainer.
 
-    ``train()`` then opens a session, continues from the newest generation that can be trusted, saves as ``config``
-    sets, and stops with all ranks, by ``SystemExit(75)``, when one of them gets a notice. It trains once: another
-    ``train()`` needs another ``protect()`` with another ``checkpoint.directory``. ``evaluate()`` and ``predict()``
-    alone are as they were.
+    ``train()`` then opens a session, resumes from the newest trusted checkpoint, saves as ``config`` sets, and stops on
+    all ranks, by ``SystemExit(75)``, when one of them receives a preemption notice. Another ``train()`` needs another
+    ``protect()`` with another ``checkpoint.directory``. ``evaluate()`` and ``predict()`` alone are unchanged.
 
     Args:
-        trainer: A ``transformers.Trainer`` or one of a class derived from it, complete with its callbacks.
-        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file of them, as for :func:`outlast.init`;
-            ``None`` = the file that ``outlast run --config`` was given.
+        trainer: A ``transformers.Trainer`` or one of a derived class, complete with its callbacks.
+        config: The settings, or a ``.toml``, ``.yaml`` or ``.json`` file, as for :func:`outlast.init`; ``None`` = the
+            file of ``outlast run --config``.
 
     Returns:
         ``trainer`` itself.
 
     Raises:
-        ConfigError: A setting is wrong, or the trainer uses what cannot be protected; the message names it.
+        ConfigError: A setting is invalid, or the trainer uses a feature that cannot be protected; the message names it.
 
     Collective: no; ``train()`` is, for all ranks.
     """
@@ -109,7 +115,7 @@ def protect(trainer: TrainerT, config: HostedConfig = None) -> TrainerT:
 
 
 def _refuse_what_cannot_be(trainer: Any) -> None:
-    """Raise :class:`ConfigError` if the trainer uses what cannot be resumed exactly, or takes the signals itself."""
+    """Raise :class:`ConfigError` if the trainer cannot be resumed exactly, or handles the signals itself."""
     args = trainer.args
     refused = {
         "protect() cannot save what DeepSpeed's engine holds; train with DDP, or leave DeepSpeed to its own "
@@ -130,20 +136,20 @@ def _refuse_what_cannot_be(trainer: Any) -> None:
 
 
 class _MicroBatch(NamedTuple):
-    """One micro-batch of a step, to compute it again."""
+    """One micro-batch of a step, kept to compute the step again."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_synced: bool
-    """Its gradients are reduced with those of the other ranks."""
+    """Its gradients are reduced over all ranks."""
     random: dict[str, Any] | None
-    """The random numbers before it where an epoch has begun with it; ``None`` = those that the one before it left."""
+    """Random numbers before it, if an epoch started with it; ``None`` = those after the previous one."""
 
 
 class TrainerProtection(TrainerCallback):
-    """One protected ``train()``: the callback, and what stands in for methods of the trainer meanwhile.
+    """One protected ``train()``: the callback, and the replacements of the trainer's methods.
 
-    Thread: that of the training loop.
+    Thread: the thread of the training loop.
     """
 
     def __init__(self, trainer: Any, config: Config, original_train: Callable[..., Any]) -> None:
@@ -163,24 +169,24 @@ class TrainerProtection(TrainerCallback):
         self._figures: dict[str, float] = {}
         self._decision: StepDecision | None = None
         self._in_step = False
-        # The position, and what belongs to it.
+        # Position.
         self._epoch = self._updates = 0
         self._offset = 0
         self._epoch_random: dict[str, Any] = {}
         self._step_began: dict[str, Any] = {}
         self._has_finished = False
-        # What a resumed training does first.
+        # Resumption.
         self._resumes_in: str | None = None
         self._random: KeptRandom
         self._collating: RandomSnapshot | None = None
         self._num_refetched: int | None = None
         self._persistent: Any = None
-        """The loader whose workers persist from epoch to epoch; ``None`` = they do not."""
+        """The loader whose workers persist over epochs; ``None`` = they do not."""
         self._base_random: torch.Tensor | None = None
-        """The generator's state from which the base seed of these workers was drawn."""
+        """Generator state from which the base seed of these workers was drawn."""
         self._stops = False
         self._ends_epoch = False
-        # The attempts of a step.
+        # Attempts of a step.
         rerun = config.rerun_state_machine or RerunStateMachineConfig()
         self._validates = rerun.rerun_mode != "disabled" or rerun.check_for_nan_in_loss
         self._attempts: Iterator[Attempt] | None = None
@@ -222,39 +228,29 @@ class TrainerProtection(TrainerCallback):
 
     def _install(self) -> None:
         trainer = self._trainer
-        standing_in: dict[str, Callable[..., Any]] = {
-            "_init_training_state": self._restore,
-            "_prepare_for_training": self._give_prepared,
-            "_run_epoch": self._run_epoch,
-            "_load_rng_state": self._put_random_back,
-            "_maybe_log_save_evaluate": self._save_between,
-            "_save_checkpoint": self._timed("checkpointing", trainer._save_checkpoint),
-            "_finalize_training": self._finish,
-            "evaluate": self._timed("evaluation", trainer.evaluate),
-            "log": self._log_with_figures,
-        }
-        if self._validates:
-            standing_in["training_step"] = self._validated_step
-        self._originals = {name: self._host.replace(trainer, name, one) for name, one in standing_in.items()}
-        trainer.add_callback(self)  # behind all others: what they asked for after a step is known here
+        for name, own in _REPLACED.items():
+            if name != "training_step" or self._validates:
+                self._originals[name] = self._host.replace(trainer, name, getattr(self, own))
+        trainer.add_callback(self)  # last: the requests of all other callbacks after a step are known here
 
     def _uninstall(self) -> None:
         self._host.give_back()
         if self in self._trainer.callback_handler.callbacks:
             self._trainer.remove_callback(self)
 
-    def _timed(self, section: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._host.outside_step(section, is_in_step=self._in_step):
-                return method(*args, **kwargs)
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self._host.outside_step("checkpointing", is_in_step=self._in_step):
+            return self._originals["_save_checkpoint"](*args, **kwargs)
 
-        return timed
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._host.outside_step("evaluation", is_in_step=self._in_step):
+            return self._originals["evaluate"](*args, **kwargs)
 
     def _finish(self, *args: Any, **kwargs: Any) -> Any:
-        """Commit what was trained, before the best model takes its place and before what others do at the end."""
+        """Commit the training, before the best model is loaded and before other callbacks act on the end."""
         finalize = self._originals["_finalize_training"]
         self._has_finished = True
-        if self._in_step:  # a callback ended training between two micro-batches: no weight moved by the last ones
+        if self._in_step:  # a callback ended training between two micro-batches; the last ones moved no weight
             self._in_step = False
             self._run.end_step(is_last=True)
         self._run.finish(self._state)
@@ -265,7 +261,7 @@ class TrainerProtection(TrainerCallback):
     # -- restoring -------------------------------------------------------------------------------------------------
 
     def _restore(self, max_steps: int, num_updates: int, num_epochs: int, _: Any, trial: Any) -> tuple[int, int]:
-        """Make the trainer what it continues from; return the epoch, and the batches of it that were trained."""
+        """Restore the trainer's state; return the epoch, and the number of its trained batches."""
         trainer, init = self._trainer, self._originals["_init_training_state"]
         place: tuple[int, int] = init(max_steps, num_updates, num_epochs, None, trial)
         self._model = self._originals["_prepare_for_training"](max_steps, None, None)[0]
@@ -293,10 +289,11 @@ class TrainerProtection(TrainerCallback):
         return place
 
     def _continue(self, max_steps: int, num_updates: int, num_epochs: int, trial: Any) -> tuple[int, int]:
-        """Take over what a generation holds of the trainer itself."""
+        """Restore the trainer's own part of a checkpoint."""
         trainer, loaded = self._trainer, self._loaded
-        if self._given is not None and self._run.global_rank == 0:
-            log.warning("resume_from_checkpoint=%r is not used: this run has saved a newer checkpoint", self._given)
+        if self._given is not None:
+            text = "resume_from_checkpoint=%r is not used: this run has saved a newer checkpoint"
+            log_on_rank_0(log, text, self._given)
         self._random.keep()
         trainer.state = TrainerState(**parse_json(loaded["state"]))
         self._restore_callbacks(trainer.state.stateful_callbacks)
@@ -307,25 +304,24 @@ class TrainerProtection(TrainerCallback):
         self._ends_epoch = bool(loaded.get("has_ended_epoch"))
         self._base_random = loaded.get("base_random")
         if loaded["samples_per_update"] != self._samples_per_update:
-            if trainer.args.max_steps > 0:  # a number of steps is what counts, and there must be epochs for them
+            if trainer.args.max_steps > 0:  # the number of steps is fixed, and determines the epochs
                 self._epoch, self._updates = divmod(trainer.state.global_step, num_updates)
             else:
                 self._updates = self._updates * loaded["samples_per_update"] // self._samples_per_update
             log.warning(
                 "an update takes %d samples, it took %d: training continues after %d updates of epoch %d, reordered",
-                self._samples_per_update,
-                loaded["samples_per_update"],
-                self._updates,
-                self._epoch,
+                *(self._samples_per_update, loaded["samples_per_update"], self._updates, self._epoch),
             )
-            transformers.set_seed(trainer.args.seed + self._run.iteration)  # the same on all ranks: so is their order
+            transformers.set_seed(
+                trainer.args.seed + self._run.iteration
+            )  # the same on all ranks, so that their order is, too
             self._random.keep()
             self._ends_epoch = self._ends_epoch and trainer.args.max_steps <= 0
         self._stops = loaded["has_stopped"] or trainer.state.global_step >= max_steps
         if loaded["has_finished"]:
             if self._stops:
                 return num_epochs, 0
-            if self._updates >= num_updates or self._ends_epoch:  # it is to train longer than it was to then
+            if self._updates >= num_updates or self._ends_epoch:  # training was extended since
                 self._epoch, self._updates, self._ends_epoch = self._epoch + 1, 0, False
         if self._stops:
             self._updates = num_updates
@@ -334,7 +330,7 @@ class TrainerProtection(TrainerCallback):
         return self._epoch, self._updates * trainer.args.gradient_accumulation_steps
 
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:
-        """Give callbacks that have a state the saved one, in place."""
+        """Restore the state of stateful callbacks, in place."""
         by_name = {name: list(one) if isinstance(one, list) else [one] for name, one in saved.items()}
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState) and (left := by_name.get(type(callback).__name__)):
@@ -342,7 +338,7 @@ class TrainerProtection(TrainerCallback):
                     setattr(callback, name, value)
 
     def _give_prepared(self, _max_steps: int, train_dataloader: Any, _: Any) -> tuple[Any, Any]:
-        """Return what :meth:`_restore` prepared already."""
+        """Return the model that :meth:`_restore` prepared."""
         self._trainer.callback_handler.train_dataloader = train_dataloader
         loader = getattr(train_dataloader, "base_dataloader", None)
         if loader is None:
@@ -350,27 +346,28 @@ class TrainerProtection(TrainerCallback):
         if loader.num_workers and loader.persistent_workers and loader.generator is None:
             self._persistent = loader
         is_stream = isinstance(loader.dataset, IterableDataset)
-        if is_stream and self._persistent is not None and self._run.global_rank == 0:
-            log.warning(
+        if is_stream and self._persistent is not None:
+            log_on_rank_0(
+                log,
                 "dataloader_persistent_workers with an IterableDataset: random numbers that its workers draw change "
-                "after a resumption; leave the setting off, or have the stream draw from a generator that it seeds"
+                "after a resumption; leave the setting off, or have the stream draw from a generator that it seeds",
             )
         elif loader.num_workers == 0 and not is_stream:
             self._collate_in_order(loader)
         elif loader.batch_sampler is not None and not is_stream:
-            # The loader's own __setattr__ refuses it; its iterators ask for the attribute as each epoch begins.
+            # The loader's __setattr__ refuses it; its iterators read the attribute when each epoch starts.
             object.__setattr__(loader, "batch_sampler", SeededBatches(loader.batch_sampler, self._seed_of_epoch))
         return self._model, train_dataloader
 
     def _seed_of_epoch(self) -> tuple[int, int, int]:
-        """Return what the random numbers of the loader's workers follow from, with the number of the batch."""
+        """Return the seed, with the batch number, of the random numbers of the loader's workers."""
         args = self._trainer.args
         return abs(args.seed if args.data_seed is None else args.data_seed), self._epoch, self._run.global_rank
 
     def _keep_base_seed(self) -> None:
-        """Have workers that are started after the first epoch get the base seed of those that persist from there on.
+        """Give workers that start after the first epoch the base seed that persistent workers keep.
 
-        A loader draws it as it starts its workers; if they persist, in the first epoch only.
+        A loader draws the seed when it starts its workers: with persistent workers in the first epoch only.
         """
         if self._persistent is not None and self._epoch and self._base_random is not None:
             generator = torch.Generator()
@@ -378,10 +375,10 @@ class TrainerProtection(TrainerCallback):
             self._persistent.generator = generator
 
     def _collate_in_order(self, loader: Any) -> None:
-        """Give batches that are fetched once more the random numbers that they were made with, as masks are.
+        """Collate batches that are fetched again with their former random numbers, for example masks.
 
-        Accelerate fetches a batch ahead: at a step's end the next one has been made. A training that resumes there
-        makes that one again, and right after it the one that follows, which had the random numbers of after the step.
+        Accelerate fetches one batch ahead: at the end of a step the next one exists. A resumed training collates that
+        batch again, followed by the one after it, which had the random numbers after the step.
         """
         collate, taken = loader.collate_fn, RandomSnapshot()
         left = _COLLATED_TO_KNOW
@@ -393,7 +390,7 @@ class TrainerProtection(TrainerCallback):
             elif self._num_refetched == 1:
                 self._put_random_back(None)
             nonlocal left
-            if not left:  # it has drawn no number so far
+            if not left:  # the collator draws no random numbers
                 return collate(samples)
             taken.take()
             self._collating = taken
@@ -409,7 +406,7 @@ class TrainerProtection(TrainerCallback):
         loader.collate_fn = collate_in_order
 
     def _put_random_back(self, checkpoint: str | None) -> None:
-        """Continue the random numbers, now that what comes before the first step has used some."""
+        """Restore random numbers, once everything before the first step has drawn its own."""
         self._num_refetched = None
         if self._random.is_kept:
             self._random.put_back()
@@ -423,12 +420,12 @@ class TrainerProtection(TrainerCallback):
 
     @property
     def _position(self) -> dict[str, Any]:
-        """Where the trainer is between two steps. A save within a step, for a diagnosis, has that of the step's begin:
-        an epoch may have ended since."""
+        """The position between two steps. A save within a step, for a diagnosis, has the position at the start of the
+        step, since an epoch may have ended since."""
         return {"epoch": self._epoch, "updates": self._updates, "epoch_random": self._epoch_random}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the trainer itself continues from."""
+        """Return the trainer's own state."""
         trainer = self._trainer
         state, control, handler = trainer.state, trainer.control, trainer.callback_handler
         exportable = [one for one in (*handler.callbacks, control) if isinstance(one, ExportableState)]
@@ -436,7 +433,7 @@ class TrainerProtection(TrainerCallback):
         for name, one in exported.items():
             _check_callback(name, one)
         return {
-            "state": _as_json({**vars(state), "stateful_callbacks": exported}),
+            "state": json.dumps(_plain({**vars(state), "stateful_callbacks": exported})),
             **(self._step_began if self._in_step else self._position),
             "samples_per_update": self._samples_per_update,
             "offset": self._offset,
@@ -454,19 +451,19 @@ class TrainerProtection(TrainerCallback):
         }
 
     def load_state_dict(self, loaded: dict[str, Any]) -> None:
-        """Keep what :meth:`state_dict` returned until the trainer can take it."""
+        """Keep the state until the trainer can take it."""
         self._loaded = dict(loaded)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do what was due when the generation was saved; the setup ends."""
+        """Do what was due when the checkpoint was saved; end the setup."""
         trainer, loaded = self._trainer, self._loaded
         self._setup.close()
         if not loaded:
             return
         trainer._tr_loss.fill_(loaded["loss"])
-        trainer._total_loss_scalar = -loaded["loss"]  # train() returns the mean loss of the steps that it made
+        trainer._total_loss_scalar = -loaded["loss"]  # train() returns the mean loss of its own steps
         trainer._globalstep_last_logged, trainer.current_flos = loaded["last_logged"], loaded["flos"]
         self._random.put_back()
         if not loaded["has_finished"] and any(loaded["due"]):
@@ -480,7 +477,7 @@ class TrainerProtection(TrainerCallback):
             trainer.control.should_training_stop = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an epoch with the random numbers that it once began with: the order of its samples follows."""
+        """Restore the random numbers with which the epoch first started: they determine the order of its samples."""
         self._restore_epoch_random()
         if self._persistent is not None and self._base_random is None:
             self._base_random = self._epoch_random["torch"].clone()
@@ -498,7 +495,7 @@ class TrainerProtection(TrainerCallback):
         self._random.keep(self._epoch_random)
 
     def _run_epoch(self, **of_epoch: Any) -> Any:
-        """Run an epoch; of the first after a restart, what is left of it."""
+        """Run an epoch; the first one after a restart from its position on."""
         if self._resumes_in is not None and (self._stops or self._ends_epoch):
             return self._end_epoch(**of_epoch)
         if self._resumes_in is None:
@@ -511,7 +508,7 @@ class TrainerProtection(TrainerCallback):
                 steps_trained_in_current_epoch=skipped,
             )
             if self._random.is_kept and self._updates >= of_epoch["num_update_steps_per_epoch"]:
-                self._put_random_back(None)  # no batch is fetched that would be waited for
+                self._put_random_back(None)  # no first batch is fetched
             elif skipped and self._loaded.get("collating"):
                 self._num_refetched = 0
             self._resumes_in = None
@@ -530,10 +527,10 @@ class TrainerProtection(TrainerCallback):
         start_time: float,
         **_: Any,
     ) -> None:
-        """Do what follows an epoch, as the trainer does; a callback ended it after the step that was loaded."""
+        """Do the trainer's work after an epoch that a callback ended after the loaded step."""
         trainer = self._trainer
         self._epoch, self._updates, self._resumes_in = epoch, num_update_steps_per_epoch, None
-        self._put_random_back(None)  # no batch is fetched that would be waited for
+        self._put_random_back(None)  # no first batch is fetched
         if self._ends_epoch:
             self._ends_epoch, trainer.control.should_epoch_stop = False, True
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
@@ -542,7 +539,7 @@ class TrainerProtection(TrainerCallback):
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin an optimizer step, with all its micro-batches; one that an epoch's end divides goes on."""
+        """Start the optimizer step, or continue one that the end of an epoch divides."""
         if self._in_step:
             if self._validates:
                 self._epoch_begun = capture_random()
@@ -554,13 +551,13 @@ class TrainerProtection(TrainerCallback):
             self._attempts = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the optimizer step; what was agreed on is carried out once its logs are written."""
+        """End the optimizer step; the decision of the ranks is carried out after the step's logs."""
         self._updates += 1
         self._in_step = False
         self._decision = self._run.end_step(is_last=state.global_step >= state.max_steps)
 
     def _save_between(self, *args: Any, **kwargs: Any) -> Any:
-        """Log, then save or leave as agreed, then evaluate and save as the trainer does."""
+        """Log, then save or exit as decided, then evaluate and save as the trainer does."""
         maybe, decision = self._originals["_maybe_log_save_evaluate"], self._decision
         if decision is not None:
             self._decision = None
@@ -584,7 +581,7 @@ class TrainerProtection(TrainerCallback):
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _validated_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute one micro-batch; after the last one of a step judge its loss, and compute all again if need be."""
+        """Compute one micro-batch; after the last one judge the step's loss, and compute the step again if needed."""
         trainer, step = self._trainer, self._originals["training_step"]
         is_last = trainer.accelerator.gradient_state.sync_gradients
         if self._attempts is None:
@@ -610,7 +607,7 @@ class TrainerProtection(TrainerCallback):
         return loss
 
     def _passes(self, loss: Any) -> bool:
-        """End an attempt, with all ranks; return whether the step needs no other one."""
+        """End an attempt, with all ranks; return whether the step is complete."""
         assert self._attempts is not None
         assert self._attempt is not None
         self._attempt.validate(loss)
@@ -618,8 +615,8 @@ class TrainerProtection(TrainerCallback):
         return self._attempt is None
 
     def _compute_again(self, model: Any) -> tuple[Any, Any]:
-        """Compute the step's micro-batches again; return the sums of their losses: of those that the Trainer has logged
-        (``None`` = none), and of the others."""
+        """Compute the step's micro-batches again; return the sum of the losses that the Trainer has logged (``None`` =
+        none), and of the others."""
         accelerator = self._trainer.accelerator
         losses: list[Any] = [None, None]
         for number, one in enumerate(self._micro_batches, 1):
@@ -633,56 +630,44 @@ class TrainerProtection(TrainerCallback):
             losses[part] = loss if losses[part] is None else losses[part] + loss
         return losses[0], losses[1]
 
-    # -- figures ---------------------------------------------------------------------------------------------------
+    # -- metrics ---------------------------------------------------------------------------------------------------
 
     def _take_figures(self, figures: dict[str, float], iteration: int) -> None:
         self._figures.update(figures)
 
     def _log_with_figures(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """Log the session's figures with the training loss."""
+        """Log the session's metrics with the training loss."""
         if "loss" in logs:
-            # The Trainer logs a loss that is NaN as 0, unless its logging_nan_inf_filter is off.
+            # The Trainer logs a NaN loss as 0, unless its logging_nan_inf_filter is off.
             seen = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
             bad = next((name for name, value in seen.items() if not math.isfinite(value)), None)
             if bad is not None and not self._has_warned:
                 self._has_warned = True
-                log.log(
-                    logging.WARNING if self._run.global_rank == 0 else logging.DEBUG,
-                    "%s is %s at step %d, and training continues with it; this is reported once",
-                    *(bad, seen[bad], self._trainer.state.global_step),
-                )
+                text = "%s is %s at step %d, and training continues with it; this is reported once"
+                log_on_rank_0(log, text, bad, seen[bad], self._trainer.state.global_step)
             logs.update(self._figures)
             self._figures.clear()
         return self._originals["log"](logs, *args, **kwargs)
 
 
 def _as_bytes(random: dict[str, Any]) -> list[Any]:
-    """Return the state of all generators as what can be compared."""
     numpy = [part.tobytes() if hasattr(part, "tobytes") else part for part in random["numpy"]]
     return [random["python"], *numpy, random["torch"].numpy().tobytes(), random["device"]]
 
 
-def _as_json(state: dict[str, Any]) -> str:
-    """Return a ``TrainerState`` as text; what the logs hold and JSON does not have, such as a date, becomes text."""
-    try:
-        return json.dumps(state, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-    except TypeError:  # a key is no string
-        return json.dumps(_with_text_keys(state))
-
-
-def _with_text_keys(value: Any) -> Any:
-    """Return what JSON has for a value and for all that it holds."""
+def _plain(value: Any) -> Any:
+    """Return a value as JSON represents it; other objects in the logs, such as a date, become text."""
     if isinstance(value, dict):
-        return {str(key): _with_text_keys(one) for key, one in value.items()}
+        return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_text_keys(one) for one in value]
+        return [_plain(one) for one in value]
     if value is None or isinstance(value, str | int | float):
         return value
-    return _with_text_keys(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _check_callback(name: str, exported: Any) -> None:
-    """Raise :class:`OutlastError` if a callback's state could not be put back as it was."""
+    """Raise :class:`OutlastError` if a callback's state cannot be restored as it was."""
     try:
         json.dumps(exported, default=lambda value: value.tolist())
     except (AttributeError, TypeError) as error:

@@ -1,15 +1,14 @@
-"""The Python API of NVIDIA's resiliency extension (``nvidia_resiliency_ext``), over this package's own engine.
+"""The Python API of NVIDIA's resiliency extension (``nvidia_resiliency_ext``) over outlast's own engine.
 
-After :func:`install`, ``import nvidia_resiliency_ext`` finds what is here wherever the real package is not installed,
-so that what was written for it (Megatron-LM, Megatron-Bridge, a script of one's own) runs unchanged. What is not in
-:data:`MODULES` is not there: its import raises ``ModuleNotFoundError``, as without the package, and the caller falls
-back. The table names for each module what it offers and where that is; a name is imported on first use.
+After :func:`install`, ``import nvidia_resiliency_ext`` finds this package wherever the real one is not installed, so
+that code written for it (Megatron-LM, Megatron-Bridge, scripts) runs unchanged. Modules that are not in :data:`MODULES`
+raise ``ModuleNotFoundError``, as without the extension, and callers fall back. Names are imported on first use.
 
-For a script that is not to be edited, in place of ``train.py``::
+For a script that must not be edited, in place of ``train.py``::
 
     outlast run --nproc-per-node 8 -m outlast.integrations.nvrx train.py ...
 
-Rejected: a distribution that puts a real ``nvidia_resiliency_ext`` into site-packages (it and NVIDIA's would overwrite
+Rejected: a distribution that installs ``nvidia_resiliency_ext`` into site-packages (it and NVIDIA's would overwrite
 each other's files), and a ``sitecustomize`` (it would act in every process of the machine).
 """
 
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "nvidia_resiliency_ext"
 VERSION = "0.6.0"
-"""The version of the API."""
+"""Version of the API."""
 
 _CLIENT = f"{__name__}.fault_tolerance"
 _INPROCESS = f"{__name__}.inprocess"
@@ -85,7 +84,7 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     "fault_tolerance.data": {
         _CLIENT: ("HeartbeatTimeouts", "SectionTimeouts", "WorkloadAction", "WorkloadControlRequest")
     },
-    "fault_tolerance.dict_utils": {_CLIENT: ("dict_list_map_inplace", "dict_list_map_outplace")},
+    "fault_tolerance.dict_utils": {f"{__name__}.nested": ("dict_list_map_inplace", "dict_list_map_outplace")},
     "fault_tolerance.rank_monitor_client": {_CLIENT: ("RankMonitorClient", "RankMonitorClientError")},
     "inprocess": {_INPROCESS: ("CallWrapper", "Compose=ComposeFromRight", "Wrapper=WrapperOfNVRx"), _RANKS: _STATE},
     "inprocess.abort": {
@@ -139,9 +138,9 @@ MODULES: dict[str, Mapping[str, Sequence[str]]] = {
     "straggler": _STRAGGLER,
     "straggler.reporting": _REPORTING,
 }
-"""By the module's name below ``nvidia_resiliency_ext``: the names that it offers, by the module that has them here.
+"""Offered names, by module below ``nvidia_resiliency_ext`` and by outlast's module that defines them.
 
-A name ``theirs=ours`` is called otherwise here. The packages above a module need no entry of their own.
+An entry ``theirs=ours`` has another name in outlast. Parent packages need no entry.
 """
 
 _OWN = "a helper of the extension's own code; copy what you use of it"
@@ -194,7 +193,7 @@ REFUSED: dict[str, Mapping[str, str]] = {
         _FAULT,
     ),
 }
-"""By module: public names of the extension that are not offered, and what to use instead. Importing one raises an
+"""Public names of the extension that are not offered, by module, and their replacements. Importing one raises an
 ``ImportError`` with that text. Other modules are left out whole, so that callers fall back."""
 
 _LOOK_FOR_IT = (
@@ -202,19 +201,19 @@ _LOOK_FOR_IT = (
     "megatron.core.dist_checkpointing.tensor_aware_state_dict",
     "megatron.training",
 )
-"""Modules that look for the extension once, when they are imported, and never again."""
+"""Modules that look for the extension only once, when they are imported."""
 
 
 def install() -> bool:
-    """Let ``import nvidia_resiliency_ext`` find this package's, unless the real one is installed.
+    """Make ``import nvidia_resiliency_ext`` find this package, unless the real one is installed.
 
-    Call it before anything that looks for the extension is imported. It imports neither torch nor what the names stand
-    for. Calling it again does nothing.
+    Call it before importing anything that looks for the extension. It imports neither torch nor the offered modules.
+    Idempotent.
 
     Returns:
-        Whether the extension is this package's now; ``False``: it is somebody else's, and nothing was changed.
+        Whether the extension is this package's now; ``False``: another one is installed, and nothing was changed.
 
-    Thread: call it where imports are made, before other threads import the extension.
+    Thread: the thread that imports, before other threads import the extension.
     """
     real = _real()
     if real is not None:
@@ -234,7 +233,7 @@ def install() -> bool:
 
 
 def _real() -> str | None:
-    """Return where an extension is that is not this package's, and what is wrong with it; ``None``: there is none."""
+    """Return where another extension is, and what is wrong with it; ``None`` = there is none."""
     loaded = sys.modules.get(PACKAGE)
     if loaded is not None:
         if isinstance(getattr(loaded, "__loader__", None), _NvrxLoader):
@@ -254,7 +253,7 @@ def _real() -> str | None:
 
 
 def _find_real() -> ModuleSpec | None:
-    """Return how another finder finds the extension; folders without a module, left by ``pip``, are none."""
+    """Return the spec of the real extension; folders without a module, as left by ``pip``, do not count."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         if isinstance(finder, _NvrxFinder) or find is None:
@@ -279,14 +278,14 @@ def _is_package(name: str) -> bool:
 
 
 def _is_import(frame: FrameType) -> bool:
-    """Return whether a frame is at ``from ... import``."""
+    """Return whether a frame executes ``from ... import``."""
     return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
 
 
 class _NvrxFinder(MetaPathFinder):
-    """Finds the modules of the table, unless the real package has come onto the path before its first import.
+    """Finds the modules of the table, unless the real package was put on the path before its first import.
 
-    Before the others, as one of those finds a namespace package in folders without a module.
+    The first finder, since the path finder finds a namespace package in folders without a module.
     """
 
     def find_spec(
@@ -296,14 +295,14 @@ class _NvrxFinder(MetaPathFinder):
         if root != PACKAGE or not (name in MODULES or _is_package(name)):
             return None
         if name and not isinstance(getattr(sys.modules.get(root), "__loader__", None), _NvrxLoader):
-            return None  # a part of the real package that is not there
+            return None  # a missing part of the real package
         if not name and _find_real() is not None:
             return None
         return ModuleSpec(fullname, _NvrxLoader(name), origin="outlast.integrations.nvrx", is_package=_is_package(name))
 
 
 class _NvrxLoader(Loader):
-    """Fills a module with names that are imported on first use."""
+    """Creates a module whose names are imported on first use."""
 
     def __init__(self, name: str) -> None:
         self._name = name

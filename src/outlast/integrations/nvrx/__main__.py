@@ -1,4 +1,4 @@
-"""Run a script, or a module, that finds outlast's ``nvidia_resiliency_ext``."""
+"""Run a script or module for which ``nvidia_resiliency_ext`` is outlast's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USAGE = "usage: python -m outlast.integrations.nvrx [-m MODULE | SCRIPT] [ARGUME
 
 
 def main() -> None:
-    """Do as ``python`` does with its arguments, after :func:`install`."""
+    """Run the script or module of the command line as ``python`` does, after :func:`install`."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[is_module:]
@@ -27,7 +27,7 @@ def main() -> None:
     if not os.path.exists(target):
         sys.stderr.write(f"{target} does not exist\n{USAGE}\n")
         sys.exit(2)
-    if not sys.flags.safe_path:  # else python puts no folder there
+    if not sys.flags.safe_path:  # with -P, Python adds no folder
         sys.path[0] = os.path.dirname(os.path.realpath(target))
     runpy.run_path(target, run_name="__main__")
 

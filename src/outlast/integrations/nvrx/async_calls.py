@@ -1,11 +1,11 @@
-"""``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: asynchronous calls that are finalised on all ranks or none.
+"""``nvidia_resiliency_ext.checkpointing.async_ckpt.core``: asynchronous calls, finalised on all ranks or on none.
 
-A call runs in a thread of this process. The extension starts a process; a thread leaves nothing behind when the rank
-is killed. The arguments of a call are copied when it is scheduled (:mod:`outlast.integrations.nvrx.snapshot`), so that
-a call that runs later writes the values of its own iteration.
+A call runs in a thread of this process. Rejected: the extension's helper process, which outlives a killed rank. The
+arguments of a call are copied when it is scheduled (:mod:`outlast.integrations.nvrx.snapshot`), so that a delayed call
+writes the values of its own iteration.
 
-A call is finalised once it has succeeded on *all* ranks, and on none otherwise. The extension also finalises a call
-whose process has died, and so commits a checkpoint that lacks a part.
+A call is finalised once it has succeeded on *all* ranks. The extension also finalises a call whose process has died,
+and so commits an incomplete checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -40,17 +41,17 @@ from outlast.runtime.process_groups import is_initialised
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3600.0
-"""Seconds after which a call that still runs counts as failed."""
+"""Seconds after which a running call counts as failed."""
 _MARGIN_S = 60.0
-"""Seconds beyond that for the other ranks to report the same."""
+"""Additional seconds for the other ranks to report the same."""
 _GIVEN_UP = "is given up, and what it wrote is not committed"
 _SIGTERM_TIMEOUT_S = 30.0
 MAX_FAILURES = 3
-"""Calls in a row that may fail before that is an error in a call that does not wait."""
+"""Failures in a row after which a call that does not wait raises."""
 
 
 class _AsyncCallStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank knows of its oldest call."""
+    """State of a rank's oldest call."""
 
     call_idx: int
     ended: bool
@@ -58,35 +59,35 @@ class _AsyncCallStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AsyncRequest(NamedTuple):
-    """A function to run alongside training, and the functions that follow once it has ended on all ranks."""
+    """A function to run alongside training, and functions to call once it has ended on all ranks."""
 
     async_fn: Callable[..., Any] | None
-    """``None``: there is nothing to run, only to finalise."""
+    """``None``: nothing is run, only finalised."""
     async_fn_args: tuple[Any, ...]
     finalize_fns: list[Callable[[], Any]]
     """Called in the thread of the training loop, on all ranks."""
-    async_fn_kwargs: dict[str, Any] | None = {}  # a queue of Megatron-Core's takes no None
+    async_fn_kwargs: dict[str, Any] | None = {}  # Megatron-Core's queue does not accept None
     preload_fn: Callable[[], Any] | None = None
-    """Called at once; what it returns takes the place of the second argument."""
+    """Called at once; its result replaces the second argument."""
     is_frozen: bool = False
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function that follows the others.
+        """Append a function to ``finalize_fns``.
 
         Raises:
-            RuntimeError: The request is frozen: it was scheduled.
+            RuntimeError: The request is frozen, since it was scheduled.
         """
         if self.is_frozen:
             raise RuntimeError("the request is scheduled; add functions before that")
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """Return the request as one that nothing can be added to."""
+        """Return a request to which no function can be added."""
         return self._replace(is_frozen=True)
 
     def execute_sync(self) -> None:
-        """Run and finalise it now.
+        """Run and finalise the request now.
 
         Raises:
             CheckpointError: It failed on some rank; nothing was finalised.
@@ -100,18 +101,15 @@ class AsyncRequest(NamedTuple):
             arguments[1] = self.preload_fn()
         call = _ScheduledCall(self.call_idx, self._replace(async_fn_args=tuple(arguments)))
         call.run()
-        exchange = WorldExchange("the end of a synchronous call", 2 * CALL_TIMEOUT_S)
-        try:
+        with closing(WorldExchange("the end of a synchronous call", 2 * CALL_TIMEOUT_S)) as exchange:
             _agree(exchange.gather(call.outcome(blocking=True), _AsyncCallStatus), what=_GIVEN_UP)
             _finalise(self, exchange)
-        finally:
-            exchange.close()
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
-        """Call what follows, in order; return the number of the call.
+        """Call ``finalize_fns`` in order; return the number of the call.
 
         Args:
-            validate_matching_call_idx: Have all ranks agree that it is the same call.
+            validate_matching_call_idx: Check that all ranks finalise the same call.
 
         Raises:
             CheckpointError: A function failed on some rank, or ranks finalise different calls.
@@ -120,31 +118,28 @@ class AsyncRequest(NamedTuple):
         """
         if not validate_matching_call_idx:
             return _finalise(self, None)
-        exchange = WorldExchange("the end of an asynchronous call", CALL_TIMEOUT_S)
-        try:
+        with closing(WorldExchange("the end of an asynchronous call", CALL_TIMEOUT_S)) as exchange:
             return _finalise(self, exchange)
-        finally:
-            exchange.close()
 
 
 def _finalise(request: AsyncRequest, exchange: WorldExchange | None) -> int:
-    """Call what follows; with an exchange, all ranks agree that it succeeded on all."""
+    """Call ``finalize_fns``; with an exchange, all ranks agree on the success."""
     error: Exception | None = None
     try:
         for finalise in request.finalize_fns:
             finalise()
-    except Exception as failure:  # noqa: BLE001  the other ranks are told
+    except Exception as failure:  # noqa: BLE001  all ranks must be notified
         error = failure
-        if exchange is None:
-            raise CheckpointError(
-                f"asynchronous call {request.call_idx} was not finalised: {_describe(error)}"
-            ) from error
-    if exchange is not None:
-        mine = _AsyncCallStatus(call_idx=request.call_idx, ended=True, error=_describe(error))
-        try:
-            _agree(exchange.gather(mine, _AsyncCallStatus), what="was not finalised")
-        except CheckpointError as failure:
-            raise failure from error
+    if exchange is None:
+        if error is not None:
+            text = f"asynchronous call {request.call_idx} was not finalised: {_describe(error)}"
+            raise CheckpointError(text) from error
+        return request.call_idx
+    mine = _AsyncCallStatus(call_idx=request.call_idx, ended=True, error=_describe(error))
+    try:
+        _agree(exchange.gather(mine, _AsyncCallStatus), what="was not finalised")
+    except CheckpointError as failure:
+        raise failure from error
     return request.call_idx
 
 
@@ -153,7 +148,7 @@ def _describe(error: BaseException | None) -> str:
 
 
 def _agree(outcomes: list[_AsyncCallStatus], *, what: str) -> None:
-    """Raise :class:`CheckpointError` unless all ranks ended the same call well."""
+    """Raise :class:`CheckpointError` unless all ranks ended the same call without error."""
     numbers = sorted({one.call_idx for one in outcomes})
     if len(numbers) > 1:
         raise CheckpointError(
@@ -168,22 +163,20 @@ def _agree(outcomes: list[_AsyncCallStatus], *, what: str) -> None:
 
 
 def _two_arguments(request: AsyncRequest) -> list[Any]:
-    """Return the arguments; ``preload_fn`` gives the second one."""
     if len(request.async_fn_args) < 2:
         raise OutlastError("preload_fn gives the second argument of async_fn, which has fewer: give two")
     return list(request.async_fn_args)
 
 
 def _snapshot(request: AsyncRequest) -> AsyncRequest:
-    """Return a request whose function, now with all its arguments, is independent of what training changes.
+    """Return a request whose function and arguments are independent of later changes by training.
 
-    The tensors of a device that ``preload_fn`` copies are not copied a second time: where it is a function with its
-    arguments (:func:`functools.partial`), its arguments on the host are copied before the call, otherwise its result is
-    copied.
+    Device tensors that ``preload_fn`` copies are not copied twice: of a :func:`functools.partial` the host arguments
+    are copied before the call, of any other ``preload_fn`` the result.
 
     Raises:
         OutlastError: An argument cannot be copied.
-        Exception: ``preload_fn`` raised it.
+        Exception: Raised by ``preload_fn``.
     """
     arguments, preload = list(request.async_fn_args), request.preload_fn
     staged: dict[int, Any] = {}
@@ -221,7 +214,7 @@ class _ScheduledCall:
     ended: threading.Event = field(default_factory=threading.Event)
     error: str = ""
     place: str = ""
-    """Where the ranks tell each other of it, in the store of the world."""
+    """Key prefix in the TCPStore of the world under which the ranks post their status."""
     is_posted: bool = False
     is_given_up: bool = False
     """The queue was closed with ``abort``."""
@@ -230,13 +223,13 @@ class _ScheduledCall:
         try:
             if self.request.async_fn is not None and not self.is_given_up:
                 self.request.async_fn(*self.request.async_fn_args, **(self.request.async_fn_kwargs or {}))
-        except BaseException as error:  # whatever ends it, the ranks must know
+        except BaseException as error:  # all ranks must be notified of any exception
             self.error = _describe(error)
             log.exception("asynchronous call %d failed", self.idx)
         self.ended.set()
 
     def outcome(self, *, blocking: bool) -> _AsyncCallStatus:
-        """Return what is known; with ``blocking``, once it has ended."""
+        """Return the status; with ``blocking``, once the call has ended."""
         left_s = CALL_TIMEOUT_S - (clock.now_ns() - self.began_ns) / 1e9
         has_ended = self.ended.wait(max(0.0, left_s) if blocking else 0.0)
         error = self.error if has_ended else ""
@@ -246,7 +239,7 @@ class _ScheduledCall:
 
 
 class _Priorities(NamedTuple):
-    """How much a persistent thread gets of the processors and disks, compared with training."""
+    """CPU and I/O priority of a persistent thread."""
 
     nice: int
     io_class: int | None
@@ -255,11 +248,6 @@ class _Priorities(NamedTuple):
     def check(
         cls, cpu_priority: int, io_priority: int | None, sigterm_timeout: float, cpu_shm_mode: bool
     ) -> _Priorities:
-        """Return the priorities that a queue is given.
-
-        Raises:
-            ConfigError: A value is out of range, or not supported.
-        """
         require(cpu_priority in range(20), f"cpu_priority={cpu_priority!r} must be from 0 to 19")
         text = f"io_priority={io_priority!r} must be 0 (default), 1 (realtime), 2 (best effort), 3 (idle) or None"
         require(io_priority is None or io_priority in range(4), text)
@@ -270,7 +258,7 @@ class _Priorities(NamedTuple):
         return cls(cpu_priority, io_priority)
 
     def apply(self) -> None:
-        """Set them for this thread, and for the processes that it starts."""
+        """Set the priorities of this thread and of the processes that it starts."""
         thread = threading.get_native_id()
         try:
             if self.nice > os.getpriority(os.PRIO_PROCESS, thread):
@@ -282,27 +270,26 @@ class _Priorities(NamedTuple):
 
 
 class AsyncCallsQueue:
-    """Runs requests alongside training, and finalises them in the order in which they come.
+    """Run requests alongside training, and finalise them in order.
 
     Args:
-        persistent: One thread runs the requests, one after the other, until :meth:`close`; otherwise each has a thread
-            of its own, and begins at once.
-        is_daemon: Either value: the thread never keeps the process alive, and a call may start processes.
-        cpu_priority: Nice value of the persistent thread, and of the processes that its calls start, from 0 to 19; it
-            is never lowered.
-        io_priority: Class of their input and output: 0 = the kernel's default, 1 = realtime, 2 = best effort, 3 = idle;
-            ``None`` = unchanged.
-        sigterm_timeout: Only the default: there is no process that a signal ends.
-        cpu_shm_mode: Only ``False``: arguments are copied, so that no memory is shared with a process.
+        persistent: One thread runs all requests, one after the other, until :meth:`close`; otherwise each request has a
+            separate thread and starts at once.
+        is_daemon: No effect: the thread never keeps the process alive, and a call may start processes.
+        cpu_priority: Nice value of the persistent thread and of the processes that its calls start, from 0 to 19; never
+            lowered.
+        io_priority: I/O class: 0 = the kernel's default, 1 = realtime, 2 = best effort, 3 = idle; ``None`` = unchanged.
+        sigterm_timeout: Only the default: there is no process that a signal could end.
+        cpu_shm_mode: Only ``False``: arguments are copied, and no memory is shared with a process.
 
     Raises:
         ConfigError: A value is out of range, or not supported.
 
-    Thread: that of the training loop.
+    Thread: the thread of the training loop.
     """
 
     _warmed_up: ClassVar[_Priorities | None] = None
-    """What :meth:`warmup_persistent_caller` was given, until a queue uses it."""
+    """Priorities from :meth:`warmup_persistent_caller`, until a queue uses them."""
 
     def __init__(
         self,
@@ -318,16 +305,16 @@ class AsyncCallsQueue:
         self.sigterm_timeout, self.cpu_shm_mode = sigterm_timeout, cpu_shm_mode
         self._priorities = _Priorities.check(cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
         self.call_idx = -1
-        """Of the newest request."""
+        """Number of the newest request."""
         self._calls: deque[_ScheduledCall] = deque()
         self._work: queue.SimpleQueue[_ScheduledCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._exchange = WorldExchange("the end of an asynchronous call", 2 * CALL_TIMEOUT_S)
         self._num_failures = 0
         self._token = ""
-        """What this queue's places in the store of the world begin with."""
+        """First part of this queue's keys in the TCPStore of the world."""
         self._world: weakref.ref[Any] | None = None
-        """The world that it was drawn in."""
+        """The world in which ``_token`` was drawn."""
         self._num_placed = 0
 
     @classmethod
@@ -340,7 +327,7 @@ class AsyncCallsQueue:
         sigterm_timeout: float = _SIGTERM_TIMEOUT_S,
         cpu_shm_mode: bool = False,
     ) -> None:
-        """Set the priorities of the next persistent thread. A thread, unlike a process, need not be started ahead.
+        """Set the priorities of the next persistent thread. A thread, unlike a process, is not started in advance.
 
         Raises:
             ConfigError: A value is out of range, or not supported.
@@ -350,24 +337,25 @@ class AsyncCallsQueue:
             cls._warmed_up = priorities
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Copy what the request needs, and run it alongside training.
+        """Copy the arguments of a request, and run it alongside training.
 
-        Copied are the arguments, also those of a :func:`functools.partial`: training may change them afterwards. Not
-        copied are functions with what they refer to, the objects of methods, and handles (files, locks, queues).
+        The arguments are copied, also those of a :func:`functools.partial`: training may change them afterwards.
+        Functions and the objects that they refer to, objects of methods, and handles (files, locks, queues) are not
+        copied.
 
         Args:
-            async_request: Also one of an older version, or of Megatron-Core's own class.
+            async_request: Also one of an older version, or of Megatron-Core's class.
 
         Returns:
             The number of the call, from 0.
 
         Raises:
             OutlastError: An argument cannot be copied; nothing is scheduled.
-            Exception: What staging (``preload_fn``) raised; nothing is scheduled.
-            PeerLost: A peer left, or did not come in time; in the first call in a world alone.
+            Exception: Staging (``preload_fn``) raised it; nothing is scheduled.
+            PeerLost: A peer exited, or did not arrive in time; only in the first call in a world.
 
         Collective: all ranks, with requests of the same kind.
-        Blocks: while it is copied; the first call in a world, until all ranks have come.
+        Blocks: during the copy; the first call in a world, until all ranks have arrived.
         """
         place = self._agree_place()
         number = self.call_idx + 1
@@ -389,24 +377,24 @@ class AsyncCallsQueue:
         return number
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Finalise the calls that have ended well on all ranks, oldest first.
+        """Finalise the calls that have succeeded on all ranks, oldest first.
 
-        A call that failed on any rank is given up on all: the log says so. That is an error when it was waited for,
-        and when it is the third in a row.
+        A call that failed on any rank is dropped on all, and logged. That is an error with ``blocking``, and for the
+        third failure in a row.
 
         Args:
-            blocking: Wait until all have ended.
-            no_dist: Look at the other ranks' calls without a collective; ranks may finalise at different times.
+            blocking: Wait until all calls have ended.
+            no_dist: Read the status of the other ranks without a collective; ranks may finalise at different times.
 
         Returns:
             The numbers of the calls that were finalised.
 
         Raises:
-            CheckpointError: A call failed, as said above, or could not be finalised.
-            PeerLost: A peer left, or did not come in time.
+            CheckpointError: A call failed, as described above, or could not be finalised.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks, unless ``no_dist``.
-        Blocks: with ``blocking`` until all have ended on all ranks, each at most an hour.
+        Blocks: with ``blocking`` until all calls have ended on all ranks, each at most an hour.
         """
         finalised: list[int] = []
         failure: CheckpointError | None = None
@@ -437,21 +425,20 @@ class AsyncCallsQueue:
         return finalised
 
     def get_num_unfinalized_calls(self) -> int:
-        """Return how many calls run, or wait to be finalised."""
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
         """Finalise all calls, and end the thread. Idempotent.
 
         Args:
-            abort: Finalise none; a call that runs is not waited for, and one that has not begun is dropped.
+            abort: Finalise none; a running call is not waited for, and one that has not started is dropped.
 
         Raises:
             CheckpointError: A call failed, or could not be finalised.
-            PeerLost: A peer left, or did not come in time.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks, unless ``abort``.
-        Blocks: until all have ended on all ranks, unless ``abort``.
+        Blocks: until all calls have ended on all ranks, unless ``abort``.
         """
         try:
             if abort:
@@ -466,7 +453,7 @@ class AsyncCallsQueue:
                 self._work.put(None)
                 self._thread = None
             self._exchange.close()
-            self.call_idx = -1  # a rank that was restarted begins at the same number
+            self.call_idx = -1  # a restarted rank starts at the same number
             _in_use.discard(self)
             forget_at_exit(self.warn)
 
@@ -481,10 +468,10 @@ class AsyncCallsQueue:
             self._thread.start()
 
     def _agree_place(self) -> str:
-        """Return a place in the store of the world for another call, the same on all ranks.
+        """Return the key prefix of the next call in the TCPStore of the world, the same on all ranks.
 
-        Ranks may have made different numbers of queues (a rank that came later has made fewer), and a store may still
-        hold what an earlier world put there. So the places of a queue begin with a word that is drawn once in a world.
+        Ranks may have created different numbers of queues, and a store may still contain keys of an earlier world. So
+        the prefix contains a token that rank 0 draws once per queue and world.
         """
         if not is_initialised() or dist.get_world_size() == 1:
             return ""
@@ -495,7 +482,7 @@ class AsyncCallsQueue:
         return f"outlast/async/{self._token}/{self._num_placed}"
 
     def _look(self, call: _ScheduledCall, mine: _AsyncCallStatus, blocking: bool) -> list[_AsyncCallStatus]:
-        """Return what the ranks have written into the store of the world, this one's included."""
+        """Return the status of the call on all ranks, from the TCPStore of the world."""
         if not is_initialised() or dist.get_world_size() == 1:
             return [mine]
         if not call.place:
@@ -527,11 +514,11 @@ class AsyncCallsQueue:
 
 
 _in_use: set[AsyncCallsQueue] = set()
-"""Queues that have taken a request and are not closed. Each logs at the process's end which calls are lost."""
+"""Open queues that have taken a request. Each logs its lost calls at the end of the process."""
 
 
 def abort_nvrx_checkpoint() -> None:
-    """Close all queues of this process without finalising their calls, for a restart in the same process."""
+    """Close all queues of this process without finalising their calls, for an in-process restart."""
     for one in list(_in_use):
         one.close(abort=True)
 
@@ -544,7 +531,7 @@ def _run_calls(work: queue.SimpleQueue[_ScheduledCall | None], priorities: _Prio
 
 
 def _log_save(call: _ScheduledCall, text: str) -> None:
-    """Log a call of the script's own. Rank 0 does; what outlast saves itself is logged where it is saved."""
+    """Log a call of the script on rank 0; outlast's own saves are logged elsewhere."""
     work = call.request.async_fn
     is_first = not is_initialised() or dist.get_rank() == 0
     if work is not None and is_first and not str(getattr(work, "__module__", "")).startswith("outlast."):

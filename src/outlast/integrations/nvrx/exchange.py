@@ -1,4 +1,4 @@
-"""What the ranks tell each other for the extension's calls: over a gloo group of all ranks, within a time limit."""
+"""Collective exchange of values between all ranks for the extension's calls: a gloo group with a time limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXCHANGE_TIMEOUT_S = 600.0
 
 
 class WorldExchange:
-    """Gathers a value of every rank on every rank. It follows a world that is destroyed and made again."""
+    """Gather a value of every rank on every rank. The group follows a world that is destroyed and created again."""
 
     def __init__(self, what: str, timeout_s: float = EXCHANGE_TIMEOUT_S) -> None:
         self._what, self._timeout_s = what, timeout_s
@@ -27,7 +27,6 @@ class WorldExchange:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
         return dist.get_rank() if is_initialised() else env.read_worker().global_rank
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
@@ -35,10 +34,10 @@ class WorldExchange:
 
         Raises:
             OutlastError: There are several ranks, and ``torch.distributed`` is not initialised.
-            PeerLost: A peer left, or did not come in time.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks of the default group.
-        Blocks: until all ranks have come; up to the time limit.
+        Blocks: until all ranks have arrived; up to the time limit.
         """
         if not is_initialised():
             if env.read_worker().world_size > 1:
@@ -66,7 +65,7 @@ class WorldExchange:
     def _open(self) -> dist.ProcessGroup:
         known = dist.distributed_c10d._world.pg_map
         if self._group is not None and (self._group.is_cut or self._group.process_group not in known):
-            self._group = None  # of a world that is no more
+            self._group = None  # of a destroyed world
         if self._group is None:
             self._group = Group.share(timeout_s=self._timeout_s)
         return self._group.open_group

@@ -1,7 +1,6 @@
-"""``nvidia_resiliency_ext.shared_utils.inject_fault``: a fault of this process on purpose, some seconds from now.
+"""``nvidia_resiliency_ext.shared_utils.inject_fault``: an injected fault of this process after a delay.
 
-For tests of a job. :mod:`outlast.chaos` causes the faults; its fault plans inject them into a whole run, once, at an
-iteration or in a section.
+For tests of a job. :mod:`outlast.chaos` causes the faults; its fault plans inject faults into a whole run.
 """
 
 from __future__ import annotations
@@ -14,20 +13,21 @@ import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from types import FrameType
 from typing import Any
 
 from outlast import env
 from outlast.chaos.process_faults import crash, hold_gil, raise_in_main_thread, send_signal
-from outlast.errors import ConfigError
+from outlast.config.base import require
 
 log = logging.getLogger(__name__)
 _START_S = 5.0
-"""How long a fault without a delay waits for the call that injects it to have begun it."""
+"""How long a fault without a delay waits until the injecting call has started the timer."""
 
 
 class WorkloadFault(Enum):
-    """What happens."""
+    """Kind of an injected fault."""
 
     GPU_ERROR = auto()
     """Refused."""
@@ -50,53 +50,51 @@ class WorkloadFault(Enum):
 
 
 class InjectedException(Exception):
-    """The exception that was requested."""
+    """An injected exception."""
 
 
 _wanted = threading.Event()
 
 
 def maybe_raise_workload_exception() -> None:
-    """Raise :class:`InjectedException` once, if a fault ``WORKLOAD_EXC`` has come due."""
+    """Raise :class:`InjectedException` once, if a fault ``WORKLOAD_EXC`` is due."""
     if _wanted.is_set():
         _wanted.clear()
         raise InjectedException("a fault that was injected on purpose")
 
 
 def clear_workload_exception() -> None:
-    """Drop a fault ``WORKLOAD_EXC`` that has come due."""
+    """Drop a fault ``WORKLOAD_EXC`` that is due."""
     _wanted.clear()
 
 
 def dispatch_fault_injection(fault: WorkloadFault, delay: float, callback: Callable[[], Any] | None) -> None:
-    """Cause a fault of this process.
+    """Inject a fault into this process.
 
     Args:
-        fault: Which.
+        fault: The kind.
         delay: Seconds from now.
-        callback: Called right before, in a thread of its own; ``None`` = nothing.
+        callback: Called right before the fault, in a separate thread; ``None`` = nothing.
 
     Raises:
-        ConfigError: The fault cannot be caused, or the delay is below 0.
+        ConfigError: The fault cannot be caused, or the delay is negative.
 
     Thread: the main thread for ``SIGNAL_EXC``, otherwise any.
     """
-    if not isinstance(fault, WorkloadFault):
-        raise ConfigError(f"{fault!r} is not a fault; give one of Fault")
-    if not delay >= 0:
-        raise ConfigError(f"delay={delay} must be at least 0 seconds")
+    require(isinstance(fault, WorkloadFault), f"{fault!r} is not a fault; give one of Fault")
+    require(delay >= 0, f"delay={delay} must be at least 0 seconds")
     if fault in _registered:
         _registered[fault](delay, callback)
         return
-    if fault in (WorkloadFault.GPU_ERROR, WorkloadFault.GPU_SLEEP):
-        raise ConfigError(f"{fault.name} is not supported; hang or kill the rank instead: Fault.SIGSTOP, Fault.SIGKILL")
+    text = f"{fault.name} is not supported; hang or kill the rank instead: Fault.SIGSTOP, Fault.SIGKILL"
+    require(fault in _CAUSES, text)
     if fault == WorkloadFault.SIGNAL_EXC:
         signal.signal(signal.SIGUSR1, _raise_in_handler)
 
     has_started = threading.Event()
 
     def inject() -> None:
-        has_started.wait(_START_S)  # an exception within start() would leave the threads' list torn
+        has_started.wait(_START_S)  # an exception within start() would corrupt threading's list of threads
         log.critical("rank's process %d: the fault %s is injected on purpose", os.getpid(), fault.name)
         if callback is not None:
             callback()
@@ -115,8 +113,8 @@ def register_fault(
     """Set the function that causes a fault.
 
     Args:
-        fault_name_or_enum: A member of ``Fault``, or the name of another fault, which becomes one.
-        handler: Called by :func:`dispatch_fault_injection` with its delay and callback, in the thread of the caller.
+        fault_name_or_enum: A member of ``Fault``, or the name of a new member.
+        handler: Called by :func:`dispatch_fault_injection` with its delay and callback, in the caller's thread.
 
     Returns:
         The member of ``Fault``.
@@ -125,6 +123,7 @@ def register_fault(
     if not isinstance(fault, WorkloadFault):
         name, members = fault, WorkloadFault._member_map_
         if name not in members:
+            # NVRx's own protocol: a registered name becomes a member of Fault. Enum has no public way to add one.
             added = object.__new__(WorkloadFault)
             added._name_, added._value_ = name, 1 + max(one.value for one in WorkloadFault)
             members[name] = WorkloadFault._value2member_map_[added._value_] = added
@@ -142,14 +141,14 @@ def inject_fault(
     seed: int,
     callback: Callable[[], Any] | None = None,
 ) -> None:
-    """Cause a fault of some ranks, drawn at random, and the same on all ranks.
+    """Inject a fault into randomly drawn ranks; all ranks draw the same.
 
     Args:
         faults: The faults to draw one from.
         num_faults: The number of ranks, or the smallest and largest number to draw from.
-        keep_alive: The first ranks, this many, have no fault.
+        keep_alive: The first ranks, this many, get no fault.
         delay: Seconds from now, or the smallest and largest number to draw from.
-        seed: Of the draw; the same on all ranks.
+        seed: Seed of the draw, the same on all ranks.
         callback: As for :func:`dispatch_fault_injection`.
 
     Raises:
@@ -158,14 +157,12 @@ def inject_fault(
     worker, generator = env.read_worker(), random.Random(seed)
     fewest, most = (num_faults, num_faults) if isinstance(num_faults, int) else num_faults
     shortest_s, longest_s = (delay, delay) if isinstance(delay, int | float) else delay
-    if not faults:
-        raise ConfigError("faults is empty; give at least one of Fault")
-    if not 0 <= fewest <= most:
-        raise ConfigError(f"num_faults={num_faults} must be at least 0, or two numbers in ascending order")
-    if not 0 <= keep_alive <= worker.world_size:
-        raise ConfigError(f"keep_alive={keep_alive} must be from 0 to the number of ranks, {worker.world_size}")
-    if not 0 <= shortest_s <= longest_s:
-        raise ConfigError(f"delay={delay} must be at least 0 seconds, or two numbers in ascending order")
+    require(bool(faults), "faults is empty; give at least one of Fault")
+    form = "or two numbers in ascending order"
+    require(0 <= fewest <= most, f"num_faults={num_faults} must be at least 0, {form}")
+    num = worker.world_size
+    require(0 <= keep_alive <= num, f"keep_alive={keep_alive} must be from 0 to the number of ranks, {num}")
+    require(0 <= shortest_s <= longest_s, f"delay={delay} must be at least 0 seconds, {form}")
     drawn_s = generator.uniform(shortest_s, longest_s)
     others = range(keep_alive, worker.world_size)
     ranks = generator.sample(others, min(generator.randint(fewest, most), len(others)))
@@ -180,7 +177,7 @@ def _raise_in_handler(number: int, frame: FrameType | None) -> None:
 
 
 _registered: dict[WorkloadFault, Callable[[float, Callable[[], Any] | None], Any]] = {}
-"""Functions of :func:`register_fault`."""
+"""Functions from :func:`register_fault`."""
 _CAUSES: dict[WorkloadFault, Callable[[], object]] = {
     WorkloadFault.WORKLOAD_EXC: _wanted.set,
     WorkloadFault.ASYNC_EXC: partial(raise_in_main_thread, InjectedException),
@@ -188,8 +185,5 @@ _CAUSES: dict[WorkloadFault, Callable[[], object]] = {
     WorkloadFault.OS_ABORT: os.abort,
     WorkloadFault.LOCK_GIL: partial(hold_gil, None),
     WorkloadFault.SEGFAULT: crash,
-    WorkloadFault.SIGINT: partial(send_signal, signal.SIGINT),
-    WorkloadFault.SIGKILL: partial(send_signal, signal.SIGKILL),
-    WorkloadFault.SIGTERM: partial(send_signal, signal.SIGTERM),
-    WorkloadFault.SIGSTOP: partial(send_signal, signal.SIGSTOP),
+    **{WorkloadFault[one.name]: partial(send_signal, one) for one in (SIGINT, SIGKILL, SIGTERM, SIGSTOP)},
 }

@@ -1,10 +1,9 @@
-"""``nvidia_resiliency_ext.fault_tolerance``: heartbeats, sections and calculated timeouts, over a rank monitor.
+"""``nvidia_resiliency_ext.fault_tolerance``: heartbeats, sections and calculated timeouts over a rank monitor.
 
-A process has one :class:`~outlast.monitor.RankMonitor`. The client uses the one of the session, where there is a
-session; otherwise it makes one, which a session that starts later takes over with what the client has open in it. So
-the client may be made before the process group, shut down, and made again, with a session or without.
-
-What the client measures for its calculation is its own: it starts anew with each client, as in the extension.
+A process has one :class:`~outlast.monitor.RankMonitor`. The client uses the session's monitor if there is a session.
+Otherwise it creates one, which a later session replaces and whose open sections it continues. So the client may be
+created before the process group, shut down and created again, with or without a session. Measured durations belong to
+one client, as in the extension.
 """
 
 from __future__ import annotations
@@ -15,19 +14,20 @@ import json
 import logging
 import signal
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import msgspec
 
-from outlast import clock, env
+from outlast import clock
 from outlast.config import FaultToleranceConfig
 from outlast.config.base import from_mapping, parse_text
 from outlast.config.sources import ft_option, load_values
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.ft_launcher import find_section, with_none_written
+from outlast.integrations.hosted_session import log_on_rank_0
 from outlast.integrations.nvrx.exchange import WorldExchange
 from outlast.monitor.rank_monitor import RankMonitor, enforce, open_monitor, request_at_failure, yield_to_next
 from outlast.monitor.watchdog import read_learned
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 class RankMonitorClientError(OutlastError):
-    """A call of the client is out of order, or cannot be carried out."""
+    """A call of the client is out of order or cannot be carried out."""
 
 
 @dataclass
 class HeartbeatTimeouts:
-    """Timeouts of heartbeats in force, in seconds; ``None`` = not enforced."""
+    """Enforced timeouts of heartbeats, in seconds; ``None`` = not enforced."""
 
     initial: float | None = None
     subsequent: float | None = None
@@ -51,13 +51,12 @@ class HeartbeatTimeouts:
 
     @property
     def are_valid(self) -> bool:
-        """Whether both are enforced."""
         return self.initial is not None and self.subsequent is not None
 
 
 @dataclass
 class SectionTimeouts:
-    """Timeouts of sections in force, in seconds; ``None`` = not enforced."""
+    """Enforced timeouts of sections, in seconds; ``None`` = not enforced."""
 
     section: Mapping[str, float | None] = field(default_factory=dict)
     out_of_section: float | None = None
@@ -69,17 +68,15 @@ class SectionTimeouts:
 
     @property
     def are_valid(self) -> bool:
-        """Whether all are enforced."""
         return None not in self.section.values() and self.out_of_section is not None
 
     @property
     def were_calculated(self) -> bool:
-        """Whether all were calculated."""
         return self.calculated_sections == set(self.section) and self.is_out_of_section_calculated
 
 
 class WorkloadAction(Enum):
-    """What is asked of the launcher."""
+    """Action that is requested from the launcher."""
 
     Continue = 0
     ExcludeThisNode = 1
@@ -87,7 +84,7 @@ class WorkloadAction(Enum):
 
 
 class WorkloadControlRequest:
-    """What is asked of the launcher, and why."""
+    """A requested action, and the reason."""
 
     def __init__(self, action: WorkloadAction, description: str = "<not set>") -> None:
         self.action = action
@@ -102,60 +99,66 @@ _WITHOUT_EFFECT = {
     "node_health_check_interval": "set health.node_interval of outlast's config",
     "restart_check_interval": "a restart inside the processes is reported, not polled",
 }
-"""Settings that are accepted and logged: there is nothing here that they set."""
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "enable_nic_monitor": (False, "name the links in health.network_interfaces of outlast's config"),
-    "enable_nic_healthcheck": (True, "to skip all checks before a node joins set health.before_joining=false"),
-    "enable_dist_storage_healthcheck": (False, "the tiers' folders are checked; add others to health.commands"),
-    "storage_healthcheck_path": (None, "the tiers' folders are checked; add others to health.commands"),
-    "pci_topo_file": (None, "name the links in health.network_interfaces of outlast's config"),
-    "link_down_path_template": (None, "name the links in health.network_interfaces of outlast's config"),
-    "link_state_path_template": (None, "name the links in health.network_interfaces of outlast's config"),
-    "segment": (None, "spares are not chosen by NVLink domain; leave it out"),
-    "numa_bind_strict": (True, "use --numa-binding of outlast run"),
-    "check_remaining_processes": (False, "outlast run waits for the processes of a worker always; leave it out"),
-    "min_progress_iterations": (1, "any newer committed checkpoint is progress; leave it out"),
-    "checkpoint_iteration_file": (None, "report progress with monitor.set_durable_iteration()"),
-    "install_exception_hook": (False, "outlast run keeps the error of each rank always; leave it out"),
-    "attribution_endpoint": (None, "outlast identifies the root cause itself; leave it out"),
-    "attribution_stop_action": (None, "outlast identifies the root cause itself; leave it out"),
-    "attribution_export_url": (None, "outlast identifies the root cause itself; leave it out"),
-    "cycle_info_dir": (None, "the journal has each cycle; read it with outlast status RUN_DIR --json"),
-    "segment_health_check_dir": (None, "add a command that reads the folder to health.commands of outlast's config"),
+"""Settings that are accepted and logged, since outlast has nothing that they set."""
+_REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("enable_nic_monitor", "pci_topo_file", "link_down_path_template", "link_state_path_template"),
+        "name the links in health.network_interfaces of outlast's config",
+    ),
+    **dict.fromkeys(
+        ("enable_dist_storage_healthcheck", "storage_healthcheck_path"),
+        "the tiers' folders are checked; add others to health.commands",
+    ),
+    **dict.fromkeys(
+        ("attribution_endpoint", "attribution_stop_action", "attribution_export_url"),
+        "outlast identifies the root cause itself; leave it out",
+    ),
+    "enable_nic_healthcheck": "to skip all checks before a node joins set health.before_joining=false",
+    "segment": "spares are not chosen by NVLink domain; leave it out",
+    "numa_bind_strict": "use --numa-binding of outlast run",
+    "check_remaining_processes": "outlast run waits for the processes of a worker always; leave it out",
+    "min_progress_iterations": "any newer committed checkpoint is progress; leave it out",
+    "checkpoint_iteration_file": "report progress with monitor.set_durable_iteration()",
+    "install_exception_hook": "outlast run keeps the error of each rank always; leave it out",
+    "cycle_info_dir": "the journal has each cycle; read it with outlast status RUN_DIR --json",
+    "segment_health_check_dir": "add a command that reads the folder to health.commands of outlast's config",
 }
-"""Settings that only have one value here, and what to use instead of another one."""
+"""Settings for which only the default is supported, and what to use instead of another value."""
 _SHARED = (
     *("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"),
     *("rank_out_of_section_timeout", "safety_factor", "num_warmup_iterations"),
 )
-"""Settings that are outlast's under the same names."""
-_LEVELS = {"DBG": logging.DEBUG}
+"""Settings that outlast has under the same names."""
+_OF_LAUNCHER = (
+    *("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval", "max_no_progress_cycles"),
+)
+"""Settings that the launcher reads; only values other than the defaults are passed on."""
 
 
 @dataclass
 class NvrxFaultToleranceConfig:
-    """The extension's settings of monitoring, by the names of 0.6 and 0.7 and with their defaults.
+    """The extension's monitoring settings, with the names of 0.6 and 0.7 and their defaults.
 
     Where the two differ (``max_no_progress_cycles``), the default is that of 0.7. :meth:`to_outlast` returns outlast's.
 
     Raises:
-        ConfigError: A value is wrong, or a setting has no meaning here; the message names what to use instead.
+        ConfigError: A value is invalid, or a setting is not supported; the message names the replacement.
     """
 
     workload_check_interval: float = 5.0
     """Without effect: a hang is detected when its timeout passes."""
     initial_rank_heartbeat_timeout: float | None = None
-    """Seconds. One that is below ``rank_heartbeat_timeout`` is accepted, and enforced as that."""
+    """Seconds. If it is below ``rank_heartbeat_timeout``, that timeout is enforced instead."""
     rank_heartbeat_timeout: float | None = None
     rank_section_timeouts: Mapping[str, float | None] = field(default_factory=dict)
     """``None`` = no section has a timeout."""
     rank_out_of_section_timeout: float | None = None
     node_health_check_interval: float = 5.0
-    """Without effect: nodes are checked before they join and after a fault there."""
+    """Without effect: nodes are checked before they join and after a fault."""
     safety_factor: float = 5.0
     rank_termination_signal: signal.Signals = signal.SIGKILL
     log_level: int = logging.INFO
-    """The level of the extension's own components; outlast's is set with ``--log-level`` of ``outlast run``."""
+    """Level of the extension's own components; outlast's level is set with ``--log-level`` of ``outlast run``."""
     restart_check_interval: float = 60.0
     """Without effect: restarts are reported, not polled."""
     enable_nic_monitor: bool = False
@@ -166,17 +169,17 @@ class NvrxFaultToleranceConfig:
     link_down_path_template: str | None = None
     link_state_path_template: str | None = None
     skip_section_response: bool = True
-    """Either value: a section is a write into shared memory, which needs no response, and errors are raised at once."""
+    """No effect: a section is a write into shared memory, which needs no response, and errors are raised at once."""
     segment: int | None = None
     numa_bind_strict: bool = True
     gpu_memory_reclaim_timeout: float = 50.0
-    """The launcher's, as are the next two and ``max_no_progress_cycles``: in a script they have no effect, and a
-    session logs so."""
+    """A setting of the launcher, like the next two and ``max_no_progress_cycles``: without effect in a script, which a
+    session logs."""
     gpu_memory_tolerance_mb: float = 512.0
     gpu_memory_poll_interval: float = 2.0
     check_remaining_processes: bool = False
     max_no_progress_cycles: int = 3
-    """At least 1; to switch it off write a large number."""
+    """At least 1; to disable the limit write a large number."""
     min_progress_iterations: int = 1
     checkpoint_iteration_file: str | None = None
     install_exception_hook: bool = False
@@ -190,13 +193,11 @@ class NvrxFaultToleranceConfig:
     def __post_init__(self) -> None:
         self._check()
         changed = [f"{name} ({why})" for name, why in _WITHOUT_EFFECT.items() if self._is_changed(name)]
-        level = logging.WARNING if env.read_worker().global_rank == 0 else logging.DEBUG
         if changed:
-            log.log(level, "fault tolerance settings without effect here: %s", "; ".join(changed))
+            log_on_rank_0(log, "fault tolerance settings without effect here: %s", "; ".join(changed))
         if self._is_first_shorter():
-            first, later = self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout
             text = "initial_rank_heartbeat_timeout=%g is below rank_heartbeat_timeout=%g, which is enforced instead"
-            log.log(level, text, first, later)
+            log_on_rank_0(log, text, self.initial_rank_heartbeat_timeout, self.rank_heartbeat_timeout)
 
     def _is_changed(self, name: str) -> bool:
         return bool(getattr(self, name) != getattr(NvrxFaultToleranceConfig, name))
@@ -209,15 +210,16 @@ class NvrxFaultToleranceConfig:
         except (KeyError, ValueError):
             raise ConfigError(f"rank_termination_signal={given!r} is not a signal; write for example SIGKILL") from None
         level: Any = self.log_level
-        levels = {**logging.getLevelNamesMapping(), **_LEVELS}
+        levels = {**logging.getLevelNamesMapping(), "DBG": logging.DEBUG}
         known = levels.get(level.upper()) if isinstance(level, str) else level
         if not isinstance(known, int) or not logging.DEBUG <= known <= logging.CRITICAL:
             raise ConfigError(f"log_level={level!r} is not a level; write for example INFO")
         self.log_level = known
         sections: Any = self.rank_section_timeouts
         self.rank_section_timeouts = {} if sections is None else sections
-        for name, (only, instead) in _REFUSED.items():
-            if (value := getattr(self, name)) != only:
+        for name, instead in _REFUSED.items():
+            if self._is_changed(name):
+                value, only = getattr(self, name), getattr(NvrxFaultToleranceConfig, name)
                 raise ConfigError(f"{name}={value!r} is not supported, only {only!r} is: {instead}")
         self.to_outlast()
 
@@ -231,11 +233,11 @@ class NvrxFaultToleranceConfig:
         """Create a config from keyword arguments.
 
         Args:
-            ignore_not_recognized: Log other names; otherwise they are an error.
+            ignore_not_recognized: Log unknown names; otherwise they are an error.
             kwargs: The settings.
 
         Raises:
-            ConfigError: A value is wrong, or a name.
+            ConfigError: A value or a name is invalid.
         """
         known = {one.name for one in dataclasses.fields(NvrxFaultToleranceConfig)}
         if others := sorted(set(kwargs) - known):
@@ -247,10 +249,10 @@ class NvrxFaultToleranceConfig:
 
     @staticmethod
     def from_yaml_file(cfg_path: str, ignore_not_recognized: bool = True) -> NvrxFaultToleranceConfig:
-        """Read the section ``fault_tolerance`` of a YAML file of any name, at the top or within another section.
+        """Read the section ``fault_tolerance`` of a YAML file, at the top or within another section.
 
         Raises:
-            ConfigError: There is no such section, or a setting of it is wrong.
+            ConfigError: There is no such section, or a setting is invalid.
         """
         found = find_section(load_values(cfg_path, otherwise="yaml")[0])
         if found is None:
@@ -259,13 +261,13 @@ class NvrxFaultToleranceConfig:
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> NvrxFaultToleranceConfig:
-        """Create a config from parsed options ``--ft-<field>``, which come before those of ``--ft-cfg-path``.
+        """Create a config from parsed options ``--ft-<field>``, which take precedence over ``--ft-cfg-path``.
 
         Args:
             args: A namespace with attributes ``ft_<field>`` and ``ft_cfg_path``; ``None`` = not given.
 
         Raises:
-            ConfigError: A value is wrong. A file without the section ``fault_tolerance`` counts as empty.
+            ConfigError: A value is invalid. A file without the section ``fault_tolerance`` counts as empty.
         """
         path = getattr(args, "ft_cfg_path", None)
         settings = dict((find_section(load_values(path, otherwise="yaml")[0]) if path is not None else None) or {})
@@ -285,12 +287,12 @@ class NvrxFaultToleranceConfig:
         """Write a YAML file with the section ``fault_tolerance``, which :meth:`from_yaml_file` reads.
 
         Raises:
-            ConfigError: A value has become wrong since it was checked, or the file cannot be written.
+            ConfigError: A value became invalid after it was checked, or the file cannot be written.
         """
         self._check()
         settings = dataclasses.asdict(self)
         settings["rank_termination_signal"] = self.rank_termination_signal.name
-        lines = [f"  {name}: {json.dumps(value)}\n" for name, value in settings.items()]  # YAML has JSON's values
+        lines = [f"  {name}: {json.dumps(value)}\n" for name, value in settings.items()]  # JSON values are valid YAML
         try:
             with open(cfg_path, "w") as file:
                 file.write("".join(["fault_tolerance:\n", *lines]))
@@ -303,15 +305,9 @@ class NvrxFaultToleranceConfig:
         Raises:
             ConfigError: A value is out of range, or contradicts another.
         """
-        of_launcher = ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval")
-        values = {
-            **{name: getattr(self, name) for name in _SHARED},
-            "enable_ft_package": True,
-            "rank_termination_signal": self.rank_termination_signal.name,
-            **{
-                name: getattr(self, name) for name in (*of_launcher, "max_no_progress_cycles") if self._is_changed(name)
-            },
-        }
+        names = (*_SHARED, *(name for name in _OF_LAUNCHER if self._is_changed(name)))
+        values = {name: getattr(self, name) for name in names}
+        values |= {"enable_ft_package": True, "rank_termination_signal": self.rank_termination_signal.name}
         if self._is_first_shorter():
             values["initial_rank_heartbeat_timeout"] = self.rank_heartbeat_timeout
         return from_mapping(FaultToleranceConfig, values, where="FaultToleranceConfig")
@@ -322,7 +318,7 @@ class NvrxFaultToleranceConfig:
 
 
 class _Measured:
-    """The longest durations that a client has seen, in seconds, and the sections that are open."""
+    """The longest durations that a client measured, in seconds, and its open sections."""
 
     def __init__(self) -> None:
         self.began_ns = self._left_ns = clock.now_ns()
@@ -350,24 +346,24 @@ class _Measured:
             self._left_ns = now
 
     def note_outside(self) -> None:
-        """Count the time since the last section up to now, if none is open."""
+        """Count the time since the last section, unless a section is open."""
         if not self.open:
             self.outside = max(self.outside, (clock.now_ns() - self._left_ns) / 1e9)
 
     def values(self) -> dict[str, float]:
-        """Return them by what they are of; the time outside sections under ``""``."""
+        """Return the durations by kind; the time outside sections has the name ``""``."""
         times = {f"section {name}": seconds for name, seconds in self.sections.items()}
         return {**times, "": self.outside, "initial": self.initial, "subsequent": self.subsequent}
 
 
 class RankMonitorClient:
-    """Sends heartbeats, marks sections, calculates timeouts; by the extension's contract.
+    """Send heartbeats, mark sections and calculate timeouts, with the extension's calls.
 
-    Where it differs: sections need no entry in a config (one without a timeout is measured); a timeout that was
-    calculated is at least 10 s, and never shortens a configured one; and a client without ``outlast run`` is watched by
-    the agent process of its node.
+    Differences: sections need no entry in a config (one without a timeout is measured); a calculated timeout is at
+    least 10 s and never shortens a configured one; without ``outlast run`` the agent process of the node monitors the
+    rank.
 
-    Thread: that of the training loop; heartbeats from any thread.
+    Thread: the thread of the training loop; heartbeats from any thread.
     """
 
     CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
@@ -375,7 +371,7 @@ class RankMonitorClient:
     def __init__(self) -> None:
         self.is_initialized = False
         self.cfg: NvrxFaultToleranceConfig | None = None
-        """The settings in force; ``None`` until it is initialised."""
+        """The settings in force; ``None`` until the client is initialised."""
         self.hb_timeouts: HeartbeatTimeouts | None = None
         self.section_timeouts: SectionTimeouts | None = None
         self.logger = logging.getLogger("RankMonitorClient")
@@ -389,14 +385,14 @@ class RankMonitorClient:
     # -- monitoring ------------------------------------------------------------------------------------------------
 
     def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
-        """Begin to be watched. It needs no process group.
+        """Start monitoring of this rank; needs no process group.
 
         Args:
             num_warmup_iters: The first sections ``step``, this many, are not enforced; ``None`` = as configured.
 
         Raises:
             RankMonitorClientError: It was called before.
-            ConfigError: The number is below 0, or the configs contradict each other.
+            ConfigError: The number is negative, or the configs contradict each other.
 
         Blocks: some milliseconds.
         """
@@ -414,7 +410,7 @@ class RankMonitorClient:
         self._set(self._calculated)
 
     def shutdown_workload_monitoring(self) -> None:
-        """End what this client has open; a monitor that it made itself ends with it. Idempotent.
+        """Close the sections of this client, and the monitor if the client created it. Idempotent.
 
         Blocks: some milliseconds.
         """
@@ -431,10 +427,10 @@ class RankMonitorClient:
         self._exchange.close()
 
     def send_heartbeat(self) -> None:
-        """Record that this rank is alive.
+        """Send a heartbeat.
 
         Raises:
-            RankMonitorClientError: It is not initialised.
+            RankMonitorClientError: The client is not initialised.
 
         Thread: any.
         """
@@ -442,10 +438,10 @@ class RankMonitorClient:
         self._measured.beat()
 
     def start_section(self, section: str) -> None:
-        """Enter a section. Different ones may overlap as they like.
+        """Enter a section; different sections may overlap.
 
         Raises:
-            RankMonitorClientError: It is open already, or the client is not initialised.
+            RankMonitorClientError: The section is open already, or the client is not initialised.
             ConfigError: The name is empty or longer than 39 bytes.
         """
         monitor = self._monitor()
@@ -455,10 +451,10 @@ class RankMonitorClient:
         self._measured.start(section)
 
     def end_section(self, section: str) -> None:
-        """Leave a section.
+        """End a section.
 
         Raises:
-            RankMonitorClientError: It is not open, or the client is not initialised.
+            RankMonitorClientError: The section is not open, or the client is not initialised.
         """
         monitor = self._monitor()
         if section not in self._measured.open:
@@ -467,23 +463,23 @@ class RankMonitorClient:
         self._measured.end(section)
 
     def end_all_sections(self) -> None:
-        """Leave every section that this client has open.
+        """End every section that this client has open.
 
         Raises:
-            RankMonitorClientError: It is not initialised.
+            RankMonitorClientError: The client is not initialised.
         """
         self._monitor()
         for name in list(self._measured.open):
             self.end_section(name)
 
     def send_workload_control_request(self, req: WorkloadControlRequest) -> None:
-        """Ask the launcher for something in case this rank, or another one of its node, fails from now on.
+        """Request an action of the launcher for the next failure of this rank, or of another rank of its node.
 
         ``ExcludeThisNode``: a spare takes the node's slot. ``ShutdownWorkload``: nothing is restarted; the launcher
-        ends with 93. ``Continue``: what was asked before no longer counts. The journal has the failure as its cause.
+        exits with 93. ``Continue``: cancels an earlier request. The journal records the failure as the cause.
 
         Raises:
-            RankMonitorClientError: It is not initialised, or ``outlast run`` did not start this process.
+            RankMonitorClientError: The client is not initialised, or ``outlast run`` did not start this process.
         """
         monitor = self._monitor()
         if monitor.env.board is None:
@@ -496,9 +492,8 @@ class RankMonitorClient:
             WorkloadAction.ShutdownWorkload: EndRequest.STOP,
         }
         request_at_failure(monitor, wanted[req.action])
-        log.log(
-            logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING, "the script requests: %s", req
-        )
+        level = logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING
+        log.log(level, "the script requests: %s", req)
 
     # -- timeouts --------------------------------------------------------------------------------------------------
 
@@ -506,14 +501,14 @@ class RankMonitorClient:
         """Calculate the timeouts of heartbeats from the longest times of all ranks, and enforce them.
 
         Returns:
-            Whether there was enough to calculate from; ``False`` only with ``skip_if_not_ready``.
+            Whether enough was measured; ``False`` only with ``skip_if_not_ready``.
 
         Raises:
-            RankMonitorClientError: There was not.
-            PeerLost: A peer left, or did not come in time.
+            RankMonitorClientError: Not enough was measured.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks.
-        Blocks: until all ranks have come, up to 10 min.
+        Blocks: until all ranks have arrived, up to 10 min.
         """
         longest = self._gather()
         if not (longest.get("initial") and longest.get("subsequent")):
@@ -533,20 +528,20 @@ class RankMonitorClient:
         """Calculate timeouts of sections from the longest times of all ranks, and enforce them.
 
         Args:
-            selected_sections: Those that are calculated, the same on all ranks; ``None`` = those that are configured,
+            selected_sections: The sections to calculate, the same on all ranks; ``None`` = those that are configured,
                 and those that any rank has closed.
-            calc_out_of_section: The time outside sections is calculated, too.
-            skip_if_not_ready: Do nothing where there is not enough to calculate from; otherwise it is an error.
+            calc_out_of_section: Also calculate the timeout outside sections.
+            skip_if_not_ready: Do nothing if not enough was measured; otherwise it is an error.
 
         Returns:
-            Whether there was enough; ``False`` only with ``skip_if_not_ready``.
+            Whether enough was measured; ``False`` only with ``skip_if_not_ready``.
 
         Raises:
-            RankMonitorClientError: There was not.
-            PeerLost: A peer left, or did not come in time.
+            RankMonitorClientError: Not enough was measured.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks.
-        Blocks: until all ranks have come, up to 10 min.
+        Blocks: until all ranks have arrived, up to 10 min.
         """
         longest = self._gather()
         seen = {name.removeprefix("section "): seconds for name, seconds in longest.items() if " " in name}
@@ -564,7 +559,7 @@ class RankMonitorClient:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was calculated, the same on all ranks, in the extension's form, which JSON can hold."""
+        """Return the calculated timeouts, the same on all ranks, in the extension's form, which JSON can represent."""
         current: dict[str, Any] = {}
         beats, sections = self.hb_timeouts, self.section_timeouts
         if beats is not None and beats.were_calculated and beats.are_valid:
@@ -577,10 +572,10 @@ class RankMonitorClient:
         return {self.CURRENT_TIMEOUTS_STATE_KEY: current}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what was calculated before, and enforce it as soon as the client is initialised.
+        """Restore calculated timeouts, and enforce them as soon as the client is initialised.
 
         Args:
-            state: As :meth:`state_dict` returned it, or as a run of ours keeps it in ``ft_state.json``.
+            state: A result of :meth:`state_dict`, or the contents of outlast's ``ft_state.json``.
 
         Raises:
             ConfigError: It is neither.
@@ -599,7 +594,7 @@ class RankMonitorClient:
     # -- details ---------------------------------------------------------------------------------------------------
 
     def _monitor(self) -> RankMonitor:
-        """Return the process's monitor; where there is none, make one."""
+        """Return the process's monitor; create one if there is none."""
         if not self.is_initialized:
             raise RankMonitorClientError("the client is not initialised; call init_workload_monitoring() first")
         there = open_monitor()
@@ -614,7 +609,7 @@ class RankMonitorClient:
         return there
 
     def _follow(self, monitor: RankMonitor) -> None:
-        """Use another monitor from now on: what is open is opened there, what was calculated is enforced there."""
+        """Use another monitor from now on: open sections are opened in it, and calculated timeouts enforced."""
         if self._own is not None and monitor is not self._own:
             log.debug("the session's monitor takes the place of the client's")
             self._own = None
@@ -628,14 +623,12 @@ class RankMonitorClient:
             self._set(self._calculated)
 
     def _gather(self) -> dict[str, float]:
-        """Return the longest times of all ranks."""
+        """Return the longest times of all ranks. Collective: all ranks."""
         self._monitor()
         self._measured.note_outside()
-        longest: dict[str, float] = {}
-        for times in self._exchange.gather(self._measured.values(), dict[str, float]):
-            for name, seconds in times.items():
-                longest[name] = max(seconds, longest.get(name, 0.0))
-        return longest
+        gathered = self._exchange.gather(self._measured.values(), dict[str, float])
+        names = {name for times in gathered for name in times}
+        return {name: max(times.get(name, 0.0) for times in gathered) for name in names}
 
     def _merge(self, longest_s: float, before_s: float | None) -> float:
         new = max(FLOOR_S, longest_s * self._monitor().config.safety_factor)
@@ -648,7 +641,7 @@ class RankMonitorClient:
         return False
 
     def _set(self, calculated: Learned) -> None:
-        """Enforce what was calculated, and show it."""
+        """Enforce calculated timeouts, and update the public attributes."""
         self._calculated = calculated
         monitor = self._monitor()
         if calculated != Learned():
@@ -671,25 +664,3 @@ class RankMonitorClient:
             calculated_sections=set(calculated.sections),
             is_out_of_section_calculated=outside is not None,
         )
-
-
-def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace everything in nested dicts and lists that is neither by what ``f`` makes of it; return ``x``."""
-    if isinstance(x, dict):
-        for key in x:
-            x[key] = dict_list_map_inplace(f, x[key])
-        return x
-    if isinstance(x, list):
-        for at, value in enumerate(x):
-            x[at] = dict_list_map_inplace(f, value)
-        return x
-    return f(x)
-
-
-def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Return nested dicts and lists like ``x``, with the results of ``f`` for everything in them that is neither."""
-    if isinstance(x, dict):
-        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [dict_list_map_outplace(f, value) for value in x]
-    return f(x)

@@ -1,12 +1,11 @@
-"""NVRx's restart in process (``nvidia_resiliency_ext.inprocess``) over :class:`outlast.inprocess.Wrapper`.
+"""``nvidia_resiliency_ext.inprocess``: NVRx's in-process restart over :class:`outlast.inprocess.Wrapper`.
 
-:class:`WrapperOfNVRx` takes NVRx's arguments and plug-ins, and gives the function NVRx's :class:`CallWrapper`. What
-NVRx needs and the engine does not, a store that outlives rank 0, is accepted and not made. Plug-ins get NVRx's state,
-and are composed as there, from right to left. Rules that assign ranks are the engine's, under NVRx's names; one of the
-script's own is refused, as NVRx gives it its store.
+:class:`WrapperOfNVRx` takes NVRx's arguments and plug-ins and passes NVRx's :class:`CallWrapper` to the function.
+NVRx's store is accepted and not created, since the engine needs none. Plug-ins are composed from right to left. Rank
+assignment rules are the engine's under NVRx's names.
 
-A name that is not offered, or a call that is not accepted, ends restarting at once: a further call of the function
-would fail in the same way (:func:`is_refusal`).
+A name that is not offered, or a call that is not accepted, ends restarting at once, since each further call of the
+function would fail in the same way (:func:`is_refusal`).
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ R = TypeVar("R")
 
 
 class HealthCheckError(RestartError):
-    """A rank may not take part any longer."""
+    """A rank is unhealthy and must not continue."""
 
 
 class InternalError(RestartError):
-    """The wrapper itself cannot continue, such as without its agent process."""
+    """The wrapper itself cannot continue, for example without its agent process."""
 
 
 class RestartTimeout(RestartError, DeadlineExceeded):
-    """A plug-in did not end in time."""
+    """A plug-in did not return in time."""
 
 
 class RankFaultsExceeded(RestartError, UnhealthyRank):
-    """A rank failed more often than it may."""
+    """A rank failed more often than allowed."""
 
 
 def _describe(state: engine.State, error: Exception | None) -> FrozenWrapperState:
@@ -92,40 +91,36 @@ def _describe(state: engine.State, error: Exception | None) -> FrozenWrapperStat
 
 
 class StatePlugin(ABC):
-    """What is called with the state: ``initialize``, ``abort``, ``finalize``, ``health_check``, and so on."""
+    """Base class of plug-ins: ``initialize``, ``abort``, ``finalize``, ``health_check`` and others."""
 
     @abstractmethod
     def __call__(self, state: Any) -> Any:
-        """Do it; return the state."""
+        """Act on the state and return it."""
 
 
 class ComposeFromRight:
-    """Call plug-ins from right to left, each with what the one before returned: ``Compose(a, b)(x)`` is ``a(b(x))``.
+    """Call plug-ins from right to left, each with the result of the one before: ``Compose(a, b)(x)`` is ``a(b(x))``.
 
-    It is an instance of the nearest class that all its plug-ins share. A plug-in that returns ``None`` is warned of,
-    and the next one gets what it was given.
+    A composition is an instance of the nearest class that all its plug-ins share. If a plug-in returns ``None``, a
+    warning is issued and the next plug-in gets the same argument.
 
     Raises:
-        ConfigError: There is none, or one cannot be called.
+        ConfigError: There is no plug-in, or one cannot be called.
     """
 
-    instances: tuple[Callable[..., Any], ...]
-
     def __new__(cls, *instances: Callable[..., Any]) -> ComposeFromRight:
-        """Return one that is also an instance of what its plug-ins have in common."""
+        # NVRx's own protocol: scripts pass a composition wherever an instance of the shared class is checked for.
         require(bool(instances), "Compose() has no plug-ins; name at least one")
+        return super().__new__(_composed_class(instances))
+
+    def __init__(self, *instances: Callable[..., Any]) -> None:
         for instance in instances:
             text = f"Compose was given {instance!r}, which cannot be called; pass an instance or a function"
             require(callable(instance), text)
-        composed = object.__new__(_composed_class(instances))
-        composed.instances = instances
-        return composed
-
-    def __init__(self, *instances: Callable[..., Any]) -> None:
-        """Do nothing more, whatever the shared class does."""
+        self.instances = instances
 
     def __call__(self, *args: Any) -> Any:
-        """Return what the leftmost plug-in returned."""
+        """Return the result of the leftmost plug-in."""
         returned: Any = None
         for instance in reversed(self.instances):
             returned = instance(*args)
@@ -139,35 +134,30 @@ class ComposeFromRight:
         return returned
 
     def labels(self) -> dict[str, str]:
-        """Return what its plug-ins want to be known of this rank's place."""
+        """Return the labels of this rank from all plug-ins."""
         return {name: text for one in self.instances for name, text in engine.labels_of(one).items()}
 
 
 def _composed_class(instances: tuple[object, ...]) -> type[ComposeFromRight]:
-    """Return the class of a composition, below the nearest one that all instances share and that can be inherited."""
-    shared = [kind for kind in type(instances[0]).__mro__ if all(isinstance(one, kind) for one in instances)]
+    """Return the class of a composition: it derives from the nearest class that all instances share."""
+    shared = [kind for kind in type(instances[0]).__mro__[:-1] if all(isinstance(one, kind) for one in instances)]
     for kind in shared:
         bases = (kind,) if issubclass(kind, ComposeFromRight) else (ComposeFromRight, kind)
         try:
-            found = types.new_class(
-                "Composed", (ComposeFromRight,) if kind is object else bases, {}, lambda names: names.update(_NAMES)
-            )
-        except TypeError:  # such as the class of all functions
+            found = types.new_class("Composed", bases, {}, lambda names: names.update(__module__=__name__))
+        except TypeError:  # not inheritable, for example the class of functions
             continue
         found.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
         return found
     return ComposeFromRight
 
 
-_NAMES = {"__module__": __name__, "__call__": ComposeFromRight.__call__, "labels": ComposeFromRight.labels}
-
-
 class RetryLimits(StatePlugin):
-    """End restarting in process; an ``initialize`` plug-in.
+    """Limit in-process restarts; an ``initialize`` plug-in.
 
     Args:
-        max_iterations: Calls of the function that may be made; ``None`` = no limit.
-        min_world_size: Fewest processes to go on with, spares included; ``None`` = 1.
+        max_iterations: Highest number of calls of the function; ``None`` = no limit.
+        min_world_size: Fewest processes to continue with, spares included; ``None`` = 1.
         min_active_world_size: Fewest ranks to run the function with.
     """
 
@@ -184,7 +174,7 @@ class RetryLimits(StatePlugin):
         )
 
     def __call__(self, state: Any) -> Any:
-        """Check what is left. Raises: RestartAbort, when a limit is passed."""
+        """Check the limits. Raises: RestartAbort, when one is exceeded."""
         try:
             self._controller(state)
         except RestartAbort as abort:
@@ -199,7 +189,7 @@ class RetryLimits(StatePlugin):
 
 
 class AbortTorchDistributed(StatePlugin):
-    """Cut what collectives wait on; the engine does that by itself, with this plug-in and without.
+    """Abort process groups; the engine does that with or without this plug-in.
 
     Args:
         torch_fr_trace_path: Refused.
@@ -210,15 +200,13 @@ class AbortTorchDistributed(StatePlugin):
         require(torch_fr_trace_path is None, text)
 
     def __call__(self, state: Any) -> Any:
-        """Do nothing more."""
         return state
 
 
 class AbortTransformerEngine(StatePlugin):
-    """Release Transformer Engine's buffers for overlapped communication, where it is in use."""
+    """Release Transformer Engine's buffers for overlapped communication."""
 
     def __call__(self, state: Any) -> Any:
-        """Destroy them."""
         base = sys.modules.get("transformer_engine.pytorch.module.base")
         if base is not None:
             base.destroy_ub()
@@ -226,10 +214,9 @@ class AbortTransformerEngine(StatePlugin):
 
 
 class AbortAsyncCalls(StatePlugin):
-    """Give up the asynchronous calls that the left call of the function has scheduled; none of them is finalised."""
+    """Drop the asynchronous calls that the interrupted call of the function scheduled; none is finalised."""
 
     def __call__(self, state: Any) -> Any:
-        """Close their queues."""
         scheduling = sys.modules.get("outlast.integrations.nvrx.async_calls")
         if scheduling is not None:
             scheduling.abort_nvrx_checkpoint()
@@ -237,7 +224,11 @@ class AbortAsyncCalls(StatePlugin):
 
 
 class ThreadedFinalize(StatePlugin):
-    """Call a function in a thread, with a time limit; a ``finalize`` plug-in."""
+    """Call a function in a thread with a time limit; a ``finalize`` plug-in.
+
+    Raises:
+        RestartTimeout: From the call: the function did not return in time.
+    """
 
     def __init__(
         self,
@@ -249,11 +240,6 @@ class ThreadedFinalize(StatePlugin):
         self.timeout, self.fn, self.args, self.kwargs = timeout, fn, args or (), kwargs or {}
 
     def __call__(self, state: Any) -> Any:
-        """Call it.
-
-        Raises:
-            RestartTimeout: It did not return in time.
-        """
         raised: list[BaseException] = []
 
         def call() -> None:
@@ -276,17 +262,16 @@ class ThreadedFinalize(StatePlugin):
 
 
 class CudaHealthCheck(StatePlugin):
-    """Check that the GPU finishes its work, where there is one; a ``health_check`` plug-in."""
+    """Check that the GPU, if there is one, finishes its work; a ``health_check`` plug-in.
+
+    Raises:
+        RestartTimeout: From the call: the GPU did not finish in time.
+    """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         self.timeout = timeout
 
     def __call__(self, state: Any) -> Any:
-        """Wait for the GPU.
-
-        Raises:
-            RestartTimeout: It does not finish.
-        """
         mark = device.mark_work()
         if mark is not None and not device.is_done(mark, timeout_s=_seconds(self.timeout)):
             text = f"the GPU did not finish its work within {_seconds(self.timeout):g} s; look at its node"
@@ -295,12 +280,12 @@ class CudaHealthCheck(StatePlugin):
 
 
 class DriverHealthCheck(StatePlugin):
-    """Check what the NVIDIA driver has recorded of a GPU; a ``health_check`` plug-in.
+    """Check what the NVIDIA driver recorded of a GPU; a ``health_check`` plug-in.
 
-    Without NVML, or before this process uses the GPU, there is nothing to check.
+    Without NVML, or before this process uses the GPU, nothing is checked.
 
     Args:
-        device_index: Number of the GPU; ``None`` = this process's.
+        device_index: Number of the GPU; ``None`` = the GPU of this process.
     """
 
     def __init__(self, device_index: int | None = None) -> None:
@@ -308,7 +293,7 @@ class DriverHealthCheck(StatePlugin):
 
     @abstractmethod
     def judge(self, reading: NvmlReading) -> None:
-        """Judge what was read. Raises: HealthCheckError."""
+        """Raise HealthCheckError if the GPU is unhealthy."""
 
     def __call__(self, state: Any) -> Any:
         """Check the GPU. Raises: HealthCheckError. Blocks: while the driver is queried."""
@@ -324,10 +309,9 @@ class DriverHealthCheck(StatePlugin):
 
 
 class GpuMemoryHealthCheck(DriverHealthCheck):
-    """Check that the GPU need not be reset or replaced."""
+    """Check that the GPU's memory does not require a reset or a replacement."""
 
     def judge(self, reading: NvmlReading) -> None:
-        """Raises: HealthCheckError, with what the driver asks for."""
         from outlast.health.devices import judge_reading
 
         memory = ("name", "rows_failed", "rows_pending", "retired_pages")
@@ -336,16 +320,15 @@ class GpuMemoryHealthCheck(DriverHealthCheck):
 
 
 class NvLinkHealthCheck(DriverHealthCheck):
-    """Log links of the GPU that are down; as in NVRx, they remove no rank."""
+    """Log NVLinks that are down; as in NVRx, they do not remove the rank."""
 
     def judge(self, reading: NvmlReading) -> None:
-        """Log them."""
         if reading.links_active and reading.links_inactive:
             log.warning("%d NVLinks of GPU %s are down", reading.links_inactive, self.device_index)
 
 
 class NicHealthCheck(StatePlugin):
-    """Refused; see its text.
+    """Refused; the error names the replacement.
 
     Raises:
         ConfigError: Always.
@@ -358,7 +341,6 @@ class NicHealthCheck(StatePlugin):
         )
 
     def __call__(self, state: Any) -> Any:
-        """Return the state."""
         return state
 
 
@@ -369,7 +351,7 @@ class RankFaultCounter(StatePlugin):
         self._counter = engine.FaultCounter(max_rank_faults=max_rank_faults)
 
     def __call__(self, state: Any) -> Any:
-        """Check this rank. Raises: RankFaultsExceeded, when it has failed too often."""
+        """Check this rank. Raises: RankFaultsExceeded."""
         try:
             self._counter(state)
         except UnhealthyRank as error:
@@ -378,21 +360,20 @@ class RankFaultCounter(StatePlugin):
 
 
 class NestedRestarterLogger:
-    """Where changes of state are logged."""
+    """Logs changes of state."""
 
     def __init__(self) -> None:
         self.restarter_logger: logging.Logger = log
 
     def set_connected_rank(self, rank: int | None) -> None:
-        """Do nothing: each line of the log has its rank."""
+        """Do nothing: each log line has its rank."""
 
     def log_for_restarter(self, message: str, *args: object) -> None:
-        """Log a change of state."""
         self.restarter_logger.info(message, *args)
 
 
 class NestedRestarterCallback(StatePlugin):
-    """Log a change of state in the form that NVRx's launcher reads."""
+    """Log a change of state in the form that NVRx's launcher parses."""
 
     restarter_state: str = ""
     restarter_stage: str | None = None
@@ -410,7 +391,6 @@ class NestedRestarterCallback(StatePlugin):
         require(bool(self.restarter_state), "NestedRestarterCallback() has no restarter_state; name one")
 
     def __call__(self, state: Any) -> Any:
-        """Log it."""
         if state.initial_rank == self.special_rank:
             self.logger.set_connected_rank(state.initial_rank)
             stage = "" if self.restarter_stage is None else f" stage={self.restarter_stage}"
@@ -419,25 +399,24 @@ class NestedRestarterCallback(StatePlugin):
 
 
 class NestedRestarterHandlingCompleted(NestedRestarterCallback):
-    """Log that the function begins, or that a restart is complete; an ``initialize`` plug-in."""
+    """Log that the function starts, or that a restart is complete; an ``initialize`` plug-in."""
 
     restarter_state = "initialize"
 
     def __call__(self, state: Any) -> Any:
-        """Log it."""
         super().__call__(state)
         self.restarter_state, self.restarter_stage = "handling", "completed"
         return state
 
 
 class NestedRestarterHandlingStarting(NestedRestarterCallback):
-    """Log that a restart begins; an ``abort`` plug-in."""
+    """Log that a restart starts; an ``abort`` plug-in."""
 
     restarter_state, restarter_stage = "handling", "starting"
 
 
 class NestedRestarterFinalized(NestedRestarterCallback):
-    """Log that the function has returned everywhere; a ``completion`` plug-in."""
+    """Log that the function has returned on all ranks; a ``completion`` plug-in."""
 
     restarter_state = "finalized"
 
@@ -460,7 +439,7 @@ def is_annotated(annotation: Any, kind: type) -> bool:
 
 
 def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Return a function's parameters' annotations, those that are text resolved where that is possible."""
+    """Return the annotations of a function's parameters, with text resolved where possible."""
     try:
         hints = typing.get_type_hints(inspect.unwrap(fn))
     except Exception:  # noqa: BLE001 - an annotation of something else that cannot be resolved now
@@ -477,10 +456,10 @@ def count_type_in_params(fn: Callable[..., Any], cls: type) -> int:
 def substitute_param_value(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], subs: Mapping[type, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments for a function, with given values for the parameters that are annotated with given classes.
+    """Return arguments for a function, with given values for the parameters annotated with given classes.
 
     Raises:
-        TypeError: The arguments do not fit the function.
+        TypeError: The arguments do not match the function's signature.
     """
     annotations = _annotations(fn)
     found = {
@@ -497,18 +476,18 @@ def substitute_param_value(
 
 
 class CallWrapper:
-    """One call of the wrapped function; a parameter of it that is annotated with this class gets it."""
+    """One call of the wrapped function; passed to the parameter that is annotated with this class."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
     @property
     def iteration(self) -> int:
-        """Number of this call: 0 for the first, one more after each restart."""
+        """Number of this call: 0 for the first, plus one after each restart."""
         return self._handle.iteration
 
     def ping(self) -> None:
-        """Record progress; from the first ping on, only pings count. Thread: any."""
+        """Record progress; from the first ping on, only pings count as progress. Thread: any."""
         self._handle.ping()
 
     def atomic(self) -> AbstractContextManager[None]:
@@ -516,19 +495,20 @@ class CallWrapper:
         return self._handle.atomic()
 
     def disable_hang_protection(self) -> AbstractContextManager[None]:
-        """Return a context manager in which neither timeout holds; may be nested. Other faults end the call."""
+        """Return a context manager in which neither timeout is enforced; may be nested. Other faults still end the
+        call."""
         return self._handle.disable_hang_protection()
 
 
 class NoStore:
-    """What NVRx would make a store of: accepted as ``store_factory``, and not made."""
+    """Accepted as ``store_factory``; no store is created."""
 
 
 class TCPStore(NoStore):
     """NVRx's default store; see :class:`NoStore`.
 
     Raises:
-        ConfigError: One is made.
+        ConfigError: Always: a store is not created.
     """
 
     def __init__(
@@ -548,12 +528,11 @@ class TCPStore(NoStore):
 
 
 _OURS = __name__.rpartition(".")[0]
-"""The package of the stand-in."""
 _CALLED = re.compile(r"([\w.]+)\(\) ")
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error only means that the stand-in does not offer a name, or does not accept a call."""
+    """Return whether an error means that this module does not offer a name or does not accept a call."""
     if isinstance(error, ImportError):
         return (error.name or "").split(".")[0] == "nvidia_resiliency_ext"
     if not isinstance(error, AttributeError | TypeError) or isinstance(error, dataclasses.FrozenInstanceError):
@@ -565,13 +544,13 @@ def is_refusal(error: Exception) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     if frames and str(frames[-1][0].f_globals.get("__name__")).startswith(_OURS):
         return True
-    called = _CALLED.match(str(error))  # with wrong arguments: that is raised where it is called
+    called = _CALLED.match(str(error))  # wrong arguments are reported from the calling frame
     return isinstance(error, TypeError) and called is not None and called[1] in _callable_names()
 
 
 @functools.cache
 def _callable_names() -> frozenset[str]:
-    """Return the qualified names of what the stand-in offers to be called."""
+    """Return the qualified names of all callables that NVRx's names refer to."""
     found = set()
     for module in (sys.modules[__name__], ranks):
         for value in vars(module).values():
@@ -592,7 +571,7 @@ def _require_no_groups(fn: Callable[..., Any]) -> None:
 
 
 def _max_iterations(initialize: object) -> int | None:
-    """Return the limit of a plug-in, or of one that is composed: it bounds restarts without progress, too."""
+    """Return the limit of a :class:`RetryLimits`, alone or composed; it also bounds restarts without progress."""
     for one in getattr(initialize, "instances", (initialize,)):
         found = _max_iterations(one) if isinstance(one, ComposeFromRight) else getattr(one, "max_iterations", None)
         if found is not None:
@@ -614,42 +593,34 @@ def _seconds(value: timedelta | float) -> float:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return a copy of an exception that holds nothing of the call that it ended, such as its process groups."""
+    """Return a copy of an exception that keeps no object of the failed call alive, such as its process groups."""
     try:
         copied = copy.copy(error)
-    except Exception:  # noqa: BLE001 - a class of somebody else's
+    except Exception:  # noqa: BLE001 - a foreign class
         return RestartError(f"{type(error).__name__}: {error}")
     return copied if type(copied) is type(error) else RestartError(f"{type(error).__name__}: {error}")
 
 
-def _as_health_check_error(health_check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the plug-in with all that it raises as :class:`HealthCheckError`, as a script for NVRx expects it."""
-
-    def call(state: Any) -> Any:
-        try:
-            return health_check(state)
-        except (HealthCheckError, RestartAbort):
-            raise
-        except Exception as error:
-            raise HealthCheckError(f"{type(error).__name__}: {error}", rank=state.initial_rank) from error
-
-    return call
+def _raise_health_check_error(error: Exception, state: engine.State) -> None:
+    """Raise :class:`HealthCheckError` for any error of a health check, since scripts for NVRx catch that class."""
+    if not isinstance(error, HealthCheckError | RestartAbort):
+        raise HealthCheckError(f"{type(error).__name__}: {error}", rank=state.initial_rank) from error
 
 
 class WrapperOfNVRx:
-    """Restart a function on all ranks, in their processes, when one of them fails: NVRx's ``inprocess.Wrapper``.
+    """Restart a function on all ranks, in their processes, when one rank fails: NVRx's ``inprocess.Wrapper``.
 
     Args:
-        store_factory: No store is needed; a ``TCPStore`` is accepted.
-        store_kwargs: The same; a name that a ``TCPStore`` does not take is refused.
+        store_factory: Not needed; a ``TCPStore`` is accepted.
+        store_kwargs: Not needed; a name that a ``TCPStore`` does not take is refused.
         initialize: Called with the state before each call of the function, on active ranks.
-        abort: Called while the main thread is still in the function that it has to leave.
-        finalize: Called after each call that was left.
+        abort: Called while the main thread is still in the function that failed.
+        finalize: Called after each call that did not complete.
         health_check: Called before each further call. If it raises, the rank is permanently removed, and the call of
             the function raises :class:`HealthCheckError` there.
         rank_assignment: One of NVRx's rules, composed or alone, or a function of an ``Assignment``.
         rank_filter: Refused: ``rank_assignment`` takes filters, too.
-        monitor_thread_interval: And all timeouts and intervals: time deltas, or seconds; as in
+        monitor_thread_interval: Like all timeouts and intervals a time delta, or seconds, as in
             :class:`outlast.InProcessRestartConfig`, whose ``_SMALLER`` inequalities must hold.
         monitor_process_interval: See above.
         heartbeat_interval: See above.
@@ -661,10 +632,10 @@ class WrapperOfNVRx:
         completion_timeout: See above.
         last_call_wait: See above.
         termination_grace_time: See above.
-        monitor_process_logfile: The agent processes write to files of their own names in its folder.
-        monitor_process_pidfile: Absolute path of a file to which the agent process writes its process id; ``{rank}``
-            in it is the rank that this process was started as. The file stays, as in NVRx.
-        enabled: Off: the function is called as it is.
+        monitor_process_logfile: The agent processes write log files in its folder, under their own names.
+        monitor_process_pidfile: Absolute path of a file to which the agent process writes its process id; ``{rank}`` is
+            replaced by the initial rank. The file is not removed, as in NVRx.
+        enabled: ``False``: the function is not wrapped.
         completion: Called once, when all active ranks have returned.
         terminate: Called once, when this rank is permanently removed or restarting has ended.
 
@@ -726,30 +697,28 @@ class WrapperOfNVRx:
         )
         self._raised: Exception | None = None
         self._ends_with: Exception | None = None
-        """What the caller gets in place of ``RestartAbort``."""
+        """The exception that the caller gets in place of ``RestartAbort``."""
         self._abort_due = [True]
-        """Has an element until ``abort`` is called for the call that is left."""
+        """Has one element until ``abort`` has been called for the failed call; ``pop`` is atomic across threads."""
         for name in ("initialize", "abort", "finalize", "health_check", "completion", "terminate"):
             text = f"{name}={given[name]!r} cannot be called; pass an instance or a function"
             require(given[name] is None or callable(given[name]), text)
-        if health_check is not None:
-            health_check = _as_health_check_error(health_check)
         if abort is not None:
-            finalize = self._after_abort(abort, finalize)
             abort = self._once_a_call(abort)
+            finalize = _after_abort(abort, finalize)
         self._wrapper = Wrapper(
             self.config,
-            initialize=self._refusing(self._with_state(initialize)),
+            initialize=self._with_state(initialize, lambda error, _: self._refuse(error)),
             abort=self._with_state(abort),
             finalize=self._with_state(finalize),
-            health_check=self._with_state(health_check),
+            health_check=self._with_state(health_check, _raise_health_check_error),
             rank_assignment=self._deciding(rank_assignment or ComposeFromRight(ActivateAllRanks(), ShiftRanksUp())),
             completion=self._with_state(completion),
             terminate=self._with_state(terminate),
         )
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R | None]:
-        """Return the function, protected."""
+        """Return the function with in-process restart."""
         if not self.enabled:
             return fn
 
@@ -792,11 +761,8 @@ class WrapperOfNVRx:
         return wrapped
 
     def _refuse(self, error: Exception) -> None:
-        """End restarting where another call of the function would fail in the same way.
-
-        Raises:
-            RestartAbort: It would; the caller gets the error itself.
-        """
+        """Raise RestartAbort if another call of the function would fail in the same way; the caller gets the error
+        itself."""
         if not is_refusal(error):
             return
         error.add_note(
@@ -806,50 +772,19 @@ class WrapperOfNVRx:
         raise RestartAbort(f"{type(error).__name__}: {error}") from error
 
     def _once_a_call(self, abort: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the plug-in, which does nothing when it was called already for the call that is left."""
+        """Return the ``abort`` plug-in, called at most once for each failed call."""
 
         def call(state: Any) -> None:
             try:
-                self._abort_due.pop()  # on the monitor thread or the main thread, whichever is first
+                self._abort_due.pop()  # monitor thread or main thread, whichever is first
             except IndexError:
                 return
             abort(state)
 
         return call
 
-    def _after_abort(self, abort: Callable[[Any], Any], finalize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        """Return a ``finalize`` that first has ``abort`` called if the function was left before it could be.
-
-        The engine aborts only what the main thread may still wait on. In NVRx it is called for every call that fails.
-        """
-        once = self._once_a_call(abort)
-
-        def call(state: Any) -> None:
-            try:
-                once(state)
-            except Exception:
-                log.exception("the abort plug-in failed")
-            if finalize is not None:
-                finalize(state)
-
-        return call
-
-    def _refusing(self, plugin: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Return the plug-in, whose failure is retried unless the stand-in refuses something."""
-        if plugin is None:
-            return None
-
-        def call(state: Any) -> None:
-            try:
-                plugin(state)
-            except Exception as error:
-                self._refuse(error)
-                raise
-
-        return call
-
     def _deciding(self, rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the rule, whose error the caller gets on the rank that decides; the others get ``RestartAbort``."""
+        """Return the rule; its error reaches the caller on the deciding rank, the others raise ``RestartAbort``."""
 
         def assign(given: Any) -> Any:
             try:
@@ -863,12 +798,37 @@ class WrapperOfNVRx:
         vars(assign)["labels"] = lambda: engine.labels_of(rule)
         return assign
 
-    def _with_state(self, plugin: Callable[[Any], Any] | None) -> Callable[[engine.State], Any] | None:
-        """Return the plug-in as the engine calls it."""
+    def _with_state(
+        self,
+        plugin: Callable[[Any], Any] | None,
+        failed: Callable[[Exception, engine.State], None] = lambda error, state: None,
+    ) -> Callable[[engine.State], Any] | None:
+        """Return the plug-in as the engine calls it; ``failed`` may replace the exception that the plug-in raises."""
         if plugin is None:
             return None
 
         def call(state: engine.State) -> None:
-            plugin(_describe(state, self._raised))
+            try:
+                plugin(_describe(state, self._raised))
+            except Exception as error:
+                failed(error, state)
+                raise
 
         return call
+
+
+def _after_abort(abort: Callable[[Any], Any], finalize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """Return a ``finalize`` that calls ``abort`` first.
+
+    The engine aborts only where the main thread may still wait; NVRx calls ``abort`` for every call that fails.
+    """
+
+    def call(state: Any) -> None:
+        try:
+            abort(state)
+        except Exception:
+            log.exception("the abort plug-in failed")
+        if finalize is not None:
+            finalize(state)
+
+    return call

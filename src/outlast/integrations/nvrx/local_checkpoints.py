@@ -1,14 +1,12 @@
-"""NVRx's local checkpoints over the engine's: verified copies near the ranks, and replicas on other nodes.
+"""NVRx's local checkpoints over the checkpoint engine: verified node-local copies, and replicas on other nodes.
 
-:class:`LocalCheckpointManager` has NVRx's calls and results. What it saves is a generation of the local tier (and of
-the node's memory, under ``outlast run``): every byte is compared with its digest before it is loaded, all ranks load
-the same iteration, and a copy that is missing or damaged comes from another node.
+:class:`LocalCheckpointManager` has NVRx's calls and results. A save is a checkpoint of the local tier (and of the
+node's memory, under ``outlast run``): every byte is verified against its digest before it is loaded, all ranks load the
+same iteration, and a missing or damaged copy is replaced by a replica.
 
-A tensor-aware state dict is an arbitrary Python object. Its tensors are saved as tensors; what is left of it, *hollow*,
-is pickled, and read back by an unpickler that only knows the classes such state consists of (:func:`allow_class`), as
-whoever can write to the folder could otherwise have it run any code. It is tried at the save already.
-
-One module because the manager, the state that it saves and the requests that it returns are one API.
+A tensor-aware state dict is an arbitrary Python object. Its tensors are saved as tensors. The rest, the *hollow* state,
+is pickled and read by an unpickler that accepts only known classes (:func:`allow_class`), since anybody who can write
+to the folder could otherwise run code. Each save verifies that its hollow state can be read.
 """
 
 from __future__ import annotations
@@ -41,34 +39,35 @@ from outlast.decoding import open_file
 from outlast.errors import CheckpointError, OutlastError
 from outlast.inprocess.call import current_handle
 from outlast.integrations.megatron import follow_rerun_machine
+from outlast.integrations.nvrx.nested import dict_list_map_inplace
 from outlast.runtime.process_groups import current_place
 from outlast.runtime.random_numbers import capture_random, restore_random
 
 log = logging.getLogger(__name__)
 NOT_FOUND = -1
-"""What :meth:`LocalCheckpointManager.find_latest` returns when there is nothing to load."""
+"""Result of :meth:`LocalCheckpointManager.find_latest` if there is nothing to load."""
 _SESSION, _HOLLOW, _TENSORS, _INNER = "session", "hollow", "tensors", "inner"
 
 
 class CheckpointingException(Exception):
-    """A local checkpoint was not saved, or could not be loaded; the text says why and what to do."""
+    """A local checkpoint was not saved, or could not be loaded; the text has the reason and the remedy."""
 
 
 class SameMachineReplicationException(CheckpointingException):
-    """Never raised: copies go to other nodes. For code that handles NVRx's."""
+    """Never raised, since copies are stored on other nodes. For code that handles NVRx's."""
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict that can release its tensors, and take others in their place: what a manager saves."""
+    """A state dict whose tensors can be taken out and replaced; the unit that a manager saves."""
 
     @abstractmethod
     def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """Take the tensors out and return them; what is left is hollow, and knows their shapes and devices."""
+        """Take the tensors out and return them; the hollow rest keeps their shapes and devices."""
 
     @property
     @abstractmethod
     def tensors(self) -> Iterable[torch.Tensor]:
-        """The tensors, in an order that stays the same."""
+        """The tensors, always in the same order."""
 
     @property
     @abstractmethod
@@ -77,28 +76,27 @@ class TensorAwareStateDict(ABC):
 
     @abstractmethod
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors where :meth:`pop_tensors` took some out, in the same order."""
+        """Insert tensors where :meth:`pop_tensors` took some out, in the same order."""
 
     @abstractmethod
     def init_tensors(self) -> None:
-        """Put new tensors of the same shapes, types and devices where some were taken out; they have no content."""
+        """Insert uninitialised tensors of the same shapes, types and devices."""
 
     @abstractmethod
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace each tensor by a copy on the CPU, and remember its device."""
+        """Replace each tensor by a copy on the CPU; its device is kept for :meth:`restore_tensor_device`."""
 
     @abstractmethod
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Bring each tensor back to the device that it was on."""
+        """Move each tensor to its former device."""
 
     def values(self) -> ValuesView[Any]:
-        """Return the values of the object's attributes."""
         return vars(self).values()
 
 
 @dataclasses.dataclass(slots=True)
 class _Hole:
-    """Where a tensor was."""
+    """Placeholder of a tensor that was taken out."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -115,27 +113,24 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, in the order of the dict."""
         self._require(hollow=False)
         return (leaf for leaf in _leaves(self.state_dict) if isinstance(leaf, torch.Tensor))
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the tensors were taken out."""
         return self._is_hollow
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take the tensors out and return them."""
         taken = list(self.tensors)
         self._replace(torch.Tensor, lambda tensor: _Hole(tuple(tensor.shape), tensor.dtype, str(tensor.device)))
         self._is_hollow = True
         return taken
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors where some were taken out.
+        """Insert tensors where some were taken out.
 
         Raises:
-            CheckpointingException: There are more or fewer of them.
+            CheckpointingException: Their number differs.
         """
         self._require(hollow=True)
         given = list(tensor_data)
@@ -148,18 +143,15 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._is_hollow = False
 
     def init_tensors(self) -> None:
-        """Put new tensors without content where some were taken out."""
         self._require(hollow=True)
         self._replace(_Hole, lambda hole: torch.empty(hole.shape, dtype=hole.dtype, device=hole.device))
         self._is_hollow = False
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace each tensor by a copy on the CPU."""
         self._devices = [str(tensor.device) for tensor in self.tensors]
         self._replace(torch.Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=non_blocking, copy=True))
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Bring each tensor back to the device that it was on."""
         if (devices := self._devices) is not None:
             left = iter(devices)
             self._replace(torch.Tensor, lambda tensor: tensor.to(next(left), non_blocking=non_blocking))
@@ -171,17 +163,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             raise CheckpointingException(f"the state dict is {'' if self._is_hollow else 'not '}hollow; {remedy}")
 
     def _replace(self, kind: type, make: Any) -> None:
-        def walk(value: Any) -> Any:
-            if isinstance(value, dict):
-                for name, inner in value.items():
-                    value[name] = walk(inner)
-            elif isinstance(value, list):
-                value[:] = [walk(inner) for inner in value]
-            elif isinstance(value, kind):
-                return make(value)
-            return value
-
-        walk(self.state_dict)
+        dict_list_map_inplace(lambda leaf: make(leaf) if isinstance(leaf, kind) else leaf, self.state_dict)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -209,15 +191,15 @@ _PLAIN = {
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy._core.numeric": {"_frombuffer"},
 }
-"""What hollow state may consist of, beside enums, Megatron's data classes and what :func:`allow_class` adds."""
+"""Accepted in hollow state, in addition to enums, Megatron's data classes and classes from :func:`allow_class`."""
 _MEGATRON = "megatron"
 _allowed: dict[tuple[str, str], type] = {}
 
 
 def allow_class(kind: type) -> type:
-    """Have hollow state of local checkpoints contain objects of a class; also a decorator.
+    """Accept objects of a class in hollow state of local checkpoints; also a decorator.
 
-    Reading them back creates such objects and sets their attributes, so allow no class that does anything then.
+    Loading creates such objects and sets their attributes: do not allow a class that acts when that is done.
     """
     _allowed[kind.__module__, kind.__qualname__] = kind
     return kind
@@ -228,7 +210,7 @@ allow_class(BasicTensorAwareStateDict)
 
 
 class _HollowPickler(pickle.Pickler):
-    """Pickle what is left of a state dict; tensors within its objects are put aside."""
+    """Pickle hollow state; tensors within its objects are collected in ``inner``."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -242,7 +224,7 @@ class _HollowPickler(pickle.Pickler):
 
 
 class _HollowUnpickler(pickle.Unpickler):
-    """Read it back, and nothing that it may not consist of."""
+    """Read hollow state; refuse all other classes."""
 
     def __init__(self, data: bytes, inner: Sequence[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
@@ -266,7 +248,7 @@ class _HollowUnpickler(pickle.Unpickler):
 
 
 def _find(module_name: str, global_name: str) -> Any:
-    """Return what a name stands for. Only Megatron's modules are imported for it."""
+    """Return the object that a name refers to. Only Megatron's modules are imported for that."""
     if module_name.partition(".")[0] == _MEGATRON:
         with contextlib.suppress(ImportError):
             importlib.import_module(module_name)
@@ -281,11 +263,11 @@ def _may_be_state(kind: type) -> bool:
     return issubclass(kind, enum.Enum | TensorAwareStateDict) or (is_megatrons and dataclasses.is_dataclass(kind))
 
 
-def _take_apart(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, Any]:
-    """Return what is saved of a state dict, which is left as it was.
+def _split_state(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, Any]:
+    """Return the parts to save of a state dict, which is left unchanged.
 
     Raises:
-        CheckpointingException: It could not be read back.
+        CheckpointingException: The state dict could not be loaded again.
     """
     tensors = list(state_dict.pop_tensors())
     try:
@@ -294,12 +276,12 @@ def _take_apart(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, 
         pickler.dump(state_dict)
         hollow = buffer.getvalue()
         _HollowUnpickler(hollow, pickler.inner).load()
-    except Exception as error:  # what the objects of a state dict raise is theirs
+    except Exception as error:  # objects of a state dict may raise anything
         text = f"this state dict cannot be saved, as it could not be loaded again: {error}"
         raise CheckpointingException(text) from error
     finally:
         state_dict.insert_tensors(tensors)
-    # As names, not as a list: a shard names each tensor by its place, and has at most 100 levels.
+    # A dict, not a list: a shard names each tensor by its path.
     return {
         _SESSION: session_id,
         _HOLLOW: hollow,
@@ -308,8 +290,7 @@ def _take_apart(state_dict: TensorAwareStateDict, session_id: str) -> dict[str, 
     }
 
 
-def _put_together(saved: dict[str, Any]) -> TensorAwareStateDict:
-    """Return the state dict that was saved, with its tensors where they were."""
+def _join_state(saved: dict[str, Any]) -> TensorAwareStateDict:
     hollow = _HollowUnpickler(saved[_HOLLOW], _in_order(saved[_INNER])).load()
     hollow.insert_tensors(_in_order(saved[_TENSORS]))
     hollow.restore_tensor_device(non_blocking=False)
@@ -321,11 +302,11 @@ def _in_order(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _SavedPart:
-    """One rank's part of a generation: takes what was saved as it is, or gives what is to be saved.
+    """One rank's part of a checkpoint.
 
     Args:
-        make: Returns what is to be saved; called by the engine's save, which tells all ranks what it raises, so that
-            none waits for this one.
+        make: Returns the content to save. Called by the engine's save, which reports an exception of it to all ranks,
+            so that no rank waits for this one.
     """
 
     def __init__(self, make: Callable[[], dict[str, Any]] | None = None) -> None:
@@ -348,7 +329,7 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
     """Return the groups of ranks that hold each other's copies, as NVRx divides the world.
 
     Raises:
-        ConfigError: The world does not divide so.
+        ConfigError: The world cannot be divided in that way.
     """
     require(replication_jump >= 1, f"replication_jump={replication_jump} must be at least 1 rank")
     require(replication_factor >= 1, f"replication_factor={replication_factor} must be at least 1")
@@ -363,63 +344,51 @@ def parse_group_sequence(replication_jump: int, replication_factor: int, world_s
 
 
 class GroupWrapper:
-    """A process group, and who is in it."""
+    """A process group and its members."""
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         self._group = group
 
     @staticmethod
     def wrap(group: GroupWrapper | torch.distributed.ProcessGroup | None) -> GroupWrapper:
-        """Return the group, wrapped if it is not yet."""
         return group if isinstance(group, GroupWrapper) else GroupWrapper(group)
 
     @property
     def group(self) -> Any:
-        """The process group."""
         return self._group if self._group is not None else torch.distributed.group.WORLD
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks of its members."""
+        """Global ranks of the members."""
         return torch.distributed.get_process_group_ranks(self.group)
 
     @property
     def world_size(self) -> int:
-        """How many members it has."""
         return torch.distributed.get_world_size(self.group)
 
     @property
     def my_group_rank(self) -> int:
-        """This process's rank in it."""
         return torch.distributed.get_rank(self.group)
 
     @property
     def my_global_rank(self) -> int:
-        """This process's global rank."""
         return torch.distributed.get_rank()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """How far apart the ranks are whose nodes hold each other's copies; ``jump=None``: one node."""
-
-    jump: int | None
-    factor: int
-
-
 class ReplicationStrategy(Protocol):
-    """What a manager asks of a strategy; copying is the engine's."""
+    """Which nodes hold copies; the checkpoint engine makes them."""
 
-    def plan(self) -> ReplicaPlan:
-        """Return which ranks' nodes hold copies."""
+    replication_jump: int | None
+    """Ranks between a rank and the one whose node gets its copy; ``None`` = the ranks of a node."""
+    replication_factor: int
 
 
 class LazyCliqueReplicationStrategy:
-    """Copy each rank's part to the nodes of the ranks ``replication_jump`` apart; needs no process group yet.
+    """Copy each rank's part to the nodes of the ranks ``replication_jump`` apart; needs no process group.
 
     Args:
         replication_jump: Ranks between a rank and the one whose node gets its copy; ``None`` = the ranks of a node.
-        replication_factor: Nodes that hold each part, its own included, at least 2.
+        replication_factor: Nodes that hold each part, including the rank's own, at least 2.
 
     Raises:
         ConfigError: A value is out of range.
@@ -432,20 +401,16 @@ class LazyCliqueReplicationStrategy:
         require(replication_factor >= 2, text)
         self.replication_jump, self.replication_factor = replication_jump, replication_factor
 
-    def plan(self) -> ReplicaPlan:
-        """Return which ranks' nodes hold copies."""
-        return ReplicaPlan(self.replication_jump, self.replication_factor)
-
 
 class CliqueReplicationStrategy(LazyCliqueReplicationStrategy):
-    """The same, from a process group whose members' nodes hold each other's copies.
+    """:class:`LazyCliqueReplicationStrategy` from a process group whose members' nodes hold each other's copies.
 
     Args:
         local_group: Ranks that are all equally far apart.
-        target_device: Only ``"cpu"``: copies travel from host memory to the other nodes' memory and disks.
+        target_device: Only ``"cpu"``: copies are sent from host memory to the other nodes' memory and disks.
 
     Raises:
-        ConfigError: The ranks are not equally far apart, or copies are to lie on another device.
+        ConfigError: The ranks are not equally far apart, or another device is given.
     """
 
     def __init__(self, local_group: GroupWrapper | torch.distributed.ProcessGroup, target_device: str = "cpu") -> None:
@@ -461,7 +426,7 @@ class CliqueReplicationStrategy(LazyCliqueReplicationStrategy):
     def from_replication_params(
         cls, replication_jump: int | None = None, replication_factor: int = 2
     ) -> LazyCliqueReplicationStrategy:
-        """Return the strategy of these parameters, of :class:`LazyCliqueReplicationStrategy`."""
+        """Return the strategy with the parameters of :class:`LazyCliqueReplicationStrategy`."""
         return LazyCliqueReplicationStrategy(replication_jump, replication_factor)
 
 
@@ -469,7 +434,7 @@ class CliqueReplicationStrategy(LazyCliqueReplicationStrategy):
 
 
 class LocalCheckpointID(NamedTuple):
-    """What names one rank's part of a local checkpoint."""
+    """Identifies one rank's part of a local checkpoint."""
 
     iteration: int
     rank: int
@@ -477,21 +442,20 @@ class LocalCheckpointID(NamedTuple):
 
 
 class BaseCheckpointManager(ABC):
-    """What training calls to save and to load local checkpoints.
+    """Save and load local checkpoints.
 
     Args:
-        session_id: Names the training; checkpoints of another one are never loaded.
-        repl_strategy: Who holds copies; ``None`` = nobody.
+        session_id: Names the training; checkpoints of another training are never loaded.
+        repl_strategy: Which nodes hold copies; ``None`` = no replicas.
     """
 
     def __init__(self, session_id: str, repl_strategy: ReplicationStrategy | None = None) -> None:
         self.session_id, self.repl_strategy = session_id, repl_strategy
         self.latest_iteration = NOT_FOUND
-        """What :meth:`find_latest` found last, until the next save."""
+        """Last result of :meth:`find_latest`, until the next save."""
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     @abstractmethod
@@ -500,7 +464,7 @@ class BaseCheckpointManager(ABC):
 
     @abstractmethod
     def load(self) -> tuple[TensorAwareStateDict, LocalCheckpointID]:
-        """Return what :meth:`find_latest` found. Collective: all ranks."""
+        """Return the state that :meth:`find_latest` found. Collective: all ranks."""
 
     @abstractmethod
     def save(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False) -> Any:
@@ -508,26 +472,26 @@ class BaseCheckpointManager(ABC):
 
 
 class _ManagerStage(enum.Enum):
-    """What the engine's manager has done, which finds and loads only before it saves."""
+    """Stage of the engine's manager, which searches and loads only before it saves."""
 
     FRESH = enum.auto()
     FOUND = enum.auto()
-    """It has looked; training does not go on from what it found, as far as is known."""
+    """The search is done; as far as known, training does not continue from its result."""
     READY = enum.auto()
-    """What it saves follows what it loaded, or there was nothing."""
+    """The next save follows the loaded checkpoint, or there was none."""
     SAVING = enum.auto()
 
 
 class LocalCheckpointManager(BaseCheckpointManager):
-    """Save tensor-aware state dicts near their ranks, and load the newest that every rank can prove.
+    """Save tensor-aware state dicts to node-local tiers, and load the newest checkpoint that all ranks can verify.
 
     Args:
         root_local_ckpt_dir: A folder on a disk of each node, or in memory.
-        session_id: Names the training; each has a folder of its own in it.
-        repl_strategy: Who holds copies on other nodes; ``None`` = nobody.
+        session_id: Names the training; each has a separate folder.
+        repl_strategy: Which other nodes hold copies; ``None`` = no replicas.
 
     Raises:
-        ConfigError: ``session_id`` is no folder's name.
+        ConfigError: ``session_id`` is not a valid folder name.
 
     Collective: its calls, all ranks in the same order.
     """
@@ -543,38 +507,37 @@ class LocalCheckpointManager(BaseCheckpointManager):
         require(not session_id.startswith("/") and ".." not in parts, text)
         super().__init__(session_id, repl_strategy)
         self.root_local_ckpt_dir = root_local_ckpt_dir
-        plan = repl_strategy.plan() if repl_strategy is not None else None
         config = CheckpointConfig(
             local_directory=str(self.local_ckpt_dir),
-            replication=plan is not None,
-            replication_jump=None if plan is None else plan.jump,
-            replication_factor=2 if plan is None else plan.factor,
-            resume_from_other_run=True,  # the session names the training here, over all jobs
+            replication=repl_strategy is not None,
+            replication_jump=getattr(repl_strategy, "replication_jump", None),
+            replication_factor=getattr(repl_strategy, "replication_factor", 2),
+            resume_from_other_run=True,  # the session id names the training, over all jobs
         )
         self._suspect_window = config.suspect_window
-        self._config = dataclasses.replace(config, suspect_window=0)  # keep what NVRx keeps, and one more
+        self._config = dataclasses.replace(config, suspect_window=0)  # retention: NVRx's, plus one
         self._manager: ReadingEngine | None = None
         self._stage = _ManagerStage.FRESH
         self._locks: _Locks | None = None
         self._found: tuple[TensorAwareStateDict, LocalCheckpointID] | None = None
         self._loaded_iteration = NOT_FOUND
-        """What was loaded, and not saved over since."""
+        """Iteration that was loaded, until the next save."""
         self._suspect = NOT_FOUND
-        """What :meth:`load` returned last."""
+        """Iteration of the last :meth:`load`."""
 
     @property
     def local_ckpt_dir(self) -> Path:
-        """The session's folder; each node has one of its name in it."""
+        """The session's folder, which has a folder for each node."""
         return Path(self.root_local_ckpt_dir) / self.session_id
 
     def find_latest(self) -> int:
-        """Return the newest iteration of which every rank has proven a copy; -1 = there is none.
+        """Return the newest iteration of which every rank has verified a copy; -1 = there is none.
 
-        Every byte of the copies is compared with its digest now, so that :meth:`load` cannot fail; the copy is held in
-        memory until then, or until the next save. Where it was loaded since, it is found, and proven, again.
+        Every byte is verified now, so that :meth:`load` cannot fail. The copy is held in memory until then, or until
+        the next save. After :meth:`load`, the search and the verification are repeated.
 
         Raises:
-            CheckpointingException: The folder holds another session's checkpoints, or cannot be used; a rank left.
+            CheckpointingException: The folder contains another session's checkpoints, or cannot be used; a rank exited.
 
         Collective: all ranks.
         """
@@ -589,7 +552,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """Return the state dict that :meth:`find_latest` found, and (iteration, rank, session).
 
         Raises:
-            CheckpointingException: Nothing was found, or it was handed out already.
+            CheckpointingException: Nothing was found, or the state dict was returned already.
 
         Collective: all ranks.
         """
@@ -603,19 +566,20 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return found
 
     def save(self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False) -> Any:
-        """Copy a state dict and have it committed as that of ``iteration``.
+        """Copy a state dict and commit it as the checkpoint of ``iteration``.
 
         Args:
-            state_dict: It is as before when this returns, and may change then.
-            iteration: The number of optimizer steps done; higher than of anything found or saved.
-            is_async: Return once it is copied, with what commits it.
+            state_dict: Unchanged when this returns; may be changed afterwards.
+            iteration: Number of optimizer steps done; higher than that of all found or saved checkpoints.
+            is_async: Return once the state dict is copied, with a request that commits it.
 
         Returns:
-            ``None``: it is committed. With ``is_async`` an ``AsyncRequest``, whose finalization waits for the commit.
+            ``None`` once it is committed. With ``is_async`` an ``AsyncRequest``, whose finalization waits for the
+                commit.
 
         Raises:
-            CheckpointingException: It was not committed, or it cannot be saved; earlier ones are what they were. Also
-                by the request's finalization.
+            CheckpointingException: It was not committed, or cannot be saved; earlier checkpoints are unchanged. Also
+                raised by the request's finalization.
 
         Collective: all ranks; the finalization, too.
         """
@@ -625,7 +589,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 f"which would be loaded in its place; remove {self.local_ckpt_dir}, or use another session_id"
             )
         kind = _request_kind() if is_async else None
-        part = _SavedPart(lambda: _take_apart(state_dict, self.session_id))
+        part = _SavedPart(lambda: _split_state(state_dict, self.session_id))
         try:
             handle = self._open_for_saving(iteration).save({"part": part}, iteration)
             self._found, self.latest_iteration, self._loaded_iteration = None, NOT_FOUND, NOT_FOUND
@@ -640,9 +604,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return self._locks.request(handle, kind)
 
     def close(self) -> None:
-        """End what runs beside training; what is not committed yet is given up. Idempotent.
+        """Stop background work; saves that are not committed are dropped. Idempotent.
 
-        It is done at the end of the process, and when a function that is restarted in process is left.
+        Called at the end of the process, and when a call of a function with in-process restart ends.
         """
         manager, self._manager = self._manager, None
         locks, self._locks = self._locks, None
@@ -653,10 +617,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     # -- the engine --------------------------------------------------------------------------------------------
 
-    def _open_afresh(self) -> ReadingEngine:
-        """Return a manager that has neither looked nor saved, once what the last one had under way is decided."""
+    def _open_new(self) -> ReadingEngine:
+        """Return a manager that has neither searched nor saved, after pending saves of the last one are decided."""
         if self._manager is not None and self._stage is not _ManagerStage.FRESH:
-            with contextlib.suppress(CheckpointError):  # what became of a save is its handle's to say
+            with contextlib.suppress(CheckpointError):  # the save's handle reports the failure
                 self._manager.wait()
             self.close()
         if self._manager is None:
@@ -668,14 +632,14 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
     def _open_for_saving(self, iteration: int) -> ReadingEngine:
         if self._manager is None or self._stage in (_ManagerStage.FRESH, _ManagerStage.FOUND):
-            # Training resumes from elsewhere, such as a global checkpoint: what lies here is not its origin.
-            self._open_afresh().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
+            # Training resumed from elsewhere, for example a global checkpoint, not from the checkpoints here.
+            self._open_new().go_on({"part": _SavedPart()}, max(0, iteration - 1), None)
         self._stage = _ManagerStage.SAVING
         assert self._manager is not None
         return self._manager
 
     def _find(self) -> None:
-        manager = self._open_afresh()
+        manager = self._open_new()
         self._found, self.latest_iteration, self._stage = None, NOT_FOUND, _ManagerStage.FOUND
         part, random = _SavedPart(), capture_random()
         try:
@@ -684,7 +648,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._log_refusal(f"no local checkpoint can be loaded, as if there were none: {error}")
             return
         finally:
-            restore_random(random)  # looking changes nothing; training's own numbers are in the state dict
+            restore_random(random)  # a search must not change random numbers; training's own are in the state dict
         if restored is None:
             self._stage = _ManagerStage.READY
             return
@@ -694,11 +658,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 f"{self.local_ckpt_dir} holds local checkpoints of session {session!r}, not of {self.session_id!r}; "
                 "name another folder or session_id, or remove them"
             )
-        if text := self._find_first(foreign):  # on all ranks, so that none waits for one that has refused
+        if text := self._find_first(foreign):  # on all ranks, so that none waits for a rank that refused
             raise CheckpointError(text)
         problem, found = "", None
         try:
-            found = _put_together(part.content)
+            found = _join_state(part.content)
         except Exception as error:  # noqa: BLE001 - what the objects of a state dict raise is theirs
             problem = f"rank {self.rank}: {error}"
         if text := self._find_first(problem):
@@ -706,12 +670,12 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return
         assert found is not None
         if restored.iteration == self._loaded_iteration:
-            self._stage = _ManagerStage.READY  # it was only looked at once more
+            self._stage = _ManagerStage.READY  # it was found again after it was loaded
         self.latest_iteration = restored.iteration
         self._found = found, LocalCheckpointID(restored.iteration, self.rank, self.session_id)
 
     def _note_rejection(self, iteration: int, exit_code: int) -> bool:
-        """Report an invalid result of Megatron's step; return whether it casts doubt on what :meth:`load` returned."""
+        """Report an invalid result of Megatron's step; return whether the result of :meth:`load` is suspect."""
         if self._manager is not None:
             self._manager.report_leaving(iteration, exit_code)
         return 0 <= iteration - self._suspect <= self._suspect_window
@@ -721,7 +685,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             log.error("%s", text)
 
     def _find_first(self, text: str) -> str:
-        """Return the first text that any rank gives, on all ranks."""
+        """Return the first non-empty text of any rank. Collective: all ranks."""
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         peers = Peers(self.rank, world_size, timeout_s=self._config.save_timeout)
         try:
@@ -733,11 +697,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
 # -- asynchronous saves ------------------------------------------------------------------------------------------
 
 _under_way: dict[tuple[str, int], tuple[SaveHandle, int]] = {}
-"""Saves that were handed out as requests, and this process, by their locks."""
+"""Saves that were returned as requests, and the process id of their owner, by their locks."""
 
 
 def _request_kind() -> Any:
-    """Return the class of requests: the extension's, by whomever it is offered, else Megatron's of the same form.
+    """Return the class of requests: the extension's, real or outlast's, else Megatron's of the same form.
 
     Raises:
         CheckpointingException: There is neither.
@@ -754,11 +718,11 @@ def _request_kind() -> Any:
 
 
 class _Locks:
-    """A file with one lock for each save that was handed out as a request, held until that save is decided.
+    """A file with one lock for each save that was returned as a request, held until that save is decided.
 
-    A queue's worker, thread or process, has nothing to do but to wait for it, as the engine writes already. So the
-    finalization comes once the save is decided, and never makes training wait. The kernel releases the locks of a
-    process that dies, and a child inherits none.
+    A queue's worker, a thread or a process, only waits for the lock, since the engine does the writing. So the
+    finalization runs once the save is decided, and never blocks training. The kernel releases the locks of a process
+    that dies; child processes do not inherit them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -766,16 +730,16 @@ class _Locks:
         self._path, self._next = str(path), 0
 
     def request(self, handle: SaveHandle, kind: Any) -> Any:
-        """Return what a queue takes for a save."""
+        """Return the request for a save."""
         key = self._path, self._next
         self._next += 1
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, key[1])
         _under_way[key] = handle, os.getpid()
 
         def release() -> None:
-            with contextlib.suppress(OutlastError):  # finalization raises it
+            with contextlib.suppress(OutlastError):  # raised by the finalization
                 handle.wait()
-            with contextlib.suppress(ValueError):  # closed: all are released
+            with contextlib.suppress(ValueError):  # closed: all locks are released
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, key[1])
 
         def finalize() -> None:
@@ -790,7 +754,7 @@ class _Locks:
         return kind(wait_until_decided, key, [finalize])
 
     def close(self) -> None:
-        """Release all of them."""
+        """Release all locks."""
         self._file.close()
 
 

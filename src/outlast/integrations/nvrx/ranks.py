@@ -1,8 +1,8 @@
-"""A rank's place in a restart by NVRx's names, and the rules of NVRx that assign ranks.
+"""The state of a rank under NVRx's names, and NVRx's rank assignment rules.
 
-A rule takes and returns an :class:`outlast.inprocess.Assignment`, as the engine's do: it decides for all ranks at once.
-Given NVRx's :class:`RankAssignmentCtx`, it decides for the one rank of that context, as in NVRx, so that a script can
-test its rules. :class:`LayeredTree` follows the documented steps of NVRx's ``Tree``.
+A rule takes and returns an :class:`outlast.inprocess.Assignment` and decides for all ranks at once, as the engine's
+rules do. Given NVRx's :class:`RankAssignmentCtx`, a rule decides for the one rank of that context, as in NVRx, so that
+scripts can test their rules. :class:`LayeredTree` follows the documented steps of NVRx's ``Tree``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import copy
 import dataclasses
 import enum
 import functools
+import math
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, overload
@@ -25,15 +27,15 @@ from outlast.policy.rank_assignment import Assignment, Member, fill_gaps, keep_f
 
 
 class RestartError(OutlastError):
-    """What went wrong in a restart in process."""
+    """An in-process restart failed."""
 
 
 class RankDiscarded(RestartError, RankLeft):
-    """The rank assignment leaves this rank out, or the others continued without it."""
+    """The rank assignment excludes this rank, or the other ranks continued without it."""
 
 
 class Mode(enum.Enum):
-    """What this rank does now."""
+    """Role of this rank."""
 
     INITIALIZED = enum.auto()
     ACTIVE = enum.auto()
@@ -43,27 +45,26 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass
 class WrapperState:
-    """This rank's place in one restart, by NVRx's names."""
+    """The state of this rank in one restart, with NVRx's field names."""
 
     rank: int | None
-    """Its rank in the function; of a spare, the rank that it was started as."""
+    """Rank in the function; for a spare its initial rank."""
     world_size: int
-    """How many processes are left, spares included."""
+    """Number of remaining processes, spares included."""
     active_rank: int | None = None
-    """Its rank in the function; ``None``: it is a spare."""
+    """Rank in the function; ``None`` for a spare."""
     active_world_size: int | None = None
-    """How many ranks run the function."""
+    """Number of ranks that run the function."""
     initial_rank: int | None = None
-    """The rank that it was started as."""
+    """Rank with which this process was started."""
     initial_world_size: int | None = None
-    """How many processes were started."""
+    """Number of processes that were started."""
     iteration: int = 0
-    """Number of the restart; 0 = the function's first call."""
+    """Number of the restart; 0 = the first call of the function."""
     mode: Mode = Mode.INITIALIZED
     fn_exception: Exception | None = None
-    """What the function raised here last, if it did in the call that was left."""
+    """Exception that the function raised on this rank in the failed call."""
     node: str = ""
-    """Name of the node."""
     fault_counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Faults so far, by initial rank."""
 
@@ -75,12 +76,12 @@ class WrapperState:
 
     @classmethod
     def from_env(cls) -> WrapperState:
-        """Return it as it is before the first call."""
+        """Return the state before the first call."""
         place = env.read_worker()
         return cls(place.global_rank, place.world_size, node=place.node)
 
     def freeze(self) -> FrozenWrapperState:
-        """Return the same with fields that cannot be set, as plug-ins get it."""
+        """Return a copy whose fields cannot be set, as plug-ins get it."""
         return FrozenWrapperState(**vars(self))
 
 
@@ -97,24 +98,24 @@ else:
 
 @dataclasses.dataclass
 class RankAssignmentCtx:
-    """What NVRx gives a rule: one rank's place, and who is gone."""
+    """NVRx's argument of a rule: the state of one rank, and the terminated ranks."""
 
     state: WrapperState
     store: Any
-    """Of NVRx's own; :class:`LayeredTree` exchanges the branches of all ranks through it."""
+    """A store of NVRx; :class:`LayeredTree` exchanges the branches of all ranks through it."""
     terminated_ranks: set[int]
-    """Of the ranks of ``state.world_size``, those that are gone."""
+    """Terminated ranks, as numbers below ``state.world_size``."""
 
 
 class AssignmentRule(ABC):
-    """A rule that assigns ranks.
+    """Base class of rank assignment rules.
 
-    A class of the script's own implements ``__call__`` for one rank's :class:`RankAssignmentCtx`, as in NVRx. One rank
-    decides for all: it calls a copy of the instance for each rank, with that rank's context. A copy lasts as long as
-    the deciding rank, so that what an instance remembers is lost with it.
+    A script's own subclass implements ``__call__`` for the :class:`RankAssignmentCtx` of one rank, as in NVRx. One rank
+    decides for all ranks: it calls a copy of the instance for each rank, with that rank's context. The copies, and
+    their attributes, are lost when the deciding rank dies.
 
     Raises:
-        ConfigError: By a class of the script's own which uses the context's store: no rank has NVRx's store.
+        ConfigError: A script's own subclass uses the store of the context, which no rank has.
     """
 
     def __init_subclass__(cls) -> None:
@@ -140,7 +141,7 @@ class AssignmentRule(ABC):
         """Return the assignment, or the context, to use.
 
         Raises:
-            RankDiscarded: With a context: its rank is gone.
+            RankDiscarded: With a context: its rank is terminated.
         """
         if isinstance(given, RankAssignmentCtx):
             return self.assign_one(given)
@@ -151,10 +152,10 @@ class AssignmentRule(ABC):
         """Return the assignment to use."""
 
     def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Give a context's rank its new place among all ranks, those that run the function and the others.
+        """Assign the rank of a context its new rank among all ranks, active and inactive.
 
         Raises:
-            RankDiscarded: It is gone.
+            RankDiscarded: The rank is terminated.
         """
         state, gone = ctx.state, set(ctx.terminated_ranks)
         members = tuple(
@@ -175,8 +176,6 @@ def _refuse_assignment(self: AssignmentRule, *_: Any) -> Any:
 
 
 class _RefusingStore:
-    """The store of the contexts of a script's own rule."""
-
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(
             f"a rank assignment of your own uses ctx.store.{name}, and no rank has NVRx's store; decide by ctx.state "
@@ -185,20 +184,24 @@ class _RefusingStore:
 
 
 def _assign_each(rule: AssignmentRule, own: Callable[[Any, Any], Any], given: Assignment) -> Assignment:
-    """Return the assignment to which a script's own rule leads, called for each rank.
+    """Return the assignment that results from calling a script's own rule once for each rank.
 
-    Ranks are numbered as in NVRx: those that run the function, with gaps where they died, and then the spares. Where a
-    rule only changes a rank's number, it does not change who runs the function.
+    Ranks are numbered as in NVRx: active ranks first, with gaps where ranks died, then the spares. A rule that changes
+    only the number of a rank does not change which ranks run the function.
 
     Raises:
-        ConfigError: The instance cannot be copied, or returns something else than a context.
+        ConfigError: The instance cannot be copied, or does not return a context.
     """
     numbers, gone = _number(given)
     copies: dict[int, AssignmentRule] = vars(rule).setdefault("_copies", {})
     ends: dict[int, WrapperState] = {}
     for initial, number in numbers.items():
         if initial not in copies:
-            copies[initial] = _copy_rule(rule)
+            try:
+                copies[initial] = copy.deepcopy(rule, {id(copies): {}})
+            except Exception as error:
+                text = f"{type(rule).__qualname__} cannot be copied for each rank ({error})"
+                raise ConfigError(f"{text}; keep in it what can be copied") from error
         active = given.ranks.get(initial)
         state = WrapperState(
             rank=number,
@@ -228,22 +231,12 @@ def _assign_each(rule: AssignmentRule, own: Callable[[Any, Any], Any], given: As
     return dataclasses.replace(given, members=members, ranks=ranks)
 
 
-def _copy_rule(rule: AssignmentRule) -> AssignmentRule:
-    copied = object.__new__(type(rule))
-    try:
-        vars(copied).update(copy.deepcopy({name: one for name, one in vars(rule).items() if name != "_copies"}))
-    except Exception as error:
-        text = f"{type(rule).__qualname__} cannot be copied for each rank ({error}); keep in it what can be copied"
-        raise ConfigError(text) from error
-    return copied
-
-
 def _number(given: Assignment) -> tuple[dict[int, int], set[int]]:
-    """Return the number of each living member by initial rank, and the numbers of those that are gone."""
+    """Return the number of each living member by initial rank, and the numbers of terminated ranks."""
     size = max((*given.ranks.values(), *given.previous), default=-1) + 1
     gone = set(range(size)) - set(given.ranks.values())
     if sorted(given.ranks.values()) == list(range(len(given.ranks))):
-        size, gone = len(given.ranks), set()  # gaps are closed
+        size, gone = len(given.ranks), set()  # there is no gap
     spares = {member.initial_rank: size + number for number, member in enumerate(given.spares)}
     return {**given.ranks, **spares}, gone
 
@@ -254,30 +247,26 @@ def _discarded(rank: int | None, gone: set[int]) -> RankDiscarded:
 
 
 class ShiftRanksUp(AssignmentRule):
-    """Move survivors up into the gaps, in order; spares follow behind them."""
+    """Close gaps by moving survivors up, in order; spares follow behind."""
 
     def assign(self, assignment: Assignment) -> Assignment:
-        """Return the assignment without gaps."""
         return shift_up(assignment)
 
 
 class FillGapsFromTheEnd(AssignmentRule):
-    """Fill gaps with spares, and where there are none, with the last ranks."""
+    """Fill gaps with spares, and without spares with the last ranks."""
 
     def assign(self, assignment: Assignment) -> Assignment:
-        """Return the assignment without gaps."""
         return fill_gaps(assignment, may_shrink=True)
 
 
 class FilterRule(AssignmentRule):
-    """A rule that decides how many ranks run the function: the first ones do."""
+    """A rule that limits how many ranks run the function; the first ranks do."""
 
     def assign(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with that many ranks."""
         return keep_first(assignment, self.limit(assignment.active_world_size))
 
     def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Return the context with its rank active, or not."""
         state = ctx.state
         before = state.world_size if state.active_world_size is None else min(state.active_world_size, state.world_size)
         size = self.limit(before)
@@ -292,28 +281,25 @@ class FilterRule(AssignmentRule):
 
     @abstractmethod
     def limit(self, size: int) -> int:
-        """Return how many of that many ranks run the function."""
+        """Return how many of ``size`` ranks run the function."""
 
 
 class ActivateAllRanks(FilterRule):
-    """Make all spares ranks, behind the others."""
+    """Activate all spares, behind the other ranks."""
 
     def assign(self, assignment: Assignment) -> Assignment:
-        """Return the assignment without spares."""
         return assignment.with_order([*assignment.in_order(), *assignment.spares])
 
     def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Return the context with its rank active."""
         ctx.state = dataclasses.replace(ctx.state, active_world_size=None)
         return super().assign_one(ctx)
 
     def limit(self, size: int) -> int:
-        """Return the number."""
         return size
 
 
 class AtMostActive(FilterRule):
-    """Make ranks spares beyond a number."""
+    """Limit the number of active ranks; the others become spares."""
 
     def __init__(self, max_active_world_size: int | None = None) -> None:
         limit = max_active_world_size
@@ -321,19 +307,17 @@ class AtMostActive(FilterRule):
         self.max_active_world_size = limit
 
     def limit(self, size: int) -> int:
-        """Return the smaller of both numbers."""
         return size if self.max_active_world_size is None else min(size, self.max_active_world_size)
 
 
 class ActiveDivisibleBy(FilterRule):
-    """Make the last ranks spares, so that a number divides how many run the function."""
+    """Make the last ranks spares, so that the number of active ranks is a multiple of ``divisor``."""
 
     def __init__(self, divisor: int = 1) -> None:
         require(divisor >= 1, f"divisor={divisor} must be at least 1")
         self.divisor = divisor
 
     def limit(self, size: int) -> int:
-        """Return the greatest multiple up to the number."""
         return size // self.divisor * self.divisor
 
 
@@ -345,13 +329,13 @@ def _key_of(key: Key, state: WrapperState) -> str:
 
 
 class CountedGroups(AssignmentRule):
-    """Permanently remove all ranks of a group, such as a node, of which too few live.
+    """Permanently remove all ranks of a group, such as a node, of which too few survive.
 
     Rules to its left close the gaps: ``Compose(ShiftRanks(), FilterCountGroupedByKey(...))``.
 
     Args:
-        key_or_fn: The group that a rank is in: a text, or a function of its state, called once on each rank.
-        condition: Returns for the number of a group's living ranks whether they stay.
+        key_or_fn: The group of a rank: a text, or a function of its state, called once on each rank.
+        condition: Returns for the number of surviving ranks of a group whether the group stays.
         timeout: Accepted and not needed: one rank counts for all, within ``barrier_timeout``.
     """
 
@@ -370,11 +354,7 @@ class CountedGroups(AssignmentRule):
         return {self._label: _key_of(self.key_or_fn, WrapperState.from_env())}
 
     def assign(self, assignment: Assignment) -> Assignment:
-        """Return the assignment without the ranks of groups that do not stay."""
-        counts: dict[str, int] = {}
-        for member in assignment.living:
-            group = member.labels.get(self._label, "")
-            counts[group] = counts.get(group, 0) + 1
+        counts = Counter(member.labels.get(self._label, "") for member in assignment.living)
         staying = {group for group, num in counts.items() if self.condition(num)}
         members = tuple(
             dataclasses.replace(one, alive=one.alive and one.labels.get(self._label, "") in staying)
@@ -385,7 +365,7 @@ class CountedGroups(AssignmentRule):
         return dataclasses.replace(assignment, members=members, ranks=ranks)
 
     def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Refuse: one rank alone cannot count.
+        """Refuse a context, in which the ranks of a group cannot be counted.
 
         Raises:
             ConfigError: Always.
@@ -397,12 +377,12 @@ class CountedGroups(AssignmentRule):
 
 
 class LayerFlag(enum.Flag):
-    """Where a gap in a branch may be filled from."""
+    """Sources from which a gap in a branch may be filled."""
 
     RESERVE = enum.auto()
-    """From the spares of the branch."""
+    """The spares of the branch."""
     BACKFILL = enum.auto()
-    """By the last ranks of the branch."""
+    """The last ranks of the branch."""
 
 
 @dataclasses.dataclass
@@ -410,26 +390,27 @@ class Layer:
     """One layer of a :class:`LayeredTree`, which divides each branch of the layer before it."""
 
     min_ranks: int | None = 1
-    """Fewest living ranks of a branch; one with fewer is given up, with all its ranks."""
+    """Fewest surviving ranks of a branch; a branch with fewer is removed with all its ranks."""
     max_ranks: int | None = None
-    """Most ranks of a branch that run the function at first; ``None`` = no limit. A spare may exceed it in a gap."""
+    """Most ranks of a branch that run the function at first; ``None`` = no limit. Filling a gap may exceed the limit.
+    """
     key_or_fn: Key = ""
-    """The branch that a rank is in: a text, or a function of its state, called once on each rank."""
+    """The branch of a rank: a text, or a function of its state, called once on each rank."""
     flag: LayerFlag | None = None
-    """Where a gap in a branch may be filled from; ``None`` = from nowhere."""
+    """Sources from which a gap in a branch may be filled; ``None`` = none."""
 
 
 class LayeredTree(AssignmentRule):
     """Assign ranks by their place in the machine.
 
-    At first the ranks are made active in order, as far as each branch's ``max_ranks`` allow. Later branches that fell
-    below ``min_ranks`` are given up, and a gap is filled by the last spare of the nearest branch around it that lets
-    spares be taken, else by one of the last ranks of the widest branch around it that lets those be taken; gaps that
-    are left are closed by moving ranks up.
+    At first, ranks are activated in order as far as the ``max_ranks`` of each branch allow. After a fault, branches
+    below ``min_ranks`` are removed. A gap is filled by the last spare of the nearest enclosing branch with ``RESERVE``,
+    else by one of the last ranks of the widest enclosing branch with ``BACKFILL``. Remaining gaps are closed by moving
+    ranks up.
 
     Args:
         layers: From the whole machine to its smallest part.
-        world_size_filter: Returns how many of that many ranks are to run the function.
+        world_size_filter: Returns how many of that many ranks run the function.
 
     Raises:
         ConfigError: There is no layer.
@@ -439,7 +420,7 @@ class LayeredTree(AssignmentRule):
         require(bool(layers), "Tree(layers=[]) has no layers; name at least one")
         self.layers, self.world_size_filter = layers, world_size_filter
         self.init_rank_map: dict[int, Leaf] = {}
-        """With a context: all ranks' places, by initial rank."""
+        """With a context: the leaves of all ranks, by initial rank."""
         self._by_rank: list[int] = []
 
     def labels(self) -> dict[str, str]:
@@ -450,7 +431,7 @@ class LayeredTree(AssignmentRule):
         """Return the assignment without gaps.
 
         Raises:
-            RestartAbort: Fewer ranks live than the whole machine has to have.
+            RestartAbort: No branch of the first layer has its ``min_ranks``.
         """
         growing = _Growing(self.layers, assignment)
         if not growing.usable:
@@ -461,11 +442,11 @@ class LayeredTree(AssignmentRule):
         return self._grow(growing, assignment)
 
     def assign_one(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        """Give a context's rank its new place; the first call takes all ranks' branches from the context's store.
+        """Assign the rank of a context its new rank; the first call reads the branches of all ranks from the store.
 
         Raises:
             RuntimeError: Ranks differ in the key of the first layer.
-            RankDiscarded: It is gone, or its branch is given up.
+            RankDiscarded: The rank is terminated, or its branch is removed.
         """
         state = ctx.state
         if not self.init_rank_map:
@@ -528,7 +509,7 @@ class LayeredTree(AssignmentRule):
         return {f"layer-{number}": str(key) for number, key in enumerate(keys)}
 
     def _plant(self, state: WrapperState, store: Any) -> None:
-        """Take all ranks and their branches from a store, as NVRx's offers them."""
+        """Read all ranks and their branches from a store, through NVRx's calls."""
         everybody = range(state.world_size)
         store.send_state(state, state.rank)
         states = store.get_states(everybody)
@@ -547,7 +528,7 @@ class LayeredTree(AssignmentRule):
             warnings.warn(f"the tree orders the initial ranks {ordered[:16]}: not as they were started", stacklevel=4)
 
     def _number(self) -> None:
-        """Number all ranks in the order of the tree, those that are gone behind the others."""
+        """Number all ranks in the order of the tree; terminated ranks come last."""
         leaves = self.init_rank_map
         self._by_rank = sorted(leaves, key=lambda one: leaves[one].state.mode == Mode.TERMINATED)
         for rank, initial in enumerate(self._by_rank):
@@ -572,7 +553,7 @@ def _path(member: Member, depth: int) -> Branch:
 
 
 def _in_order(members: Iterable[Member], depth: int) -> list[int]:
-    """Return initial ranks in the order of the tree: branches in the order of their first ranks, and so within each."""
+    """Return initial ranks in the order of the tree: branches are ordered by their first rank."""
     firsts: dict[Branch, int] = {}
     paths: dict[int, Branch] = {}
     for member in members:
@@ -584,7 +565,7 @@ def _in_order(members: Iterable[Member], depth: int) -> list[int]:
 
 
 class _Growing:
-    """Ranks on their way into a tree."""
+    """The assignment of a :class:`LayeredTree` in the making."""
 
     def __init__(self, layers: list[Layer], given: Assignment, *, gives_up: bool = True) -> None:
         self._layers, self._given = layers, given
@@ -593,43 +574,39 @@ class _Growing:
         self._order = _in_order(given.members, depth)
         living = {member.initial_rank for member in given.living}
         for number in range(depth, 0, -1) if gives_up else ():
-            # A branch that is given up counts for nothing in the one around it.
+            # A removed branch does not count in the branch around it.
             least = layers[number - 1].min_ranks or 1
-            counts = self._count(living, number)
+            counts = Counter(self._paths[initial][:number] for initial in living)
             living = {initial for initial in living if counts[self._paths[initial][:number]] >= least}
         self.usable = living
-        """Initial ranks that can be given a rank."""
+        """Initial ranks that can be assigned a rank."""
         self._previous = given.previous
         self._ranks = {initial: rank for initial, rank in given.ranks.items() if initial in living}
 
     def activated(self) -> Assignment:
-        """Return ranks in the order of the branches, as far as there is room."""
-        num_active: dict[Branch, int] = {}
+        """Return the first assignment: ranks in the order of the tree, within the limits of the branches."""
+        num_active = Counter[Branch]()
         self._ranks = {}
+        limits = [math.inf if layer.max_ranks is None else layer.max_ranks for layer in self._layers]
         for initial in self._order:
-            branches = [self._paths[initial][:number] for number in range(1, len(self._layers) + 1)]
-            limits = [layer.max_ranks for layer in self._layers]
-            full = (
-                limit is not None and num_active.get(branch, 0) >= limit
-                for branch, limit in zip(branches, limits, strict=True)
-            )
-            if initial in self.usable and not any(full):
+            branches = [self._paths[initial][:number] for number in self._depths]
+            has_room = all(num_active[branch] < limit for branch, limit in zip(branches, limits, strict=True))
+            if initial in self.usable and has_room:
                 self._ranks[initial] = len(self._ranks)
-                for branch in branches:
-                    num_active[branch] = num_active.get(branch, 0) + 1
+                num_active.update(branches)
         return self._closed()
 
     def filled(self) -> Assignment:
-        """Return the ranks with gaps filled by spares, else by the last ranks, else by moving ranks up."""
+        """Return the assignment with gaps filled by spares, else by the last ranks, else by moving ranks up."""
         self._fill_from_the_end(self._fill_from_spares())
         return self._closed()
 
     def _fill_from_spares(self) -> list[int]:
-        """Fill each gap from the nearest branch whose spares may be taken; return the gaps that are left."""
+        """Fill each gap from the nearest branch with free spares; return the remaining gaps."""
         spares: dict[Branch, list[int]] = {}
         for initial in self._order:
             if initial in self.usable and initial not in self._ranks:
-                for number in range(1, len(self._layers) + 1):
+                for number in self._depths:
                     spares.setdefault(self._paths[initial][:number], []).append(initial)
         left = []
         for gap in self._gaps():
@@ -645,14 +622,14 @@ class _Growing:
         return left
 
     def _fill_from_the_end(self, gaps: list[int]) -> None:
-        """Fill gaps by the last ranks of the widest branches of which those may be taken, in order."""
+        """Fill gaps with the last ranks of the widest branches that allow it, in order."""
         domains: dict[Branch, list[int]] = {}
         for gap in gaps:
             if around := list(self._branches_around(gap, LayerFlag.BACKFILL)):
                 domains.setdefault(around[-1], []).append(gap)
         active: dict[Branch, list[int]] = {}
         for initial in self._ranks:
-            for number in range(1, len(self._layers) + 1):
+            for number in self._depths:
                 if (branch := self._paths[initial][:number]) in domains:
                     active.setdefault(branch, []).append(initial)
         for branch, missing in domains.items():
@@ -660,27 +637,23 @@ class _Growing:
             self._ranks.update(zip(last, missing, strict=False))
 
     def _closed(self) -> Assignment:
-        """Return the assignment, with ranks moved up into the gaps that are left."""
         members = {member.initial_rank: member for member in self._given.members}
         return self._given.with_order(members[one] for one in sorted(self._ranks, key=lambda one: self._ranks[one]))
 
     def _gaps(self) -> list[int]:
-        """Return the ranks that are missing, in the order of the tree."""
+        """Return the missing ranks, in the order of the tree."""
         taken = set(self._ranks.values())
         before = {member.initial_rank: rank for rank, member in self._previous.items() if rank not in taken}
         return [before[initial] for initial in self._order if initial in before]
 
     def _branches_around(self, gap: int, flag: LayerFlag) -> Iterator[Branch]:
-        """Yield the branches around a gap that have the flag, from the smallest on, until one has it not."""
+        """Yield the branches around a gap that have the flag, from the smallest on, until one does not."""
         path = self._paths[self._previous[gap].initial_rank]
         for number in range(len(self._layers), 0, -1):
             if flag not in (self._layers[number - 1].flag or LayerFlag(0)):
                 return
             yield path[:number]
 
-    def _count(self, ranks: Iterable[int], depth: int) -> dict[Branch, int]:
-        counts: dict[Branch, int] = {}
-        for initial in ranks:
-            branch = self._paths[initial][:depth]
-            counts[branch] = counts.get(branch, 0) + 1
-        return counts
+    @property
+    def _depths(self) -> range:
+        return range(1, len(self._layers) + 1)

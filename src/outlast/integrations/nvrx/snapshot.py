@@ -1,12 +1,12 @@
-"""Copies of the arguments of a call that runs later, so that training may change what it has passed.
+"""Copies of the arguments of an asynchronous call, so that training may change the originals.
 
-The arguments are pickled and unpickled in this process, as the extension does on the way to its own process, except
-for tensors, functions and handles. A tensor is copied once, as memory: tensors that share memory share its copy, and
-of the memory of a tensor only the range in use is copied. Handles (files, sockets, locks, queues, threads, process
-groups) are the same objects afterwards. An object that can be neither pickled nor shared is an error.
+The arguments are pickled and unpickled in this process, except for tensors, functions and handles. A tensor is copied
+once, as memory: tensors that share memory share the copy, and only the used range of their memory is copied. Handles
+(files, sockets, locks, queues, threads, process groups) stay the same objects. Any other object that cannot be pickled
+is an error.
 
-Rejected: ``copy.deepcopy``, which copies the whole memory behind a view, fails on tensors of a graph, and cannot pass
-a lock on.
+Rejected: ``copy.deepcopy``, which copies the whole memory behind a view, fails on tensors of a graph, and cannot pass a
+lock on.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _HANDLES = (
     *(multiprocessing.connection.Connection, multiprocessing.connection.Listener),
     *(dist.ProcessGroup, dist.distributed_c10d.Store, torch.Stream, torch.Event),
 )
-"""Types of objects that are the same ones afterwards, except for :data:`_IN_MEMORY`."""
+"""Types whose objects are passed on as they are, except for :data:`_IN_MEMORY`."""
 _IN_MEMORY = (io.BytesIO, io.StringIO)
 
 
 def copy_arguments(values: Mapping[str, Any], *, keeps_device_tensors: bool = False) -> dict[str, Any]:
-    """Return copies of some values, which share what the values share.
+    """Return copies of some values; objects that the values share stay shared.
 
     Args:
-        values: By the name that an error gives.
-        keeps_device_tensors: Tensors on an accelerator stay the same ones, for a function that copies them at once.
+        values: By the name to use in an error.
+        keeps_device_tensors: Do not copy tensors on an accelerator, for a function that copies them at once.
 
     Raises:
         OutlastError: An object cannot be copied; the error names the value and the object's type.
@@ -73,7 +73,7 @@ def copy_arguments(values: Mapping[str, Any], *, keeps_device_tensors: bool = Fa
     for name, value in values.items():
         try:
             pickler.dump(value)
-        except Exception as error:  # what the objects raise is theirs
+        except Exception as error:  # objects may raise anything
             kind = type(pickler.last)
             raise OutlastError(
                 f"{name} cannot be copied for the asynchronous call: {kind.__module__}.{kind.__qualname__}: {error}; "
@@ -86,19 +86,17 @@ def copy_arguments(values: Mapping[str, Any], *, keeps_device_tensors: bool = Fa
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values, except those that :attr:`kept` holds."""
-
     def __init__(self, stream: io.BytesIO, buffers: list[bytearray], *, keeps_device_tensors: bool) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(bytearray(buffer.raw())))
         self.kept: list[Any] = []
-        """What takes the place of objects that are not pickled."""
+        """Replacements of the objects that are not pickled."""
         self.last: Any = None
-        """The object that was reached last."""
+        """The last visited object, for an error."""
         self._keeps_device_tensors = keeps_device_tensors
         self._places: dict[int, int] = {}
         self._objects: list[Any] = []
         self._memory: dict[tuple[torch.device, int], list[int]] = {}
-        """Tensors to copy, as places in ``kept``, by their memory."""
+        """Tensors to copy, as indices in ``kept``, by their memory."""
 
     def persistent_id(self, obj: Any) -> int | None:
         self.last = obj
@@ -108,7 +106,7 @@ class _Pickler(pickle.Pickler):
             return None
         place = self._places.setdefault(id(obj), len(self.kept))
         if place == len(self.kept):
-            self._objects.append(obj)  # alive, so that its id stays its own
+            self._objects.append(obj)  # kept alive, so that its id stays unique
             self.kept.append(self._begin_copy(obj, place) if is_tensor else obj)
         return place
 
@@ -128,7 +126,7 @@ class _Pickler(pickle.Pickler):
 
     @torch.no_grad()
     def copy_tensors(self) -> None:
-        """Copy the tensors that were reached."""
+        """Copy the visited tensors."""
         devices = set()
         for (device, _), places in self._memory.items():
             ranges = [_used_bytes(self._objects[place]) for place in places]
@@ -141,11 +139,11 @@ class _Pickler(pickle.Pickler):
             if device.type != "cpu":
                 devices.add(device)
         for device in devices:
-            torch.accelerator.current_stream(device).synchronize()  # the call's thread has a stream of its own
+            torch.accelerator.current_stream(device).synchronize()  # the thread of the call uses another stream
 
 
 def _used_bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's bytes begin and end in its memory."""
+    """Return the first byte of a tensor in its memory, and the byte after its last one."""
     start = int(tensor.storage_offset())
     num = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
     return start * tensor.itemsize, (start + num) * tensor.itemsize

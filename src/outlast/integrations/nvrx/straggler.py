@@ -1,12 +1,12 @@
-"""``nvidia_resiliency_ext.attribution.straggler``: the detector of slow ranks, by its calls, with our measures.
+"""``nvidia_resiliency_ext.attribution.straggler``: the extension's straggler detector, with outlast's scores.
 
-A section's time is the host's, from its entry to its end, as in the extension. The score of a rank's GPU comes from
-kernels that torch's profiler times in two entries of each window (without a device: from torch's operators), in which
-no section is timed; collectives are left out, since they take as long as their ranks wait. Scores are those of
-:mod:`outlast.policy.slowness`: the reference is the lower median of the ranks, where the extension takes the fastest
-one, so that one fast outlier does not make stragglers of all others. A straggler is what it is in a session, as far as
-the calls allow it: a rank whose score is below a threshold, and whose times are outside the noise of the ranks. The
-thresholds, and how many reports in a row it takes, are the caller's.
+The time of a section is host time from entry to end. The GPU score comes from kernels that torch's profiler times in
+two entries of each window (without a device: torch's operators); no section is timed in these entries. Collectives are
+excluded, since they take as long as their ranks wait.
+
+Scores are those of :mod:`outlast.policy.slowness`: the reference is the lower median of the ranks. The extension's
+reference, the fastest rank, is rejected: one fast outlier would make stragglers of all others. A straggler is a rank
+whose score is below a threshold and whose times are outside the noise of the ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
 import msgspec
 
 from outlast import clock, env
-from outlast.errors import ConfigError, OutlastError
+from outlast.config.base import require
+from outlast.errors import OutlastError
 from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.integrations.replacements import Replacements
 from outlast.policy.slowness import (
     KERNELS,
     REFERENCES,
@@ -47,19 +50,19 @@ log = logging.getLogger(__name__)
 
 RELATIVE, INDIVIDUAL = "relative_perf_scores", "individual_perf_scores"
 NUM_ESTIMATED = 16
-"""Iterations whose pace decides after how many more the first report comes."""
+"""Iterations whose pace determines the number of iterations between two reports."""
 FIRST_TRACED = 1
-"""Entry of a window, from 0, from which on kernels are timed: the one before shows how long a section takes."""
+"""First entry of a window, from 0, whose kernels are timed; the entry before measures the section alone."""
 _SECTION = "section "
-"""Begins a section's name where those of kernels stand, too."""
+"""Prefix of a section's name among names of kernels."""
 
 
 class DetectorNotInitialized(OutlastError, RuntimeError):
-    """The detector is used before ``Detector.initialize()``, or after ``Detector.shutdown()``."""
+    """The detector is used before ``Detector.initialize()`` or after ``Detector.shutdown()``."""
 
 
 class Statistic(Enum):
-    """What is known of the times of a section or kernel; they are in milliseconds."""
+    """Statistics of the times of a section or kernel, in milliseconds."""
 
     MIN = 1
     MAX = 2
@@ -78,17 +81,17 @@ class CallableId:
     """
 
     obj: object
-    """The object, class or module that has it."""
+    """The object, class or module that has the callable as an attribute."""
     name: str
-    """Its name there."""
+    """Name of the attribute."""
     arg_filter_fn: Callable[..., bool] | None = None
     extra_args_fn: Callable[..., dict[str, Any]] | None = None
     ignored_args: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("arg_filter_fn", "extra_args_fn", "ignored_args"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"CallableId({name}=...) is not supported: every call is timed; leave it out")
+            text = f"CallableId({name}=...) is not supported: every call is timed; leave it out"
+            require(getattr(self, name) is None, text)
 
     def __str__(self) -> str:
         if inspect.ismodule(self.obj):
@@ -108,10 +111,10 @@ class StragglerId:
 
 @dataclass(frozen=True)
 class PerformanceReport:
-    """Scores of ranks, 1 = as fast as the reference, 0.5 = half as fast; by rank, for sections by name and rank.
+    """Scores of ranks: 1 = as fast as the reference, 0.5 = half as fast. By rank; for sections by name and rank.
 
-    On rank 0 with ``gather_on_rank0`` it has all ranks, otherwise this rank alone. What could not be compared is not
-    in it.
+    On rank 0 with ``gather_on_rank0`` a report contains all ranks, otherwise this rank alone. Scores that could not be
+    computed are left out.
     """
 
     gpu_relative_perf_scores: Mapping[int, float]
@@ -120,7 +123,7 @@ class PerformanceReport:
     section_individual_perf_scores: Mapping[str, Mapping[int, float]]
     rank_to_node: Mapping[int, str]
     local_section_summaries: Mapping[str, Mapping[Statistic, float]]
-    """What this rank timed, in milliseconds."""
+    """Times of this rank, in milliseconds."""
     local_kernel_summaries: Mapping[str, Mapping[Statistic, float]]
     generate_report_elapsed_time: float
     """Milliseconds that the report took."""
@@ -136,13 +139,13 @@ class PerformanceReport:
         gpu_indiv_threshold: float = 0.75,
         section_indiv_threshold: float = 0.75,
     ) -> dict[str, Any]:
-        """Return the ranks whose scores are below a threshold, and outside the noise of the ranks.
+        """Return the ranks whose scores are below a threshold and outside the noise of the ranks.
 
         The reference of relative scores is the median of the ranks; in the extension it is the fastest rank.
 
         Returns:
             Sets of :class:`StragglerId` as ``straggler_gpus_relative`` and ``straggler_gpus_individual``; sets by
-            section, for sections that have any, as ``straggler_sections_relative`` and ``..._individual``.
+                section, for sections that have any, as ``straggler_sections_relative`` and ``..._individual``.
         """
 
         def below(scores: Mapping[int, float], threshold: float, basis: Basis, name: str) -> set[StragglerId]:
@@ -153,12 +156,11 @@ class PerformanceReport:
             }
 
         found: dict[str, Any] = {}
-        relative = self.gpu_relative_perf_scores, gpu_rel_threshold, self.section_relative_perf_scores
-        individual = self.gpu_individual_perf_scores, gpu_indiv_threshold, self.section_individual_perf_scores
-        for basis, (gpus, gpu_threshold, sections), section_threshold in (
-            (Basis.RELATIVE, relative, section_rel_threshold),
-            (Basis.INDIVIDUAL, individual, section_indiv_threshold),
+        for basis, gpu_threshold, section_threshold in (
+            (Basis.RELATIVE, gpu_rel_threshold, section_rel_threshold),
+            (Basis.INDIVIDUAL, gpu_indiv_threshold, section_indiv_threshold),
         ):
+            gpus, sections = getattr(self, f"gpu_{basis}_perf_scores"), getattr(self, f"section_{basis}_perf_scores")
             found[f"straggler_gpus_{basis}"] = below(gpus, gpu_threshold, basis, KERNELS)
             slow = {name: below(scores, section_threshold, basis, _SECTION + name) for name, scores in sections.items()}
             found[f"straggler_sections_{basis}"] = {name: ranks for name, ranks in slow.items() if ranks}
@@ -167,14 +169,14 @@ class PerformanceReport:
 
 @dataclass
 class _TimedSection:
-    """One section's entries, and the times of this window in nanoseconds."""
+    """The entries of one section, and its times in this window in nanoseconds."""
 
     num_entries: int = 0
     times_ns: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
 
 class _Pace:
-    """After how many iterations a report is due: the same on all ranks."""
+    """Determines after how many iterations a report is due, the same number on all ranks."""
 
     def __init__(self, interval_s: float, least: int) -> None:
         self._interval_s, self._least = interval_s, least
@@ -188,7 +190,8 @@ class _Pace:
         return self._every is not None and self._num % self._every == 0
 
     def advance(self, exchange: WorldExchange) -> None:
-        """Count an iteration; the sixteenth one whose time is known settles the number, together with all ranks."""
+        """Count an iteration. The sixteenth timed iteration determines the number. Collective: all ranks, in that
+        iteration."""
         self._num += 1
         now = clock.now_ns()
         if self._every is None:
@@ -203,21 +206,20 @@ class _Pace:
 
 @dataclass
 class _Detection:
-    """What a detector that is initialised has."""
+    """State of an initialised detector."""
 
     comparison: _Comparison
     profiling_interval: int
     pace: _Pace
     kernels: KernelTimes = field(default_factory=KernelTimes)
     sections: dict[str, _TimedSection] = field(default_factory=dict)
-    wrapped: list[tuple[CallableId, bool, Any]] = field(default_factory=list)
-    """What was put in the place of a callable, whether the object itself had it, and what was there."""
+    wrapped: Replacements = field(default_factory=Replacements)
     depth: int = 0
     num_profiled: int = 0
     """Outermost entries of this window that may be profiled."""
 
     def begin_trace(self) -> bool:
-        """Time the kernels of this outermost entry, if it is its turn; the same ones on all ranks."""
+        """Time the kernels of this outermost entry if it is due; the same entries on all ranks."""
         at, self.num_profiled = self.num_profiled, self.num_profiled + 1
         if FIRST_TRACED <= at < FIRST_TRACED + NUM_KERNEL_STEPS:
             self.kernels.start()
@@ -225,16 +227,16 @@ class _Detection:
 
 
 class Detector:
-    """Times sections and callables, and reports how fast ranks are. It is the class itself that is used.
+    """Time sections and callables, and report how fast ranks are. The class itself is used, as in NVRx.
 
-    Thread: sections are those of the thread of the training loop.
+    Thread: the thread of the training loop.
     """
 
     initialized: ClassVar[bool] = False
     _state: ClassVar[_Detection | None] = None
 
-    def __new__(cls) -> Detector:
-        raise RuntimeError(f"{cls.__name__} is used without making one: call {cls.__name__}.initialize()")
+    def __init__(self) -> None:
+        raise RuntimeError("Detector is used without making one: call Detector.initialize()")
 
     @classmethod
     def initialize(
@@ -245,26 +247,26 @@ class Detector:
         report_time_interval: float = 60,
         node_name: str | None = None,
     ) -> None:
-        """Begin.
+        """Start the detector.
 
         Args:
             scores_to_compute: ``relative_perf_scores`` and ``individual_perf_scores``, or ``all``.
-            gather_on_rank0: Rank 0's report has all ranks, and the others get none; else each rank gets its own.
-            profiling_interval: Time every so many entries of a section.
+            gather_on_rank0: Rank 0's report contains all ranks and the others get none; otherwise each rank gets its
+                own.
+            profiling_interval: Time one of this many entries of a section.
             report_time_interval: Seconds between reports.
-            node_name: This node's name in reports; ``None`` = the scheduler's, else the machine's.
+            node_name: Name of this node in reports; ``None`` = the scheduler's, else the machine's.
 
         Raises:
             OutlastError: It was called before.
-            ConfigError: A value is wrong.
+            ConfigError: A value is invalid.
         """
         if cls._state is not None:
             raise OutlastError("Detector.initialize() was called before; call Detector.shutdown() first")
         scores = _read_scores(scores_to_compute)
-        if profiling_interval < 1:
-            raise ConfigError(f"profiling_interval={profiling_interval} must be at least 1 entry")
-        if not report_time_interval > 0 or math.isinf(report_time_interval):
-            raise ConfigError(f"report_time_interval={report_time_interval} must be above 0 seconds")
+        require(profiling_interval >= 1, f"profiling_interval={profiling_interval} must be at least 1 entry")
+        text = f"report_time_interval={report_time_interval} must be above 0 seconds"
+        require(0 < report_time_interval < math.inf, text)
         node = node_name or env.read_worker().node
         pace = _Pace(float(report_time_interval), profiling_interval)
         cls._state = _Detection(_Comparison(scores, gather_on_rank0, node), profiling_interval, pace)
@@ -276,7 +278,7 @@ class Detector:
 
     @classmethod
     def shutdown(cls) -> None:
-        """End, and restore the callables that were wrapped. Idempotent. Blocks: while a trace of kernels ends."""
+        """Stop the detector and restore wrapped callables. Idempotent. Blocks: while a trace of kernels ends."""
         cls.restore_original_callables()
         state, cls._state = cls._state, None
         cls.initialized = False
@@ -288,11 +290,11 @@ class Detector:
     @classmethod
     @contextmanager
     def detection_section(cls, name: str | None = None, profile_cuda: bool = True) -> Iterator[None]:
-        """Time what is within; what raises is not counted.
+        """Time the body; a body that raises is not counted.
 
         Args:
-            name: The section's name; ``None`` = the file and line of its ``with``.
-            profile_cuda: Its kernels count for the score of the GPU.
+            name: Name of the section; ``None`` = file and line of the ``with`` statement.
+            profile_cuda: The kernels of the section count for the score of the GPU.
 
         Raises:
             RuntimeError: The detector is not initialised.
@@ -305,9 +307,7 @@ class Detector:
         section = state.sections.setdefault(name, _TimedSection())
         counts = section.num_entries % state.profiling_interval == 0
         section.num_entries += 1
-        traces = False
-        if counts and profile_cuda and state.depth == 0:
-            traces = state.begin_trace()
+        traces = counts and profile_cuda and state.depth == 0 and state.begin_trace()
         state.depth += 1
         began_ns = perf_counter_ns()
         try:
@@ -332,20 +332,13 @@ class Detector:
             original = getattr(target.obj, target.name, None)
             if not callable(original):
                 raise OutlastError(f"{target} cannot be timed: there is no such callable")
-            had_own = target.name in vars(target.obj) if hasattr(target.obj, "__dict__") else False
-            there = vars(target.obj)[target.name] if had_own else original
-            setattr(target.obj, target.name, cls._timed(original, str(target), profile_cuda))
-            state.wrapped.append((target, had_own, there))
+            state.wrapped.replace(target.obj, target.name, cls._timed(original, str(target), profile_cuda))
 
     @classmethod
     def restore_original_callables(cls) -> None:
-        """Restore the callables that :meth:`wrap_callables` has wrapped. Idempotent."""
-        while cls._state is not None and cls._state.wrapped:
-            target, had_own, original = cls._state.wrapped.pop()
-            if had_own:
-                setattr(target.obj, target.name, original)
-            else:
-                delattr(target.obj, target.name)
+        """Restore the callables that :meth:`wrap_callables` wrapped. Idempotent."""
+        if cls._state is not None:
+            cls._state.wrapped.give_back()
 
     @classmethod
     def _timed(cls, function: Callable[..., Any], name: str, profile_cuda: bool) -> Callable[..., Any]:
@@ -360,17 +353,17 @@ class Detector:
 
     @classmethod
     def generate_report(cls) -> PerformanceReport | None:
-        """Compare what was timed since the last report, and forget it.
+        """Return the scores of the times since the last report, and reset the times.
 
         Returns:
-            The report; ``None`` on other ranks than 0 with ``gather_on_rank0``.
+            The report; ``None`` on ranks other than 0 with ``gather_on_rank0``.
 
         Raises:
             RuntimeError: The detector is not initialised.
-            PeerLost: A peer left, or did not come in time.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks.
-        Blocks: until all ranks have come, up to 10 min; with individual scores of each rank alone, never.
+        Blocks: until all ranks have arrived, up to 10 min; with individual scores of each rank alone, never.
         """
         state = cls._get()
         began_ns = clock.now_ns()
@@ -389,12 +382,12 @@ class Detector:
 
     @classmethod
     def generate_report_if_interval_elapsed(cls) -> PerformanceReport | None:
-        """Count an iteration, and make a report if it is time to; call it once in each, on all ranks.
+        """Count an iteration and return a report if one is due; call it once per iteration on all ranks.
 
-        The first comes once the pace is known from 16 iterations.
+        The first report is due once 16 iterations have determined the pace.
 
         Returns:
-            As :meth:`generate_report`; ``None`` also where it is not time yet: :meth:`is_interval_elapsed` says so.
+            As :meth:`generate_report`; ``None`` also where no report is due, see :meth:`is_interval_elapsed`.
 
         Collective: all ranks.
         """
@@ -415,16 +408,16 @@ class Detector:
 
 
 class ReportGenerator:
-    """Makes reports from summaries of sections and kernels that the script has.
+    """Create reports from the script's own summaries of sections and kernels.
 
     Args:
         scores_to_compute: ``relative_perf_scores`` and ``individual_perf_scores``, or one of them.
-        gather_on_rank0: Rank 0's report has all ranks, and the others get none; else each rank gets its own.
+        gather_on_rank0: Rank 0's report contains all ranks and the others get none; otherwise each rank gets its own.
         pg: Refused: all ranks are compared.
-        node_name: This node's name in reports.
+        node_name: Name of this node in reports.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is invalid.
     """
 
     def __init__(
@@ -434,8 +427,7 @@ class ReportGenerator:
         pg: None = None,
         node_name: str = "<notset>",
     ) -> None:
-        if pg is not None:
-            raise ConfigError("ReportGenerator(pg=...) is not supported: all ranks are compared; leave it out")
+        require(pg is None, "ReportGenerator(pg=...) is not supported: all ranks are compared; leave it out")
         self._comparison = _Comparison(_read_scores(scores_to_compute), gather_on_rank0, node_name)
 
     def generate_report(
@@ -443,20 +435,20 @@ class ReportGenerator:
         section_summaries: Mapping[str, Mapping[Statistic, float]],
         kernel_summaries: Mapping[str, Mapping[Statistic, float]],
     ) -> PerformanceReport | None:
-        """Compare summaries, in milliseconds; those of collectives do not count.
+        """Compare summaries, in milliseconds; kernels of collectives do not count.
 
         Args:
-            section_summaries: Of this rank's sections, by name.
-            kernel_summaries: Of its kernels, by name; without any, the score of its GPU is NaN.
+            section_summaries: Summaries of this rank's sections, by name.
+            kernel_summaries: Summaries of its kernels, by name; without any, the score of its GPU is NaN.
 
         Returns:
-            The report; ``None`` on other ranks than 0 with ``gather_on_rank0``.
+            The report; ``None`` on ranks other than 0 with ``gather_on_rank0``.
 
         Raises:
-            PeerLost: A peer left, or did not come in time.
+            PeerLost: A peer exited, or did not arrive in time.
 
         Collective: all ranks.
-        Blocks: until all ranks have come, up to 10 min; with individual scores of each rank alone, never.
+        Blocks: until all ranks have arrived, up to 10 min; with individual scores of each rank alone, never.
         """
         began_ns = clock.now_ns()
         kernels = {name: one for name, one in kernel_summaries.items() if _COLLECTIVE_KERNEL not in name}
@@ -485,21 +477,15 @@ _COLLECTIVE_KERNEL = "ncclDev"
 def _read_scores(scores_to_compute: Sequence[str] | str) -> tuple[str, ...]:
     named = (RELATIVE, INDIVIDUAL) if scores_to_compute == "all" else scores_to_compute
     scores = (named,) if isinstance(named, str) else tuple(named)
-    if not scores or not set(scores) <= {RELATIVE, INDIVIDUAL}:
-        raise ConfigError(f"scores_to_compute={scores_to_compute!r} must be 'all', or of {RELATIVE}, {INDIVIDUAL}")
+    text = f"scores_to_compute={scores_to_compute!r} must be 'all', or of {RELATIVE}, {INDIVIDUAL}"
+    require(bool(scores) and set(scores) <= {RELATIVE, INDIVIDUAL}, text)
     return scores
 
 
 def _read_summary(name: str, summary: Mapping[Statistic, float]) -> Timing:
-    """Return a summary as the comparison takes it.
-
-    Raises:
-        ConfigError: It has no median, mean or number.
-    """
     missing = [one.name for one in (Statistic.MED, Statistic.AVG, Statistic.NUM) if one not in summary]
-    if missing:
-        what = name.removeprefix(_SECTION)
-        raise ConfigError(f"the summary of {what!r} has no {', '.join(missing)}; give MED, AVG and NUM")
+    what = name.removeprefix(_SECTION)
+    require(not missing, f"the summary of {what!r} has no {', '.join(missing)}; give MED, AVG and NUM")
     deviation_s = float(summary.get(Statistic.STD, math.nan)) / 1e3
     count = int(summary[Statistic.NUM])
     return Timing(
@@ -517,14 +503,14 @@ _MAD_OF_SIGMA = 0.6745
 
 @dataclass
 class _Comparison:
-    """What scores reports have, and what is kept from one to the next."""
+    """Which scores reports contain, and the state that is kept between reports."""
 
     scores: tuple[str, ...]
     gather_on_rank0: bool
     node: str
     exchange: WorldExchange = field(default_factory=lambda: WorldExchange("the report on slow ranks"))
     best_s: dict[str, float] = field(default_factory=dict)
-    """The own best median so far, by name; sections' begin with :data:`_SECTION`."""
+    """Best median of this rank so far, by name; names of sections start with :data:`_SECTION`."""
 
     def report(
         self,
@@ -535,7 +521,7 @@ class _Comparison:
         section_summaries: Mapping[str, Mapping[Statistic, float]],
         kernel_summaries: Mapping[str, Mapping[Statistic, float]],
     ) -> PerformanceReport | None:
-        """Compare what this rank timed with the others and its own best; ``None``: another rank has the report."""
+        """Return scores against the other ranks and this rank's best; ``None``: another rank has the report."""
         rank = self.exchange.rank
         mine = RankTimings(
             rank=rank,
@@ -545,16 +531,18 @@ class _Comparison:
         )
         is_alone = not self.gather_on_rank0 and RELATIVE not in self.scores
         ranks = [mine] if is_alone else self.exchange.gather(mine, RankTimings)
-        relative = measure_relative(ranks) if RELATIVE in self.scores else []
-        individual = measure_individual(ranks) if INDIVIDUAL in self.scores else []
+        measured: dict[Basis, list[Slowness]] = {
+            Basis.RELATIVE: measure_relative(ranks) if RELATIVE in self.scores else [],
+            Basis.INDIVIDUAL: measure_individual(ranks) if INDIVIDUAL in self.scores else [],
+        }
         if self.gather_on_rank0 and rank != 0:
             return None
         shown = {one.rank for one in ranks} if self.gather_on_rank0 else {rank}
+        for basis, found in measured.items():
+            measured[basis] = sorted((one for one in found if one.rank in shown), key=attrgetter("rank"))
         return PerformanceReport(
-            gpu_relative_perf_scores=_of_kernels(relative, shown),
-            section_relative_perf_scores=_of_sections(relative, shown),
-            gpu_individual_perf_scores=_of_kernels(individual, shown),
-            section_individual_perf_scores=_of_sections(individual, shown),
+            **_scores(Basis.RELATIVE, measured[Basis.RELATIVE]),
+            **_scores(Basis.INDIVIDUAL, measured[Basis.INDIVIDUAL]),
             rank_to_node={one.rank: one.node for one in ranks if one.rank in shown},
             local_section_summaries=section_summaries,
             local_kernel_summaries=kernel_summaries,
@@ -563,45 +551,40 @@ class _Comparison:
             rank=rank,
             within_noise=frozenset(
                 (one.basis, one.name, one.rank)
-                for one in (*relative, *individual)
-                if one.rank in shown and len(ranks) > 1 and not one.is_slow(1.0)
+                for found in measured.values()
+                for one in found
+                if len(ranks) > 1 and not one.is_slow(1.0)
             ),
         )
 
     def _with_best(self, timing: Timing) -> Timing:
-        """Return it with the own best of this window and all before; in the first one the score is 1."""
+        """Return a timing with the best median so far; in the first window the score is 1."""
         best_s = self.best_s
         if timing.is_usable:
             best_s[timing.name] = min(timing.median_s, best_s.get(timing.name, timing.median_s))
         return msgspec.structs.replace(timing, best_s=best_s.get(timing.name, 0.0))
 
 
-def _of_kernels(measured: list[Slowness], shown: set[int]) -> dict[int, float]:
-    return {one.rank: one.score for one in sorted(measured, key=_rank) if one.name == KERNELS and one.rank in shown}
-
-
-def _of_sections(measured: list[Slowness], shown: set[int]) -> dict[str, dict[int, float]]:
-    scores: dict[str, dict[int, float]] = {}
-    for one in sorted(measured, key=_rank):
-        if one.name != KERNELS and one.rank in shown:
-            scores.setdefault(one.name.removeprefix(_SECTION), {})[one.rank] = one.score
-    return scores
-
-
-def _rank(one: Slowness) -> int:
-    return one.rank
+def _scores(basis: Basis, measured: Iterable[Slowness]) -> dict[str, dict[Any, Any]]:
+    """Return the report's fields for one basis: scores of GPUs by rank, and of sections by name and rank."""
+    gpus: dict[int, float] = {}
+    sections: dict[str, dict[int, float]] = {}
+    for one in measured:
+        scores = gpus if one.name == KERNELS else sections.setdefault(one.name.removeprefix(_SECTION), {})
+        scores[one.rank] = one.score
+    return {f"gpu_{basis}_perf_scores": gpus, f"section_{basis}_perf_scores": sections}
 
 
 def _statistics(times_s: Mapping[str, Sequence[float]]) -> dict[str, dict[Statistic, float]]:
-    found = {}
-    for name, values in times_s.items():
-        if values:
-            found[name] = {
-                Statistic.MIN: min(values) * 1e3,
-                Statistic.MAX: max(values) * 1e3,
-                Statistic.MED: lower_median(values) * 1e3,
-                Statistic.AVG: statistics.fmean(values) * 1e3,
-                Statistic.STD: statistics.stdev(values) * 1e3 if len(values) > 1 else math.nan,
-                Statistic.NUM: float(len(values)),
-            }
-    return found
+    return {
+        name: {
+            Statistic.MIN: min(values) * 1e3,
+            Statistic.MAX: max(values) * 1e3,
+            Statistic.MED: lower_median(values) * 1e3,
+            Statistic.AVG: statistics.fmean(values) * 1e3,
+            Statistic.STD: statistics.stdev(values) * 1e3 if len(values) > 1 else math.nan,
+            Statistic.NUM: float(len(values)),
+        }
+        for name, values in times_s.items()
+        if values
+    }

@@ -1,4 +1,4 @@
-"""Slurm: what a job knows of itself, batch scripts, giving a job back to the queue. Nothing here imports torch."""
+"""Slurm: job information, batch scripts, and requeueing of a job. Nothing here imports torch."""
 
 from outlast.integrations.slurm.batch_script import BatchScript
 from outlast.integrations.slurm.jobs import resolve_resume_path

@@ -1,9 +1,9 @@
-"""Batch scripts that start a run, and give its job back to the queue when that can help.
+"""Batch scripts that start a run, and requeue its job if that can help.
 
-What is rejected, and why: ``--signal=B:...`` reaches the batch shell alone, which has nothing to save; without ``B:``
-the signal goes to the job's steps, so to every agent. ``--kill-on-bad-exit=1`` would let the first worker that ends
-take the spares along. A trap in bash that re-queues would also do so for a run that is finished. One output file for
-all nodes: Slurm writes the output of each node into it as it comes, so that lines of several nodes mix.
+Rejected: ``--signal=B:...``, which signals only the batch shell, that has nothing to save; without ``B:`` all agents
+get the signal. ``--kill-on-bad-exit=1``, with which the first failing worker ends the spares. A bash trap that
+requeues, since it would also requeue a finished run. One output file for all nodes, since the lines of several nodes
+would mix.
 """
 
 from __future__ import annotations
@@ -26,44 +26,33 @@ _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchScript:
-    """A job of a run: what Slurm is asked for, and what its nodes then do.
+    """A job of a run: its Slurm resources and its command.
 
     Raises:
         ConfigError: A value is out of range or contradicts another; the message names both.
     """
 
     command: tuple[str, ...]
-    """What follows ``outlast run`` and its options that are made here: more options, the training script, its
-    arguments."""
-
+    """Arguments after ``outlast run`` and its generated options: more options, the training script, its arguments."""
     run_id: str
-    """Names the run; the same in every job of it."""
-
+    """Names the run; the same in each of its jobs."""
     run_dir: str
-    """The run directory, an absolute path that all nodes see."""
-
+    """The run directory, an absolute path that all nodes can access."""
     nodes: int = 1
     """Nodes that train."""
-
     spares: int = 0
-    """Nodes beside them that wait for the slot of a lost one."""
-
+    """Additional nodes that wait for the slot of a lost one."""
     nproc_per_node: str = "auto"
     """Workers on a node: a number, ``auto``, ``gpu`` or ``cpu``."""
-
     job_name: str | None = None
     """``None`` = the run's id."""
-
     time: str | None = None
-    """Time limit in Slurm's words (``90``, ``4:00:00``, ``2-00``); ``None`` = the partition's."""
-
+    """Time limit in Slurm's format (``90``, ``4:00:00``, ``2-00``); ``None`` = the partition's."""
     preempt_time: int = 60
-    """Seconds before the time limit, and before a preemption that leaves them, at which the workers must save
-    and leave; Slurm may be up to a minute early. 0 = they are not."""
-
+    """Seconds before the time limit, and before a preemption with that notice, at which the workers must save and exit;
+    Slurm may be up to a minute early. 0 = no signal."""
     num_job_retries_on_failure: int = 2
-    """Failed jobs in a row, without progress in between, that are given back to the queue."""
-
+    """Failed jobs in a row, without progress in between, that are requeued."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -73,25 +62,20 @@ class BatchScript:
     """CPUs of a node for its agent and workers together."""
     mem: str | None = None
     exclude: tuple[str, ...] = ()
-    """Nodes to keep away from; those that the run's ladder quarantines are added at each re-queue."""
-
+    """Nodes to exclude; nodes that the run has quarantined are added at each requeue."""
     directives: tuple[str, ...] = ()
     """More ``#SBATCH`` options, each with its dashes (``--constraint=ib``); not those that the script sets."""
-
     srun: tuple[str, ...] = ()
     """More options of the ``srun`` that starts the agents, each as ``--name`` or ``--name=value``
     (``--container-image=/images/train.sqsh``, ``--cpu-bind=cores``); not those that the script sets."""
-
     setup: tuple[str, ...] = ()
     """Shell commands that run in the batch script, on the job's first node, before the job's step (``module load
-    cuda``), each whole in one line. One that fails ends the job with exit code 2; it is not requeued."""
-
+    cuda``), one line each. A failing command ends the job with exit code 2; it is not requeued."""
     port: int = 0
-    """Port on which the agents of several nodes meet; 0 = one between 20000 and 29999, from the job's number."""
-
+    """Port of the agents' rendezvous on several nodes; 0 = one between 20000 and 29999, from the job's number."""
     outlast: str = "outlast"
-    """The command that is `outlast` on every node: a name on ``PATH``, a path, or a command line (``uv run outlast``),
-    which is taken apart as a shell would, but nothing in it is expanded."""
+    """The ``outlast`` command on every node: a name on ``PATH``, a path, or a command line (``uv run outlast``), which
+    is split as a shell would, but nothing in it is expanded."""
 
     def __post_init__(self) -> None:
         require(bool(self.command), "there is no training script; name one, for example: -- train.py --lr 3e-4")
@@ -153,7 +137,7 @@ class BatchScript:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What may go wrong on the cluster although Slurm accepts the script; one line each."""
+        """Possible problems on the cluster although Slurm accepts the script; one line each."""
         found = []
         given = {name_of(one) for one in (*self.directives, *self.srun)}
         if self.cpus_per_task is None and not given & {"cpus-per-gpu", "exclusive"}:
@@ -182,7 +166,7 @@ class BatchScript:
             setup = f'setup_failed() {{ echo "outlast: {failed}" >&2; exit 2; }}\n{setup}\n'
         step = "--ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
         step += " --no-kill" if self.spares else ""
-        # srun does not take this one over from the job (since Slurm 22.05).
+        # Since Slurm 22.05, srun does not inherit this option from the job.
         step += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task is not None else ""
         if self._num_nodes > 1:
             output = shlex.quote(f"{self.run_dir}/slurm-%j-%n-%N.log")
@@ -227,7 +211,7 @@ exit "$code"
 
     @property
     def _directives(self) -> list[str]:
-        """The options of ``#SBATCH`` lines that the settings make."""
+        """The generated options of ``#SBATCH`` lines."""
         output = f"{self.run_dir}/slurm-%j.log"
         lines = [
             f"--job-name={self.job_name or self.run_id}",
@@ -257,4 +241,4 @@ _OURS = {
     "run_dir": "run_dir",
     "node_name": "Slurm's own names",
 }
-"""Options of `outlast run` that the script gives, and what from."""
+"""Options of ``outlast run`` that the script sets, and their sources."""

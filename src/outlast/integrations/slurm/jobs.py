@@ -1,10 +1,10 @@
-"""A run's jobs in Slurm: submitting one, giving an ended one back to the queue, and where the next one resumes.
+"""A run's jobs in Slurm: submission, requeueing, and the checkpoint from which the next job resumes.
 
-An ended job is given back from within its batch script; the next resumes from the newest generation that proves valid.
+An ended job is requeued from within its batch script; the next one resumes from the newest valid checkpoint.
 
-``scontrol requeue`` ends the batch script that calls it with SIGTERM, and Slurm's ``KillWait`` seconds later with
-SIGKILL. In between the nodes to exclude are set, which Slurm allows for a pending job only; so the caller ignores
-SIGTERM from then on. Slurm's commands are called with a time limit, and their complaints become errors that quote them.
+``scontrol requeue`` ends the batch script that calls it with SIGTERM, and after Slurm's ``KillWait`` seconds with
+SIGKILL. In between, nodes are excluded, which Slurm allows for a pending job only; so the caller ignores SIGTERM from
+then on. Slurm's commands have a time limit, and their messages are quoted in errors.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _PATIENCE_S = 10.0
 
 
 def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | None = None) -> str:
-    """Run a command of Slurm's and return what it printed.
+    """Run a Slurm command and return its output.
 
     Raises:
-        OutlastError: It is not installed, or it refused; the message has its own words.
-        DeadlineExceeded: No answer in time.
+        OutlastError: It is not installed, or it failed; the error quotes its message.
+        DeadlineExceeded: It did not respond in time.
 
     Blocks: up to ``timeout_s``.
     """
@@ -67,9 +67,9 @@ def call_slurm(command: Sequence[str], *, timeout_s: float = 60.0, stdin: str | 
 
 
 def prepare(script: BatchScript) -> tuple[str, tuple[str, ...]]:
-    """Make a job's script as it would be submitted now, and the command that would submit it; nothing is written.
+    """Return a job's script as it would be submitted now, and the command to submit it; nothing is written.
 
-    The nodes are excluded that the run's earlier jobs found to be bad.
+    Nodes that earlier jobs of the run found unhealthy are excluded.
 
     Raises:
         ConfigError: A file in the run directory cannot be used.
@@ -92,11 +92,11 @@ def prepare(script: BatchScript) -> tuple[str, tuple[str, ...]]:
 def submit(script: BatchScript) -> str:
     """Submit a job; return its number.
 
-    The script is kept as ``job.sbatch`` in the run directory.
+    The script is stored as ``job.sbatch`` in the run directory.
 
     Raises:
-        ConfigError: The run directory cannot be made.
-        OutlastError: Slurm refused the job; the message has its words.
+        ConfigError: The run directory cannot be created.
+        OutlastError: Slurm refused the job; the error quotes its message.
 
     Blocks: up to a minute.
     """
@@ -111,10 +111,10 @@ def submit(script: BatchScript) -> str:
 
 
 def load_requeue_state(run_dir: Path) -> RequeueState:
-    """Return what earlier jobs of the run left in ``requeue.json``.
+    """Return the state of earlier jobs of the run from ``requeue.json``.
 
     Raises:
-        ConfigError: The file is there and is no such state.
+        ConfigError: The file exists and is not valid.
     """
     path = run_dir / "requeue.json"
     try:
@@ -126,21 +126,21 @@ def load_requeue_state(run_dir: Path) -> RequeueState:
 
 
 def end_job(run_dir: Path, job_id: str, exit_code: int, *, num_job_retries_on_failure: int) -> Ruling:
-    """Decide about a job that ended, remember it in the run directory, and give the job back if it is to be.
+    """Decide about an ended job, store the decision in the run directory, and requeue the job if it says so.
 
     Args:
         run_dir: The run directory; its ``ladder.json`` has progress, quarantine, and whether the run is finished.
         job_id: Slurm's number of the job.
-        exit_code: Of the job's step.
-        num_job_retries_on_failure: Failures in a row, without progress in between, after which it is given back.
+        exit_code: Exit code of the job's step.
+        num_job_retries_on_failure: Failures in a row without progress after which the job is still requeued.
 
     Raises:
         ConfigError: A file in the run directory cannot be used.
         OutlastError: Slurm refused; the job ends.
-        OSError: The run directory cannot be written; the job is not given back, lest that happen without end.
+        OSError: The run directory cannot be written; the job is not requeued, as that could repeat without end.
 
-    Blocks: up to two minutes, while Slurm does not answer.
-    Thread: the main thread; SIGTERM is ignored from then on when the job is given back.
+    Blocks: up to two minutes, while Slurm does not respond.
+    Thread: the main thread; SIGTERM is ignored from then on if the job is requeued.
     """
     ladder = load_ladder(run_dir, is_new_job=False)
     end = JobEnd(
@@ -161,7 +161,7 @@ def end_job(run_dir: Path, job_id: str, exit_code: int, *, num_job_retries_on_fa
 
 
 def _exclude(job_id: str, nodes: tuple[str, ...]) -> None:
-    """Add nodes to those that the pending job keeps away from."""
+    """Add nodes to those that the pending job excludes."""
     found = re.search(r"\bExcNodeList=(\S+)", call_slurm(["scontrol", "--oneliner", "show", "job", job_id]))
     earlier = expand_nodes(found[1]) if found is not None and found[1] != "(null)" else ()
     wanted = ",".join(dict.fromkeys((*earlier, *nodes)))
@@ -173,7 +173,7 @@ def _exclude(job_id: str, nodes: tuple[str, ...]) -> None:
             if clock.now_s() >= until_s:
                 log.error("%s could not be excluded, and the next job may get them again: %s", ", ".join(nodes), error)
                 return
-            time.sleep(0.2)  # not pending yet: Slurm is taking the job down
+            time.sleep(0.2)  # not pending yet: Slurm is still ending the job
         else:
             log.warning("excluded from now on: %s", wanted)
             return
@@ -186,28 +186,26 @@ def resolve_resume_path(
     num_threads: int = 4,
     warns_of_others: bool = True,
 ) -> Path | str | None:
-    """Return the newest generation of which every byte is what was saved; ``None`` when there is none.
+    """Return the newest checkpoint whose every byte is verified; ``None`` if there is none.
 
-    Torn, damaged and foreign ones are skipped, and so is what was saved for diagnosis. Nothing is trusted because
-    a tracker names it.
+    Damaged and foreign checkpoints are skipped, and so are those saved for a diagnosis. A tracker file is not trusted.
 
     Args:
         checkpoint_dir: A global directory (path or URL), a ``local_directory``, or one node's folder in it.
-        run_dir: The run directory; what its ``ladder.json`` distrusts, because it led to invalid results, is skipped
-            too.
+        run_dir: The run directory; checkpoints that its ``ladder.json`` excludes, because they led to invalid results,
+            are skipped, too.
         num_threads: Readers.
-        warns_of_others: Log a WARNING where the directory holds something, and nothing that outlast saved.
+        warns_of_others: Log a WARNING if the directory contains only files that outlast did not save.
 
     Returns:
-        The generation's folder (of a local tier: this node's, else the first that holds some of it); a URL when a URL
-        was given.
+        The checkpoint's folder (of a local tier: this node's, else the first that has a part of it); a URL for a URL.
 
     Raises:
-        ConfigError: It is there and is no directory of generations.
-        CheckpointError: The store cannot be reached.
+        ConfigError: It exists and is not a checkpoint directory.
+        CheckpointError: The object store cannot be reached.
         OSError: It cannot be read.
 
-    Blocks: while the newest generation is read.
+    Blocks: while the newest checkpoint is read.
     """
     from outlast.checkpoint.catalogue.listing import look_into, verify
 
@@ -248,7 +246,7 @@ def _why_not(entry: Generation, distrusted: frozenset[str]) -> str | None:
 
 
 def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
-    """Return the attempts in this place that the run's ladder does not load any more."""
+    """Return the attempts in this place that the run excludes from loading."""
     distrusted = load_ladder(None if run_dir is None else Path(run_dir), is_new_job=False).distrusted
     tier = Tier.GLOBAL if place.tier == "global" else Tier.LOCAL
     known = [one for one in place.generations if one.attempt is not None]

@@ -1,7 +1,7 @@
-"""Options of ``srun`` and of ``#SBATCH`` lines that a user adds to a batch script: which are accepted, and why not.
+"""Checks of user-supplied options of ``srun`` and ``#SBATCH`` lines in a batch script.
 
-An option that ``srun`` does not know fails after the job has waited in the queue, so unknown names are refused while
-the script is made. Options of site plug-ins are known where ``srun`` is installed: its help lists them.
+An option that ``srun`` does not know fails only after the job has waited in the queue, so unknown names are refused
+when the script is created. Options of site plug-ins are known where ``srun`` is installed, from its help.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ overlap oversubscribe preserve-env profile prolog propagate quiet quit-on-interr
 sockets-per-node task-epilog task-prolog thread-spec threads threads-per-core time treewidth tres-bind tres-per-task
 unbuffered verbose x11
 """
-"""What Slurm 22.05 to 25.05 accept for a step."""
+"""Step options of Slurm 22.05 to 25.05."""
 _OF_PYXIS = """
 container-image container-mounts container-workdir container-name container-save container-image-save
 container-mount-home no-container-mount-home container-remap-root no-container-remap-root container-entrypoint
@@ -54,7 +54,7 @@ _REFUSED = {
     **dict.fromkeys(("help", "test-only", "usage", "version"), "with it srun starts nothing"),
     **dict.fromkeys(_OF_THE_JOB.split(), "it is an option of the job; write it in directives (--directive)"),
 }
-"""Options that ``srun`` has and a script cannot take, and why."""
+"""Options of ``srun`` that a script cannot take, and why."""
 _OF_JOB = {
     "ntasks": _STEP,
     "cpus-per-task": "srun does not take it from the job; use cpus_per_task",
@@ -70,9 +70,9 @@ def check_step_options(options: Iterable[str]) -> None:
     """Check options that are added to the script's ``srun``.
 
     Raises:
-        ConfigError: One of them is not an option of ``srun``, or the script cannot take it; the message names it.
+        ConfigError: An option is not an option of ``srun``, or the script cannot take it; the message names it.
 
-    Blocks: up to 10 s, where an option is in no list and ``srun --help`` is read.
+    Blocks: up to 10 s, if an option is unknown and ``srun --help`` is read.
     """
     given = dict[str, str]()
     for option in options:
@@ -100,7 +100,7 @@ def check_directives(lines: Iterable[str], own: Iterable[str]) -> None:
     """Check ``#SBATCH`` lines that are added to a script.
 
     Raises:
-        ConfigError: One of them changes what the script sets or needs; the message names it.
+        ConfigError: A line changes an option that the script sets or needs; the message names it.
     """
     taken = {name_of(line) for line in own}
     for line in lines:
@@ -119,7 +119,7 @@ def name_of(option: str) -> str:
 
 @cache
 def _installed_options() -> frozenset[str]:
-    """Return the options in the help of the installed ``srun``, those of plug-ins too; empty where it is not there."""
+    """Return the options in the help of the installed ``srun``, plug-ins included; empty without ``srun``."""
     try:
         done = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=10.0, check=False)
     except (OSError, subprocess.TimeoutExpired):
