@@ -28,7 +28,6 @@ import hashlib
 import importlib
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -41,6 +40,7 @@ import msgspec
 from outlast import clock, env, logs
 from outlast.env import WorkerEnv
 from outlast.policy.lease import Process
+from outlast.runtime.listener import ThreadedListener
 from outlast.runtime.processes import (
     ChildProcess,
     ignore_group_signals,
@@ -60,8 +60,9 @@ _JOIN_S = 60.0
 _AGAIN_S = 0.005
 _LINGER_S = 1.0
 """Seconds without a duty after which the agent process ends."""
-_FULL_S = 0.1
 _BACKLOG = 512
+_MAX_NEWCOMERS = 512
+"""Connections on which no duty has been requested; one more closes the oldest, and its rank connects again."""
 _MAX_FDS = 8
 _MAX_NAMES = 4
 """Names that are tried where other users have bound the first ones."""
@@ -227,37 +228,14 @@ def _start(address: str, node: str) -> None:
 # -- the agent process -------------------------------------------------------------------------------------------
 
 
-def _serve(listener: socket.socket) -> None:
-    """Begin duties, each in a thread of its own, until there has been none for a while."""
-    ended = os.eventfd(0, os.EFD_CLOEXEC)
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    poll.register(ended, select.POLLIN)
-    num_duties = 0
-    while (ready := {fd for fd, _ in poll.poll(None if num_duties else _LINGER_S * 1e3)}) or num_duties:
-        if ended in ready:
-            num_duties -= os.eventfd_read(ended)
-        if listener.fileno() not in ready:
-            continue
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            log.warning("no rank can be accepted (%s); the next try is in %g s", error.strerror, _FULL_S)
-            time.sleep(_FULL_S)
-            continue
-        if peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
-            connection.close()
-            continue
-        num_duties += 1
-        threading.Thread(target=_run, args=(connection, ended), name="outlast-duty", daemon=True).start()
-
-
-def _run(connection: socket.socket, ended: int) -> None:
+def _run_duty(listener: ThreadedListener, connection: socket.socket) -> None:
+    """Run the duty that a rank requests. Thread: the connection's."""
     try:
         channel: MessageChannel[_BeginDuty] = MessageChannel(connection, _BeginDuty)
         received = channel.receive_with_fds(_MAX_FDS, within_s=_JOIN_S)
         if received is None:
             return
+        listener.admit(connection)
         order, fds = received
         threading.current_thread().name = f"outlast-{order.module.rpartition('.')[2]}"
         duty = importlib.import_module(order.module)
@@ -269,9 +247,6 @@ def _run(connection: socket.socket, ended: int) -> None:
         log.debug("a rank was gone before its duty began: %s", error)
     except Exception:
         log.exception("a duty of the agent process failed: its rank is no longer watched by it")
-    finally:
-        connection.close()
-        os.eventfd_write(ended, 1)
 
 
 def _watch(process: Process) -> int:
@@ -294,9 +269,15 @@ def main() -> int:
     ignore_group_signals()
     raise_descriptor_limit()
     logs.configure("agent", node=sys.argv[2], least=logging.INFO)
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
-        listener.set_inheritable(False)
-        _serve(listener)
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    listening.set_inheritable(False)
+    listener = ThreadedListener(
+        [listening],
+        lambda connection: _run_duty(listener, connection),
+        name="the agent process",
+        max_newcomers=_MAX_NEWCOMERS,
+    )
+    listener.run(_LINGER_S)
     return 0
 
 

@@ -37,6 +37,7 @@ from outlast.checkpoint.replica.protocol import (
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.runtime.addresses import listen_at
 from outlast.runtime.files import begin
+from outlast.runtime.listener import ThreadedListener
 from outlast.runtime.wire import ProtocolError
 
 WORKING_S = 1.0
@@ -243,8 +244,6 @@ BACKLOG = 128
 HANDSHAKE_S = 5.0
 IDLE_S = 60.0
 """Seconds without progress after which an authenticated peer is left; its own timeouts are shorter."""
-ACCEPT_PAUSE_S = 0.1
-"""Seconds before the next attempt when the system gives no connection, for lack of descriptors."""
 CLOSE_S = 2.0
 """Longest wait for all threads together: one that waits for a disk cannot be woken."""
 MAX_STRANGERS = 32
@@ -283,69 +282,33 @@ class ReplicaServer:
         self._holdings, self._on_refused = holdings, on_refused
         self._parities, self._disk_work = Parities(holdings), DiskWork()
         self._lock = threading.Lock()
-        self._strangers: dict[ReplicaChannel, threading.Thread] = {}
-        self._peers: dict[ReplicaChannel, threading.Thread] = {}
         self._reported: set[str] = set()
-        self._stopping = threading.Event()
-        self._socket = listen_at(host, backlog=BACKLOG, port=port)
-        self._acceptor = threading.Thread(target=self._accept, name="outlast-replica-port", daemon=True)
-        self._acceptor.start()
-
-    @property
-    def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
+        listening = listen_at(host, backlog=BACKLOG, port=port)
+        self.port: int = listening.getsockname()[1]
+        self._listener = ThreadedListener(
+            [listening],
+            self._serve,
+            name="the replica port",
+            max_newcomers=MAX_STRANGERS,
+            max_admitted=MAX_PEERS,
+        )
+        self._thread = threading.Thread(target=self._listener.run, name="outlast-replica-port", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop listening and end all connections. Idempotent. Blocks: until their threads end, ``CLOSE_S`` at most."""
-        with self._lock:
-            if self._stopping.is_set():
-                return
-            self._stopping.set()
-            threads = [self._acceptor, *self._strangers.values(), *self._peers.values()]
-            for channel in (*self._strangers, *self._peers):
-                channel.abort()
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
-        end_s = clock.now_s() + CLOSE_S
-        for thread in threads:
-            thread.join(max(0.0, end_s - clock.now_s()))
-        self._socket.close()
+        self._listener.stop(CLOSE_S)
+        self._thread.join(CLOSE_S)
         self._parities.close()
 
-    def _accept(self) -> None:
-        """Thread: the acceptor's."""
-        while True:
-            try:
-                connection, address = self._socket.accept()
-            except OSError as error:
-                if self._stopping.wait(ACCEPT_PAUSE_S):
-                    return
-                log.warning("the replica port cannot accept a connection (%s)", error.strerror)
-                continue
-            try:
-                channel = ReplicaChannel(connection, HANDSHAKE_S)
-            except OSError:
-                connection.close()  # it was reset meanwhile
-                continue
-            source = address[0]
-            thread = threading.Thread(
-                target=self._serve, args=(channel, source), name="outlast-replica-peer", daemon=True
-            )
-            with self._lock:
-                if self._stopping.is_set():
-                    channel.close()
-                    return
-                if len(self._strangers) >= MAX_STRANGERS:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    oldest.abort()
-                self._strangers[channel] = thread
-            thread.start()
-
-    def _serve(self, channel: ReplicaChannel, source: str) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """Thread: the connection's."""
+        threading.current_thread().name = "outlast-replica-peer"
+        source = "an unknown address"
         try:
-            if not self._admit(channel, source):
+            source = connection.getpeername()[0]
+            channel = ReplicaChannel(connection, HANDSHAKE_S)
+            if not self._admit(connection, channel, source):
                 return
             channel.timeout_s = IDLE_S
             Service(channel, self._holdings, self._parities, self._disk_work).run()
@@ -353,13 +316,8 @@ class ReplicaServer:
             self._refuse(source, str(error))
         except OSError as error:
             log.debug("the connection from %s ended: %s", source, error)
-        finally:
-            with self._lock:
-                self._strangers.pop(channel, None)
-                self._peers.pop(channel, None)
-            channel.close()
 
-    def _admit(self, channel: ReplicaChannel, source: str) -> bool:
+    def _admit(self, connection: socket.socket, channel: ReplicaChannel, source: str) -> bool:
         try:
             if not channel.prove_key(self.key, is_server=True, within_s=HANDSHAKE_S):
                 return False
@@ -369,20 +327,14 @@ class ReplicaServer:
         except OSError as error:
             self._refuse(source, str(error))
             return False
-        with self._lock:
-            if self._stopping.is_set():
-                return False
-            is_full = len(self._peers) >= MAX_PEERS
-            if not is_full:
-                self._strangers.pop(channel, None)
-                self._peers[channel] = threading.current_thread()
-        if is_full:
+        if not self._listener.admit(connection):
             self._refuse(source, f"{MAX_PEERS} peers are connected already")
-        return not is_full
+            return False
+        return True
 
     def _refuse(self, source: str, reason: str) -> None:
         with self._lock:
-            if self._stopping.is_set() or source in self._reported or len(self._reported) >= MAX_SOURCES:
+            if self._listener.is_stopping or source in self._reported or len(self._reported) >= MAX_SOURCES:
                 return
             self._reported.add(source)
         self._on_refused(source, reason)
