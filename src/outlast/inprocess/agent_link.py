@@ -112,8 +112,8 @@ class AgentLink:
         self.address = self._listen(0)
         """``host port`` where this agent process listens."""
         self._own = JoinCoordinator(node=task.node, life=secrets.token_hex(8), address=self.address)
-        self.known = m.Coordinators(addresses=())
-        """Which agent processes may coordinate, in this order; the first one does."""
+        self._addresses: tuple[str, ...] = ()
+        self._ranks: dict[int, int] = {}
         self._search: _Search | None = None
         self._link: NodeLink | None = None
         self._answer_s: float | None = None
@@ -124,6 +124,19 @@ class AgentLink:
         self._is_needed = True
         self._thread = threading.Thread(target=self._run, name="outlast-agent-link", daemon=True)
         self._thread.start()
+
+    @property
+    def known(self) -> m.Coordinators:
+        """The facts from which another agent process of this node can resume."""
+        return m.Coordinators(addresses=self._addresses, ranks=self._ranks)
+
+    def add_rank(self, rank: int, pid: int) -> None:
+        """Record that a rank of this node has a duty. Thread: any, under a lock of the caller."""
+        self._ranks = {**self._ranks, rank: pid}
+
+    def remove_rank(self, rank: int) -> None:
+        """Record that the duty of a rank has ended. Thread: as :meth:`add_rank`."""
+        self._ranks = {one: pid for one, pid in self._ranks.items() if one != rank}
 
     def connect(self, order: m.Connect, *, is_new: bool) -> None:
         """Connect to the coordinator, unless that was ordered before. Blocks: never.
@@ -216,7 +229,7 @@ class AgentLink:
             return
         self._has_begun = True
         self._key = accept_offer(order.offer, m.COORDINATION)
-        self.known = m.Coordinators(addresses=order.addresses)
+        self._addresses = order.addresses
         # In place of an agent process that was killed: the others look for it there.
         for address in order.addresses:
             host, _, port = address.rpartition(" ")
@@ -242,7 +255,7 @@ class AgentLink:
                 case RankOrder():
                     self._relay.obey(message)
                 case Welcome(addresses=addresses):
-                    self.known = m.Coordinators(addresses=addresses)
+                    self._addresses = addresses
                 case Beat():
                     pass  # the channel has noted when it came
                 case other:
@@ -293,7 +306,7 @@ class AgentLink:
         self._ask_next(self._search)
 
     def _ask_next(self, search: _Search) -> None:
-        addresses = self.known.addresses
+        addresses = self._addresses
         while True:
             search.at += 1
             if search.at >= len(addresses):
@@ -327,7 +340,7 @@ class AgentLink:
             case Welcome() as welcome:
                 self._use_link(link, welcome.term, came)
             case NotCoordinator(is_new=is_new):
-                is_before = not self._own_addresses.intersection(self.known.addresses[: self._search.at])
+                is_before = not self._own_addresses.intersection(self._addresses[: self._search.at])
                 self._search.is_preceded |= is_before if is_new == self._is_new else self._is_new
                 self._skip(self._search, "it does not coordinate")
             case other:
@@ -340,7 +353,7 @@ class AgentLink:
     def _skip(self, search: _Search, error: str) -> None:
         """Ask the next agent process, after this one did not answer as the coordinator."""
         assert search.link is not None
-        search.error = f"{self.known.addresses[search.at]}: {error}"
+        search.error = f"{self._addresses[search.at]}: {error}"
         search.link.close()
         search.link = None
         self._ask_next(search)
@@ -438,6 +451,7 @@ def open_link(task: m.MonitorTask) -> AgentLink:
         link, num = _links.get(task.call, (None, 0))
         link = AgentLink(task) if link is None else link
         _links[task.call] = link, num + 1
+        link.add_rank(task.initial_rank, task.pid)
         return link
 
 
@@ -445,6 +459,7 @@ def close_link(task: m.MonitorTask) -> None:
     """End a use of a call's link. Blocks: the last one, while another node needs the coordinator here."""
     with _lock:
         link, num = _links.pop(task.call)
+        link.remove_rank(task.initial_rank)
         if num > 1:
             _links[task.call] = link, num - 1
             return

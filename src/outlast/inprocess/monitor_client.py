@@ -190,6 +190,7 @@ class MonitorLink:
         self._lock = threading.Lock()
         self._record = MemberRecord()
         self._connect: m.Connect | None = None
+        self._known = m.Coordinators(addresses=())
         self._final_report: p.Left | None = None
         self._is_over = False
         self._was_listening = False
@@ -243,8 +244,7 @@ class MonitorLink:
             message: m.FromMonitor = m.decode(data, m.FromMonitor)
             with self._lock:
                 if isinstance(message, m.Coordinators):
-                    if self._connect is not None and message.addresses:
-                        self._connect = msgspec.structs.replace(self._connect, addresses=message.addresses)
+                    self._known = message
                     continue
                 if isinstance(message, p.Finish | p.Abort | p.Expel):
                     self._is_over = True
@@ -269,8 +269,14 @@ class MonitorLink:
             except OSError as error:
                 raise OutlastError(f"the agent process is gone, and no other one can be started: {error}") from error
             if self._connect is not None:
-                standing, final_report = self._record.standing, self._final_report
-                self._send(m.Reconnect(connect=self._connect, standing=standing, final_report=final_report))
+                addresses = self._known.addresses or self._connect.addresses
+                again = m.Reconnect(
+                    connect=msgspec.structs.replace(self._connect, addresses=addresses),
+                    standing=self._record.standing,
+                    final_report=self._final_report,
+                    ranks=self._known.ranks,
+                )
+                self._send(again)
 
     def _send(self, message: m.FromRank) -> None:
         try:

@@ -104,9 +104,9 @@ class _MonitorDuty:
     def _look(self) -> float:
         """Do what is due, and return when to look again."""
         now_s = clock.now_s()
-        if self._link is not None and self._link.known is not self._known:
-            self._known = self._link.known
-            self._send_to_rank(self._known)
+        if self._link is not None and (known := self._link.known) != self._known:
+            self._known = known
+            self._send_to_rank(known)
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
             due += self._look_at_rank(now_s)

@@ -146,10 +146,12 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
 
 
 class Coordinators(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Which agent processes may coordinate, in this order; the first one does."""
+    """The facts from which another agent process of this node can resume; sent when they change."""
 
     addresses: tuple[str, ...]
-    """Each ``host port``."""
+    """Agent processes that may coordinate, each ``host port``; the first one does."""
+    ranks: dict[int, int] = {}
+    """Initial rank to process id, of the node's ranks in the call."""
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
@@ -167,6 +169,8 @@ class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
     standing: MemberStanding
     final_report: Left | None = None
     """What may not have reached the coordinator."""
+    ranks: dict[int, int] = {}
+    """As in :class:`Coordinators`."""
 
 
 class JoinRelay(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -181,6 +185,8 @@ class JoinRelay(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
     labels: dict[str, str]
     limits: RestartLimits
     standing: MemberStanding
+    ranks: dict[int, int] = {}
+    """As in :class:`Coordinators`, where the agent process that had the rank's duty is gone."""
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

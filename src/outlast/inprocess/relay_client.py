@@ -40,6 +40,7 @@ class RelayClient:
     ) -> None:
         self._selector, self._task, self._relay, self._on_order = selector, task, relay, on_order
         self._record = m.MemberRecord()
+        self._ranks: dict[int, int] = {}
         self._link: RelayLink | None = None
         self._give_up_s: float | None = None
         """Until when the first order has to come."""
@@ -59,7 +60,7 @@ class RelayClient:
 
     def reconnect(self, known: m.Reconnect) -> None:
         """Join in place of a process that is gone."""
-        self._record = m.MemberRecord(known.standing)
+        self._record, self._ranks = m.MemberRecord(known.standing), known.ranks
         self._join()
         if known.final_report is not None:
             self._send(known.final_report)
@@ -117,6 +118,7 @@ class RelayClient:
                 labels=self._task.labels,
                 limits=self._task.limits,
                 standing=self._record.standing,
+                ranks=self._ranks,
             )
         )
 
