@@ -201,6 +201,11 @@ class WorkerEnv:
     """Number of the call, where a function is called again in the same processes."""
 
     @property
+    def replaces_dead_ranks(self) -> bool:
+        """Whether the launcher's agents report that they replace dead ranks, as those of ``outlast run`` do."""
+        return self.config_file is not None
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank logs what holds for all ranks and the whole job: rank 0, in the job's first cycle."""
         # What srun and a plain start count are jobs: each has a log of its own.

@@ -69,7 +69,7 @@ class HangWatch:
         self._task, self._board, self._worker = task, board, worker
         self._config = FaultToleranceConfig.from_json(task.config)
         configured = FaultToleranceConfig.from_json(task.configured)
-        self._timeouts = Timeouts.of_rank(self._config, configured=configured, has_agent=False)
+        self._timeouts = Timeouts.of_rank(self._config, configured=configured, replaces_dead_ranks=False)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
 
     def _enforceable(self) -> Timeouts | None:

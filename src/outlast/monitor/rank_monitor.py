@@ -158,7 +158,7 @@ class RankMonitor:
             settings=config.to_json() if config is not None and config.given else "",
         )
         self._timeouts = Timeouts.of_rank(
-            self.config, configured=self._configured, has_agent=self.env.config_file is not None
+            self.config, configured=self._configured, replaces_dead_ranks=self.env.replaces_dead_ranks
         )
         log.debug("%s uses %s", self._who(), self._timeouts.describe())
         if self.env.board is not None:
