@@ -26,167 +26,24 @@ from outlast.config.base import frozen
 from outlast.config.sources import load_config
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, OutlastError, RestartAbort
-from outlast.incidents import EventKind, IncidentKind
 from outlast.inprocess import call as calls
+from outlast.inprocess import leaving
 from outlast.inprocess import protocol as m
 from outlast.inprocess.bootstrap import Bootstrap
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
 from outlast.inprocess.plugins import Plugins, State, labels_of
 from outlast.inprocess.progress import Page, RankPhase
 from outlast.inprocess.protocol import MonitorTask
+from outlast.inprocess.status_reporter import StatusReporter
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_earlier_faults, add_fault, count_causes
 from outlast.policy.rank_assignment import assign
 from outlast.runtime import connections, device, device_collectives
 from outlast.runtime.addresses import own_address
-from outlast.runtime.board import InProcessFault, InProcessMark
 from outlast.runtime.interruption import CallOutcome, SignalInterruption
-from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
-
-_INCIDENTS = {
-    p.RankFaultKind.EXCEPTION: IncidentKind.WORKER_FAILED,
-    p.RankFaultKind.DIED: IncidentKind.WORKER_DIED,
-    p.RankFaultKind.LINK_LOST: IncidentKind.WORKER_DIED,
-    p.RankFaultKind.SOFT_TIMEOUT: IncidentKind.WORKER_HUNG,
-    p.RankFaultKind.HARD_TIMEOUT: IncidentKind.WORKER_HUNG,
-    p.RankFaultKind.COMPLETION_TIMEOUT: IncidentKind.WORKER_HUNG,
-    p.RankFaultKind.BARRIER_TIMEOUT: IncidentKind.WORKER_HUNG,
-}
-_num_calls = 0
-
-
-class StatusReporter:
-    """Report how one call of a wrapped function goes.
-
-    Without an agent of ours and without a run directory there is nobody to report to; the calls then do nothing.
-
-    Args:
-        place: This process's place at its start.
-        config: The settings.
-
-    Thread: the main thread; nothing here blocks.
-    """
-
-    def __init__(self, place: env.WorkerEnv, config: InProcessRestartConfig) -> None:
-        global _num_calls
-        call, _num_calls = _num_calls, _num_calls + 1
-        self._place = place
-        self.call = call
-        """Which of the process's calls of a wrapped function it is, from 0."""
-        self._ranks: Mapping[int, int | None] = {}
-        self._left_s: float | None = None
-        self._journal: Journal | None = None
-        self._has_ended = False
-        self._mark: InProcessMark | None = None
-        if place.board is not None:
-            try:
-                self._mark = InProcessMark(place.board, place.local_rank)
-                self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
-            except OutlastError as error:
-                log.warning("restarts in process cannot be reported to the node's agent: %s", error)
-        if call == 0 and place.is_first:
-            _say_what_the_launcher_allows(place.launcher)
-
-    def begin(self, go: p.Go) -> None:
-        """Report that a call begins, which this rank takes part in or waits through as a spare."""
-        rank = go.ranks.get(self._place.global_rank)
-        state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
-        self._set(state, go.restart_count, go.faults)
-        if go.restart_count > 0 and rank == 0:
-            self._write_restarted(go)
-        self._ranks, self._left_s = go.ranks, None
-
-    def restart(self, restart_count: int, faults: Iterable[p.RankFault] = ()) -> None:
-        """Report that the running call is left, for the one named."""
-        if self._left_s is None:
-            self._left_s = clock.now_s()
-        self._set(p.InProcessState.RESTARTING, restart_count, faults)
-
-    def complete(self) -> None:
-        """Report that the function returned here."""
-        self._set(p.InProcessState.COMPLETED)
-
-    def finish(self) -> None:
-        """Report that it returned on all active ranks."""
-        self._has_ended = True
-        self._set(p.InProcessState.RETURNED)
-
-    def leave(self, exit_code: int) -> None:
-        """Report that this rank is permanently removed and about to exit so, and that its peers resume."""
-        self._has_ended = True
-        if self._mark is not None:
-            self._mark.set_leaving(exit_code)
-        self._set(p.InProcessState.LEFT)
-
-    def close(self) -> None:
-        """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
-        if self._mark is not None:
-            if not self._has_ended:
-                self._set(p.InProcessState.GAVE_UP)
-            self._mark.close()
-            self._mark = None
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-
-    def _set(
-        self, state: p.InProcessState, restart_count: int | None = None, faults: Iterable[p.RankFault] = ()
-    ) -> None:
-        if self._mark is not None:
-            self._mark.set(state, restart_count, _for_agent(faults))
-
-    def _write_restarted(self, go: p.Go) -> None:
-        place = self._place
-        if self._journal is None:
-            name = f"inprocess-{place.global_rank}"
-            try:
-                self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=name)
-            except OSError as error:
-                log.warning("restarts in process are not written to the journal: %s", error)
-                return
-        before = {rank: initial for initial, rank in self._ranks.items() if rank is not None}
-        after = {rank: initial for initial, rank in go.ranks.items() if rank is not None}
-        self._journal.write(
-            EventKind.RESTARTED_IN_PROCESS,
-            cycle=place.cycle,
-            rank=0,
-            restart_iteration=go.restart_count,
-            faults=[{"rank": one.initial_rank, "kind": one.kind, "summary": one.text} for one in go.faults],
-            active_world_size=go.active_world_size,
-            replaced={rank: after[rank] for rank in sorted(before.keys() & after) if before[rank] != after[rank]},
-            duration_s=None if self._left_s is None else round(clock.now_s() - self._left_s, 6),
-        )
-
-
-def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
-    """Return faults as the agent knows them, what may be a cause first: who waits for a rank that hangs hangs, too."""
-    ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
-    return [
-        InProcessFault(
-            rank=fault.initial_rank,
-            kind=_INCIDENTS[fault.kind],
-            summary=fault.text,
-            is_consequence=fault.is_consequence,
-        )
-        for fault in ranked
-    ]
-
-
-def _say_what_the_launcher_allows(launcher: str) -> None:
-    if launcher == "torchrun" and env.environ().get("TORCHELASTIC_RUN_ID"):
-        log.warning(
-            "torchrun ends all ranks when one process ends: exceptions, and hangs that can be interrupted, are "
-            "recovered in process, but a rank that dies is not; outlast run keeps the others and takes the same options"
-        )
-    elif launcher == "srun":
-        log.warning(
-            "srun may end the step when a task is killed, unless it is started with --kill-on-bad-exit=0 --wait=0 "
-            "--no-kill: only then are ranks that die replaced in process"
-        )
-
 
 _STORE_TIMEOUT_S = 1800.0
 _ABORT_S = 5.0
@@ -270,7 +127,7 @@ class WrappedRank:
         stack.callback(self._close_store)
         self._reporter = StatusReporter(place, config)
         stack.callback(self._reporter.close)
-        self._background = calls.Background()
+        self._background = leaving.Background()
         stack.callback(gc.unfreeze)
         self._host = own_address(None if place.world_size == 1 else place.master_addr)
         self._bootstrap = None if place.relay else Bootstrap(place, timeout_s=config.barrier_timeout)
@@ -362,7 +219,7 @@ class WrappedRank:
             except RestartAbort as error:
                 self._give_up(error)
             except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
-                self._part(calls.describe(error), cause=error)
+                self._part(leaving.describe(error), cause=error)
         self._close_store()
         self._store = calls.CallStore(self._host)
         self._ready_for = restart_count
@@ -380,7 +237,7 @@ class WrappedRank:
                 active_world_size=self._config.active_world_size,
             )
         except Exception as error:  # noqa: BLE001 - a plug-in's error stops all ranks, with its text
-            log.warning("no ranks can be assigned: %s", calls.describe(error))
+            log.warning("no ranks can be assigned: %s", leaving.describe(error))
             return p.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
         return p.Assigned(ordinal=order.ordinal, ranks=ranks)
 
@@ -395,7 +252,7 @@ class WrappedRank:
         rank = go.ranks[self._place.global_rank]
         if rank is None:
             return  # a spare: it waits for the next order
-        handle = self._handle = calls.open_handle(
+        handle = self._handle = calls.Handle(
             self._describe(),
             interruption=self._interruption,
             page=self._page,
@@ -462,7 +319,7 @@ class WrappedRank:
         if error is None or (isinstance(error, SystemExit) and p.is_orderly_exit(error.code)):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
-            calls.drop(error)
+            leaving.drop(error)
             self._reporter.complete()
             code = (error.code or 0) if isinstance(error, SystemExit) else 0
             self._link.send(p.Completed(restart_count=self._restart_count, exit_code=int(code)))
@@ -473,12 +330,12 @@ class WrappedRank:
             self._link.send(p.Left(reason="interrupted by the keyboard", fatal=True))
             raise error
         if isinstance(error, RestartAbort):
-            calls.clear_frames(error)
+            leaving.clear_frames(error)
             self._leave(None)
             self._give_up(error)
-        reason = calls.describe(error)
+        reason = leaving.describe(error)
         if not isinstance(error, calls.RestartRequested):
-            self._report_fault(reason, is_consequence=calls.is_consequence(error), error=error)
+            self._report_fault(reason, is_consequence=leaving.is_consequence(error), error=error)
         elif self._handle is not None and self._handle.failure is not None:
             summary, is_consequence = self._handle.failure
             self._report_fault(summary, is_consequence=is_consequence)
@@ -509,13 +366,13 @@ class WrappedRank:
         self._close_store()
         self._abort_collectives(handle)
         try:
-            calls.leave(handle.take_callbacks(), error, self._background)
+            leaving.leave(handle.take_callbacks(), error, self._background)
             calls.set_current(None)
             self._plugins.finalize(self._describe())
         except RestartAbort as failure:
             self._give_up(failure)
         except Exception as failure:  # noqa: BLE001 - whatever a plug-in or the clean-up raises
-            self._part(calls.describe(failure), cause=failure)
+            self._part(leaving.describe(failure), cause=failure)
         finally:
             calls.set_current(None)
         if self._config.empty_cuda_cache:
@@ -534,7 +391,7 @@ class WrappedRank:
             if order.exit_code:  # the active ranks exit so, and have trained no further than that
                 raise SystemExit(order.exit_code)
             return None
-        calls.end_groups()
+        leaving.end_groups()
         if self._returned.error is not None:
             raise self._returned.error
         return self._returned.value

@@ -29,7 +29,7 @@ from outlast.config.sources import ft_option, load_values
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.ft_launcher import find_section, with_none_written
 from outlast.integrations.nvrx.exchange import WorldExchange
-from outlast.monitor.rank_monitor import RankMonitor, enforce, open_monitor, request_at_failure, yield_to_next
+from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.monitor.watchdog import read_learned
 from outlast.policy.deadlines import FLOOR_S, Learned
 from outlast.runtime.board import EndRequest
@@ -495,7 +495,7 @@ class RankMonitorClient:
             WorkloadAction.ExcludeThisNode: EndRequest.REPLACE_NODE,
             WorkloadAction.ShutdownWorkload: EndRequest.STOP,
         }
-        request_at_failure(monitor, wanted[req.action])
+        monitor.page.request(wanted[req.action])
         log.log(
             logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING, "the script requests: %s", req
         )
@@ -608,7 +608,7 @@ class RankMonitorClient:
             if self._num_warmup is not None:
                 config = FaultToleranceConfig(num_warmup_iterations=self._num_warmup)
             there = self._own = RankMonitor(config)
-            yield_to_next(there, self._follow)
+            there.on_replaced = self._follow
         if there is not self._used:
             self._follow(there)
         return there
@@ -652,7 +652,7 @@ class RankMonitorClient:
         self._calculated = calculated
         monitor = self._monitor()
         if calculated != Learned():
-            enforce(monitor, calculated)
+            monitor.watch.enforce(calculated)
         config = monitor.config
         self.cfg = NvrxFaultToleranceConfig(
             rank_termination_signal=signal.Signals[config.rank_termination_signal],
