@@ -1,10 +1,8 @@
-"""One call of the wrapped function: its handle, the store on which its ranks meet, and how it is left without a trace.
+"""One call of the wrapped function: its handle, and the TCPStore of its ranks.
 
-Each call has a store of its own, hosted by the call's rank 0. Every rank that may become rank 0 binds a socket
-beforehand and reports its address; the rank that does hands its socket to the store. So the address is known before
-the call begins, and no other process can take the port.
-
-After the call no exception, frame, process group, child process or hook of it survives.
+Rank 0 of each call hosts a TCPStore for it. Every rank that may become rank 0 binds a socket beforehand and reports its
+address; rank 0 passes its socket to the store. So the address is known before the call begins, and no other process can
+take the port. :mod:`outlast.inprocess.leaving` cleans up after a call.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class RestartRequested(BaseException):
 
 
 class _ScopedPart:
-    """A part of the function with something of its own; may be nested."""
+    """A part of the function, as a context manager; may be nested."""
 
     __slots__ = ("_enter", "_leave")
 
@@ -56,7 +54,7 @@ class Handle:
 
     Args:
         state: This rank's place in the call.
-        interruption: Gets the main thread out of the call.
+        interruption: Interrupts the main thread in the call.
         page: Shows the call's progress.
         on_first_ping: Called once, by the first :meth:`ping`.
         kept: Objects that :meth:`keep` has kept so far; :meth:`keep` adds to it.
@@ -81,8 +79,7 @@ class Handle:
         self._callbacks: list[Callable[[], None]] = []
         self._looks: list[Callable[[], None]] = []
         self.failure: tuple[str, bool] | None = None
-        """What the function failed with, and whether that is a consequence of another rank's fault; ``None`` = it has
-        not failed yet, or is only known to have once it raises."""
+        """The function's error, and whether another rank's fault caused it; ``None``: none was recorded."""
         self.config = config or InProcessRestartConfig()
         """The settings of the wrapper."""
         self.reached = -1
@@ -100,14 +97,14 @@ class Handle:
 
     @property
     def is_left(self) -> bool:
-        """Whether this call has ended or has to be left: what fails now fails for that. Thread: any."""
+        """Whether this call has ended or has to be left, which explains any failure. Thread: any."""
         return not self._interruption.is_in(self._state.iteration)
 
     def ping(self) -> None:
         """Record that the function makes progress.
 
-        Without a ping any bytecode that the main thread runs counts as progress. Once there was one in a call, only
-        pings do: a loop that spins in vain is noticed then.
+        Before the first ping of a call any bytecode that the main thread runs counts as progress; afterwards only pings
+        do, so that a loop without progress is detected.
 
         Thread: any.
         """
@@ -117,83 +114,83 @@ class Handle:
             self._on_first_ping()
 
     def note_iteration(self, iteration: int) -> None:
-        """Record how many optimizer steps are done, which bounds restarts without progress.
+        """Record the number of optimizer steps done, which bounds restarts without progress.
 
-        A session and :class:`~outlast.inprocess.Restore` do this by themselves. Restarts in a row of which none gets
-        beyond the highest iteration before end with ``RestartAbort`` (``max_no_progress_restarts``).
+        A session and :class:`~outlast.inprocess.Restore` call it. Consecutive restarts of which none exceeds the
+        highest iteration before end with ``RestartAbort`` (``max_no_progress_restarts``).
         """
         self.reached = max(self.reached, iteration)
 
     def atomic(self) -> AbstractContextManager[None]:
         """Return a context manager in which the function is not interrupted; may be nested.
 
-        A restart that was ordered meanwhile begins at its end. The hard timeout still holds.
+        A restart that was ordered meanwhile begins at its end. The hard timeout still applies.
         """
         return _ScopedPart(self._interruption.enter_atomic, self._interruption.leave_atomic)
 
     def begin_update(self) -> None:
-        """Record that what training changes is not whole from here until :meth:`end_update`; may be called repeatedly.
+        """Record that the training state is incomplete until :meth:`end_update`; may be called repeatedly.
 
-        A restart that is ordered meanwhile waits for that up to a second, as without it the state would have to be
-        loaded. Connections are cut all the same. :class:`Restore` does this by itself: from the first optimizer's step
-        until ``note()``.
+        A restart that is ordered meanwhile waits up to a second, since otherwise the state would have to be loaded.
+        Connections are cut at once. :class:`Restore` calls it at the first optimizer step and ends the update in
+        ``note()``.
         """
         self._interruption.begin_update()
 
     def end_update(self) -> None:
-        """Record that it is whole again. A restart that was ordered meanwhile begins here."""
+        """Record that the training state is complete. A restart that was ordered meanwhile begins here."""
         self._interruption.end_update()
 
     def disable_hang_protection(self) -> AbstractContextManager[None]:
-        """Return a context manager in which neither timeout holds; may be nested.
+        """Return a context manager in which neither timeout applies; may be nested.
 
         Other ranks' faults still end the call.
         """
         return _ScopedPart(self._page.pause, self._page.resume)
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the object of this name that this process kept from an earlier call, else what ``make()`` returns.
+        """Return the object of this name that this process kept from an earlier call, else ``make()``.
 
-        What is kept lives as long as the wrapper's call. Whether its content is usable after a restart is for the
-        caller to know: the function may have been left in the middle of changing it.
+        Objects live as long as the wrapper's call. The caller has to know whether an object is usable after a restart:
+        the function may have been interrupted while it changed the object.
         """
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
 
     def on_leave(self, callback: Callable[[], None]) -> None:
-        """Have something called once this call has been left, however that is; the last one given is called first.
+        """Register a callback for the end of this call, however it ends; the last one given is called first.
 
-        It is called on the main thread, before the ``finalize`` plug-in and before process groups are destroyed, while
-        their connections are cut already. It must not wait for other ranks.
+        It is called on the main thread, before the ``finalize`` plug-in and before process groups are destroyed; their
+        connections are cut already. It must not wait for other ranks.
         """
         self._callbacks.append(callback)
 
     def before_abort(self, look: Callable[[], None]) -> None:
-        """Have something called when the call has to be left, before collectives that are under way are aborted.
+        """Register a callback for the moment before collectives that are under way are aborted.
 
-        What an aborted collective leaves behind is garbage, and so is what a device computes from it: this is the last
-        moment to ask what the device is done with. It is called on the monitor thread, or on the main thread of a rank
-        that leaves by itself; the restart waits for it.
+        An aborted collective leaves garbage, and so does a device that computes from it: this is the last moment to
+        query what the device has finished. It is called on the monitor thread, or on the main thread of a rank that
+        leaves by itself; the restart waits for it.
         """
         self._looks.append(look)
 
     def look_before_abort(self) -> None:
-        """Call what :meth:`before_abort` was given; once in a call."""
+        """Call the callbacks of :meth:`before_abort`; once in a call."""
         for look in list(self._looks):
             look()
 
     def note_failure(self, error: Exception) -> None:
-        """Record what the function is about to fail with.
+        """Record the error with which the function is about to fail.
 
-        While it frees what it holds, its peers notice, and the order to leave replaces the exception. An exception that
-        comes after that order is not recorded.
+        While it frees its objects, its peers may detect that, and the order to leave replaces the exception. An
+        exception after that order is not recorded.
         """
         if self.failure is None and not self.is_left:
             self.failure = describe(error), is_consequence(error)
 
     def take_callbacks(self) -> list[Callable[[], None]]:
-        """Return what :meth:`on_leave` was given, in the order of the calls to make; only once."""
+        """Return the callbacks of :meth:`on_leave` in the order of the calls to make; only once."""
         callbacks, self._callbacks = self._callbacks[::-1], []
         return callbacks
 
@@ -204,20 +201,20 @@ def current_handle() -> Handle | None:
 
 
 def set_current(handle: Handle | None) -> None:
-    """Say which call the main thread is in."""
+    """Set the call that the main thread is in."""
     global _current
     _current = handle
 
 
 def handle_parameter(function: Callable[..., Any]) -> str | None:
-    """Return the name of the parameter that is annotated :class:`Handle`, also as text; ``None``: there is none."""
+    """Return the name of the parameter that is annotated :class:`Handle`, also as text; ``None``: no parameter is."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
     try:
         hints = typing.get_type_hints(inspect.unwrap(function))
-    except Exception:  # noqa: BLE001 - an annotation of something else that cannot be resolved now
+    except Exception:  # noqa: BLE001 - another annotation cannot be resolved now
         hints = {}
     for name, parameter in parameters.items():
         annotation = hints.get(name, parameter.annotation)
@@ -229,10 +226,10 @@ def handle_parameter(function: Callable[..., Any]) -> str | None:
 
 
 class CallStore:
-    """A bound socket that may become a call's store.
+    """A bound socket that may become a call's TCPStore.
 
     Args:
-        host: Address of this machine at which the other ranks reach it.
+        host: Address of this machine for the other ranks.
     """
 
     def __init__(self, host: str) -> None:
@@ -243,7 +240,7 @@ class CallStore:
         self._store: Any = None
 
     def serve(self, *, timeout_s: float) -> None:
-        """Host the store. Blocks: never."""
+        """Host the TCPStore. Blocks: never."""
         assert self._listener is not None, "closed, or served already"
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -23,16 +23,16 @@ from outlast.numerics.replica_digest import digest_tensors, find_replicated
 from outlast.runtime import device
 
 MAX_SAMPLED = 8
-"""Parameters whose versions are looked at in each step; whatever changes some outside of an optimizer changes all."""
+"""Parameters whose versions are checked in each step; other writers than optimizers change all parameters."""
 MAX_COPIED, MAX_COPIED_BYTES = 64, 256 << 10
-"""Buffers, and bytes of them, that are copied at the end of each step; more would cost too much of it."""
+"""Limits of the number and bytes of buffers that are copied at the end of each step."""
 
 _DEVICE_S = 0.5
-"""How long a device that runs behind is waited for before its collectives are aborted."""
+"""Seconds to wait for a device before its collectives are aborted."""
 
 
 class Parts:
-    """The modules and optimizers in a state, by path; of a wrapped module the one within."""
+    """The modules and optimizers in a state, by path; wrapped modules are unwrapped."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +47,7 @@ class Parts:
 
     @property
     def mapping(self) -> dict[str, Any]:
-        """Both, as a state."""
+        """Modules and optimizers as a state."""
         return {**self.modules, **self.optimizers}
 
 
@@ -61,16 +61,16 @@ def digest_parts(parts: Parts) -> str:
 
 
 class KeptTrainingState:
-    """Follow the state of one rank over calls.
+    """Follow the training state of one rank over calls.
 
     Thread: that of the training loop.
     """
 
     def __init__(self) -> None:
         self.page: SharedBuffer | None = None
-        """What is the rank's own, for neighbours to read."""
+        """The rank-local state, for neighbours to read."""
         self.rank: int | None = None
-        """The rank that this process was in the last call that it took part in."""
+        """The rank of this process in the last call that it was active in."""
         self.world_size = 0
         self.has_changing_buffers = False
         """A module has changed buffers: no other rank has the same ones."""
@@ -99,8 +99,8 @@ class KeptTrainingState:
         """Follow ``state`` from now on.
 
         Args:
-            state: What training changes.
-            own: More that is the rank's own: anything with a ``state_dict``.
+            state: The state that training changes.
+            own: More rank-local state: anything with a ``state_dict``.
             rank: This rank in the call.
             world_size: Number of ranks.
         """
@@ -137,13 +137,13 @@ class KeptTrainingState:
             self._hooks.append(optimizer.register_step_post_hook(self._end_update))
 
     def note(self, iteration: int) -> None:
-        """Record that the state is whole now: before the first step, and when a step's body is over.
+        """Record that the state is whole: before the first step, and at the end of each step's body.
 
         Args:
             iteration: Number of optimizer steps done.
 
         Raises:
-            RestartRequested: The call has to be left, which was put off until now.
+            RestartRequested: The call has to be left; the order was deferred until now.
         """
         if self._reason or self._things is None:
             return
@@ -176,7 +176,7 @@ class KeptTrainingState:
     def release(self) -> None:
         """Release the state after the call was left, and determine whether it is whole. Idempotent.
 
-        Blocks: while it is digested, if it is whole.
+        Blocks: while a whole state is digested.
         """
         if self._parts is None:
             return
@@ -187,7 +187,7 @@ class KeptTrainingState:
         if not self._reason:
             self._reason = self._why_torn()
         if not self._reason:
-            # Put back by look() only: a collective that was cut may still write to a buffer.
+            # Only look() restores them: a collective that was cut may still write to a buffer.
             self._to_restore = [(weakref.ref(self._loose[index]), copy) for index, copy in self._copies.items()]
             try:
                 self._digest = digest_parts(parts)
@@ -201,11 +201,9 @@ class KeptTrainingState:
         return any(value is one for value in Parts(state).mapping.values() for one in known)
 
     def look(self, state: Mapping[str, Any]) -> tuple[int | None, str, str]:
-        """Return at which iteration ``state`` is whole (``None``: it is not), why not, and its digest.
+        """Return the iteration at which ``state`` is whole (``None``: it is not), the reason if not, and its digest.
 
-        Of one that is whole, buffers become what they were.
-
-        Blocks: while it is digested.
+        Restores the buffers of a whole state. Blocks: while it is digested.
         """
         self.release()
         if self.rank is None:
@@ -239,9 +237,12 @@ class KeptTrainingState:
     # -- details -----------------------------------------------------------------------------------------------
 
     def _look_at_device(self) -> None:
-        """Find out whether a device has computed what was noted last; on the monitor thread. Blocks: half a second."""
+        """Determine whether a device has computed the last recorded step. Blocks: half a second.
+
+        Thread: the monitor thread.
+        """
         if self._mark is not None:
-            self._is_unfinished = True  # also if the device cannot be asked any more
+            self._is_unfinished = True  # also if the device cannot be queried any more
             self._is_unfinished = not device.is_done(self._mark, timeout_s=_DEVICE_S)
 
     def _begin_update(self, *_: Any) -> None:
@@ -273,9 +274,9 @@ class KeptTrainingState:
         self._loose_versions = versions
 
     def _changed(self, versions: list[int]) -> list[int]:
-        """Return which buffers may have changed: all of a module of which one has.
+        """Return the buffers that may have changed: all of a module of which one has.
 
-        Running statistics change without a new version, but not without the count of batches beside them.
+        Running statistics change without a new version, but the module's count of batches does not.
         """
         pairs = zip(versions, self._loose_versions, strict=True)
         return sorted(
@@ -299,7 +300,7 @@ class KeptTrainingState:
 
 
 def _why_not(state: Mapping[str, Any], parts: Parts) -> str:
-    """Return why a state cannot be kept at all; empty: it can."""
+    """Return the reason why a state cannot be kept; empty: it can."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 

@@ -1,7 +1,7 @@
-"""How a call of the wrapped function is left: exceptions, frames, child processes, hooks and process groups are freed.
+"""Clean-up after a call of the wrapped function: exceptions, frames, child processes, hooks and process groups.
 
-A later call runs in the same process: an object of an earlier call that survives holds memory, connections or a group
-of which peers are gone.
+The next call runs in the same process: an object of this call that survives holds memory or connections, or a group
+without its peers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOST_WORDS = ("connection closed", "connection reset", "broken pipe", "connecti
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in one line, with where it was raised."""
+    """Return an exception in one line, with the place where it was raised."""
     text = str(error).strip().split("\n")[0][:300]
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):  # extract_tb() would read each frame's source file
@@ -47,7 +47,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def clear_frames(error: BaseException | None) -> list[BaseException]:
-    """Free what is held by the frames that an exception and its causes went through; return all of these.
+    """Clear the frames of an exception and of its causes; return all of these exceptions.
 
     Their tracebacks still show where they were raised.
     """
@@ -65,38 +65,38 @@ def clear_frames(error: BaseException | None) -> list[BaseException]:
 
 
 def drop(error: BaseException | None) -> None:
-    """Free an exception's frames and tracebacks, and those of its causes."""
+    """Clear the frames and tracebacks of an exception and of its causes."""
     for one in clear_frames(error):
         one.__traceback__ = None
 
 
 class Background:
-    """What was there before the function ran, to get back to."""
+    """The hooks and child processes of this process before the function ran."""
 
     def __init__(self) -> None:
         self._excepthook = sys.excepthook
         self._children = set(multiprocessing.active_children())
 
     def restore(self) -> None:
-        """Take back the hooks that process groups put in, and end the data loaders' workers that are left."""
+        """Restore the hooks that process groups replaced, and end the data loaders' workers that are left."""
         sys.excepthook = self._excepthook  # torch puts another layer around it for every default group
         end_children(set(multiprocessing.active_children()) - self._children)
 
 
 def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, background: Background) -> None:
-    """Get rid of a call: its callbacks, exception, child processes and groups.
+    """Clean up after a call: its callbacks, exception, child processes and groups.
 
-    What fails in a callback is logged: the call is over all the same.
+    An error in a callback is logged.
 
     Raises:
-        OutlastError: A collective of the call does not end: this process must not go on.
+        OutlastError: A collective of the call does not end: this process must not continue.
 
     Blocks: about 10 ms; up to 5 s when a collective does not end.
     """
     connections.cut_all()
     for callback in callbacks:
         if not str(getattr(callback, "__module__", "")).startswith("outlast."):
-            await_aborts()  # the script's own may shut its groups down
+            await_aborts()  # a callback of the script may shut groups down
         try:
             callback()
         except (Exception, SystemExit):
@@ -107,13 +107,13 @@ def leave(callbacks: Iterable[Callable[[], None]], error: BaseException | None, 
 
 
 def end_groups() -> None:
-    """Destroy all process groups, when nothing in them runs any more.
+    """Destroy all process groups once nothing runs in them.
 
     Destroying a group while one of its threads still frees a collective's tensors deadlocks: the destructor waits for
     the thread, and the thread for the interpreter's lock (torch 2.13).
 
     Raises:
-        OutlastError: A collective does not end: this process must not go on.
+        OutlastError: A collective does not end: this process must not continue.
 
     Blocks: about 10 ms; up to 5 s when a collective does not end.
     """
@@ -122,7 +122,7 @@ def end_groups() -> None:
         raise OutlastError("a collective of the call that was left does not end; this rank cannot continue")
     _destroy_groups()
     gc.collect()
-    # Destroying a group closes what gloo did not close by itself, unless somebody still holds the group.
+    # Destroying a group closes the remaining connections of gloo, unless another object still holds the group.
     if connections.num_open() and not connections.wait_until_at_rest(_AT_REST_S, patience_s=_AT_REST_S):
         raise OutlastError(
             "a process group of the call that was left is still in use and its connections do not close; this "
@@ -138,24 +138,23 @@ def _destroy_groups() -> None:
     if dist.is_initialized() and not is_aborting():
         dist.destroy_process_group()
         return
-    # The function was left while it made the default group, or its communicators are being aborted: to shut one down
-    # would wait for that.
+    # The function was left while it made the default group, or its communicators are being aborted: a shutdown would
+    # wait for that.
     world: Any = c10d._world
     c10d._update_default_pg(None)
     for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
         getattr(world, name).clear()
     world.pg_coalesce_state.clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-    # Counted before anything is connected. Ranks that count differently would give their next group different names,
-    # and wait for each other forever.
+    # The count is part of a group's name: ranks that count differently would wait for each other forever.
     world.group_count = 0
 
 
 def end_children(children: Iterable[BaseProcess]) -> None:
-    """End the daemonic processes among these, such as a data loader's workers, without waiting for what they do.
+    """End the daemonic processes among these, such as a data loader's workers, without waiting for their work.
 
-    A data loader whose iterator is dropped waits up to five seconds for each worker; it must not be left to do so, nor
-    get a signal from the kernel when a worker that it still counts on was killed.
+    A data loader whose iterator is dropped waits up to five seconds for each worker, and gets a signal from the kernel
+    when a worker that it still counts was killed; so iterators are detached from their workers first.
     """
     children = [child for child in children if child.daemon]
     if not children:
@@ -170,7 +169,6 @@ def end_children(children: Iterable[BaseProcess]) -> None:
 
 
 def _detach_loaders() -> None:
-    """Detach the iterators of data loaders from their workers."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
         return

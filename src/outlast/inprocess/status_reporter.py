@@ -1,6 +1,6 @@
-"""What the rank reports of a call of a wrapped function: to the agent of its node, and to the journal.
+"""Reports of a call of a wrapped function to the agent of the node and to the journal.
 
-The agent's part is a mark in the heartbeat memory; rank 0 of each call writes the journal's event.
+The agent reads a mark in the heartbeat memory; rank 0 of each call writes the journal's event.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _num_calls = 0
 
 
 class StatusReporter:
-    """Report how one call of a wrapped function goes.
+    """Report the progress of one call of a wrapped function.
 
-    Without an agent of ours and without a run directory there is nobody to report to; the calls then do nothing.
+    Without an agent of ``outlast run`` and without a run directory the methods have no effect.
 
     Args:
         place: This process's place at its start.
         config: The settings.
 
-    Thread: the main thread; nothing here blocks.
+    Thread: the main thread; no method blocks.
     """
 
     def __init__(self, place: env.WorkerEnv, config: InProcessRestartConfig) -> None:
@@ -47,7 +47,7 @@ class StatusReporter:
         call, _num_calls = _num_calls, _num_calls + 1
         self._place = place
         self.call = call
-        """Which of the process's calls of a wrapped function it is, from 0."""
+        """Number of the process's call of a wrapped function, from 0."""
         self._ranks: Mapping[int, int | None] = {}
         self._left_s: float | None = None
         self._journal: Journal | None = None
@@ -63,7 +63,7 @@ class StatusReporter:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: p.Go) -> None:
-        """Report that a call begins, which this rank takes part in or waits through as a spare."""
+        """Report that a call begins, in which this rank is active or a spare."""
         rank = go.ranks.get(self._place.global_rank)
         state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
         self._set(state, go.restart_count, go.faults)
@@ -72,29 +72,28 @@ class StatusReporter:
         self._ranks, self._left_s = go.ranks, None
 
     def restart(self, restart_count: int, faults: Iterable[p.RankFault] = ()) -> None:
-        """Report that the running call is left, for the one named."""
+        """Report that the running call is left, and the next call."""
         if self._left_s is None:
             self._left_s = clock.now_s()
         self._set(p.InProcessState.RESTARTING, restart_count, faults)
 
     def complete(self) -> None:
-        """Report that the function returned here."""
         self._set(p.InProcessState.COMPLETED)
 
     def finish(self) -> None:
-        """Report that it returned on all active ranks."""
+        """Report that the function returned on all active ranks."""
         self._has_ended = True
         self._set(p.InProcessState.RETURNED)
 
     def leave(self, exit_code: int) -> None:
-        """Report that this rank is permanently removed and about to exit so, and that its peers resume."""
+        """Report that this rank is permanently removed and about to exit, and that its peers resume."""
         self._has_ended = True
         if self._mark is not None:
             self._mark.set_leaving(exit_code)
         self._set(p.InProcessState.LEFT)
 
     def close(self) -> None:
-        """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
+        """Report that the call failed, unless its end was reported; idempotent."""
         if self._mark is not None:
             if not self._has_ended:
                 self._set(p.InProcessState.GAVE_UP)
@@ -134,7 +133,7 @@ class StatusReporter:
 
 
 def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
-    """Return faults as the agent knows them, what may be a cause first: who waits for a rank that hangs hangs, too."""
+    """Return faults as the agent reads them, possible root causes first."""
     ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
     return [
         InProcessFault(
