@@ -1,9 +1,8 @@
 """The wrapper, and one rank's part in a call of it: from the first order to the last.
 
-In addition to the function's own end there are three others: the rank is permanently removed and the others resume, all
-ranks have to stop, or the agent process is gone. Each of them raises an exception, so that the process never ends
-with exit code 0 without the function's result. What happens is reported to the agent of the node, the journal,
-and the log (:class:`StatusReporter`).
+Apart from the function's own end there are three others: the rank is permanently removed and the others resume, all
+ranks have to stop, or the agent process is gone. Each raises an exception, so that the process never ends with exit
+code 0 without the function's result.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ class RankLeft(OutlastError):
 
 
 class WrappedRank:
-    """Go through calls as ordered, until all have completed.
+    """Execute calls as ordered, until all have completed.
 
     Args:
         config: The settings.
-        plugins: What is called when.
+        plugins: The plug-ins of the wrapper.
 
     Thread: the main thread.
     """
@@ -74,7 +73,7 @@ class WrappedRank:
         self._go: p.Go | None = None
         self._faults: tuple[p.RankFault, ...] = ()
         self._restart: p.Restart | None = None
-        """Since that order to go."""
+        """The last order to restart since ``_go``."""
         self._ready_for = -1
         self._iteration = -1
         """Highest number of optimizer steps that a call has reported; -1: none has."""
@@ -90,12 +89,12 @@ class WrappedRank:
         self._interruption = SignalInterruption(calls.RestartRequested, WrappedRank._enter.__code__)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function until it has returned on all active ranks; return what it returned here last.
+        """Call the function until it has returned on all active ranks; return its last value on this rank.
 
         Raises:
             ConfigError: A setting or the place of the call is wrong.
             RestartAbort: The ranks cannot be restarted in process.
-            RankLeft: This rank is permanently removed. Where a plug-in failed, what it raised is raised instead.
+            RankLeft: This rank is permanently removed. Where a plug-in failed, its exception is raised instead.
             SystemExit: The function raised it; see :func:`~outlast.policy.inprocess_protocol.is_orderly_exit`.
         """
         if calls.current_handle() is not None:
@@ -119,7 +118,7 @@ class WrappedRank:
             raise RankLeft(text, rank=self._place.global_rank, node=self._place.node) from error
 
     def _open(self, stack: ExitStack) -> None:
-        """Set up what lives as long as this rank's part."""
+        """Set up the objects that live as long as this rank's part."""
         config, place = self._config, self._place
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         stack.callback(env.update, before)
@@ -157,7 +156,7 @@ class WrappedRank:
         stack.callback(noting.stop)
         stack.callback(calls.set_current, None)
         gc.collect()
-        gc.freeze()  # the collector takes 100 times as long to look through the objects that live anyway
+        gc.freeze()  # the collector takes 100 times as long with the objects that live anyway
         stack.callback(self._end_bootstrap)
 
     # -- orders ------------------------------------------------------------------------------------------------
@@ -173,7 +172,6 @@ class WrappedRank:
         self._get_ready(0)
 
     def _end_bootstrap(self) -> None:
-        """Stop hosting what the first meeting needed."""
         if self._bootstrap is not None:
             self._bootstrap.close()
 
@@ -212,13 +210,13 @@ class WrappedRank:
             raise OutlastError(f"the agent process has not responded for {timeout_s:g} s; read its log") from None
 
     def _get_ready(self, restart_count: int) -> None:
-        """Record that this rank can enter a call, if it may."""
+        """Report that this rank can enter a call, if it is healthy."""
         if restart_count > 0:
             try:
                 self._plugins.health_check(self._describe())
             except RestartAbort as error:
                 self._give_up(error)
-            except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
+            except Exception as error:  # noqa: BLE001 - any exception of a health check is a failure
                 self._part(leaving.describe(error), cause=error)
         self._close_store()
         self._store = calls.CallStore(self._host)
@@ -244,14 +242,14 @@ class WrappedRank:
     # -- a call ------------------------------------------------------------------------------------------
 
     def _go_into(self, go: p.Go) -> None:
-        self._go, self._faults = go, ()  # its counts have all faults before it
+        self._go, self._faults = go, ()  # the order has the counts of earlier faults
         self._reporter.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
             self._part("the rank assignment leaves it out")
         rank = go.ranks[self._place.global_rank]
         if rank is None:
-            return  # a spare: it waits for the next order
+            return  # a spare waits for the next order
         handle = self._handle = calls.Handle(
             self._describe(),
             interruption=self._interruption,
@@ -271,10 +269,10 @@ class WrappedRank:
         self._settle(outcome)
 
     def _enter(self, go: p.Go, rank: int, given: Mapping[str, Any]) -> CallOutcome:
-        """Call the function; return what it ended with.
+        """Call the function; return its outcome.
 
-        This frame is the boundary of what is interrupted: it is not, whatever it calls is. So it calls nothing outside
-        of the ``try`` once it has entered.
+        This frame is the boundary of interruptions: frames that it calls are interrupted, this one is not. So it calls
+        nothing outside of the ``try`` once it has entered.
         """
         outcome = CallOutcome()
         if not self._interruption.enter(go.restart_count):
@@ -285,12 +283,12 @@ class WrappedRank:
             self._page.set_phase(RankPhase.IN_FN)
             self._plugins.initialize(self._describe())
             outcome.value = self._function(**given)
-        except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
+        except BaseException as error:  # noqa: BLE001 - the caller handles it
             outcome.error = error
         return outcome
 
     def _prepare(self, go: p.Go, rank: int) -> None:
-        """Set the scene for the function on this rank."""
+        """Set the function's environment, and serve its TCPStore on rank 0."""
         assert self._store is not None
         host, port = go.store_address.split(" ")
         if rank == 0:
@@ -304,7 +302,7 @@ class WrappedRank:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
         )
-        if (place := self._place).launcher == "srun":  # with RANK set, Slurm's own variables are not looked at
+        if (place := self._place).launcher == "srun":  # with RANK set, Slurm's own variables are not read
             env.update(
                 {
                     "LOCAL_RANK": str(place.local_rank),
@@ -357,7 +355,7 @@ class WrappedRank:
             log.warning("the function failed on this rank in call %d: %s", self._restart_count, summary, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Release what the last call held. Idempotent."""
+        """Clean up after the last call. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -371,7 +369,7 @@ class WrappedRank:
             self._plugins.finalize(self._describe())
         except RestartAbort as failure:
             self._give_up(failure)
-        except Exception as failure:  # noqa: BLE001 - whatever a plug-in or the clean-up raises
+        except Exception as failure:  # noqa: BLE001 - of a plug-in or the clean-up
             self._part(leaving.describe(failure), cause=failure)
         finally:
             calls.set_current(None)
@@ -388,7 +386,7 @@ class WrappedRank:
         calls.set_current(None)
         self._plugins.completion(state)
         if self._returned is None:
-            if order.exit_code:  # the active ranks exit so, and have trained no further than that
+            if order.exit_code:  # the active ranks exit with it
                 raise SystemExit(order.exit_code)
             return None
         leaving.end_groups()
@@ -401,8 +399,8 @@ class WrappedRank:
 
         Args:
             reason: Why, in one line.
-            cause: What is raised; ``None`` = :class:`RankLeft`.
-            is_known: The others know it already.
+            cause: Exception to raise; ``None``: :class:`RankLeft`.
+            is_known: The coordinator ordered it.
 
         Raises:
             BaseException: Always; never a ``SystemExit`` with code 0.
@@ -419,10 +417,10 @@ class WrappedRank:
         raise cause or RankLeft(text, rank=self._place.global_rank, node=self._place.node)
 
     def _give_up(self, error: RestartAbort) -> NoReturn:
-        """Have all ranks stop.
+        """Stop all ranks.
 
         Raises:
-            RestartAbort: Always; with the counts of all ranks where they come in time.
+            RestartAbort: Always; with the counts of all ranks where they arrive in time.
 
         Blocks: up to 5 s.
         """
@@ -439,7 +437,7 @@ class WrappedRank:
         raise error
 
     def _abortion(self, order: p.Abort) -> RestartAbort:
-        """Return what to raise where all were ordered to stop."""
+        """Return the exception for an order to stop."""
         self._terminate()
         return RestartAbort(
             order.reason,
@@ -459,7 +457,7 @@ class WrappedRank:
         if self._store is not None:
             self._store.close()
 
-    # -- where it stands ---------------------------------------------------------------------------------------
+    # -- its state ---------------------------------------------------------------------------------------
 
     @property
     def _restart_count(self) -> int:
@@ -471,7 +469,7 @@ class WrappedRank:
             self._faults = add_fault(self._faults, fault)
 
     def _describe(self) -> State:
-        """Return it for plug-ins. Thread: any."""
+        """Return the state for plug-ins. Thread: any."""
         go, place = self._go, self._place
         ranks = go.ranks if go is not None else {}
         return State(
@@ -485,10 +483,10 @@ class WrappedRank:
             fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
         )
 
-    # -- for others ---------------------------------------------------------------------------------------------
+    # -- for other threads ---------------------------------------------------------------------------------------------
 
     def _abort(self) -> None:
-        """End what the main thread may wait on beyond connections; on the monitor thread."""
+        """End waits of the main thread that are not on connections. Thread: the monitor thread."""
         if (handle := self._handle) is not None:
             self._abort_collectives(handle)
         if not self._plugins.has_abort:
@@ -496,17 +494,18 @@ class WrappedRank:
         device_collectives.await_aborts()  # a plug-in may shut groups down
         try:
             self._plugins.abort(self._describe())
-        except (Exception, SystemExit):  # it would end the monitor thread in silence
+        except (Exception, SystemExit):  # it would end the monitor thread without a message
             log.exception("the abort plug-in failed")
 
     def _abort_collectives(self, handle: calls.Handle) -> None:
-        """Abort what a call's collectives have on devices, once: on the monitor thread, or when this rank leaves first.
+        """Abort a call's collectives on devices, once: on the monitor thread, or when this rank leaves first.
 
-        A rank that raised does not wait for the order to leave. What it still has under way may wait for a peer that
-        is gone, and so would reading its state, and destroying its groups. Whoever comes second waits here: what is
-        looked at after an abort is garbage.
+        A rank that raised does not wait for the order to leave: its collectives may wait for a peer that is gone, and
+        reading its state or destroying its groups would, too. The second caller waits here, since a device's results
+        after an abort are garbage.
 
-        Blocks: half a second for the look, and until devices are done; NCCL's own end goes on beside what comes next.
+        Blocks: half a second for the checks before the abort, and until devices have finished; NCCL's own end continues
+        in the background.
         """
         with self._aborting:
             if handle.iteration <= self._aborted:
@@ -539,28 +538,28 @@ class Wrapper:
             torch.distributed.init_process_group("gloo")
             ...
 
-    The function runs on every active rank. When it raises on one, when a rank dies or hangs, it is left on all of them
-    and called again with the same arguments, on the ranks that live; spares take the places of those that do not.
-    For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and process groups are made in the function;
-    they are gone when it is called again, and when the call returns. That is once the function has returned on all
-    active ranks: with its value there, with ``None`` on spares. A ``SystemExit`` with code 0, or with one of
-    :class:`~outlast.ExitReason` with which all ranks of a session exit together (16, 17, 18, 75, 93), ends the function
-    like a return, and is raised again at the end, on spares too. With any other code the rank is permanently removed.
+    The function runs on every active rank. When it raises on one, or a rank dies or hangs, all ranks leave it, and it
+    is called again with the same arguments on the ranks that live; spares replace the others. RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT are set for each call. Process groups are made in the function, and are destroyed before
+    the next call and at the end. The wrapped call returns once the function has returned on all active ranks: its value
+    there, ``None`` on spares. A ``SystemExit`` with code 0, or with one of :class:`~outlast.ExitReason` with which all
+    ranks of a session exit together (16, 17, 18, 75, 93), ends the function like a return, and is raised again at the
+    end, on spares too. With any other code the rank is permanently removed.
 
     Args:
-        config: Timeouts and the like; also the whole config of a session, or the path of its file, of which
-            ``in_process_restart`` counts; ``None`` = the defaults. With ``enabled=False`` the function is called as
-            it is.
-        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks, as
-            if it were the function's first line: it may be interrupted, and what it raises is a fault.
+        config: Timeouts and other settings; also the whole config of a session, or the path of its file, of which
+            ``in_process_restart`` counts; ``None``: the defaults. With ``enabled=False`` the function is called without
+            protection.
+        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks,
+            like the function's first line: it may be interrupted, and an exception is a fault.
         abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
-            leave; ends what outlast does not know of and the main thread may wait on.
+            leave; ends waits of the main thread that outlast does not know.
         finalize: Called with the state after each call that was left. If it raises, the rank is permanently removed:
             the call of the wrapped function raises the same exception there.
-        health_check: Called with the state before each further call; the same holds if it raises.
-        rank_assignment: Decides who is which rank; ``None`` = ``FillGaps`` with the configured granularity.
+        health_check: Called with the state before each further call; an exception removes the rank as for ``finalize``.
+        rank_assignment: Assigns the ranks; ``None``: ``FillGaps`` with the configured granularity.
         completion: Called with the state once, when all active ranks have returned.
-        terminate: Called with the state once, when this rank is permanently removed or restarting has come to its end.
+        terminate: Called with the state once, when this rank is permanently removed or restarting has ended.
 
     Raises:
         ConfigError: A setting is wrong. By the call: not on the main thread, or within another wrapped function.
@@ -603,7 +602,7 @@ class Wrapper:
         """Return the function, protected.
 
         Raises:
-            ConfigError: It is not to be protected, and needs a :class:`~outlast.inprocess.Handle`.
+            ConfigError: Protection is off, and the function needs a :class:`~outlast.inprocess.Handle`.
         """
         if self.config.given.get("enabled") is False:
             name = calls.handle_parameter(function)

@@ -32,7 +32,7 @@ _TIMEOUT_S = 600.0
 
 
 class _Neighbour(msgspec.Struct, frozen=True):
-    """Where a rank's own things can be read by those on its node."""
+    """Address of a rank's shared buffer for the ranks of its node."""
 
     node: str
     pid: int
@@ -41,22 +41,22 @@ class _Neighbour(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """How training resumes from memory."""
+    """Result of a resume from memory."""
 
     iteration: int
     """Number of optimizer steps done."""
     sources: tuple[str, ...]
-    """For every rank ``in_place`` or ``peer``."""
+    """``in_place`` or ``peer`` for every rank."""
     source: str
-    """This rank's."""
+    """``in_place`` or ``peer`` for this rank."""
     took_s: float
-    """Seconds."""
+    """Duration in seconds."""
 
 
 class Restore:
-    """Keep a training state over restarts in process, and go on from it where that is safe.
+    """Keep a training state over in-process restarts, and resume from it where that is safe.
 
-    A session does this by itself. Without one::
+    A session uses it by default. Without a session::
 
         @outlast.inprocess.Wrapper()
         def train(call: outlast.inprocess.Handle):
@@ -79,9 +79,9 @@ class Restore:
 
     def __init__(self) -> None:
         self.last: Resumed | None = None
-        """What the last :meth:`resume` found; ``None`` = nothing to go on from."""
+        """Result of the last :meth:`resume`; ``None``: nothing to resume from."""
         self.has_loaded: Origin | None = None
-        """The generation that the state goes back to, for those who save it."""
+        """The checkpoint that the state was loaded from, for the session that saves it."""
         self._kept = KeptTrainingState()
         self._state: Mapping[str, Any] = {}
         self._own: Mapping[str, Any] = {}
@@ -96,24 +96,24 @@ class Restore:
         replicas: Sequence[int] | None = None,
         node: str | None = None,
     ) -> int | None:
-        """Make ``state`` what it was before the restart, from memory, if all ranks can; and follow it from now on.
+        """Restore ``state`` from memory, if all ranks can, and follow it from now on.
 
         Args:
-            state: Name to what training changes, the same on all ranks: modules and optimizers of torch, anything else
-                with ``state_dict()`` and ``load_state_dict()``, tensors, plain values, mappings of these.
-            own: More of this rank with a state of its own.
-            replicas: Ranks that hold the same modules and optimizer state, this one included; ``None`` = all.
-            node: Name of this rank's node; ``None`` = this machine's.
+            state: Name to what training changes, the same on all ranks: modules and optimizers of torch, objects with
+                ``state_dict()`` and ``load_state_dict()``, tensors, plain values, mappings of these.
+            own: More objects of this rank with a state of their own.
+            replicas: Ranks that hold the same modules and optimizer state, this one included; ``None``: all.
+            node: Name of this rank's node; ``None``: the machine's.
 
         Returns:
-            Number of optimizer steps done; ``None``: ``state`` is unusable, or new, and has to be loaded; the log says
-            why.
+            Number of optimizer steps done; ``None``: ``state`` is unusable or new, and has to be loaded; the log has
+                the reason.
 
         Raises:
             RuntimeError: A peer left.
 
-        Collective: all ranks of the default group, in each call of the wrapped function.
-        Blocks: while this rank's part is digested and, where a rank lacks its own, until that was sent.
+        Collective: all ranks of the default group, in each call of the wrapped function. Blocks: while this rank's part
+        is digested and, where a rank lacks its own, until that was sent.
         """
         started_ns = clock.now_ns()
         self._state, self._own = state, own or {}
@@ -131,7 +131,7 @@ class Restore:
         if plan.iteration is not None and not problem:
             self._kept.note(plan.iteration)
         if group is not None:
-            # Not cut: nothing is under way in it, and a connection that another thread opened beside it would go, too.
+            # Connections are not cut: nothing is under way in the group, and cutting would end those of other threads.
             dist.destroy_process_group(group.process_group)
         self.last = None
         if plan.iteration is None or problem:
@@ -146,7 +146,7 @@ class Restore:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the state given to the last :meth:`resume` was trained before and is unusable as it is."""
+        """Whether the state given to the last :meth:`resume` was trained before, and is unusable without a load."""
         return self._was_used and self.last is None
 
     def note(self, iteration: int) -> None:
@@ -185,7 +185,7 @@ class Restore:
         )
 
     def _carry_out(self, plan: InPlacePlan, exchange: _StateExchange) -> str:
-        """Do what was planned; return what went wrong on any rank, the same on all."""
+        """Carry out a plan; return the error of any rank, the same on all."""
         assert plan.iteration is not None
         problem, own = "", self._read_own(exchange.rank, plan.iteration)
         for taker, giver in plan.own_from.items():
@@ -216,7 +216,7 @@ class Restore:
     def _watch(
         self, state: Mapping[str, Any], exchange: _StateExchange, rank: int, world_size: int, node: str | None
     ) -> None:
-        """Follow the state from now on, and get at what is the own of the ranks on this node."""
+        """Follow the state from now on, and open the shared buffers of this node's ranks."""
         self._kept.watch(state, self._own, rank=rank, world_size=world_size)
         page = self._kept.page
         assert page is not None
@@ -227,7 +227,7 @@ class Restore:
             if other != rank and neighbour.node == name:
                 try:
                     self._neighbours[other] = SharedBuffer.open(neighbour.pid, neighbour.fd)
-                except OSError as error:  # another container, or no right to: then nothing is known of that rank
+                except OSError as error:  # another container, or no permission
                     log.debug("what is the own of rank %d cannot be read: %s", other, error)
 
     def _forget_neighbours(self) -> None:
@@ -237,7 +237,7 @@ class Restore:
 
 
 class _StateExchange:
-    """What ranks send each other in a restart.
+    """Send state between ranks in a restart.
 
     Args:
         group: A gloo group of all ranks; ``None``: this rank is alone.
@@ -248,14 +248,14 @@ class _StateExchange:
         self._group, self.rank = group, rank
 
     def gather(self, mine: Any, kind: Any) -> list[Any]:
-        """Return what every rank gave. Collective: all ranks."""
+        """Return every rank's value. Collective: all ranks."""
         if self._group is None:
             return [mine]
         gathered = gather_bytes(self._group, msgspec.msgpack.encode(mine))
         return [from_msgpack(data, kind) for data in gathered]
 
     def find_first(self, text: str) -> str:
-        """Return what the lowest rank gave that gave anything, on all ranks. Collective: all ranks."""
+        """Return the text of the lowest rank with one, on all ranks. Collective: all ranks."""
         return text if self._group is None else find_first(self._group, text.encode()).decode()
 
     def pass_on(self, data: bytes, giver: int, taker: int) -> bytes:
@@ -273,7 +273,6 @@ class _StateExchange:
         return received.numpy().tobytes()
 
     def send_part(self, parts: Mapping[str, Any], taker: int) -> None:
-        """Send modules and optimizers."""
         description, contents = take_apart(capture(parts))
         self.pass_on(description, self.rank, taker)
         for one in contents:
