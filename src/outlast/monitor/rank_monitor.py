@@ -1,4 +1,4 @@
-"""The worker's side of monitoring: heartbeats and sections, at well under a microsecond and two."""
+"""The worker's side of monitoring: heartbeats in well under a microsecond, and sections in two."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _open_monitor: RankMonitor | None = None
 _MAX_DUTIES = 3
-"""Agent processes of a rank one after the other; then something else is wrong."""
+"""Agent processes of a rank, one after the other; more failures have another cause."""
 _ALL_DURATIONS = 1 << 62
-"""Number of first durations that are not measured, for sections of which none is."""
+"""Number of first durations that are not measured, for sections that are never measured."""
 
 
 class SectionTimer:
-    """Marks a section: a context manager that may be nested in itself, and a decorator.
+    """Mark a section: a context manager that may be nested in itself, and a decorator.
 
-    One object serves every use of a section's name; what is open is on the board, not in here.
+    One object serves every use of a section's name; the open sections are in the heartbeat memory.
     """
 
     __slots__ = ("_index", "_open", "_shut")
@@ -195,7 +195,7 @@ class WatchLink:
         return responder
 
     def _start_duty(self) -> int:
-        """Be watched, if there is something to enforce; return what is readable at the watch's end, or -1."""
+        """Start the watch, if there is a timeout to enforce; return a descriptor that is readable at its end, or -1."""
         timeouts = self.timeouts if self._calculated is None else override(self.timeouts, self._calculated)
         if timeouts.smallest_s() is None:
             off = self._config.given.get("enable_ft_package") is False
@@ -239,7 +239,7 @@ class WatchLink:
         return self._duty.line.fileno()
 
     def _replace_duty(self) -> bool:
-        """Be watched by another agent process in place of one that is gone; return whether that works.
+        """Start another agent process in place of one that is gone; return whether that works.
 
         Thread: the responder's.
         """
@@ -264,21 +264,22 @@ class WatchLink:
 
 
 class RankMonitor:
-    """Tell the node's watchdog what this worker is doing.
+    """Report this worker's heartbeats and sections to the node's watchdog.
 
-    It attaches to the board of the agent of ``outlast run``. Elsewhere, and with a timeout to enforce, the node's
-    agent process, which the first rank of the node starts, ends this worker when it hangs.
+    The monitor attaches to the heartbeat memory of the agent of ``outlast run``. Without ``outlast run``, and with a
+    timeout to enforce, the node's agent process, which the first rank of the node starts, ends this worker when it
+    hangs.
 
     Args:
-        config: Timeouts and the like. Under an agent what that was given comes before it, field by field, and the agent
-            uses what is left.
-        run_dir: The run directory (stacks, learned timeouts); ``None`` = the agent's, if any.
+        config: Timeouts and other settings. Under an agent its settings come before these, field by field, and the
+            agent uses the others.
+        run_dir: The run directory (stacks, learned timeouts); ``None``: the agent's, if any.
 
     Raises:
-        OutlastError: This process has a monitor already, or the agent's board is not usable.
+        OutlastError: This process has a monitor already, or the agent's heartbeat memory is not usable.
 
-    Thread: make it on the thread that trains: sections belong to that thread, those of others are not
-    watched (logged once). Heartbeats may come from any thread.
+    Thread: make it on the thread that trains: sections belong to that thread, those of other threads are not watched
+    (logged once). Heartbeats may come from any thread.
     """
 
     pid: int
@@ -302,8 +303,8 @@ class RankMonitor:
                 raise OutlastError("this process has a RankMonitor already; use that one, or close() it first")
             replaced.close()
         self.on_replaced: Callable[[RankMonitor], None] | None = None
-        """Lets a later monitor of this process take the place of this one, which is closed then. Called with the later
-        monitor once it is attached, in its thread; ``None``: a second monitor is an error."""
+        """Lets a later monitor of this process replace this one, which is closed then: called with the later monitor
+        once it is attached, in its thread; ``None``: a second monitor is an error."""
         self.env = env
         logs.configure_worker(self.env.global_rank, self.env.node)
         folder = run_dir if run_dir is not None else self.env.run_dir
@@ -359,7 +360,7 @@ class RankMonitor:
     def section(self, name: str) -> SectionTimer:
         """Return the marker of a section, for ``with monitor.section("step"):`` or as a decorator.
 
-        Sections nest, also in themselves. One that has no timeout is measured, not enforced (logged once).
+        Sections nest, also in themselves. A section without a timeout is measured, not enforced (logged once).
 
         Raises:
             ConfigError: The name is empty or longer than 39 bytes.
@@ -372,18 +373,18 @@ class RankMonitor:
         self.section(name).__enter__()
 
     def end_section(self, name: str) -> None:
-        """Leave the innermost open section of this name, also from beneath others; none: logged once."""
+        """Leave the innermost open section of this name, also from within others; none: logged once."""
         if not self.page.leave(name) and name not in self._warned:
             self._warned.add(name)
             log.warning("end_section(%r): %s is in no such section", name, self._who)
 
     def end_all_sections(self) -> None:
-        """Leave every open section, for instance in an exception's handler."""
+        """Leave every open section, for instance in an exception handler."""
         while self.page.leave():
             pass
 
     def call_in(self, name: str, callback: Callable[[], None]) -> None:
-        """Call ``callback`` each time that the section ``name`` was entered, in it; what it raises ends the section."""
+        """Call ``callback`` each time that the section ``name`` was entered, in it; an exception ends the section."""
 
         def enter(index: int) -> None:
             self.page.open(index)
@@ -399,7 +400,7 @@ class RankMonitor:
         timer = SectionTimer(self.page.intern(name), self.page.open, self.page.shut)
         self._sections[name] = timer
         if self.watch.timeouts.sections.get(name) is None:
-            # Where no section has one, sections are not what this run is watched by.
+            # Without any section timeout the run is watched by heartbeats.
             level = self._level if self.watch.timeouts.sections and name not in STANDARD else logging.DEBUG
             log.log(level, "section %r has no timeout: it is measured, not enforced", name)
         return timer
@@ -415,7 +416,7 @@ class RankMonitor:
         self.page.set_durable_iteration(iteration)
 
     def report_progress(self) -> None:
-        """Record that this worker will report what is durable: nothing yet is then no progress, not unknown."""
+        """Record that this worker reports durable iterations: none yet means no progress, not unknown."""
         self.page.report_progress()
 
     def set_restored(self) -> None:
@@ -423,12 +424,12 @@ class RankMonitor:
         self.page.set_restored()
 
     def promise_heartbeats(self, promised: bool) -> None:
-        """Record whether this rank sends heartbeats while it is healthy: default timeouts are for those that do."""
+        """Record whether this rank sends heartbeats while it is healthy: default timeouts apply only then."""
         if not self._closed:
             self.page.promise_heartbeats(promised)
 
     def set_leaving(self, exit_code: int) -> None:
-        """Record with which exit code this process is about to end, before its peers can notice that it does."""
+        """Record the exit code with which this process is about to end, before its peers can detect the end."""
         self.page.set_leaving(exit_code)
 
     def _read_state(self) -> RankState:
@@ -437,9 +438,9 @@ class RankMonitor:
     # -- end -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Record that this rank is done: nothing is enforced on it any more; idempotent.
+        """Record that this rank is done: no timeout is enforced on it any more; idempotent.
 
-        Elsewhere than under ``outlast run``, whose agent does it, what the cycle taught about timeouts is saved.
+        Without ``outlast run``, whose agent does it, learned timeouts are saved.
         """
         if self._closed or os.getpid() != self.pid or self._read_state().finished:
             return
@@ -457,14 +458,14 @@ class RankMonitor:
                 learned.log_suggestion()
 
     def tell_protection(self, text: str) -> None:
-        """Give the agent what a session protects against, for the line on a run's protection."""
+        """Report the session's protection to the agent, for the line on a run's protection."""
         self.page.set_protection(text)
         self.watch.wake_agent()
 
     def close(self) -> None:
-        """Stop being watched: end the responder and the watch; idempotent, and called at exit.
+        """End the watch and the responder; idempotent, and called at exit.
 
-        Later heartbeats and sections do no harm and have no effect. Blocks: a few milliseconds.
+        Later heartbeats and sections have no effect. Blocks: a few milliseconds.
         """
         global _open_monitor
         if self._closed or os.getpid() != self.pid:  # a forked child must not end its parent's
@@ -479,7 +480,7 @@ class RankMonitor:
 
 
 def open_monitor() -> RankMonitor | None:
-    """Return the monitor that this process has, if it has one."""
+    """Return this process's monitor, if there is one."""
     return _open_monitor if _open_monitor is not None and _open_monitor.pid == os.getpid() else None
 
 
@@ -505,15 +506,15 @@ class PlacedRankMonitor(RankMonitor):
 
     @property
     def board_state(self) -> RankState:
-        """What the watchdog sees of this rank."""
+        """This rank's state as the watchdog reads it."""
         return self._read_state()
 
     def report_set_up(self) -> None:
-        """Have the agent look at what was loaded: a restart in process is judged by it."""
+        """Have the agent read the restored checkpoint: an in-process restart is judged by it."""
         if self.env.board is not None and self._read_state().in_process != InProcessState.OFF:
             self.watch.wake_agent()
 
     def note_failure(self) -> None:
-        """Save what the cycle taught about timeouts, without an agent, although this rank fails; it is watched on."""
+        """Save learned timeouts, without an agent, although this rank fails; the watch continues."""
         if not self._closed and os.getpid() == self.pid and not self._read_state().finished:
             self._learn(finished=False)

@@ -1,9 +1,8 @@
-"""The watchdog: a thread of the agent that notices when a rank exceeds a timeout.
+"""The watchdog: a thread that detects when a rank exceeds a timeout; and the timeouts that a run learns.
 
-It sleeps until the earliest deadline on the board and needs nobody to wake it (see
-:func:`outlast.policy.deadlines.wake_at_ns`); a healthy job costs it a few wake-ups per timeout.
-
-The timeouts that a run has learned are kept for its next cycle and job in ``ft_state.json`` (:class:`LearnedTimeouts`).
+The watchdog sleeps until the earliest deadline in the heartbeat memory (see
+:func:`outlast.policy.deadlines.wake_at_ns`); a healthy job costs it a few wake-ups per timeout. Learned timeouts are
+kept for the next cycle and job in ``ft_state.json`` (:class:`LearnedTimeouts`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LONGEST_SLEEP_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangReport:
-    """A hang: every timeout that was exceeded when it was noticed, and the whole board."""
+    """A hang: every timeout that was exceeded when it was detected, and the states of all ranks."""
 
     expired: list[Expired]
     """The longest overdue of each rank first."""
@@ -43,18 +42,18 @@ class HangReport:
 
 
 class Watchdog:
-    """Watch a board, and report each hang once.
+    """Watch a heartbeat memory, and report each hang once.
 
-    A hang lasts from the first exceeded timeout until none is exceeded any more; further ranks that exceed
-    theirs meanwhile are part of it and not reported again.
+    A hang lasts from the first exceeded timeout until none is exceeded any more; further ranks that exceed theirs
+    meanwhile are part of it and are not reported again.
 
     Args:
-        board: The node's board.
-        timeouts: What is enforced; ``None`` = nothing until :meth:`enforce`.
+        board: The node's heartbeat memory.
+        timeouts: Timeouts to enforce; ``None``: none until :meth:`enforce`.
         node: Name of the node.
         on_hang: Called from the watchdog's thread.
-        on_error: Called from the watchdog's thread with what ended it: nothing is watched any more.
-        level: Of the log line that describes what is enforced.
+        on_error: Called from the watchdog's thread with the error that ended it: ranks are not watched any more.
+        level: Of the log line that describes the timeouts.
         clock: Monotonic time.
     """
 
@@ -84,7 +83,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="outlast-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Log what is enforced, and start watching."""
+        """Log the timeouts, and start watching."""
         if self._has_timeouts:
             self._log(self._timeouts.describe(), self._level)
         else:
@@ -92,7 +91,7 @@ class Watchdog:
         self._thread.start()
 
     def enforce(self, timeouts: Timeouts, description: str) -> None:
-        """Enforce other timeouts from now on; at DEBUG the log describes them. Thread: any."""
+        """Replace the timeouts; the log describes them at DEBUG. Thread: any."""
         self._timeouts = timeouts
         self._log(description, logging.DEBUG)
         self._wake.set()
@@ -111,20 +110,19 @@ class Watchdog:
         return True
 
     def look(self) -> None:
-        """Look at the board now, since deadlines that it showed may have changed. Thread: any."""
+        """Check the ranks now, since deadlines may have changed. Thread: any."""
         self._wake.set()
 
     def check(self) -> int | None:
-        """Look at the board once, report a new hang, and return until when to sleep.
+        """Check the ranks once, report a new hang, and return until when to sleep.
 
         Returns:
-            Monotonic nanoseconds; ``None`` = forever, nothing is enforced.
+            Monotonic nanoseconds; ``None``: forever, no timeout is enforced.
         """
         now = self._clock.now_ns()
         states = self._board.read_all()
         if self._wake_ns is not None and now - self._wake_ns > _SUSPENDED_NS:
-            # Not only this thread may have slept (a paused container, a suspended machine): the ranks may run for a
-            # moment before they are judged.
+            # A paused container or a suspended machine stops the ranks, too: they get time before they are judged.
             log.warning(
                 "node %s was suspended for %.1f s; its ranks get one more second",
                 self._node,
@@ -134,7 +132,7 @@ class Watchdog:
             return self._wake_ns
         late = self._late(states, now)
         if late and not self._hanging:
-            # Read again: what is reported was seen twice.
+            # A hang is reported only if it is seen twice.
             states = self._board.read_all()
             seen = {_key(one) for one in late}
             late = [one for one in self._late(states, now) if _key(one) in seen]
@@ -176,21 +174,20 @@ def _key(one: Expired) -> tuple[int, str, str | None, int]:
 FILE_NAME = "ft_state.json"
 _LOCK_NAME = "ft_state.lock"
 MERGE_S = 10.0
-"""How long :meth:`LearnedTimeouts.update` may wait for other ranks."""
-"""How long a rank that ends waits for the others of its directory, and for the disk."""
+"""Time limit in seconds for :meth:`LearnedTimeouts.update`, which waits for other ranks and for the disk."""
 _VERSION = 1
 
 
 class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int
     learned: Learned
-    """What is in force."""
+    """Timeouts in force."""
     cycle: str
-    """Names the cycle that was learned from last."""
+    """Identifies the cycle that was learned from last."""
     before: Learned
-    """What was in force before that cycle."""
+    """Timeouts in force before that cycle."""
     seen: Observation
-    """What has been seen of that cycle so far: its nodes may report one after the other."""
+    """Observations of that cycle so far: its nodes may report one after the other."""
     faulted: tuple[Expired, ...] = ()
     """Timeouts that were exceeded in that cycle."""
 
@@ -214,7 +211,7 @@ class _NvrxTimeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NvrxState(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVIDIA's extension, and Megatron with it, write into a file of the same name."""
+    """The file of the same name of NVIDIA's extension, and of Megatron with it."""
 
     current_timeouts: _NvrxTimeouts
 
@@ -230,7 +227,7 @@ class _NvrxState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_learned(data: bytes) -> Learned:
-    """Return the timeouts in what a run, or NVIDIA's extension, keeps in ``ft_state.json``.
+    """Return the timeouts in an ``ft_state.json`` of a run or of NVIDIA's extension.
 
     Raises:
         msgspec.DecodeError: It is neither.
@@ -250,7 +247,7 @@ def _parse(data: bytes) -> _LearnedState:
 
 
 def observe(states: Iterable[RankState]) -> Observation:
-    """Return the longest durations that the ranks of a board have had."""
+    """Return the longest durations that the attached ranks have had."""
     return policy.combine(
         Observation(
             longest_s=dict(state.longest_s),
@@ -266,7 +263,7 @@ def observe(states: Iterable[RankState]) -> Observation:
 
 
 class LearnedTimeouts:
-    """What a run has learned about its timeouts. Use :meth:`load`."""
+    """Timeouts that a run has learned. Use :meth:`load`."""
 
     def __init__(self, run_dir: str | os.PathLike[str], state: _LearnedState) -> None:
         self.path = Path(run_dir) / FILE_NAME
@@ -274,27 +271,27 @@ class LearnedTimeouts:
 
     @classmethod
     def load(cls, run_dir: str | os.PathLike[str]) -> LearnedTimeouts:
-        """Read the run's file; one that is missing, torn or foreign counts as nothing learned (the latter are
-        reported)."""
+        """Read the run's file; a missing, torn or foreign one (both logged) counts as nothing learned."""
         return cls(run_dir, _read(Path(run_dir) / FILE_NAME))
 
     @staticmethod
     def counts_in(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
-        """Return where a run counts hangs at timeouts that the script calculated, also where nothing is learned."""
+        """Return the folder of the counts of hangs at timeouts that the script calculated, also where nothing is
+        learned."""
         return LearnedTimeouts.folder(config, run_dir) or (None if run_dir is None else Path(run_dir))
 
     @staticmethod
     def folder(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
-        """Return where a run keeps its file; ``None``: nowhere, so that nothing is learned."""
+        """Return the folder of the run's file; ``None``: there is none, and nothing is learned."""
         where = config.state_directory or run_dir
         return Path(where) if config.calc_ft_timeouts and where is not None else None
 
     @classmethod
     def hangs_at_calculated(cls, folder: str | os.PathLike[str] | None) -> Mapping[str, int]:
-        """Return how often nothing explained that a rank exceeded a timeout that the script had calculated, by timeout.
+        """Return the number of unexplained hangs at each timeout that the script calculated.
 
         Args:
-            folder: Where the run keeps its file; ``None`` = nowhere.
+            folder: Folder of the run's file; ``None``: there is none.
         """
         try:
             return {} if folder is None else in_time(folder, partial(cls.load, folder)).learned.num_calculated_hangs
@@ -304,11 +301,11 @@ class LearnedTimeouts:
 
     @property
     def learned(self) -> Learned:
-        """What is in force."""
+        """Timeouts in force."""
         return self._state.learned
 
     def apply(self, config: FaultToleranceConfig) -> FaultToleranceConfig:
-        """Return the config with learned timeouts in the place of configured ones; what was not given stays so."""
+        """Return the config with learned timeouts in place of configured ones; ``given`` does not change."""
         timeouts = self.apply_to(Timeouts.from_config(config))
         learned = {name: getattr(timeouts, field) for name, field in FIELD_OF_SETTING.items()}
         changed = {name: value for name, value in learned.items() if value != getattr(config, name)}
@@ -328,14 +325,14 @@ class LearnedTimeouts:
         faulted: Iterable[Expired] = (),
         with_defaults: bool = False,
     ) -> None:
-        """Learn from a cycle's observations; those of one cycle may come in several calls.
+        """Learn from observations of a cycle, which may arrive in several calls.
 
         Args:
             observations: Of one or more ranks or nodes.
-            cycle: Names the job and cycle. A second call of the same name adds to the first one; it does not
-                count as another cycle.
-            config: The settings as configured, before anything learned was applied.
-            finished: The cycle came to its orderly end.
+            cycle: Identifies job and cycle. A second call with the same value adds to the first one, and does not count
+                as another cycle.
+            config: The settings as configured, without learned timeouts.
+            finished: The cycle ended in order.
             faulted: Timeouts that were exceeded in the cycle.
             with_defaults: The default timeouts of heartbeats were enforced, as by an agent.
         """
@@ -366,12 +363,12 @@ class LearnedTimeouts:
         )
 
     def log_suggestion(self) -> None:
-        """Log the options that set what was learned, at the end of a run."""
+        """Log the options that set the learned timeouts, at the end of a run."""
         if options := self.learned.suggest():
             log.info("suggested timeouts, from the durations of this run: %s (learned in %s)", options, self.path)
 
     def save(self) -> None:
-        """Write the file: whole and durable, or not at all.
+        """Write the file atomically and durably.
 
         Raises:
             OSError: The run directory cannot be written.
@@ -390,24 +387,24 @@ class LearnedTimeouts:
         finished: bool = False,
         faulted: Sequence[Expired] = (),
     ) -> LearnedTimeouts:
-        """Load, merge one rank's cycle, save, and return the result, while other ranks do the same.
+        """Load, merge one rank's cycle, save, and return the result, under a lock.
 
         Args:
             run_dir: The folder of the file.
-            observation: What the rank observed.
+            observation: Of the rank.
             cycle: As for :meth:`merge`.
             config: As for :meth:`merge`.
             finished: As for :meth:`merge`.
             faulted: Timeouts that the rank exceeded.
 
         Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; a caller that must
-            not wait for a hung disk gives it :data:`MERGE_S`.
+        not wait for a hung disk gives it :data:`MERGE_S`.
 
         Raises:
             OSError: The run directory cannot be written.
         """
         Path(run_dir).mkdir(parents=True, exist_ok=True)
-        # A file of its own, open for writing: over NFS flock() is refused on anything else.
+        # A separate file, open for writing: NFS refuses flock() on anything else.
         lock = open_file(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -420,13 +417,13 @@ class LearnedTimeouts:
 
 
 def enforceable(timeouts: Timeouts, text: str, *, rank: int, folder: str | os.PathLike[str] | None) -> Timeouts:
-    """Return timeouts with those in their place that a worker wrote on the board.
+    """Return timeouts with those of the script in their place.
 
     Args:
-        timeouts: What is configured, and learned.
-        text: What :meth:`outlast.runtime.board.Board.timeouts` returned.
-        rank: Whose they are, for the log.
-        folder: Where the run keeps what it has learned about timeouts; ``None`` = nowhere.
+        timeouts: Configured and learned timeouts.
+        text: Of :meth:`outlast.runtime.board.Board.timeouts`.
+        rank: Rank of the script, for the log.
+        folder: Folder of the run's learned timeouts; ``None``: there is none.
     """
     if not text:
         return timeouts
