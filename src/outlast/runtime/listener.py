@@ -31,9 +31,9 @@ R = TypeVar("R")
 _ACCEPTS = 256
 """Connections accepted at once, before others are served again."""
 _PAUSE_S = 0.1
-"""How long nothing is accepted while the system has no room for another connection."""
+"""Seconds without accepting while the system has no descriptor for another connection."""
 _WARN_S = 10.0
-"""Between two warnings of one kind; a flood of connections must not fill the log."""
+"""Seconds between two warnings of one kind: a flood of connections must not fill the log."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNUSABLE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 
@@ -45,7 +45,7 @@ class Acceptor:
         selector: Of the loop; what it reports with a callable as data is called with the events.
         sockets: Bound and listening; this object owns them.
         on_connection: Receives each connection, and owns it.
-        name: What listens, for the log.
+        name: Of the listener, for the log.
 
     Thread: the loop's.
     """
@@ -68,7 +68,7 @@ class Acceptor:
 
     @property
     def deadline_s(self) -> float | None:
-        """When to call :meth:`serve`."""
+        """When :meth:`serve` is due."""
         return self._accepts_again_s
 
     def serve(self, now_s: float) -> None:
@@ -143,7 +143,7 @@ class Acceptor:
 
 
 class Listener(Acceptor, Generic[R]):
-    """Accept connections, and hold each as a newcomer until its owner admits it.
+    """Accept connections, and keep each as a newcomer until its owner admits it.
 
     Args:
         selector: Of the loop; what it reports with a callable as data is called with the events.
@@ -151,8 +151,8 @@ class Listener(Acceptor, Generic[R]):
         receives: Union of the messages that come.
         on_newcomer: Receives the messages of a newcomer; calls :meth:`admit` or :meth:`drop`, or leaves the connection
             to its time limit.
-        name: What listens, for the log.
-        join_s: How long a connection may be a newcomer.
+        name: Of the listener, for the log.
+        join_s: Time limit in seconds for a newcomer.
         max_newcomers: One more closes the oldest.
         handshake: Makes this side's part in the proof of a key; ``None``: peers need none.
         max_bytes: Limit of a newcomer's message.
@@ -181,17 +181,17 @@ class Listener(Acceptor, Generic[R]):
         )
         self._join_s, self._max_newcomers = join_s, max_newcomers
         self._newcomers: dict[SelectedChannel[R], float] = {}
-        """Until when each may be one, oldest first."""
+        """Time limits of newcomers, oldest first."""
         super().__init__(selector, sockets, self._take, name=name)
 
     @property
     def deadline_s(self) -> float | None:
-        """When to call :meth:`serve`."""
+        """When :meth:`serve` is due."""
         due = [one for one in (super().deadline_s, next(iter(self._newcomers.values()), None)) if one is not None]
         return min(due, default=None)
 
     def serve(self, now_s: float) -> None:
-        """Do what is due: accept again, and close newcomers whose time is over. Blocks: never."""
+        """Accept again, and close newcomers whose time is over. Blocks: never."""
         super().serve(now_s)
         while self._newcomers and now_s >= next(iter(self._newcomers.values())):
             self.drop(next(iter(self._newcomers)), f"its peer did not join within {self._join_s:g} s")
@@ -211,7 +211,7 @@ class Listener(Acceptor, Generic[R]):
         link.close()
 
     def drop_all(self, why: str) -> None:
-        """Close all newcomers, once what waits to be sent to them is sent. Blocks: up to 0.05 s for each."""
+        """Close all newcomers, after sending their pending data. Blocks: up to 0.05 s for each."""
         for link in list(self._newcomers):
             link.channel.drain(0.05)
             self.drop(link, why)
@@ -250,7 +250,7 @@ class ThreadedListener(Acceptor):
     Args:
         sockets: Bound and listening; this object owns them.
         serve_connection: Called with each connection in its thread; the connection is closed after the call.
-        name: What listens, for the log.
+        name: Of the listener, for the log.
         max_newcomers: Connections that may be open without :meth:`admit`; one more shuts the oldest down; ``None``: any
             number. ``serve_connection`` limits their time.
         max_admitted: Connections that may be open after :meth:`admit`; ``None``: any number.

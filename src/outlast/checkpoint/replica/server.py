@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 BACKLOG = 128
 HANDSHAKE_S = 5.0
 IDLE_S = 60.0
-"""Seconds without progress after which an authenticated peer is left; its own timeouts are shorter."""
+"""Seconds without progress after which an authenticated peer is disconnected; its own timeouts are shorter."""
 CLOSE_S = 2.0
-"""Longest wait for all threads together: one that waits for a disk cannot be woken."""
+"""Time limit in seconds for all threads together: a thread that waits for a disk cannot be woken."""
 MAX_STRANGERS = 32
 MAX_PEERS = 128
 MAX_SOURCES = 1024
-"""Addresses that are remembered as reported; from then on no other is reported."""
+"""Number of addresses that are reported; further ones are not."""
 
 
 def _warn_of_refused(source: str, reason: str) -> None:
@@ -41,8 +41,8 @@ class ReplicaServer:
     """Listen for peers.
 
     Args:
-        key: The run's key; ``None`` while there is none: nobody is accepted then. May be set later, and anew.
-        port: The port to listen at if it is free; 0 = any.
+        key: The run's key; ``None``: no peer is accepted. May be replaced later.
+        port: The port to listen at if it is free; 0: any.
         on_refused: Called once for each source address that was refused, with the address and the reason; logs them.
             Thread: the connection's.
 
@@ -83,7 +83,7 @@ class ReplicaServer:
         self._parities.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Thread: the connection's."""
+        """Serve a connection. Thread: the connection's."""
         threading.current_thread().name = "outlast-replica-peer"
         source = "an unknown address"
         try:

@@ -39,12 +39,12 @@ WORKING_S = 1.0
 """Seconds after which a peer that waits for a disk gets a :class:`Working`."""
 MAX_WORK_S = 120.0
 HUNG_S = 10.0
-"""Seconds that work at the disk may take before no other part is taken until it ends: each would wait as long."""
+"""Seconds of one piece of disk work after which no other part is taken until it ends."""
 T = TypeVar("T")
 
 
 class DiskWork:
-    """The work at the disk of a node that has begun and not ended. Thread: any."""
+    """Disk work of a node that has not ended. Thread: any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class DiskWork:
         self._numbers = itertools.count()
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Begin work in a thread of its own; return its outcome."""
+        """Run work in a thread; return its outcome."""
         number = next(self._numbers)
         with self._lock:
             self._since_s[number] = clock.now_s()
@@ -67,7 +67,7 @@ class DiskWork:
         return begin(run)
 
     def hung_s(self) -> float | None:
-        """Return for how long the oldest work has not ended; ``None``: none takes longer than :data:`HUNG_S`."""
+        """Return the duration of the oldest work; ``None``: none has taken :data:`HUNG_S`."""
         with self._lock:
             oldest_s = min(self._since_s.values(), default=None)
         if oldest_s is None or (passed_s := clock.now_s() - oldest_s) < HUNG_S:
@@ -96,11 +96,11 @@ class Service:
         self._open: tuple[CopyKey, int, int] | None = None
 
     def run(self) -> None:
-        """Answer requests until the peer leaves.
+        """Serve requests until the peer closes the connection.
 
         Raises:
-            ConnectionError, TimeoutError: The peer broke off, or nothing moved for too long.
-            ProtocolError: It sent what is no request.
+            ConnectionError, TimeoutError: The connection broke, or nothing moved for too long.
+            ProtocolError: The peer sent an invalid request.
         """
         try:
             while (request := self._channel.receive()) is not None:
@@ -168,7 +168,7 @@ class Service:
         return self._holdings.receive(request.key, request.num_bytes)
 
     def _give_up(self, error: str, num_bytes: int) -> None:
-        """Report it to the peer, and take what the peer sends until it has read that."""
+        """Report an error to the peer, and discard its data until it has read the report."""
         self._channel.refuse(error)
         while num_bytes > 0:
             piece = self._scratch[: min(SLICE_BYTES, num_bytes)]
@@ -176,14 +176,14 @@ class Service:
             num_bytes -= len(piece)
 
     def _patiently(self, work: Callable[[], T], leave: Callable[[Future[T]], None]) -> T:
-        """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``.
+        """Do work that may take a disk long, and send the peer :class:`Working` meanwhile, up to ``MAX_WORK_S``.
 
         Args:
-            leave: Called with what is still being done when nobody waits for it any more.
+            leave: Called with unfinished work that is no longer waited for.
 
         Raises:
-            ConnectionError: The peer broke off.
-            TimeoutError: The disk does not answer.
+            ConnectionError: The peer closed the connection.
+            TimeoutError: The disk does not respond.
         """
         future = self._disk_work.begin(work)
         try:
