@@ -22,7 +22,8 @@ import msgspec
 from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.monitor.examination import examine
-from outlast.monitor.watchdog import MERGE_S, HangReport, LearnedTimeouts, Watchdog, enforceable, observe
+from outlast.monitor.learned_timeouts import MERGE_S, LearnedTimeouts, enforceable, observe
+from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Observation, Timeouts
 from outlast.runtime.board import Board

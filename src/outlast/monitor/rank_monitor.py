@@ -24,7 +24,7 @@ from outlast.errors import OutlastError
 from outlast.monitor import stacks
 from outlast.monitor.examination import Responder
 from outlast.monitor.hang_watch import HangWatchTask
-from outlast.monitor.watchdog import MERGE_S, LearnedTimeouts, observe
+from outlast.monitor.learned_timeouts import MERGE_S, LearnedTimeouts, observe
 from outlast.policy.deadlines import STANDARD, STEP, Learned, Timeouts, override
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.runtime.agent_process import AgentDuty

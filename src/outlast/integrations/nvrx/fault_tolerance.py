@@ -29,8 +29,8 @@ from outlast.config.sources import ft_option, load_values
 from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.ft_launcher import find_section, with_none_written
 from outlast.integrations.nvrx.exchange import WorldExchange
+from outlast.monitor.learned_timeouts import read_learned
 from outlast.monitor.rank_monitor import RankMonitor, open_monitor
-from outlast.monitor.watchdog import read_learned
 from outlast.policy.deadlines import FLOOR_S, Learned
 from outlast.runtime.board import EndRequest
 
