@@ -74,7 +74,6 @@ class _Search:
     link: NodeLink | None = None
     """To the process that is queried; ``None``: the next round is due at ``deadline_s``."""
     deadline_s: float = 0.0
-    """When the attempt has taken too long, or the next round is due."""
     error: str = "no agent process was contacted"
 
 
@@ -95,7 +94,6 @@ class AgentLink:
         self._selector = selectors.DefaultSelector()
         self._relay = RankRelay()
         self.relay_address = self._relay.address
-        """Address for the duties of the node's ranks."""
         self._relay.begin_cycle(task.cycle)
         self._selector.register(self._relay, selectors.EVENT_READ, lambda _: None)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -133,7 +131,6 @@ class AgentLink:
         self._ranks = {**self._ranks, rank: pid}
 
     def remove_rank(self, rank: int) -> None:
-        """Record that the duty of a rank has ended. Thread: as :meth:`add_rank`."""
         self._ranks = {one: pid for one, pid in self._ranks.items() if one != rank}
 
     def connect(self, order: m.Connect, *, is_new: bool) -> None:
@@ -215,7 +212,6 @@ class AgentLink:
         return min([*due, *(one for one in later if one is not None)])
 
     def _report(self) -> None:
-        """Send the coordinator what the relay has for it; without a coordinator the relay keeps it."""
         for message in self._relay.serve():
             if self._link is not None:
                 self._link.send(message)
@@ -238,7 +234,6 @@ class AgentLink:
     # -- the connection to the coordinator ---------------------------------------------------------------------
 
     def _use_link(self, link: NodeLink, term: int, came: list[OnLink]) -> None:
-        """Use the connection to the coordinator, on which these messages came already."""
         self._search, self._was_silent = None, False
         self._link, self._answer_s = link, None
         self._next_beat_s = clock.now_s() + self._task.heartbeat_interval_s
@@ -347,7 +342,6 @@ class AgentLink:
         self._skip(self._search, str(error))
 
     def _skip(self, search: _Search, error: str) -> None:
-        """Query the next agent process."""
         assert search.link is not None
         search.error = f"{self._addresses[search.at]}: {error}"
         search.link.close()

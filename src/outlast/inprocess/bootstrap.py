@@ -56,7 +56,6 @@ class Bootstrap:
         return m.Connect(addresses=(address,), offer=offer)
 
     def close(self) -> None:
-        """Stop hosting the TCPStore. Idempotent."""
         self._store = None
 
     def _open(self) -> Any:

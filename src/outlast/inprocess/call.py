@@ -190,7 +190,6 @@ class Handle:
             self.failure = describe(error), is_consequence(error)
 
     def take_callbacks(self) -> list[Callable[[], None]]:
-        """Return the callbacks of :meth:`on_leave` in the order of the calls to make; only once."""
         callbacks, self._callbacks = self._callbacks[::-1], []
         return callbacks
 
@@ -201,7 +200,6 @@ def current_handle() -> Handle | None:
 
 
 def set_current(handle: Handle | None) -> None:
-    """Set the call that the main thread is in."""
     global _current
     _current = handle
 
@@ -240,7 +238,6 @@ class CallStore:
         self._store: Any = None
 
     def serve(self, *, timeout_s: float) -> None:
-        """Host the TCPStore. Blocks: never."""
         assert self._listener is not None, "closed, or served already"
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

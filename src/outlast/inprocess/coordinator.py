@@ -40,9 +40,7 @@ class JoinCoordinator(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     node: str
     life: str
-    """Identifies the agent process."""
     address: str
-    """``host port`` of the agent process."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -50,7 +48,6 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     term: int
     addresses: tuple[str, ...]
-    """Of agent processes that may coordinate; the first one does."""
 
 
 class NotCoordinator(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,7 +99,6 @@ class RankCoordinator:
 
     @property
     def deadline_s(self) -> float:
-        """When :meth:`look` is due."""
         due = [self._next_silence_check_s, *self._absent.values()]
         if not self._has_begun and clock.now_s() < self._patience_end_s:
             due.append(self._patience_end_s)
@@ -120,7 +116,6 @@ class RankCoordinator:
         return bool(others) or (self._has_begun and self._hub.is_waiting())
 
     def adopt(self, channel: NodeChannel, join: JoinCoordinator) -> None:
-        """Accept a node."""
         if (old := self._nodes.pop(join.life, None)) is not None:
             old.link.close()
         self._absent.pop(join.life, None)
@@ -131,7 +126,6 @@ class RankCoordinator:
         self._choose_successors()
 
     def look(self, now_s: float) -> None:
-        """Do what is due."""
         if now_s >= self._next_silence_check_s:
             self._check_silence(now_s)
         if any(now_s >= until_s for until_s in self._absent.values()):
@@ -143,7 +137,6 @@ class RankCoordinator:
         self._deliver()
 
     def discount_pause(self) -> None:
-        """Discount the nodes' silence while this process did not run."""
         for node in self._nodes.values():
             node.link.channel.received_ns = clock.now_ns()
 

@@ -47,7 +47,6 @@ class Parts:
 
     @property
     def mapping(self) -> dict[str, Any]:
-        """Modules and optimizers as a state."""
         return {**self.modules, **self.optimizers}
 
 
@@ -68,7 +67,6 @@ class KeptTrainingState:
 
     def __init__(self) -> None:
         self.page: SharedBuffer | None = None
-        """The rank-local state, for neighbours to read."""
         self.rank: int | None = None
         """The rank of this process in the last call that it was active in."""
         self.world_size = 0
@@ -196,7 +194,6 @@ class KeptTrainingState:
         self._sampled, self._loose, self._copies = [], [], {}
 
     def is_used(self, state: Mapping[str, Any]) -> bool:
-        """Return whether an object of ``state`` was trained in an earlier call."""
         known = [reference() for reference in self._objects.values()]
         return any(value is one for value in Parts(state).mapping.values() for one in known)
 
@@ -228,7 +225,6 @@ class KeptTrainingState:
         return self._iteration, "", digest
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
         self.release()
         if self.page is not None:
             self.page.close()

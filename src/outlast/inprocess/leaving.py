@@ -65,14 +65,11 @@ def clear_frames(error: BaseException | None) -> list[BaseException]:
 
 
 def drop(error: BaseException | None) -> None:
-    """Clear the frames and tracebacks of an exception and of its causes."""
     for one in clear_frames(error):
         one.__traceback__ = None
 
 
 class Background:
-    """The hooks and child processes of this process before the function ran."""
-
     def __init__(self) -> None:
         self._excepthook = sys.excepthook
         self._children = set(multiprocessing.active_children())

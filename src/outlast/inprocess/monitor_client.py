@@ -70,7 +70,6 @@ class MonitorThread:
         self._is_stopped = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.inbox: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
-        """Instructions for the main thread, in order."""
         self._thread = threading.Thread(target=self._run, name="outlast-inprocess", daemon=True)
 
     def start(self) -> None:
@@ -89,7 +88,6 @@ class MonitorThread:
             os.close(self._wake)
 
     def begin_call(self) -> None:
-        """Count any progress of the main thread again. Thread: the main thread."""
         self._pings_only = False
 
     def count_pings_only(self) -> None:
@@ -194,7 +192,6 @@ class MonitorLink:
 
     @property
     def pid(self) -> int:
-        """Process id of the agent process."""
         return self._duty.pid
 
     def fileno(self) -> int:
@@ -279,7 +276,6 @@ class MonitorLink:
             log.debug("the agent process is gone: %s", error)  # receive() detects it, too
 
     def close(self) -> None:
-        """End the duty. Idempotent."""
         if not self._is_over:
             self.send(p.Left(reason="the rank left the wrapper"))
         self._duty.release()

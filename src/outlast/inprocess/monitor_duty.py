@@ -220,7 +220,6 @@ class _MonitorDuty:
         self._end_rank()
 
     def _end_rank(self) -> float:
-        """Send SIGTERM; return when SIGKILL is due."""
         if self._kill_s is None:
             grace_s = self._task.termination_grace_s
             self._kill_s = clock.now_s() + grace_s
@@ -252,7 +251,6 @@ class _MonitorDuty:
         return None if fault is None or fault.is_victims else fault
 
     def _add_position(self, fault: p.RankFault) -> p.RankFault:
-        """Return the fault with the position of the rank's main thread."""
         if (position := read_stack_position(self._task.pid)) is None:
             return fault
         line, waits = position

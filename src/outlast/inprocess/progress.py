@@ -67,7 +67,6 @@ class Page:
         return page
 
     def close(self) -> None:
-        """Release the memory; idempotent."""
         if self.fd >= 0:
             self._words.release()
             self._map.close()
@@ -77,11 +76,9 @@ class Page:
     # -- written by the rank -----------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Record that the monitor thread runs."""
         self._words[_BEAT] = now_ns()
 
     def stamp_progress(self) -> None:
-        """Record that the main thread made progress."""
         self._words[_PROGRESS] = now_ns()
 
     def set_phase(self, phase: RankPhase, restart_count: int | None = None) -> None:
@@ -93,7 +90,6 @@ class Page:
         self._words[_PHASE] = phase
 
     def pause(self) -> None:
-        """Enter a part without hang protection; may be nested."""
         self._words[_PAUSES] += 1
 
     def resume(self) -> None:
@@ -109,12 +105,10 @@ class Page:
 
     @property
     def beat_ns(self) -> int:
-        """When the monitor thread ran last."""
         return self._words[_BEAT]
 
     @property
     def progress_ns(self) -> int:
-        """When the main thread made progress last."""
         return self._words[_PROGRESS]
 
     @property
@@ -123,12 +117,10 @@ class Page:
 
     @property
     def restart_count(self) -> int:
-        """The call that the rank is in, or was in last."""
         return self._words[_RESTART_COUNT]
 
     @property
     def is_paused(self) -> bool:
-        """Whether hang protection is off."""
         return self._words[_PAUSES] > 0
 
 
@@ -197,12 +189,10 @@ class RankWatch:
         self._is_over = True
 
     def note_go(self, restart_count: int, now_ns: int) -> None:
-        """Record that the rank was ordered to enter a call."""
         self._went = (restart_count, now_ns)
         self._ordered_to_leave_ns = None
 
     def note_leave(self, now_ns: int) -> None:
-        """Record that the rank was ordered to leave the function."""
         self._went = None
         if self._ordered_to_leave_ns is None:
             self._ordered_to_leave_ns = now_ns

@@ -48,10 +48,7 @@ COORDINATION = "in-process restarts"
 
 
 class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Task of a monitor duty, as JSON."""
-
     pid: int
-    """Of the rank's process."""
     initial_rank: int
     initial_world_size: int
     node: str
@@ -77,7 +74,6 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     call: int = 0
     """Number of the process's call of a wrapped function, from 0."""
     labels: dict[str, str] = {}
-    """Labels of the place of this rank for the rank assignment."""
     log_path: str = ""
     """Log file of the agent process; empty: the rank's standard error."""
     pid_path: str = ""
@@ -139,7 +135,6 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
     """The duty runs; its agent process could coordinate."""
 
     address: str
-    """``host port``."""
     offer: str
     """The agent processes derive their key from it; see :func:`outlast.runtime.run_key.make_offer`."""
 
@@ -167,20 +162,16 @@ class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
     connect: Connect
     standing: MemberStanding
     final_report: Left | None = None
-    """May not have reached the coordinator."""
     ranks: dict[int, int] = {}
     """As in :class:`Coordinators`."""
 
 
 class JoinRelay(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """First message to a relay."""
-
     cycle: int
     call: int
     initial_rank: int
     initial_world_size: int
     pid: int
-    """Of the rank's process."""
     labels: dict[str, str]
     limits: RestartLimits
     standing: MemberStanding
@@ -200,7 +191,6 @@ ToRelay = JoinRelay | Gone | Report
 
 
 def encode(message: FromRank | FromMonitor) -> bytes:
-    """Return a packet between a rank and its agent process."""
     return msgspec.msgpack.encode(message)
 
 

@@ -76,10 +76,8 @@ class WrappedRank:
         """The last order to restart since ``_go``."""
         self._ready_for = -1
         self._iteration = -1
-        """Highest number of optimizer steps that a call has reported; -1: none has."""
         self._returned: CallOutcome | None = None
         self._has_finished = False
-        """The function has returned on all active ranks."""
         self._kept: dict[str, Any] = {}
         self._handle: calls.Handle | None = None
         self._aborting = threading.Lock()
@@ -118,7 +116,6 @@ class WrappedRank:
             raise RankLeft(text, rank=self._place.global_rank, node=self._place.node) from error
 
     def _open(self, stack: ExitStack) -> None:
-        """Set up the objects that live as long as this rank's part."""
         config, place = self._config, self._place
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         stack.callback(env.update, before)
@@ -210,7 +207,6 @@ class WrappedRank:
             raise OutlastError(f"the agent process has not responded for {timeout_s:g} s; read its log") from None
 
     def _get_ready(self, restart_count: int) -> None:
-        """Report that this rank can enter a call, if it is healthy."""
         if restart_count > 0:
             try:
                 self._plugins.health_check(self._describe())
@@ -288,7 +284,6 @@ class WrappedRank:
         return outcome
 
     def _prepare(self, go: p.Go, rank: int) -> None:
-        """Set the function's environment, and serve its TCPStore on rank 0."""
         assert self._store is not None
         host, port = go.store_address.split(" ")
         if rank == 0:
@@ -312,7 +307,6 @@ class WrappedRank:
             )
 
     def _settle(self, outcome: CallOutcome) -> None:
-        """Report how the call ended, and leave it if it failed."""
         error = outcome.error
         if error is None or (isinstance(error, SystemExit) and p.is_orderly_exit(error.code)):
             self._returned = outcome
@@ -355,7 +349,6 @@ class WrappedRank:
             log.warning("the function failed on this rank in call %d: %s", self._restart_count, summary, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Clean up after the last call. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -437,7 +430,6 @@ class WrappedRank:
         raise error
 
     def _abortion(self, order: p.Abort) -> RestartAbort:
-        """Return the exception for an order to stop."""
         self._terminate()
         return RestartAbort(
             order.reason,

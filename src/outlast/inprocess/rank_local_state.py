@@ -90,7 +90,6 @@ class SharedBuffer:
         _HEAD.pack_into(self._map, start, iteration, len(data), xxhash.xxh3_64_intdigest(data))
 
     def clear(self) -> None:
-        """Erase both iterations."""
         for slot in range(2):
             _HEAD.pack_into(self._map, slot * _SLOT_BYTES, -1, 0, 0)
 
@@ -112,7 +111,6 @@ class SharedBuffer:
         self.close()
 
     def close(self) -> None:
-        """Release the memory. Idempotent."""
         if self.fd >= 0:
             self._map.close()
             os.close(self.fd)
@@ -125,16 +123,11 @@ _INT_MAX = 2**63
 
 
 class _Description(msgspec.Struct, frozen=True):
-    """A value without the content of its tensors."""
-
     tree: bytes
     tensors: list[tuple[str, str, list[int]]]
-    """Names, dtypes and shapes."""
 
 
 class _Payload(msgspec.Struct, frozen=True):
-    """The rank-local state at the end of a step."""
-
     python: bytes
     numpy: bytes
     torch: bytes

@@ -43,7 +43,6 @@ class RelayClient:
         self._ranks: dict[int, int] = {}
         self._link: RelayLink | None = None
         self._give_up_s: float | None = None
-        """Time limit for the first order."""
         self.is_over = False
         """There are no more orders for the rank, or the rank has no more reports."""
 
@@ -53,20 +52,17 @@ class RelayClient:
         return max(0, self._record.standing.restart_count)
 
     def connect(self) -> None:
-        """Join for the first time."""
         # The coordinator waits as long for missing ranks, and again for the rank that assigns ranks.
         self._give_up_s = clock.now_s() + 2 * self._task.limits.barrier_timeout_s + _FINAL_REPORT_S
         self._join()
 
     def reconnect(self, known: m.Reconnect) -> None:
-        """Join in place of a process that is gone."""
         self._record, self._ranks = m.MemberRecord(known.standing), known.ranks
         self._join()
         if known.final_report is not None:
             self._send(known.final_report)
 
     def report(self, report: p.Report) -> None:
-        """Send a report of the rank, or one in the rank's place."""
         self._record.note_report(report)
         self._send(report)
 

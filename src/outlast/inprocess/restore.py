@@ -32,8 +32,6 @@ _TIMEOUT_S = 600.0
 
 
 class _Neighbour(msgspec.Struct, frozen=True):
-    """Address of a rank's shared buffer for the ranks of its node."""
-
     node: str
     pid: int
     fd: int
@@ -216,7 +214,6 @@ class Restore:
     def _watch(
         self, state: Mapping[str, Any], exchange: _StateExchange, rank: int, world_size: int, node: str | None
     ) -> None:
-        """Follow the state from now on, and open the shared buffers of this node's ranks."""
         self._kept.watch(state, self._own, rank=rank, world_size=world_size)
         page = self._kept.page
         assert page is not None

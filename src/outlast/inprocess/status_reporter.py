@@ -63,7 +63,6 @@ class StatusReporter:
             _say_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: p.Go) -> None:
-        """Report that a call begins, in which this rank is active or a spare."""
         rank = go.ranks.get(self._place.global_rank)
         state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
         self._set(state, go.restart_count, go.faults)
@@ -72,7 +71,6 @@ class StatusReporter:
         self._ranks, self._left_s = go.ranks, None
 
     def restart(self, restart_count: int, faults: Iterable[p.RankFault] = ()) -> None:
-        """Report that the running call is left, and the next call."""
         if self._left_s is None:
             self._left_s = clock.now_s()
         self._set(p.InProcessState.RESTARTING, restart_count, faults)
@@ -81,7 +79,6 @@ class StatusReporter:
         self._set(p.InProcessState.COMPLETED)
 
     def finish(self) -> None:
-        """Report that the function returned on all active ranks."""
         self._has_ended = True
         self._set(p.InProcessState.RETURNED)
 

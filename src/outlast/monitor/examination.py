@@ -50,7 +50,6 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A process's own records of its collectives; sent to the examiner as JSON."""
 
     groups: dict[str, int] = {}
-    """Number of collectives entered, by name of the process group."""
     recorded: bool = False
     """The flight recorder has this process's collectives: without ``pending`` none is under way."""
     pending: Collective | None = None
@@ -179,7 +178,6 @@ def _plain(name: str) -> str:
 
 
 QUESTION = struct.Struct("<Q")
-"""The query's number."""
 ANSWER = struct.Struct("<QIq")
 """The query's number, the local rank, the number of collectives (-1: unknown); in the second datagram followed by the
 process's :class:`~outlast.monitor.examination.Books` as JSON."""
@@ -226,7 +224,6 @@ class Responder:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread. Blocks: up to ``timeout_s``."""
         if self._wake < 0:
             return
         os.eventfd_write(self._wake, 1)
@@ -361,8 +358,6 @@ def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> N
 
 
 class _Answers:
-    """Queries to the responders, and their responses."""
-
     def __init__(self, board: Board, ranks: list[_ExaminedRank]) -> None:
         self.asked = {rank.state.local_rank: rank for rank in ranks}
         self._number = secrets.randbits(63)
@@ -380,7 +375,6 @@ class _Answers:
         self._socket.close()
 
     def receive(self, timeout_s: float) -> None:
-        """Process the responses that arrive within a time."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(max(0.0, timeout_s) * 1e3):

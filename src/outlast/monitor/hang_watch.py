@@ -34,12 +34,8 @@ log = logging.getLogger(__name__)
 
 
 class HangWatchTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Task of a hang watch."""
-
     pid: int
-    """Of the worker."""
     rank: int
-    """Global rank."""
     node: str
     config: str
     """The fault tolerance settings in force, as JSON."""
@@ -83,7 +79,6 @@ class HangWatch:
         )
 
     def run(self, line: socket.socket) -> None:
-        """Watch until the worker has ended, or has closed the line."""
         watchdog = Watchdog(
             self._board,
             self._enforceable() or self._timeouts,
@@ -104,7 +99,6 @@ class HangWatch:
             os.close(self._wake)
 
     def end_worker(self, report: HangReport) -> None:
-        """Write the stacks of a hung worker, and end it."""
         folder = self._task.stacks_dir or tempfile.mkdtemp(prefix="outlast-stacks-")
         positions = examine(self._board, node=self._task.node, stacks_dir=folder, expired=report.expired)
         rank = report.expired[0].global_rank

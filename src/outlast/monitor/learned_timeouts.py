@@ -33,11 +33,9 @@ _VERSION = 1
 class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int
     learned: Learned
-    """Timeouts in force."""
     cycle: str
     """Identifies the cycle that was learned from last."""
     before: Learned
-    """Timeouts in force before that cycle."""
     seen: Observation
     """Observations of that cycle so far: its nodes may report one after the other."""
     faulted: tuple[Expired, ...] = ()
@@ -153,7 +151,6 @@ class LearnedTimeouts:
 
     @property
     def learned(self) -> Learned:
-        """Timeouts in force."""
         return self._state.learned
 
     def apply(self, config: FaultToleranceConfig) -> FaultToleranceConfig:
@@ -164,7 +161,6 @@ class LearnedTimeouts:
         return config.changed(**changed)
 
     def apply_to(self, timeouts: Timeouts) -> Timeouts:
-        """Return timeouts with learned ones in their place."""
         return policy.apply(timeouts, self.learned)
 
     def merge(
@@ -215,7 +211,6 @@ class LearnedTimeouts:
         )
 
     def log_suggestion(self) -> None:
-        """Log the options that set the learned timeouts, at the end of a run."""
         if options := self.learned.suggest():
             log.info("suggested timeouts, from the durations of this run: %s (learned in %s)", options, self.path)
 

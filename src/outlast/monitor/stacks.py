@@ -159,7 +159,6 @@ class Stack:
 
     @property
     def _library(self) -> list[Frame]:
-        """The frames above the innermost line of the user's code; torch may be a checkout instead of a package."""
         return list(itertools.takewhile(lambda frame: frame.is_library or frame.may_wait, self.frames))
 
 
@@ -272,7 +271,6 @@ def arrange(text: str) -> str:
 
 
 def _is_our_thread(lines: list[str]) -> bool:
-    """Return whether outlast started a thread: its outermost frames are the interpreter's and outlast's."""
     files = [match["file"] for line in lines if (match := _FRAME.match(line))]
     outer = next((file for file in reversed(files) if not _INTERPRETER.match(file)), "")
     return outer.startswith(_OUTLAST)

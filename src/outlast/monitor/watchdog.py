@@ -72,7 +72,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="outlast-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Log the timeouts, and start watching."""
         if self._has_timeouts:
             self._log(self._timeouts.describe(), self._level)
         else:

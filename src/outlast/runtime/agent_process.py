@@ -72,14 +72,12 @@ class _BeginDuty(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     module: str
     task: bytes
     process: Process
-    """The rank."""
 
 
 class _DutyBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A duty runs; from now on the connection is the duty's."""
 
     pid: int
-    """Of the agent process."""
 
 
 # -- the rank's side ---------------------------------------------------------------------------------------------
@@ -110,7 +108,6 @@ class AgentDuty:
         self._module, self._task, self._fds = module, msgspec.json.encode(task), list(fds)
         self._place = place
         self.pid = 0
-        """Of the agent process."""
         self.line = self._begin()
         """The rank's end of a connection whose messages are packets; the duty has the other end."""
 
@@ -203,7 +200,6 @@ def _connect(name: str, node: str) -> socket.socket:
 
 
 def _start(address: str, node: str) -> None:
-    """Start the agent process, unless another rank has bound its name."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)
@@ -227,7 +223,6 @@ def _start(address: str, node: str) -> None:
 
 
 def _run_duty(listener: ThreadedListener, connection: socket.socket) -> None:
-    """Run the duty that a rank requests. Thread: the connection's."""
     try:
         channel: MessageChannel[_BeginDuty] = MessageChannel(connection, _BeginDuty)
         received = channel.receive_with_fds(_MAX_FDS, within_s=_JOIN_S)
@@ -248,7 +243,6 @@ def _run_duty(listener: ThreadedListener, connection: socket.socket) -> None:
 
 
 def _watch(process: Process) -> int:
-    """Return a descriptor that is readable once a rank has ended."""
     try:
         pidfd = open_pidfd(process.pid)
     except ProcessLookupError:

@@ -68,11 +68,9 @@ class Acceptor:
 
     @property
     def deadline_s(self) -> float | None:
-        """When :meth:`serve` is due."""
         return self._accepts_again_s
 
     def serve(self, now_s: float) -> None:
-        """Do what is due. Blocks: never."""
         if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
             self._resume()
 
@@ -186,7 +184,6 @@ class Listener(Acceptor, Generic[R]):
 
     @property
     def deadline_s(self) -> float | None:
-        """When :meth:`serve` is due."""
         due = [one for one in (super().deadline_s, next(iter(self._newcomers.values()), None)) if one is not None]
         return min(due, default=None)
 
@@ -197,7 +194,6 @@ class Listener(Acceptor, Generic[R]):
             self.drop(next(iter(self._newcomers)), f"its peer did not join within {self._join_s:g} s")
 
     def is_newcomer(self, link: SelectedChannel[R]) -> bool:
-        """Return whether a connection is open and not yet admitted."""
         return link in self._newcomers
 
     def admit(self, link: SelectedChannel[R]) -> None:
@@ -205,7 +201,6 @@ class Listener(Acceptor, Generic[R]):
         del self._newcomers[link]
 
     def drop(self, link: SelectedChannel[R], why: object) -> None:
-        """Close a newcomer."""
         log.debug("%s closed a connection: %s", self._name, why)
         del self._newcomers[link]
         link.close()
@@ -217,7 +212,6 @@ class Listener(Acceptor, Generic[R]):
             self.drop(link, why)
 
     def close(self) -> None:
-        """Stop listening, and close all newcomers. Idempotent."""
         super().close()
         self.drop_all("it stops listening")
 
@@ -271,7 +265,6 @@ class ThreadedListener(Acceptor):
         self._max_newcomers, self._max_admitted = max_newcomers, max_admitted
         self._lock = threading.Lock()
         self._newcomers: dict[socket.socket, threading.Thread] = {}
-        """Oldest first."""
         self._admitted: dict[socket.socket, threading.Thread] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.is_stopping = False

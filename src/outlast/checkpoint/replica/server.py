@@ -83,7 +83,6 @@ class ReplicaServer:
         self._parities.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serve a connection. Thread: the connection's."""
         threading.current_thread().name = "outlast-replica-peer"
         source = "an unknown address"
         try:

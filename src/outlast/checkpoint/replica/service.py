@@ -84,11 +84,6 @@ def _drop_later(begun: Future[Incoming | Block]) -> None:
 
 
 class Service:
-    """Serve one connection.
-
-    Thread: one.
-    """
-
     def __init__(self, channel: ReplicaChannel, holdings: Holdings, parities: Parities, disk_work: DiskWork) -> None:
         self._channel, self._holdings, self._parities = channel, holdings, parities
         self._disk_work = disk_work
