@@ -199,6 +199,11 @@ class WorkerEnv:
     """Number of the wrapped function's call in this process, from 0."""
 
     @property
+    def replaces_dead_ranks(self) -> bool:
+        """Whether the launcher's agents report that they replace dead ranks, as those of ``outlast run`` do."""
+        return self.config_file is not None
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank logs for all ranks and the whole job: rank 0, in the job's first cycle."""
         # Under srun and plain python each cycle is a job with a separate log.

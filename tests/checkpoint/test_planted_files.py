@@ -24,7 +24,7 @@ from outlast.integrations.slurm.jobs import load_requeue_state
 from outlast.journal import JournalTail
 from outlast.launch.ladder_file import load_ladder
 from outlast.launch.node_metrics import NodeHistory
-from outlast.monitor.watchdog import LearnedTimeouts
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.runtime.journal import Journal
 from outlast.runtime.lease import FolderRecords
 from outlast.runtime.run_key import find_run_key, key_of_directory

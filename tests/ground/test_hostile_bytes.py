@@ -38,7 +38,7 @@ from outlast.launch import protocol as agent_messages
 from outlast.launch.control import Introduction, join_handshake
 from outlast.launch.ladder_file import load_ladder
 from outlast.monitor.examination import Books
-from outlast.monitor.watchdog import read_learned
+from outlast.monitor.learned_timeouts import read_learned
 from outlast.policy.recovery_point import decode_distrusted
 from outlast.policy.rerun import Diagnosis
 from outlast.ray.actor_state import HeldState
@@ -295,7 +295,7 @@ LISTED = {
     "checkpoint.directory", "checkpoint.manifest", "checkpoint.shard", "checkpoint.state",
     "config.launching", "config.sources", "inprocess.protocol", "integrations.slurm.jobs", "journal", "launch.cycle",
     "launch.in_process_recovery", "launch.ladder_file",
-    "monitor.examination", "monitor.watchdog", "policy.recovery_point", "runtime.diagnoses",
+    "monitor.examination", "monitor.learned_timeouts", "policy.recovery_point", "runtime.diagnoses",
     "ray.actor_state", "runtime.lease", "runtime.postmortem", "runtime.process_groups", "runtime.wire",
     "status.evidence",  # ladder.json
 }  # fmt: skip

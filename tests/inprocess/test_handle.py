@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outlast import inprocess
-from outlast.inprocess.call import Handle, RestartRequested, handle_parameter, open_handle
+from outlast.inprocess.call import Handle, RestartRequested, handle_parameter
 from outlast.inprocess.plugins import State
 from outlast.inprocess.progress import Page
 from outlast.runtime.interruption import SignalInterruption
@@ -41,7 +41,7 @@ def make(page: Page, kept: dict[str, Any], pinged: list[int]) -> Handle:
     state = State(
         initial_rank=1, initial_world_size=3, rank=0, world_size=2, active_world_size=2, iteration=4, node="n"
     )
-    return open_handle(
+    return Handle(
         state,
         interruption=SignalInterruption(RestartRequested, make.__code__),
         page=page,

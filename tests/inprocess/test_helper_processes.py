@@ -1,4 +1,4 @@
-"""What runs on a node beside its ranks: one agent process that watches them, and one writer of their checkpoints."""
+"""The helper processes of a node: one agent process that watches the ranks, and one writer of their checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 SCRIPT = """
@@ -22,8 +23,8 @@ CONFIG = outlast.Config(
 
 
 def helpers():
-    commands = [child.cmdline() for child in psutil.Process().parent().children(recursive=True)]
-    return sorted(command[command.index("-m") + 1] for command in commands if "-m" in command)
+    commands = {child.pid: child.cmdline() for child in psutil.Process().parent().children(recursive=True)}
+    return sorted((command[command.index("-m") + 1], pid) for pid, command in commands.items() if "-m" in command)
 
 
 @outlast.inprocess.Wrapper(CONFIG)
@@ -49,9 +50,9 @@ train()
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_processes_beside_the_ranks_of_a_node(tmp_path: Path) -> None:
-    """Under stock torchrun, with a wrapped function, timeouts and checkpoints, after a restart in process: the agent
-    process has all duties."""
+def test_ranks_of_a_node_share_two_helper_processes(tmp_path: Path) -> None:
+    """Under stock torchrun with 4 ranks, a wrapped function, timeouts and checkpoints, after an in-process restart: one
+    agent process has all duties, and one writer serves all ranks. Both end soon after the last rank."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -63,8 +64,15 @@ def test_two_processes_beside_the_ranks_of_a_node(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    pids = set()
     for rank in range(4):
         found = json.loads((tmp_path / f"helpers-{rank}").read_text())
-        assert found == ["outlast.checkpoint.writer", "outlast.runtime.agent_process"], done.stderr
+        assert [name for name, _ in found] == ["outlast.checkpoint.writer", "outlast.runtime.agent_process"], (
+            done.stderr
+        )
+        pids.update(pid for _, pid in found)
+    assert len(pids) == 2
+    left = [process for process in psutil.process_iter() if process.pid in pids]
+    assert not psutil.wait_procs(left, timeout=10.0)[1]
     assert "agent process" in done.stderr
     assert "not detected" not in done.stderr

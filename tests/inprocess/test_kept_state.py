@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.inprocess.call import RestartRequested, open_handle
+from outlast.inprocess.call import Handle, RestartRequested
+from outlast.inprocess.kept_state import KeptTrainingState
 from outlast.inprocess.rank_local_state import CAPACITY_BYTES, RankLocalState, SharedBuffer
-from outlast.inprocess.restore import KeptTrainingState, Restore
+from outlast.inprocess.restore import Restore
 from outlast.runtime.interruption import SignalInterruption
 
 
@@ -119,8 +120,8 @@ def test_what_a_device_has_not_computed_is_not_whole(
 ) -> None:
     """Steps are counted when they are given to the device; behind an aborted collective it computes garbage."""
     interruption = SignalInterruption(RestartRequested, _fail.__code__)
-    call = open_handle(Any, interruption=interruption, page=Any, on_first_ping=_fail, kept={})  # type: ignore[arg-type]
-    monkeypatch.setattr("outlast.inprocess.restore.current_handle", lambda: call)
+    call = Handle(Any, interruption=interruption, page=Any, on_first_ping=_fail, kept={})  # type: ignore[arg-type]
+    monkeypatch.setattr("outlast.inprocess.kept_state.current_handle", lambda: call)
     monkeypatch.setattr("outlast.runtime.device.mark_work", lambda: mark)
     training = Training()
     _begin(kept, training)
@@ -144,10 +145,10 @@ def test_what_a_device_that_failed_has_computed_is_not_whole(
     kept: KeptTrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that cannot be asked any more is trusted with nothing."""
-    call = open_handle(
+    call = Handle(
         Any, interruption=SignalInterruption(RestartRequested, _fail.__code__), page=Any, on_first_ping=_fail, kept={}
     )  # type: ignore[arg-type]
-    monkeypatch.setattr("outlast.inprocess.restore.current_handle", lambda: call)
+    monkeypatch.setattr("outlast.inprocess.kept_state.current_handle", lambda: call)
     monkeypatch.setattr("outlast.runtime.device.mark_work", BrokenMark)
     training = Training()
     _begin(kept, training)

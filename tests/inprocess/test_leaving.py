@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from outlast.errors import PeerLost
-from outlast.inprocess.call import Background, describe, drop, end_children, is_consequence
+from outlast.inprocess.leaving import Background, describe, drop, end_children, is_consequence
 from outlast.inprocess.rank import WrappedRank
 
 

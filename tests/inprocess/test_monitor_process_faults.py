@@ -159,7 +159,8 @@ def test_the_only_agent_process_killed() -> None:
 
 
 def test_coordinating_agent_process_and_a_rank_killed_together() -> None:
-    """The others go on without the rank, of which nothing is known any more, and replace it."""
+    """The next agent process of the node knows from its other rank which process is gone; the others replace that
+    rank."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -168,7 +169,19 @@ def test_coordinating_agent_process_and_a_rank_killed_together() -> None:
         os.kill(ranks[0].monitors[0], signal.SIGKILL)
         order = ranks.go(1, but=(0,))
         assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
-        assert kinds(order) == {0: "link_lost"}
+        assert kinds(order) == {0: "died"}
+
+
+def test_agent_process_of_another_node_and_a_rank_killed_together() -> None:
+    """The same, with a coordinator that lives: the rank counts as dead as soon as the node is back."""
+    with FakeRanks(4, active=4) as ranks:
+        ranks.connect()
+        ranks.go(0)
+        os.kill(ranks[3].monitors[0], signal.SIGSTOP)
+        ranks[3].send(signal.SIGKILL)
+        os.kill(ranks[3].monitors[0], signal.SIGKILL)
+        restart = ranks[0].wait_for("Restart")
+        assert kinds(restart) == {3: "died"}
 
 
 def test_coordinating_node_lost() -> None:

@@ -26,8 +26,8 @@ from outlast.launch.job_settings import JobSettings
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.options import parse_options
 from outlast.launch.workers import WorkerProcess
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.monitor.rank_monitor import PlacedRankMonitor
-from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.event_loop import Mailbox

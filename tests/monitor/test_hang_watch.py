@@ -31,7 +31,7 @@ config = FaultToleranceConfig(
 monitor = PlacedRankMonitor(WorkerEnv(global_rank=3, cycle=1, node="n"), config, run_dir)
 assert "torch" not in sys.modules
 monitor.set_iteration(6)
-print("agent process:", monitor._watch.pid, flush=True)
+print("agent process:", monitor.watch.pid, flush=True)
 sys.stdin.readline()
 with monitor.section("step"):
     if what == "sleep":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outlast.config import FaultToleranceConfig
-from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts, Observation, observe
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation, observe
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import RankState
 from outlast.testing import RankProcesses
@@ -125,7 +125,7 @@ def test_observation_takes_the_maximum_of_attached_ranks():
 UPDATE = """
 import os, sys
 from outlast.config import FaultToleranceConfig
-from outlast.monitor.watchdog import LearnedTimeouts, Observation
+from outlast.monitor.learned_timeouts import LearnedTimeouts, Observation
 config = FaultToleranceConfig(safety_factor=2.0)
 for step_s in map(float, os.environ["SEEN"].split()):
     seen = Observation(longest_s={"step": step_s}, counts={"step": 20})

@@ -11,8 +11,8 @@ from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import OutlastError
 from outlast.monitor.examination import examine
+from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.monitor.rank_monitor import PlacedRankMonitor
-from outlast.monitor.watchdog import LearnedTimeouts
 from outlast.policy.deadlines import FLOOR_S
 from outlast.runtime.board import Board
 

@@ -160,8 +160,8 @@ def test_switched_on_without_an_agent_means_the_timeouts_of_nvrx():
     for itself, and what was learned comes before."""
     on = FaultToleranceConfig(enable_ft_package=True)
 
-    def enforced(config: FaultToleranceConfig, *, has_agent: bool = False, **learned: float) -> Timeouts:
-        return Timeouts.of_rank(config.changed(**learned), configured=config, has_agent=has_agent)
+    def enforced(config: FaultToleranceConfig, *, replaces_dead_ranks: bool = False, **learned: float) -> Timeouts:
+        return Timeouts.of_rank(config.changed(**learned), configured=config, replaces_dead_ranks=replaces_dead_ranks)
 
     timeouts = enforced(on)
     assert (timeouts.initial_heartbeat_s, timeouts.heartbeat_s) == (1800.0, 300.0)
@@ -169,7 +169,7 @@ def test_switched_on_without_an_agent_means_the_timeouts_of_nvrx():
     assert subjects(session, timeouts, 320) == [(Subject.HEARTBEAT, None)]
     assert deadlines(rank(last_heartbeat_ns=20 * S), timeouts) == []
     assert enforced(on, rank_heartbeat_timeout=50.0).heartbeat_s == 50.0
-    assert enforced(on, has_agent=True) == Timeouts.from_config(on, with_defaults=True)
+    assert enforced(on, replaces_dead_ranks=True) == Timeouts.from_config(on, with_defaults=True)
     for other in (on.changed(rank_section_timeouts={"step": 9.0}), on.changed(enable_ft_package=False)):
         assert enforced(other) == Timeouts.from_config(other)
     assert enforced(FaultToleranceConfig()).smallest_s() is None

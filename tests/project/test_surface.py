@@ -45,7 +45,7 @@ PUBLIC = [
     "outlast.straggler",
     "outlast.testing",
 ]
-NOT_CONSTRUCTED = {"outlast.Attempt"}
+NOT_CONSTRUCTED = {"outlast.Attempt", "outlast.inprocess.Handle"}
 """Public classes that only the package constructs, beside dataclasses, which are constructed from their fields."""
 COMMITTED = Path(__file__).with_name("surface.txt")
 

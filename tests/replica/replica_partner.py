@@ -13,7 +13,7 @@ import threading
 
 from replica_nodes import Memory
 
-from outlast.checkpoint.replica import server as service
+from outlast.checkpoint.replica import service
 from outlast.checkpoint.replica.server import ReplicaServer
 
 

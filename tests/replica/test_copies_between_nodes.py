@@ -124,7 +124,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing(node, hold: Callable[[byte
     def full(fd: int, piece: memoryview, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("outlast.checkpoint.replica.server.write_all", full)
+    monkeypatch.setattr("outlast.checkpoint.replica.service.write_all", full)
     with pytest.raises(ReplicaError, match="it cannot be written: No space left on device"):
         push(node.target, KEY, COPY, hold(data), range(6), len(data), timeout_s=10)
     with node.memory.change:
@@ -181,7 +181,7 @@ def test_a_file_that_is_too_short_to_land_in_is_refused(node, hold: Callable[[by
 
 def test_a_slow_disk_is_waited_for(node, hold: Callable[[bytes], int], monkeypatch) -> None:
     """A partner that takes longer to make a copy durable than the timeout says that it goes on."""
-    monkeypatch.setattr("outlast.checkpoint.replica.server.WORKING_S", 0.05)
+    monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.05)
     keep = Arriving.keep
 
     def slow(self) -> None:
@@ -197,7 +197,7 @@ def test_a_sender_that_leaves_while_room_is_made_leaves_nothing(
     node, hold: Callable[[bytes], int], monkeypatch
 ) -> None:
     """A disk that is slow to give room: when it does, and nobody waits any more, the room is given back."""
-    monkeypatch.setattr("outlast.checkpoint.replica.server.WORKING_S", 0.02)
+    monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.02)
     may_go_on = threading.Event()
     receive = Memory.receive
 

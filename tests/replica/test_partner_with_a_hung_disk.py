@@ -45,8 +45,8 @@ def test_a_partner_whose_disk_hangs_is_left_out_until_it_responds(
 ) -> None:
     """The first copy is given up after its timeout, with the place that does not respond; meanwhile the partner refuses
     probes and copies at once, and once its disk responds it takes copies again."""
-    monkeypatch.setattr("outlast.checkpoint.replica.server.WORKING_S", 0.05)
-    monkeypatch.setattr("outlast.checkpoint.replica.server.HUNG_S", 0.1)
+    monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.05)
+    monkeypatch.setattr("outlast.checkpoint.replica.service.HUNG_S", 0.1)
     responds, receive = threading.Event(), Memory.receive
 
     def hang(self: Memory, key: CopyKey, num_bytes: int) -> object:

@@ -7,8 +7,9 @@ import os
 import resource
 import selectors
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 import pytest
 
 from outlast import clock
-from outlast.runtime.listener import Listener
+from outlast.runtime.listener import Listener, ThreadedListener
 from outlast.runtime.wire import BufferedChannel, Handshake, SelectedChannel, encode_frame
 
 LIMIT_S = 100.0
@@ -173,3 +174,115 @@ def test_lack_of_descriptors_pauses_and_passes(key: bytes | None, caplog: pytest
         late.sendall(encode_frame(Name(text="late")))
         while not server.admitted:
             server.turn()
+
+
+@contextmanager
+def threaded(
+    serve: Callable[[ThreadedListener, socket.socket], None],
+    *,
+    linger_s: float | None = None,
+    max_newcomers: int | None = None,
+    max_admitted: int | None = None,
+) -> Iterator[tuple[ThreadedListener, threading.Thread, Callable[[], socket.socket]]]:
+    """Run a listener that serves each connection in a thread; yield it, its thread and a function that connects."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind("")
+    listening.listen(128)
+    address = listening.getsockname()
+    listener = ThreadedListener(
+        [listening],
+        lambda connection: serve(listener, connection),
+        name="the test",
+        max_newcomers=max_newcomers,
+        max_admitted=max_admitted,
+    )
+    thread = threading.Thread(target=listener.run, args=(linger_s,))
+    thread.start()
+
+    def connect() -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(LIMIT_S)
+        try:
+            peer.connect(address)
+        except OSError:
+            peer.close()
+            raise
+        return peer
+
+    try:
+        yield listener, thread, connect
+    finally:
+        listener.stop(LIMIT_S)
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def echo_if_admitted(listener: ThreadedListener, connection: socket.socket) -> None:
+    """Admit a peer that sends something, and send everything back."""
+    while data := connection.recv(1 << 12):
+        if data == b"admit" and not listener.admit(connection):
+            return
+        connection.sendall(data)
+
+
+def test_each_connection_is_served_in_a_thread() -> None:
+    """A silent newcomer does not delay another peer, and one newcomer more than the limit closes the oldest; an
+    admitted connection is no newcomer."""
+    with threaded(echo_if_admitted, max_newcomers=2, max_admitted=1) as (_, _, connect), ExitStack() as stack:
+        admitted = stack.enter_context(connect())
+        admitted.sendall(b"admit")
+        assert admitted.recv(16) == b"admit"
+        crowd = [stack.enter_context(connect()) for _ in range(3)]
+        assert is_closed(crowd[0])
+        crowd[1].sendall(b"admit")
+        assert is_closed(crowd[1])  # one is admitted already
+        crowd[2].sendall(b"ping")
+        admitted.sendall(b"ping")
+        assert crowd[2].recv(16) == admitted.recv(16) == b"ping"
+
+
+def test_a_listener_that_stops_ends_all_connections() -> None:
+    """``stop()`` wakes threads that wait for a peer; nothing listens then, and a second call does nothing."""
+    with threaded(echo_if_admitted) as (listener, thread, connect), connect() as known, connect() as newcomer:
+        known.sendall(b"admit")
+        assert known.recv(16) == b"admit"
+        newcomer.sendall(b"ping")
+        assert newcomer.recv(16) == b"ping"
+        listener.stop(LIMIT_S)
+        assert is_closed(known)
+        assert is_closed(newcomer)
+        thread.join(LIMIT_S)
+        with pytest.raises(ConnectionRefusedError):
+            connect()
+        listener.stop(0.0)
+
+
+def test_a_listener_ends_soon_after_its_last_connection() -> None:
+    """With ``linger_s`` it lives as long as a connection is open, whatever time has passed, and a while longer."""
+    with threaded(echo_if_admitted, linger_s=0.2) as (_, thread, connect):
+        with connect() as peer:
+            peer.sendall(b"ping")
+            assert peer.recv(16) == b"ping"
+            thread.join(0.5)
+            assert thread.is_alive()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_listener_without_connections_outlasts_a_lack_of_descriptors() -> None:
+    """A peer that waits for a descriptor is served later, although no connection was open for longer than
+    ``linger_s``."""
+    with threaded(echo_if_admitted, linger_s=0.3) as (_, thread, connect):
+        with connect() as first:
+            first.sendall(b"ping")
+            assert first.recv(16) == b"ping"
+        with socket.socket(socket.AF_UNIX) as waiting:
+            waiting.settimeout(LIMIT_S)
+            with connect() as address:
+                peer = address.getpeername()
+            with full_process():
+                waiting.connect(peer)
+                thread.join(0.8)
+                assert thread.is_alive()
+            waiting.sendall(b"ping")
+            assert waiting.recv(16) == b"ping"

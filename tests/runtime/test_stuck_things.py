@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from outlast import clock
-from outlast.checkpoint.replica import server
+from outlast.checkpoint.replica import service as serving
 from outlast.config import RecoveryConfig
 from outlast.errors import OutlastError
 from outlast.inprocess.rank_local_state import SharedBuffer
@@ -110,18 +110,18 @@ def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were() -> Non
 
 def test_a_replica_that_its_disk_keeps_waiting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer gets signs of life for a bounded time; what comes of the work later is given up."""
-    monkeypatch.setattr(server, "MAX_WORK_S", 0.03)
-    monkeypatch.setattr(server, "WORKING_S", 0.01)
+    monkeypatch.setattr(serving, "MAX_WORK_S", 0.03)
+    monkeypatch.setattr(serving, "WORKING_S", 0.01)
     channel, go_on, late, dropped = Mock(), threading.Event(), Mock(), threading.Event()
     late.drop.side_effect = dropped.set
-    service = server.Service(channel, Mock(place="/disk"), Mock(), server.DiskWork())
+    service = serving.Service(channel, Mock(place="/disk"), Mock(), serving.DiskWork())
 
     def work() -> Any:
         go_on.wait()
         return late
 
     with pytest.raises(TimeoutError, match="has not responded"):
-        service._patiently(work, server._drop_later)
+        service._patiently(work, serving._drop_later)
     assert channel.send.call_count == 3
     go_on.set()
     assert dropped.wait(100)

@@ -18,8 +18,9 @@ from outlast.incidents import Incident, IncidentKind
 from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.node_health import NodeHealth
 from outlast.monitor import hang_watch
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observation
 from outlast.monitor.rank_monitor import PlacedRankMonitor
-from outlast.monitor.watchdog import FILE_NAME, HangReport, LearnedTimeouts, Observation
+from outlast.monitor.watchdog import HangReport
 from outlast.policy.deadlines import Expired, Subject
 from outlast.runtime.board import Board
 from outlast.runtime.event_loop import Timers

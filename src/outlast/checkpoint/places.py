@@ -960,7 +960,7 @@ def _describe_run(place: WorkerEnv, series: str) -> LeaseOwner:
         stage=(place.cycle, place.call),
         allocation=place.allocation,
         requeues=place.requeues,
-        outlives=place.config_file is not None,
+        outlives=place.replaces_dead_ranks,
     )
 
 

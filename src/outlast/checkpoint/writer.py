@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import logging
 import os
-import selectors
 import signal
 import socket
 import threading
@@ -33,7 +32,7 @@ from outlast.checkpoint.shard import Digested, Numbers, digest_image, write_imag
 from outlast.checkpoint.vault import Image, Vault
 from outlast.errors import CheckpointError, Corrupt
 from outlast.runtime.injection import reach
-from outlast.runtime.listener import Acceptor
+from outlast.runtime.listener import ThreadedListener
 from outlast.runtime.processes import die_with_parent, ignore_group_signals
 from outlast.runtime.wire import MessageChannel
 
@@ -278,13 +277,8 @@ def main() -> None:
     die_with_parent(args.parent)
     logs.configure(f"checkpoint writer {args.node}", node=args.node)
     writer = Writer(Vault())
-
-    def serve(connection: socket.socket) -> None:
-        threading.Thread(target=writer.serve, args=(connection,), name="outlast-serve", daemon=True).start()
-
-    with selectors.DefaultSelector() as selector:
-        # If descriptors run out, it waits for one: the memory tier ends with the process.
-        Acceptor(selector, [socket.socket(fileno=args.fd)], serve, name="the checkpoint writer").run()
+    # Without a free descriptor it waits for one: the memory tier ends with the process.
+    ThreadedListener([socket.socket(fileno=args.fd)], writer.serve, name="the checkpoint writer").run()
 
 
 if __name__ == "__main__":

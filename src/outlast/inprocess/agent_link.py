@@ -1,18 +1,17 @@
-"""A node's part in the coordination of a call of a wrapped function, where no agent of ``outlast run`` has it.
+"""The link of a node to the coordinator of a call of a wrapped function, without an agent of ``outlast run``.
 
-The agent process of each node has one :class:`AgentLink` for a call: the relay to which the duties of the node's ranks
-report (:class:`outlast.launch.rank_relay.RankRelay`), and one connection to the coordinator, which is a part of one of
-the agent processes (:class:`outlast.inprocess.coordinator.RankCoordinator`). Any process may die, the coordinator's
-too:
+The agent process of each node has one :class:`AgentLink` for a call: the relay of the node's ranks
+(:class:`outlast.launch.rank_relay.RankRelay`), and one connection to the coordinator, a part of one of the agent
+processes (:class:`outlast.inprocess.coordinator.RankCoordinator`). Any process may die:
 
-* The ranks of a node whose agent process is killed start another one, which listens at the same address.
-* Those that lost the coordinator go through the list of agent processes that may follow, in its order. One of the list
-  coordinates where every one before it is gone, or is new; a new one coordinates where only new ones are left. One that
-  does not coordinate (yet) is asked again. The relays of all nodes send the next coordinator where their ranks stand.
-* A coordinator that does not respond is given up after the heartbeats' timeout, or soon where one of the node's ranks
-  reports a fault.
+* Ranks of a node whose agent process is killed start another one, which listens at the same address.
+* Nodes that lost the coordinator query the list of its successors in order. A process of the list coordinates where all
+  processes before it are gone or were started in place of a killed one; such a process coordinates where only such ones
+  are left. The relays send the next coordinator the standings of their ranks.
+* A coordinator that does not respond counts as lost after the heartbeat timeout, or after ``_ANSWER_S`` where one of
+  the node's ranks reports a fault.
 
-While there is no coordinator nothing is lost: the relay keeps where its ranks stand. Nothing here imports torch.
+The relay keeps the standings while there is no coordinator. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -50,45 +49,44 @@ from outlast.runtime.wire import MAX_MESSAGE_BYTES, Handshake
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
-"""Seconds in which the coordinator has to show a heartbeat when it is needed."""
+"""Seconds in which the coordinator has to send a heartbeat after a fault."""
 _LATE_S = 0.5
-"""Seconds that this process may be late before it discounts the pause from the silence of others."""
+"""Seconds that this process may be late before the pause is not counted as silence of others."""
 _JOIN_S = 5.0
-"""Time limit for a new connection to authenticate and join."""
+"""Time limit in seconds for a new connection to authenticate and join."""
 _MAX_JOIN_BYTES = 1 << 16
 _MAX_NEWCOMERS = 256
 _BACKLOG = 1024
 _ATTEMPT_S = 1.0
-"""Time limit for the response of an agent process."""
+"""Time limit in seconds for the response of an agent process."""
 _PAUSE_S = 0.01
 _FLUSH_S = 1.0
 
 
 @dataclass(slots=True)
 class _Search:
-    """Which agent process is asked for the coordinator, until one takes this node in or this one has to coordinate."""
+    """The search for the coordinator, until one accepts this node or this process has to coordinate."""
 
     end_s: float
     at: int = -1
     is_preceded: bool = False
-    """An agent process that was asked in this round has more right to coordinate than this one."""
+    """A process that was queried in this round has precedence over this one."""
     link: NodeLink | None = None
-    """To the one that is asked; ``None``: the next round is waited for."""
+    """To the process that is queried; ``None``: the next round is due at ``deadline_s``."""
     deadline_s: float = 0.0
-    """When the attempt has taken too long, or the next round is due."""
     error: str = "no agent process was contacted"
 
 
 class AgentLink:
-    """Relay for the ranks of this node in one call; find the coordinator, or be it.
+    """Relay for the ranks of this node in one call, and find the coordinator or be it.
 
     Args:
-        task: Of the node's first rank that came.
+        task: Of the node's first rank in the call.
 
     Raises:
-        OSError: The system gives no socket.
+        OSError: The system provides no socket.
 
-    Thread: owns one; the methods and properties may be used by any.
+    Thread: owns one; methods and properties may be used by any.
     """
 
     def __init__(self, task: m.MonitorTask) -> None:
@@ -96,7 +94,6 @@ class AgentLink:
         self._selector = selectors.DefaultSelector()
         self._relay = RankRelay()
         self.relay_address = self._relay.address
-        """Where the duties of the node's ranks report."""
         self._relay.begin_cycle(task.cycle)
         self._selector.register(self._relay, selectors.EVENT_READ, lambda _: None)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -104,16 +101,15 @@ class AgentLink:
         self._orders: queue.SimpleQueue[m.Connect] = queue.SimpleQueue()
         self._is_new = False
         self.offer = make_offer()
-        """From which all derive their key where this agent process coordinates first."""
+        """All nodes derive their key from it where this agent process coordinates first."""
         self._key = accept_offer(self.offer, m.COORDINATION)
         self._has_begun = False
         self._listeners: list[Listener[OnLink]] = []
         self._own_addresses: set[str] = set()
         self.address = self._listen(0)
-        """``host port`` where this agent process listens."""
         self._own = JoinCoordinator(node=task.node, life=secrets.token_hex(8), address=self.address)
-        self.known = m.Coordinators(addresses=())
-        """Which agent processes may coordinate, in this order; the first one does."""
+        self._addresses: tuple[str, ...] = ()
+        self._ranks: dict[int, int] = {}
         self._search: _Search | None = None
         self._link: NodeLink | None = None
         self._answer_s: float | None = None
@@ -125,11 +121,23 @@ class AgentLink:
         self._thread = threading.Thread(target=self._run, name="outlast-agent-link", daemon=True)
         self._thread.start()
 
+    @property
+    def known(self) -> m.Coordinators:
+        """The facts from which another agent process of this node can resume."""
+        return m.Coordinators(addresses=self._addresses, ranks=self._ranks)
+
+    def add_rank(self, rank: int, pid: int) -> None:
+        """Record that a rank of this node has a duty. Thread: any; the caller holds a lock."""
+        self._ranks = {**self._ranks, rank: pid}
+
+    def remove_rank(self, rank: int) -> None:
+        self._ranks = {one: pid for one, pid in self._ranks.items() if one != rank}
+
     def connect(self, order: m.Connect, *, is_new: bool) -> None:
-        """Connect to the coordinator, unless that was ordered before. Blocks: never.
+        """Connect to the coordinator; later calls have no effect. Blocks: never.
 
         Args:
-            order: Where it is.
+            order: The coordinator's address and offer.
             is_new: This agent process was started in place of one that was killed.
         """
         self._is_new |= is_new
@@ -137,7 +145,7 @@ class AgentLink:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End once no other node needs the coordinator here. Blocks: until then."""
+        """End the link. Blocks: until no other node needs the coordinator here."""
         self._is_needed = False
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -150,11 +158,11 @@ class AgentLink:
                 due_s = self._look(clock.now_s())
                 is_serving = self._coordinator is not None and self._coordinator.serves_others()
                 if not self._is_needed and not is_serving:
-                    for _ in range(3):  # what its ranks reported last: a connection is accepted, and then read
+                    for _ in range(3):  # the last reports: a connection is accepted first, and read later
                         self._report()
                     break
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
-                    # Not what an event before this one has closed; its number may be another's by now.
+                    # An event before this one may have closed it, and its number may be in use again.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         except Exception:
@@ -174,7 +182,7 @@ class AgentLink:
             self._relay.close()
 
     def _look(self, now_s: float) -> float:
-        """Do what is due, and return when to look again."""
+        """Do what is due, and return when the next call is due."""
         if now_s > self._looked_s + self._task.process_interval_s + _LATE_S:
             log.info("this process did not run for a while")
             if self._link is not None:
@@ -204,7 +212,6 @@ class AgentLink:
         return min([*due, *(one for one in later if one is not None)])
 
     def _report(self) -> None:
-        """Send the coordinator what the relay has for it; without one the relay keeps it."""
         for message in self._relay.serve():
             if self._link is not None:
                 self._link.send(message)
@@ -216,8 +223,8 @@ class AgentLink:
             return
         self._has_begun = True
         self._key = accept_offer(order.offer, m.COORDINATION)
-        self.known = m.Coordinators(addresses=order.addresses)
-        # In place of an agent process that was killed: the others look for it there.
+        self._addresses = order.addresses
+        # Others look for an agent process that was killed at its address.
         for address in order.addresses:
             host, _, port = address.rpartition(" ")
             if host == self._task.host and address not in self._own_addresses:
@@ -227,7 +234,6 @@ class AgentLink:
     # -- the connection to the coordinator ---------------------------------------------------------------------
 
     def _use_link(self, link: NodeLink, term: int, came: list[OnLink]) -> None:
-        """The coordinator was found: use this connection, on which these messages came already."""
         self._search, self._was_silent = None, False
         self._link, self._answer_s = link, None
         self._next_beat_s = clock.now_s() + self._task.heartbeat_interval_s
@@ -242,9 +248,9 @@ class AgentLink:
                 case RankOrder():
                     self._relay.obey(message)
                 case Welcome(addresses=addresses):
-                    self.known = m.Coordinators(addresses=addresses)
+                    self._addresses = addresses
                 case Beat():
-                    pass  # the channel has noted when it came
+                    pass  # the channel has recorded the time
                 case other:
                     log.warning("unexpected message from the coordinator: %s", type(other).__name__)
 
@@ -253,7 +259,6 @@ class AgentLink:
             self._lose_link(str(error))
 
     def _lose_link(self, error: str, *, was_silent: bool = False) -> None:
-        """The coordinator cannot be reached over this connection: look for it elsewhere."""
         assert self._link is not None
         log.info("node %s: the connection to the coordinator of in-process restarts broke: %s", self._task.node, error)
         self._link.close()
@@ -264,13 +269,13 @@ class AgentLink:
         self._find(self._task.heartbeat_timeout_s + _ANSWER_S)
 
     def _demand_answer(self) -> None:
-        """The coordinator has to show soon that it lives: it is needed, or another node lost it."""
+        """Limit the time for a heartbeat of the coordinator: it is needed, or another node lost it."""
         if self._link is not None and self._answer_s is None:
             self._answer_s = clock.now_s() + _ANSWER_S
             self._link.send(Beat())
 
     def _look_at_link(self, now_s: float, link: NodeLink) -> float:
-        """Send a heartbeat if it is due, and give up a coordinator that is silent."""
+        """Send a heartbeat if it is due, and close the connection to a silent coordinator."""
         received_s = link.channel.received_ns / 1e9
         if self._answer_s is not None and received_s > self._answer_s - _ANSWER_S:
             self._answer_s = None
@@ -285,15 +290,14 @@ class AgentLink:
             link.send(Beat())
         return min(due_s, self._next_beat_s)
 
-    # -- where the coordinator is ------------------------------------------------------------------------------
+    # -- the search for the coordinator ------------------------------------------------------------------------------
 
     def _find(self, timeout_s: float) -> None:
-        """Look for the coordinator."""
         self._search = _Search(clock.now_s() + timeout_s)
         self._ask_next(self._search)
 
     def _ask_next(self, search: _Search) -> None:
-        addresses = self.known.addresses
+        addresses = self._addresses
         while True:
             search.at += 1
             if search.at >= len(addresses):
@@ -327,7 +331,7 @@ class AgentLink:
             case Welcome() as welcome:
                 self._use_link(link, welcome.term, came)
             case NotCoordinator(is_new=is_new):
-                is_before = not self._own_addresses.intersection(self.known.addresses[: self._search.at])
+                is_before = not self._own_addresses.intersection(self._addresses[: self._search.at])
                 self._search.is_preceded |= is_before if is_new == self._is_new else self._is_new
                 self._skip(self._search, "it does not coordinate")
             case other:
@@ -338,17 +342,16 @@ class AgentLink:
         self._skip(self._search, str(error))
 
     def _skip(self, search: _Search, error: str) -> None:
-        """Ask the next agent process, after this one did not answer as the coordinator."""
         assert search.link is not None
-        search.error = f"{self.known.addresses[search.at]}: {error}"
+        search.error = f"{self._addresses[search.at]}: {error}"
         search.link.close()
         search.link = None
         self._ask_next(search)
 
     def _coordinate(self) -> None:
-        """Be the coordinator, and join it."""
+        """Start the coordinator here, and join it."""
         log.info("node %s: this agent process coordinates in-process restarts from now on", self._task.node)
-        silent_s = self._task.heartbeat_timeout_s if self._was_silent else 0.0  # others have not noticed it yet
+        silent_s = self._task.heartbeat_timeout_s if self._was_silent else 0.0  # others have not detected it yet
         self._coordinator = RankCoordinator(
             self._selector, self._task, self._own, term=self._relay.term + 1, patience_s=RECONNECT_S + silent_s
         )
@@ -358,14 +361,14 @@ class AgentLink:
         self._coordinator.adopt(NodeChannel(there, OnLink), self._own)
 
     def _call(self, address: str) -> NodeChannel:
-        """Return a connection on which this node joins as soon as it is there. Blocks: never.
+        """Return a connection on which this node joins as soon as it is open. Blocks: never.
 
         Args:
             address: ``host port``; the host is a number.
 
         Raises:
             OSError: No process listens there.
-            OutlastError: The address is none.
+            OutlastError: The address is invalid.
         """
         host, _, port = address.rpartition(" ")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -384,14 +387,14 @@ class AgentLink:
         channel.send(self._own)  # it waits for the proof
         return channel
 
-    # -- who connects to this process --------------------------------------------------------------------------
+    # -- connections to this process --------------------------------------------------------------------------
 
     def _listen(self, port: int) -> str:
-        """Listen at a port, 0 = a free one, unless another process does; return the address."""
+        """Listen at a port, 0: a free one, unless another process does; return the address."""
         listening = listen_at(self._task.host, backlog=_BACKLOG, port=port)
         address = f"{self._task.host} {listening.getsockname()[1]}"
         if port and listening.getsockname()[1] != port:
-            listening.close()  # the port is another's, and this one is free
+            listening.close()  # another process has the port
             return address
         listener: Listener[OnLink] = Listener(
             self._selector,
@@ -413,14 +416,14 @@ class AgentLink:
         join = came[0]
         if not isinstance(join, JoinCoordinator):
             return listener.drop(link, f"it sent {type(join).__name__}")
-        if not self._has_begun:  # the ranks' store has this one's address, and no rank here has reported so yet
+        if not self._has_begun:  # the ranks' store has this address, and no rank here has reported that yet
             self._begin(m.Connect(addresses=(self.address,), offer=self.offer))
         if self._coordinator is None:
             link.send(NotCoordinator(is_new=self._is_new))
             link.channel.drain(0.05)
             if listener.is_newcomer(link):
                 listener.drop(link, "this agent process does not coordinate")
-            return self._demand_answer()  # that node lost the coordinator: perhaps this one has, too
+            return self._demand_answer()  # that node lost the coordinator, and this one may have lost it, too
         listener.admit(link)
         channel = link.release()
         channel.max_bytes = MAX_MESSAGE_BYTES
@@ -429,7 +432,7 @@ class AgentLink:
 
 _lock = threading.Lock()
 _links: dict[int, tuple[AgentLink, int]] = {}
-"""By call: the link, and how many ranks of this node use it."""
+"""By call: the link, and the number of ranks of this node that use it."""
 
 
 def open_link(task: m.MonitorTask) -> AgentLink:
@@ -438,13 +441,15 @@ def open_link(task: m.MonitorTask) -> AgentLink:
         link, num = _links.get(task.call, (None, 0))
         link = AgentLink(task) if link is None else link
         _links[task.call] = link, num + 1
+        link.add_rank(task.initial_rank, task.pid)
         return link
 
 
 def close_link(task: m.MonitorTask) -> None:
-    """End a use of a call's link. Blocks: the last one, while another node needs the coordinator here."""
+    """End a use of the link of a call. Blocks: the last use, while another node needs the coordinator here."""
     with _lock:
         link, num = _links.pop(task.call)
+        link.remove_rank(task.initial_rank)
         if num > 1:
             _links[task.call] = link, num - 1
             return

@@ -1,7 +1,9 @@
-"""How the agent processes of a job find each other: one rank publishes an address in the launcher's store.
+"""The meeting of a job's agent processes: the first rank publishes the coordinator's address in the launcher's
+TCPStore.
 
-The agent process of the first rank that comes to the store coordinates; so no rank's death before that keeps the others
-waiting. Every rank reads one key, once; from then on the store is not needed any more, and it may die."""
+The agent process of the first rank that reaches the store coordinates, so no rank's death before that delays the
+others. Every rank reads one key, once; the store may end then.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ _ordinals = itertools.count()
 
 
 class Bootstrap:
-    """How the ranks learn which agent process coordinates, once for each call of a wrapper.
+    """Agree on the agent process that coordinates, once for each call of a wrapper.
 
     Args:
         place: This worker's place.
-        timeout_s: How long the ranks' store is waited for.
+        timeout_s: Time limit in seconds for the ranks' TCPStore.
     """
 
     def __init__(self, place: env.WorkerEnv, *, timeout_s: float) -> None:
@@ -34,13 +36,13 @@ class Bootstrap:
         self._store: Any = None
 
     def run(self, own: m.Listening) -> m.Connect:
-        """Return which agent process coordinates: this rank's, if no other rank has come before.
+        """Return the address of the coordinator: of this rank's agent process, if no rank came before.
 
         Raises:
-            ConfigError: Nothing says where the launcher's store is, or the first rank has another run key.
-            RendezvousError: The store cannot be reached in time.
+            ConfigError: The address of the launcher's TCPStore is not set, or the first rank has another run key.
+            RendezvousError: The TCPStore cannot be reached in time.
 
-        Blocks: until the store is there; up to the timeout.
+        Blocks: until the TCPStore responds; up to the timeout.
         """
         if self._place.world_size == 1:
             return m.Connect(addresses=(own.address,), offer=own.offer)
@@ -50,11 +52,10 @@ class Bootstrap:
         except RuntimeError as error:
             raise RendezvousError(f"the ranks' store does not respond in {self._timeout_s:g} s: {error}") from error
         address, _, offer = agreed.rpartition(" ")
-        accept_offer(offer, m.COORDINATION)  # what is wrong with it, the rank reports
+        accept_offer(offer, m.COORDINATION)  # raises here, so that the rank reports an invalid offer
         return m.Connect(addresses=(address,), offer=offer)
 
     def close(self) -> None:
-        """Stop hosting: every rank knows it. Idempotent."""
         self._store = None
 
     def _open(self) -> Any:

@@ -1,11 +1,11 @@
-"""The coordinator of in-process restarts where no coordinator of ``outlast run`` is: a part of one agent process.
+"""The in-process restart coordinator without ``outlast run``: a part of one agent process.
 
-Each node's agent process has one connection to it (:mod:`outlast.inprocess.agent_link`), which carries what the node's
-relay has to report, and orders back. All decisions are those of :class:`outlast.launch.rank_hub.RankHub`; what is
-decided here is only which nodes are out of reach: one whose connection broke has a short time to reconnect.
+Each node's agent process has one connection to it (:mod:`outlast.inprocess.agent_link`) for the reports of the node's
+relay and for orders. :class:`outlast.launch.rank_hub.RankHub` makes all decisions about ranks; decided here is only
+which nodes are unreachable: a node whose connection broke has ``RECONNECT_S`` to reconnect.
 
-A coordinator that follows another one first waits for the nodes with the members of the last call, which send where
-their ranks stand. Every node gets the list of the few agent processes that may follow. Nothing here imports torch.
+A coordinator that follows another one first waits for the standings of all members of the last call. Every node gets
+the list of the few agent processes that may follow. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,33 +31,30 @@ _MAX_SUCCESSORS = 3
 _END_S = 2.0
 """Seconds in which the last order has to be delivered."""
 _TOGETHER_S = 0.5
-"""Nodes whose time ends so soon after another's are judged with it: what took all of them away may have taken most,
-and a restart for the first of them would begin in vain."""
+"""Nodes whose time limits end within this many seconds are lost together: their losses may have one cause, and a
+restart for the first of them would be in vain."""
 
 
 class JoinCoordinator(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message on a connection: which agent process comes."""
+    """First message on a connection."""
 
     node: str
     life: str
-    """Names the agent process."""
     address: str
-    """``host port`` where it listens."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The agent process coordinates, and has taken the other one in; sent again when the addresses change."""
+    """Response of the coordinator to a process that joins; sent again when the addresses change."""
 
     term: int
     addresses: tuple[str, ...]
-    """Of agent processes that may coordinate, in this order; the first one does."""
 
 
 class NotCoordinator(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The agent process does not coordinate, or does not yet."""
+    """The agent process does not coordinate, or not yet."""
 
     is_new: bool
-    """It was started in place of one that was killed, and knows nothing."""
+    """It was started in place of one that was killed, and has no standings."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -83,7 +80,7 @@ class RankCoordinator:
         task: Of a rank of this node.
         own: This agent process.
         term: Higher than any other coordinator's of the call.
-        patience_s: Seconds that the members of the last call are waited for.
+        patience_s: Seconds to wait for the members of the last call.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class RankCoordinator:
         self._hub = RankHub()
         self._nodes: dict[str, _LinkedNode] = {}
         self._absent: dict[str, float] = {}
-        """Until when nodes whose connection broke are waited for."""
+        """Time limits of nodes whose connection broke."""
         self._addresses: tuple[str, ...] = (own.address,)
         self._has_begun = False
         self._patience_end_s = clock.now_s() + patience_s
@@ -102,7 +99,6 @@ class RankCoordinator:
 
     @property
     def deadline_s(self) -> float:
-        """When to call :meth:`look`."""
         due = [self._next_silence_check_s, *self._absent.values()]
         if not self._has_begun and clock.now_s() < self._patience_end_s:
             due.append(self._patience_end_s)
@@ -113,14 +109,13 @@ class RankCoordinator:
         return min(due)
 
     def serves_others(self) -> bool:
-        """Return whether other nodes need this coordinator, or may come (back)."""
+        """Return whether other nodes need this coordinator, or may reconnect."""
         if clock.now_s() >= self._end_s:
             return False
         others = (self._nodes.keys() | self._absent.keys()) - {self._own.life}
         return bool(others) or (self._has_begun and self._hub.is_waiting())
 
     def adopt(self, channel: NodeChannel, join: JoinCoordinator) -> None:
-        """Take a node in."""
         if (old := self._nodes.pop(join.life, None)) is not None:
             old.link.close()
         self._absent.pop(join.life, None)
@@ -131,7 +126,6 @@ class RankCoordinator:
         self._choose_successors()
 
     def look(self, now_s: float) -> None:
-        """Do what is due."""
         if now_s >= self._next_silence_check_s:
             self._check_silence(now_s)
         if any(now_s >= until_s for until_s in self._absent.values()):
@@ -143,7 +137,6 @@ class RankCoordinator:
         self._deliver()
 
     def discount_pause(self) -> None:
-        """Discount the nodes' silence while this process did not run and could not receive."""
         for node in self._nodes.values():
             node.link.channel.received_ns = clock.now_ns()
 
@@ -185,7 +178,7 @@ class RankCoordinator:
         self._choose_successors()
 
     def _check_silence(self, now_s: float) -> None:
-        """Give up connections on which nothing has come for long."""
+        """Close connections that have been silent for the heartbeat timeout."""
         oldest_s = now_s
         for node in [node for life, node in self._nodes.items() if life != self._own.life]:
             received_s = node.link.channel.received_ns / 1e9
@@ -197,7 +190,7 @@ class RankCoordinator:
         self._next_silence_check_s = oldest_s + self._task.heartbeat_timeout_s
 
     def _choose_successors(self) -> None:
-        """Send all nodes who may follow this coordinator, where that changes."""
+        """Send all nodes the processes that may follow this coordinator, where they changed."""
         linked = [node.join.address for life, node in self._nodes.items() if life != self._own.life]
         kept = [address for address in self._addresses[1:] if address in linked]
         added = [address for address in linked if address not in kept]
@@ -211,7 +204,7 @@ class RankCoordinator:
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def _begin_if_complete(self, now_s: float) -> None:
-        """Begin, or resume where the coordinator before this one was, once all members of the last call are known."""
+        """Begin, or resume from the standings, once all members of the last call have sent theirs."""
         if self._has_begun or not self._hub.has_kept or (self._hub.missing() and now_s < self._patience_end_s):
             return
         self._has_begun = True
@@ -220,7 +213,7 @@ class RankCoordinator:
     def _deliver(self) -> None:
         orders, self._hub.out = self._hub.out, []
         for _, life, order in orders:
-            if (node := self._nodes.get(life)) is not None:  # else it gets the order when it comes back
+            if (node := self._nodes.get(life)) is not None:  # else it gets the order when it reconnects
                 node.link.send(order)
         if self._has_begun and self._hub.is_over:
             self._end_s = min(self._end_s, clock.now_s() + _END_S)

@@ -1,12 +1,8 @@
-"""The rank's end of its agent process: the link to it, and the thread that reads orders from it.
+"""The rank's end of its agent process: the link, and the thread that reads orders from it.
 
 The monitor thread runs in every rank during the wrapper's call. It receives orders while the main thread is busy, and
-gets the main thread out of the function. On the rank's page it shows the agent process that the interpreter is free
-and that the main thread moves; the agent process judges both.
-
-An agent process that is killed is replaced by another one, which joins the coordinator in its place.
-
-Nothing here imports torch.
+interrupts the main thread in the function. On the rank's page it shows that the interpreter is free and that the main
+thread makes progress; the agent process judges both. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,23 +30,23 @@ from outlast.runtime.interruption import SignalInterruption
 log = logging.getLogger(__name__)
 
 _LONGEST_LOOK_S = 0.25
-"""Both timeouts are kept within half a second, whatever the intervals."""
+"""Longest interval in seconds: both timeouts are kept within half a second."""
 _FIRST_POKE_S, _LONGEST_POKE_S = 0.005, 0.05
 _ALL_CALLS = 1 << 62
 
 Instruction = m.Listening | p.Order | OutlastError
-"""What the main thread receives: an order, or that no process is left to give orders."""
+"""What the main thread receives: an order, or the error that no process is left to give orders."""
 
 
 class MonitorThread:
-    """Hear orders; leave.
+    """Receive orders, and get the main thread out of the function.
 
     Args:
-        link: The way to the agent process.
-        page: What the agent process sees.
-        interruption: Gets the main thread out.
-        interval_s: Longest time between two looks.
-        abort: Called once for each order to leave, after the connections were cut; aborts what else waits on peers.
+        link: To the agent process.
+        page: Read by the agent process.
+        interruption: Interrupts the main thread.
+        interval_s: Longest time in seconds between two updates of the page.
+        abort: Called once for each order to leave, after connections were cut; aborts other waits for peers.
 
     Thread: make, start and stop it on the main thread.
     """
@@ -74,15 +70,13 @@ class MonitorThread:
         self._is_stopped = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.inbox: queue.SimpleQueue[Instruction] = queue.SimpleQueue()
-        """What the main thread has to process, in order."""
         self._thread = threading.Thread(target=self._run, name="outlast-inprocess", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread. Idempotent. Blocks: up to ``timeout_s``, while a plug-in runs in it."""
+        """End the thread. Idempotent. Blocks: up to ``timeout_s`` while a plug-in runs in it."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -94,11 +88,10 @@ class MonitorThread:
             os.close(self._wake)
 
     def begin_call(self) -> None:
-        """Let any progress of the main thread count again. Thread: the main thread."""
         self._pings_only = False
 
     def count_pings_only(self) -> None:
-        """Let only pings count as progress until the next call. Thread: any."""
+        """Count only pings as progress until the next call. Thread: any."""
         self._pings_only = True
 
     # -- the thread --------------------------------------------------------------------------------------------
@@ -114,7 +107,7 @@ class MonitorThread:
                     self._receive()
 
     def _look(self) -> float:
-        """Tell the page how things are, and go on getting the main thread out; return when to look again."""
+        """Update the page, and continue to interrupt the main thread; return the seconds until the next call."""
         self._page.beat()
         if self._progress.take() and not self._pings_only:
             self._page.stamp_progress()
@@ -149,13 +142,13 @@ class MonitorThread:
         self._must_abort, self._poke_s = True, _FIRST_POKE_S
 
     def _get_out(self) -> float:
-        """Cut whatever the main thread may wait on and interrupt it; return when to do it again."""
+        """Cut the connections the main thread may wait on, and interrupt it; return the seconds until the next call."""
         if self._interruption.is_atomic:
             return _FIRST_POKE_S
         connections.cut_all(both_ways=self._poke_s >= _LONGEST_POKE_S)
         if self._interruption.is_put_off:
             return _FIRST_POKE_S
-        self._interruption.poke()  # first: a wait that is woken below must not come back to the function
+        self._interruption.poke()  # first: a wait that is woken below must not return to the function
         if self._poke_s > _FIRST_POKE_S:
             connections.end_lost_waits()
         if self._must_abort:
@@ -170,19 +163,19 @@ _MAX_STARTS = 3
 
 
 class MonitorLink:
-    """A rank's end of the duty that its node's agent process has for it.
+    """A rank's end of its duty in the node's agent process.
 
-    An agent process that is killed is replaced by another one, which joins the hub in its place, wherever that is then.
+    An agent process that is killed is replaced by another one, which receives the rank's standing.
 
     Args:
-        task: What the duty has to do.
+        task: Of the duty.
         place: Of this rank.
-        page: The page that it watches; stays the caller's.
+        page: Read by the duty; stays the caller's.
 
     Raises:
         OSError: No process can be started.
 
-    Thread: :meth:`send` from any, :meth:`receive` from one, :meth:`close` when :meth:`receive` is called no more.
+    Thread: :meth:`send` from any; :meth:`receive` from one; :meth:`close` after the last :meth:`receive`.
     """
 
     def __init__(self, task: MonitorTask, place: WorkerEnv, page: Page) -> None:
@@ -190,6 +183,7 @@ class MonitorLink:
         self._lock = threading.Lock()
         self._record = MemberRecord()
         self._connect: m.Connect | None = None
+        self._known = m.Coordinators(addresses=())
         self._final_report: p.Left | None = None
         self._is_over = False
         self._was_listening = False
@@ -198,15 +192,14 @@ class MonitorLink:
 
     @property
     def pid(self) -> int:
-        """Of the process that watches this rank."""
         return self._duty.pid
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when :meth:`receive` has something; it stays the same."""
+        """Return a descriptor that is readable when :meth:`receive` has messages; it never changes."""
         return self._duty.line.fileno()
 
     def send(self, message: m.Connect | p.Report) -> None:
-        """Send the agent process something; if it is gone, the next one gets it.
+        """Send a message to the agent process, or to the next one where it is gone.
 
         Blocks: hardly; a packet fits into the socket's buffer.
         """
@@ -221,12 +214,12 @@ class MonitorLink:
             self._send(message)
 
     def receive(self) -> list[m.Listening | p.Order]:
-        """Return what the agent process has sent since the last call; call it when :meth:`fileno` is readable.
+        """Return the messages since the last call; call it when :meth:`fileno` is readable.
 
         Raises:
             OutlastError: The agent process is gone, and no other one can replace it.
 
-        Blocks: hardly; while another agent process is started, some milliseconds.
+        Blocks: some milliseconds while another agent process is started.
         """
         found: list[m.Listening | p.Order] = []
         while True:
@@ -243,8 +236,7 @@ class MonitorLink:
             message: m.FromMonitor = m.decode(data, m.FromMonitor)
             with self._lock:
                 if isinstance(message, m.Coordinators):
-                    if self._connect is not None and message.addresses:
-                        self._connect = msgspec.structs.replace(self._connect, addresses=message.addresses)
+                    self._known = message
                     continue
                 if isinstance(message, p.Finish | p.Abort | p.Expel):
                     self._is_over = True
@@ -252,12 +244,11 @@ class MonitorLink:
                     self._record.note_order(message)
             if isinstance(message, m.Listening):
                 if self._was_listening:
-                    continue  # the rank uses the address of the first one, at which the next one listens, too
+                    continue  # the rank uses the first address, at which the next process listens, too
                 self._was_listening = True
             found.append(message)
 
     def _replace(self) -> None:
-        """Have the rank watched by another process in place of one that is gone."""
         pid = self.pid
         with self._lock:
             if self._is_over or self._num_starts >= _MAX_STARTS:
@@ -269,17 +260,22 @@ class MonitorLink:
             except OSError as error:
                 raise OutlastError(f"the agent process is gone, and no other one can be started: {error}") from error
             if self._connect is not None:
-                standing, final_report = self._record.standing, self._final_report
-                self._send(m.Reconnect(connect=self._connect, standing=standing, final_report=final_report))
+                addresses = self._known.addresses or self._connect.addresses
+                again = m.Reconnect(
+                    connect=msgspec.structs.replace(self._connect, addresses=addresses),
+                    standing=self._record.standing,
+                    final_report=self._final_report,
+                    ranks=self._known.ranks,
+                )
+                self._send(again)
 
     def _send(self, message: m.FromRank) -> None:
         try:
             self._duty.line.send(m.encode(message))
         except OSError as error:
-            log.debug("the agent process is gone: %s", error)  # receive() sees it, too
+            log.debug("the agent process is gone: %s", error)  # receive() detects it, too
 
     def close(self) -> None:
-        """End the duty. Idempotent."""
         if not self._is_over:
             self.send(p.Left(reason="the rank left the wrapper"))
         self._duty.release()

@@ -1,15 +1,11 @@
-"""The duty of a rank's agent process in a wrapped function: watch the rank from outside, and report for it.
+"""The duty of the agent process for a rank in a wrapped function: watch the rank from outside, and report for it.
 
-A rank's :class:`~outlast.inprocess.monitor_client.MonitorLink` begins it (:mod:`outlast.runtime.agent_process`). The
-duty carries the rank's reports to the coordinator and its orders to the rank
-(:mod:`outlast.inprocess.relay_client`), reports what the rank cannot (that it is gone, that its main thread makes no
-progress), and ends a rank that is stuck.
+A rank's :class:`~outlast.inprocess.monitor_client.MonitorLink` begins the duty (:mod:`outlast.runtime.agent_process`).
+It carries the rank's reports to the relay and orders to the rank (:mod:`outlast.inprocess.relay_client`), reports a
+rank that died or hangs, and ends a rank that cannot be interrupted. Before it reports a hang it reads the rank's stack:
+a rank that waits for others is not the root cause.
 
-Before a hang is reported, the rank's stack is read: a rank that waits for others is a victim of the hang, not the
-cause.
-
-The duty ends with its rank, however that one ends. It is an event loop in one thread, waits for deadlines, and imports
-no torch.
+The duty ends with its rank. It is an event loop in one thread, and imports no torch.
 """
 
 from __future__ import annotations
@@ -41,15 +37,13 @@ from outlast.runtime.processes import send_signal
 log = logging.getLogger(__name__)
 
 _CLOSED_S = 1.0
-"""Seconds between the end of the rank's socket and the end of its process; later, it left the wrapper and lives."""
+"""Seconds between the end of the rank's socket and the end of its process; later, the rank has left the wrapper."""
 
 
 def read_stack_position(pid: int, timeout_s: float = 0.1) -> tuple[str, bool | None] | None:
     """Return the main thread's innermost line of user code, and whether it waits for others (``None``: unknown).
 
-    ``None`` where the process does not answer, or stands in no such line.
-
-    Blocks: usually a few milliseconds, at most ``timeout_s``.
+    ``None`` where the process does not respond or has no such line. Blocks: some milliseconds, at most ``timeout_s``.
     """
     stack = stacks.parse(stacks.dump(pid, timeout_s=timeout_s))
     return (stack.line, stack.waits_in_collective) if stack.line is not None else None
@@ -59,7 +53,7 @@ class _MonitorDuty:
     """The watch over one rank.
 
     Args:
-        task: What to do.
+        task: Of the duty.
         rank: The socket to the rank; this object owns it.
         page: The rank's page; this object owns it.
         pidfd: Of the rank's process; this object owns it.
@@ -84,14 +78,13 @@ class _MonitorDuty:
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
 
     def run(self) -> None:
-        """Serve until the rank does not need it any more."""
         if self._link is not None:
             self._send_to_rank(m.Listening(address=self._link.address, offer=self._link.offer))
         try:
             while not (self._rank_is_gone and self._hub.is_over):
                 due_s = self._look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
-                    # Not what an event before this one has closed; its number may be another's by now.
+                    # An event before this one may have closed it, and its number may be in use again.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         finally:
@@ -102,11 +95,11 @@ class _MonitorDuty:
             self._page.close()
 
     def _look(self) -> float:
-        """Do what is due, and return when to look again."""
+        """Do what is due, and return when the next call is due."""
         now_s = clock.now_s()
-        if self._link is not None and self._link.known is not self._known:
-            self._known = self._link.known
-            self._send_to_rank(self._known)
+        if self._link is not None and (known := self._link.known) != self._known:
+            self._known = known
+            self._send_to_rank(known)
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
             due += self._look_at_rank(now_s)
@@ -149,7 +142,7 @@ class _MonitorDuty:
             self._closed_s = clock.now_s() + (0.0 if self._hub.is_over or self._has_left else _CLOSED_S)
 
     def _take_report(self) -> bool | None:
-        """Take in a packet of the rank's; return ``False`` where the last one came before, ``None``: there is none."""
+        """Process a packet of the rank; return ``False`` at the end of the socket, ``None`` without a packet."""
         try:
             data = self._rank.recv(m.MAX_PACKET_BYTES)
         except BlockingIOError:
@@ -176,7 +169,7 @@ class _MonitorDuty:
             case report:
                 if isinstance(report, p.Left):
                     self._note_left()
-                if self._stuck is None:  # else it is being ended, and must not take part in the next call
+                if self._stuck is None:  # else it is being ended, and must not be in the next call
                     self._hub.report(report)
 
     def _note_left(self) -> None:
@@ -185,7 +178,7 @@ class _MonitorDuty:
 
     def _on_death(self, _: int) -> None:
         while self._take_report():
-            pass  # what it sent before it ended
+            pass  # sent before it ended
         if not self._hub.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
         fault = p.RankFault(
@@ -196,7 +189,6 @@ class _MonitorDuty:
         self._lose_rank(m.Gone(fault=self._stuck or fault))
 
     def _lose_rank(self, final_report: m.Gone | p.Left) -> None:
-        """The rank is gone, or has left."""
         if self._rank_is_gone:
             return
         self._rank_is_gone = True
@@ -206,7 +198,6 @@ class _MonitorDuty:
         self._hub.end(final_report)
 
     def _on_order(self, order: p.Order) -> None:
-        """Pass an order to the rank."""
         now_ns = clock.now_ns()
         match order:
             case p.Go(restart_count=restart_count, ranks=ranks):
@@ -225,12 +216,10 @@ class _MonitorDuty:
             self._send_to_rank(order)
 
     def _expel(self) -> None:
-        """End a rank that counts as dead."""
         log.warning("rank %d is removed and ended", self._task.initial_rank)
         self._end_rank()
 
     def _end_rank(self) -> float:
-        """Send SIGTERM; return when SIGKILL is due, if the rank still runs then."""
         if self._kill_s is None:
             grace_s = self._task.termination_grace_s
             self._kill_s = clock.now_s() + grace_s
@@ -247,12 +236,13 @@ class _MonitorDuty:
         try:
             self._rank.send(m.encode(message))
         except OSError as error:
-            log.debug("the rank accepts nothing: %s", error)  # its end is seen elsewhere
+            log.debug("the rank accepts nothing: %s", error)  # its end is detected elsewhere
 
     def _report_self(self, faults: tuple[p.RankFault, ...]) -> p.RankFault | None:
-        """Return what this rank did while all that reported waited for another; ``None`` = it waited, too.
+        """Return the fault of this rank where all that reported waited for another one; ``None``: this rank waited,
+        too.
 
-        It is about to be interrupted, a moment before its own timeout would have been noticed.
+        The rank is about to be interrupted, a moment before its own timeout would have been exceeded.
         """
         if not faults or not all(fault.is_victims for fault in faults):
             return None
@@ -261,7 +251,6 @@ class _MonitorDuty:
         return None if fault is None or fault.is_victims else fault
 
     def _add_position(self, fault: p.RankFault) -> p.RankFault:
-        """Return the fault with where the rank's main thread stands."""
         if (position := read_stack_position(self._task.pid)) is None:
             return fault
         line, waits = position
@@ -300,7 +289,7 @@ _logging = threading.Lock()
 
 
 def _write_pid(path: Path) -> None:
-    """Write this process's id to a file; a failure is logged, and restarting continues without it.
+    """Write this process's id to a file; a failure is logged.
 
     Blocks: up to ``files.DISK_S`` where the disk does not respond.
     """

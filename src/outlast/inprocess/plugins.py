@@ -1,8 +1,8 @@
-"""Plug-ins of the wrapper: what they are given, ready-made ones, and those of one wrapper together.
+"""Plug-ins of the wrapper: their arguments, ready-made ones, and the set of one wrapper.
 
-A ``rank_assignment`` plug-in takes an :class:`Assignment` and returns another one. It begins as what is left of the
-last one: survivors have their ranks, the dead have left gaps. ``Compose`` runs several from left to right; the first
-must close the gaps. Every other plug-in takes a :class:`State`.
+A ``rank_assignment`` plug-in takes an :class:`Assignment` and returns another one. The first one gets the last
+assignment, in which survivors have their ranks and dead ranks left gaps. ``Compose`` runs several from left to right;
+the first must close the gaps. Every other plug-in takes a :class:`State`.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class State:
 
 
 class Compose:
-    """Call plug-ins from left to right, each with what the one before it returned.
+    """Call plug-ins from left to right, each with the result of the one before it.
 
-    A plug-in that returns ``None`` hands on what it was given, so that plug-ins that only do something (``initialize``,
-    ``abort``, ``finalize``, ``health_check``) and those that decide (``rank_assignment``) are composed alike. The
+    A plug-in that returns ``None`` passes its argument on, so that plug-ins with effects (``initialize``, ``abort``,
+    ``finalize``, ``health_check``) and plug-ins that decide (``rank_assignment``) are composed in the same way. The
     first one that raises ends the call; those to its right are not called.
 
     Args:
-        plugins: What is called; at least one.
+        plugins: Functions or instances; at least one.
 
     Raises:
         ConfigError: There is none, or one cannot be called.
@@ -81,7 +81,7 @@ class Compose:
         self._plugins = plugins
 
     def __call__(self, value: Any) -> Any:
-        """Return what the last plug-in handed on."""
+        """Return the result of the last plug-in."""
         for plugin in self._plugins:
             returned = plugin(value)
             value = value if returned is None else returned
@@ -91,14 +91,14 @@ class Compose:
         return f"Compose({', '.join(map(repr, self._plugins))})"
 
     def labels(self) -> dict[str, str]:
-        """Return what its plug-ins want to be known of this rank's place."""
+        """Return the labels that its plug-ins give this rank's place."""
         return {name: text for plugin in self._plugins for name, text in labels_of(plugin).items()}
 
 
 def labels_of(plugin: object) -> Mapping[str, str]:
-    """Return what a ``rank_assignment`` plug-in wants to be known of this rank's place, for ``Member.labels``.
+    """Return the labels that a ``rank_assignment`` plug-in gives this rank's place, for ``Member.labels``.
 
-    It is asked once on every rank, by its method ``labels()`` if it has one.
+    Its method ``labels()``, if it has one, is called once on every rank.
     """
     labels = getattr(plugin, "labels", None)
     return labels() if callable(labels) else {}
@@ -113,9 +113,9 @@ class RetryController:
     """
 
     max_iterations: int | None = None
-    """Restarts that may be made; ``None`` = no limit, 0 = none."""
+    """Most restarts; ``None``: no limit, 0: none."""
     min_world_size: int = 1
-    """Fewest processes to go on with, spares included."""
+    """Fewest processes to continue with, spares included."""
     min_active_world_size: int = 1
     """Fewest ranks to run the function with."""
 
@@ -126,7 +126,7 @@ class RetryController:
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
 
     def __call__(self, state: State) -> None:
-        """Check what is left.
+        """Check the limits.
 
         Raises:
             RestartAbort: A limit is passed; the message names it.
@@ -162,8 +162,8 @@ class FaultCounter:
     """
 
     max_rank_faults: int | None = None
-    """Faults that a rank may have; with one more it leaves. ``None`` = no limit. What follows from another rank's fault
-    does not count."""
+    """Most faults of a rank; one more removes it. ``None``: no limit. Consequences of another rank's fault do not
+    count."""
 
     def __post_init__(self) -> None:
         limit = self.max_rank_faults
@@ -173,7 +173,7 @@ class FaultCounter:
         """Check this rank.
 
         Raises:
-            UnhealthyRank: It has failed more often than it may.
+            UnhealthyRank: It has failed too often.
         """
         faults = state.fault_counts.get(state.initial_rank, 0)
         if self.max_rank_faults is not None and faults > self.max_rank_faults:
@@ -188,7 +188,7 @@ class FaultCounter:
 
 @dataclass(frozen=True, slots=True)
 class ShiftRanks:
-    """Move survivors up into the gaps, in order; spares follow behind them. Shrinks once spares are spent."""
+    """Move survivors up into the gaps, in order; spares follow them. Shrinks when no spares are left."""
 
     def __call__(self, assignment: Assignment) -> Assignment:
         """Return the assignment without gaps."""
@@ -204,11 +204,11 @@ class FillGaps:
     """
 
     granularity: str = "rank"
-    """``rank``: any spare takes any rank's place. ``node``: first spares of the same node do; where they do not
-    suffice, all ranks of the node go together to one with as many spares, and its survivors become spares."""
+    """``rank``: any spare takes any rank's place. ``node``: spares of the same node come first; where they do not
+    suffice, all ranks of the node move together to a node with as many spares, and its survivors become spares."""
     may_shrink: bool = False
-    """What follows once spares are spent: the last ranks move into the gaps (with ``node`` all move up, in order);
-    off: ``RestartAbort``."""
+    """When no spares are left, the last ranks move into the gaps (with ``node`` all move up, in order); off:
+    ``RestartAbort``."""
 
     def __post_init__(self) -> None:
         require(self.granularity in ("node", "rank"), f"granularity={self.granularity!r} must be node or rank")
@@ -225,7 +225,7 @@ class FillGaps:
 
 @dataclass(frozen=True, slots=True)
 class MaxActiveWorldSize:
-    """Make ranks spares beyond a number.
+    """Make ranks beyond a number spares.
 
     Args:
         limit: Most ranks that run the function, at least 1.
@@ -246,7 +246,7 @@ class MaxActiveWorldSize:
 
 @dataclass(frozen=True, slots=True)
 class ActiveWorldSizeDivisibleBy:
-    """Make the last ranks spares, so that a number divides how many run the function.
+    """Make the last ranks spares, so that the number of active ranks is a multiple of a number.
 
     Args:
         divisor: The number, at least 1.
@@ -270,11 +270,11 @@ class Level:
     """One level of a :class:`Tree`, such as its racks.
 
     Args:
-        key: What tells a rank's part of the machine at this level: the name of an environment variable, or a function
-            without arguments, asked once on every rank; ``"node"`` = the node's name.
-        spare: Ranks that each part holds back, beyond those that the levels within it hold back.
+        key: Identifies a rank's part of the machine at this level: the name of an environment variable, or a function
+            without arguments, called once on every rank; ``"node"``: the node's name.
+        spare: Ranks that each part holds back, in addition to those of the levels within it.
         whole: Replace parts of this level as a whole: one whose own spares do not suffice is given up, and its ranks
-            go together to another part.
+            move together to another part.
 
     Raises:
         ConfigError: The spare is negative, or the name empty.
@@ -305,8 +305,8 @@ class Tree:
     """Hold spares back at every level of the machine, and fill each gap from the nearest.
 
     At the start each part of each level holds its last ranks back. Later a gap is filled by a spare of the same
-    innermost part, else of the next wider one, and so on; survivors keep their ranks, but for those of a ``whole``
-    part that is given up::
+    innermost part, else of the next wider one, and so on; survivors keep their ranks, except those of a ``whole`` part
+    that is given up::
 
         Tree(Level("RACK", spare=8), Level("node", spare=1, whole=True))
 
@@ -362,7 +362,7 @@ def _nothing(state: State) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugins:
-    """What is called when; see :class:`outlast.inprocess.Wrapper`."""
+    """The plug-ins of one wrapper; see :class:`outlast.inprocess.Wrapper`."""
 
     initialize: Plugin
     abort: Plugin
@@ -374,7 +374,6 @@ class Plugins:
 
     @property
     def has_abort(self) -> bool:
-        """Whether there is an ``abort`` to call."""
         return self.abort is not _nothing
 
     @classmethod

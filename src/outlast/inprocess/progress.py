@@ -1,14 +1,12 @@
-"""Whether a rank makes progress: how its main thread is asked, the page that shows it, and what is concluded from it.
+"""Progress of a rank: how the main thread is probed, the page that shows progress, and the rules that judge it.
 
-The main thread is asked from another thread without running Python in it: ``Py_AddPendingCall`` has it call a C
-function between two instructions, here ``sem_post``, which runs no Python and cannot fail. A main thread that sleeps
-or waits in a C function does not answer.
+Another thread probes the main thread without running Python in it: ``Py_AddPendingCall`` has it call a C function
+between two instructions, here ``sem_post``, which runs no Python and cannot fail. A main thread that sleeps or waits in
+a C function does not respond.
 
 The page is shared memory of a few 64-bit words, each written by one thread of the rank and read by its agent process,
 also while the rank cannot run; aligned stores of 8 bytes are not torn. Times are monotonic nanoseconds, one clock for
-both processes. What is concluded from it depends on times that are passed in, never on a clock.
-
-Nothing here imports torch.
+both processes; the rules get times as arguments. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ _BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES = range(5)
 
 
 class RankPhase(IntEnum):
-    """Where a rank's main thread is."""
+    """Position of a rank's main thread."""
 
     WAITING = 0
-    """In the wrapper, waiting for orders (a spare, or one that is ready)."""
+    """In the wrapper, waiting for orders: a spare, or a rank that is ready."""
     STARTING = 1
-    """Told to go; the function is not entered yet."""
+    """Ordered to enter the function, and not in it yet."""
     IN_FN = 2
     """In the wrapped function."""
     LEAVING = 3
-    """Still in it, and ordered to leave."""
+    """In the wrapped function, and ordered to leave it."""
     OUT = 4
-    """Out of it; cleaning up and checking its health."""
+    """Outside the function: cleaning up and running health checks."""
     COMPLETED = 5
-    """The function returned; the others are waited for."""
+    """The function returned; this rank waits for the others."""
 
 
 class Page:
@@ -50,8 +48,8 @@ class Page:
     Args:
         fd: Descriptor of the shared memory; this object owns it.
 
-    Thread: in the rank, :meth:`beat` is the monitor thread's, :meth:`stamp_progress` any thread's, all others are the
-        main thread's; the agent process only reads.
+    Thread: in the rank, :meth:`beat` is the monitor thread's, :meth:`stamp_progress` any thread's, other methods are
+    the main thread's; the agent process only reads.
     """
 
     def __init__(self, fd: int) -> None:
@@ -61,7 +59,6 @@ class Page:
 
     @classmethod
     def create(cls) -> Page:
-        """Return a new page."""
         fd = memory_file("outlast-inprocess")
         os.ftruncate(fd, _PAGE_BYTES)
         page = cls(fd)
@@ -70,7 +67,6 @@ class Page:
         return page
 
     def close(self) -> None:
-        """Release the memory; idempotent."""
         if self.fd >= 0:
             self._words.release()
             self._map.close()
@@ -80,15 +76,13 @@ class Page:
     # -- written by the rank -----------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Record that the monitor thread runs."""
         self._words[_BEAT] = now_ns()
 
     def stamp_progress(self) -> None:
-        """Record that the main thread made progress."""
         self._words[_PROGRESS] = now_ns()
 
     def set_phase(self, phase: RankPhase, restart_count: int | None = None) -> None:
-        """Say where the main thread is; this counts as progress, except for ``LEAVING``."""
+        """Record the phase; except for ``LEAVING`` this counts as progress."""
         if phase != RankPhase.LEAVING:
             self._words[_PROGRESS] = now_ns()
         if restart_count is not None:
@@ -96,7 +90,6 @@ class Page:
         self._words[_PHASE] = phase
 
     def pause(self) -> None:
-        """Enter a part without hang protection; may be nested."""
         self._words[_PAUSES] += 1
 
     def resume(self) -> None:
@@ -105,34 +98,29 @@ class Page:
         self._words[_PAUSES] -= 1
 
     def reset_depths(self) -> None:
-        """Forget parts that were left by an exception."""
+        """Leave all parts, after an exception."""
         self._words[_PAUSES] = 0
 
     # -- read by the agent process ---------------------------------------------------------------------------
 
     @property
     def beat_ns(self) -> int:
-        """When the monitor thread ran last."""
         return self._words[_BEAT]
 
     @property
     def progress_ns(self) -> int:
-        """When the main thread made progress last."""
         return self._words[_PROGRESS]
 
     @property
     def phase(self) -> RankPhase:
-        """Where the main thread is."""
         return RankPhase(self._words[_PHASE])
 
     @property
     def restart_count(self) -> int:
-        """The call that it is in, or was in last."""
         return self._words[_RESTART_COUNT]
 
     @property
     def is_paused(self) -> bool:
-        """Whether hang protection is off."""
         return self._words[_PAUSES] > 0
 
 
@@ -141,13 +129,13 @@ _SEM_BYTES = 64  # sem_t has 32 on 64-bit Linux
 _libc = ctypes.CDLL(None, use_errno=True)
 _post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
 _semaphore = ctypes.create_string_buffer(_SEM_BYTES)
-"""Never freed: the main thread may answer at any later time."""
+"""Never freed: the main thread may post it at any later time."""
 if _libc.sem_init(ctypes.byref(_semaphore), 0, 0) != 0:
     raise OSError(ctypes.get_errno(), "sem_init failed")
 
 
 class MainThreadProgress:
-    """Ask the main thread for a sign of progress.
+    """Probe the main thread.
 
     Thread: one at a time.
     """
@@ -156,13 +144,13 @@ class MainThreadProgress:
         self._asked = False
 
     def ask(self) -> None:
-        """Ask for a sign, unless the last one is still due. Blocks: never."""
+        """Send a probe, unless one is pending. Blocks: never."""
         if not self._asked:
             full = ctypes.pythonapi.Py_AddPendingCall(_post, ctypes.byref(_semaphore))
             self._asked = full == 0
 
     def take(self) -> bool:
-        """Return whether there was a sign since the last call. Blocks: never."""
+        """Return whether the main thread responded since the last call. Blocks: never."""
         answered = False
         while _libc.sem_trywait(ctypes.byref(_semaphore)) == 0:
             answered = True
@@ -173,13 +161,13 @@ class MainThreadProgress:
 
 _IN_FN = (RankPhase.IN_FN, RankPhase.LEAVING)
 _IDLE = (RankPhase.WAITING, RankPhase.COMPLETED)
-"""The main thread waits in the wrapper, and nothing of ours holds the interpreter's lock."""
+"""The main thread waits in the wrapper, and outlast does not hold the interpreter's lock."""
 _BEAT_SLACK_S = 0.25
-"""How late a monitor thread may be on a busy machine and still count as running."""
+"""Seconds that a monitor thread may be late on a busy machine and still count as running."""
 
 
 class RankWatch:
-    """Watch one rank.
+    """Judge the progress of one rank.
 
     Args:
         page: Its page.
@@ -197,22 +185,20 @@ class RankWatch:
         self._is_over = False
 
     def note_end(self) -> None:
-        """The rank is about to leave the wrapper, or has left: its monitor thread need not run any more."""
+        """Record that the rank leaves the wrapper: its monitor thread need not run any more."""
         self._is_over = True
 
     def note_go(self, restart_count: int, now_ns: int) -> None:
-        """The rank was ordered to enter a call."""
         self._went = (restart_count, now_ns)
         self._ordered_to_leave_ns = None
 
     def note_leave(self, now_ns: int) -> None:
-        """The rank was ordered to leave the function."""
         self._went = None
         if self._ordered_to_leave_ns is None:
             self._ordered_to_leave_ns = now_ns
 
     def describe_idle(self, now_ns: int) -> RankFault | None:
-        """Return how long a rank in the function has made no progress, if half a soft timeout, and unreported."""
+        """Return a fault if a rank in the function has made no progress for half a soft timeout, once per call."""
         page = self._page
         since_ns = now_ns - page.progress_ns
         is_judged = page.phase == RankPhase.IN_FN and not page.is_paused and self._reported_soft < page.restart_count
@@ -223,7 +209,7 @@ class RankWatch:
         return self._fault(page.restart_count, RankFaultKind.SOFT_TIMEOUT, summary)
 
     def look(self, now_ns: int) -> tuple[RankFault | None, int | None]:
-        """Return what is found, and when to look again; ``None``: when anything else happens.
+        """Return a fault if a timeout was exceeded, and when to check again; ``None``: at the next event.
 
         After a soft timeout the interpreter is free; after a hard one the rank has to be ended.
         """
@@ -259,11 +245,11 @@ class RankWatch:
             self._reported_soft = restart_count
             text = f"no progress for {(now_ns - progress_ns) / 1e9:.1f} s (soft_timeout={self._task.soft_timeout_s:g})"
             return self._fault(restart_count, RankFaultKind.SOFT_TIMEOUT, text), hard_ns
-        # The monitor thread does not run either: it may come back (a long call that holds the interpreter's lock).
+        # The monitor thread does not run either: a long call may hold the interpreter's lock.
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
 
     def _look_at_beat(self, restart_count: int, now_ns: int, where: str) -> tuple[RankFault | None, int | None]:
-        """Judge a rank whose main thread may wait as long as it likes, such as a spare: its monitor thread beats."""
+        """Judge a rank whose main thread may wait, such as a spare, by the heartbeats of its monitor thread."""
         if self._is_over:
             return None, None
         silent_ns = self._page.beat_ns + self._hard_ns

@@ -1,17 +1,17 @@
 """Messages between ranks, their node's agent process and the coordinator; msgpack, never pickle.
 
-* When the agent process begins the duty for a rank: :class:`MonitorTask`.
-* Between a rank and its duty: packets. The rank sends :class:`Connect` once, then what it reports
-  (:data:`~outlast.policy.inprocess_protocol.Report`); it receives :class:`Listening` first, then orders, and in between
-  which agent processes may coordinate (:class:`Coordinators`), so that another agent process can take the place of one
-  that is gone (:class:`Reconnect`). Under ``outlast run``, whose coordinator it is, the rank gets only orders.
-* Between a duty and its node's relay (:mod:`outlast.launch.rank_relay`) a Unix socket, on which a :class:`JoinRelay`
-  comes first, then reports (and :class:`Gone`) one way and orders the other.
-* Between nodes and the coordinator: under ``outlast run`` :mod:`outlast.launch.protocol`, elsewhere
+* :class:`MonitorTask` begins the duty for a rank.
+* Between a rank and its duty: packets. The rank sends :class:`Connect` once, then its reports
+  (:data:`~outlast.policy.inprocess_protocol.Report`). It receives :class:`Listening` first, then orders and
+  :class:`Coordinators`, so that another agent process can take the place of one that is gone (:class:`Reconnect`).
+  Under ``outlast run`` it receives only orders.
+* Between a duty and its node's relay (:mod:`outlast.launch.rank_relay`): a Unix socket with :class:`JoinRelay`, then
+  reports (and :class:`Gone`) one way and orders the other.
+* Between nodes and the coordinator: :mod:`outlast.launch.protocol` under ``outlast run``, else
   :data:`outlast.inprocess.coordinator.OnLink`.
 
-A :class:`MemberRecord` remembers what a member was ordered and reported, so that a new coordinator or duty can resume
-from it. Nothing here imports torch.
+A :class:`MemberRecord` keeps the standing of a member, from which a new coordinator or duty resumes. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -44,45 +44,40 @@ if TYPE_CHECKING:
 
 
 COORDINATION = "in-process restarts"
-"""Names the connections to the coordinator in their proofs, and what their key is derived for."""
+"""Name of the protocol in the handshakes with the coordinator, and purpose of the derived key."""
 
 
 class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a monitor duty has to do, as JSON."""
-
     pid: int
-    """The rank's process."""
     initial_rank: int
     initial_world_size: int
     node: str
     host: str
-    """Address of this machine at which agent processes of other machines reach this one."""
+    """Address of this machine for agent processes of other machines."""
     limits: RestartLimits
     soft_timeout_s: float
     """Seconds without progress of the main thread while the interpreter is free."""
     hard_timeout_s: float
     """Seconds without progress after which the rank is ended."""
     thread_interval_s: float
-    """Seconds between two beats of the rank's monitor thread."""
+    """Seconds between two heartbeats of the rank's monitor thread."""
     process_interval_s: float
-    """Longest time between two looks of the agent process."""
+    """Longest time in seconds between two checks of the agent process."""
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
-    """Of the connection to the coordinator; under ``outlast run`` its agents have their own."""
+    """Of the connection to the coordinator; agents of ``outlast run`` have their own."""
     termination_grace_s: float
-    """Seconds between SIGTERM and SIGKILL for a rank that is ended while its main thread still runs."""
+    """Seconds between SIGTERM and SIGKILL for a rank that is ended."""
     relay: str = ""
     """Address of the relay of ``outlast run``'s agent; empty: the agent process has one."""
     cycle: int = 0
-    """The launcher's cycle."""
     call: int = 0
-    """Which of the process's calls of a wrapped function it is, from 0."""
+    """Number of the process's call of a wrapped function, from 0."""
     labels: dict[str, str] = {}
-    """What this rank reports of its place beyond its node, for those who assign ranks."""
     log_path: str = ""
-    """File to which the agent process writes its log; empty: the rank's standard error."""
+    """Log file of the agent process; empty: the rank's standard error."""
     pid_path: str = ""
-    """File to which it writes its process id; empty: none."""
+    """File for the process id of the agent process; empty: none."""
 
     @classmethod
     def of(
@@ -94,14 +89,14 @@ class MonitorTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         call: int,
         labels: Mapping[str, str],
     ) -> MonitorTask:
-        """Return what the monitor duty for this very process has to do.
+        """Return the task for this very process.
 
         Args:
             config: The settings.
             place: This process's place at its start.
             host: Address of this machine.
-            call: Which of the process's calls of a wrapped function it is, from 0.
-            labels: What this rank reports of its place.
+            call: Number of the process's call of a wrapped function, from 0.
+            labels: Labels of the place of this rank.
         """
         folder = config.monitor_process_logdir
         return cls(
@@ -137,26 +132,27 @@ MAX_PACKET_BYTES = 1 << 20
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The duty runs, and its agent process could coordinate."""
+    """The duty runs; its agent process could coordinate."""
 
     address: str
-    """``host port``."""
     offer: str
-    """From which the agent processes derive their key; see :func:`outlast.runtime.run_key.make_offer`."""
+    """The agent processes derive their key from it; see :func:`outlast.runtime.run_key.make_offer`."""
 
 
 class Coordinators(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Which agent processes may coordinate, in this order; the first one does."""
+    """The facts from which another agent process of this node can resume; sent when they change."""
 
     addresses: tuple[str, ...]
-    """Each ``host port``."""
+    """Agent processes that may coordinate, each ``host port``; the first one does."""
+    ranks: dict[int, int] = {}
+    """Initial rank to process id, of the node's ranks in the call."""
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, omit_defaults=True):
-    """Join the coordinator; the agent process whose address comes first is it."""
+    """Join the coordinator: the agent process with the first address."""
 
     addresses: tuple[str, ...] = ()
-    """As in :class:`Coordinators`; empty: it is that of ``outlast run``."""
+    """As in :class:`Coordinators`; empty: the coordinator is that of ``outlast run``."""
     offer: str = ""
 
 
@@ -166,21 +162,21 @@ class Reconnect(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
     connect: Connect
     standing: MemberStanding
     final_report: Left | None = None
-    """What may not have reached the coordinator."""
+    ranks: dict[int, int] = {}
+    """As in :class:`Coordinators`."""
 
 
 class JoinRelay(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """First message to a relay: for which rank a duty reports."""
-
     cycle: int
     call: int
     initial_rank: int
     initial_world_size: int
     pid: int
-    """The rank's process."""
     labels: dict[str, str]
     limits: RestartLimits
     standing: MemberStanding
+    ranks: dict[int, int] = {}
+    """As in :class:`Coordinators`, where the agent process that had the rank's duty is gone."""
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -195,15 +191,14 @@ ToRelay = JoinRelay | Gone | Report
 
 
 def encode(message: FromRank | FromMonitor) -> bytes:
-    """Return a packet between a rank and its agent process."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(packet: bytes, kind: Any) -> Any:
-    """Return what a rank (:data:`FromRank`) or its agent process (:data:`FromMonitor`) sent the other one.
+    """Return the message of a packet from a rank (:data:`FromRank`) or from its agent process (:data:`FromMonitor`).
 
     Raises:
-        OutlastError: It is no such message.
+        OutlastError: The packet is not such a message.
     """
     try:
         return from_msgpack(packet, kind)
@@ -212,24 +207,23 @@ def decode(packet: bytes, kind: Any) -> Any:
 
 
 class MemberRecord:
-    """Note orders and reports, from which follows where the member stands.
+    """Derive a member's standing from its orders and reports.
 
     Args:
-        standing: Where it stood before.
+        standing: The standing before.
     """
 
     def __init__(self, standing: MemberStanding | None = None) -> None:
         self.standing = MemberStanding() if standing is None else standing
 
     def reports(self) -> tuple[Report, ...]:
-        """Return what the rank reported that may still matter; a coordinator may get it twice."""
+        """Return the reports that may still matter; a coordinator may get one twice."""
         standing = self.standing
         completed = (Completed(restart_count=standing.completed, exit_code=standing.exit_code),)
         ready = () if standing.ready is None else (standing.ready,)
         return (*standing.faults, *(completed if standing.completed >= 0 else ()), *ready)
 
     def note_order(self, order: Order) -> None:
-        """Note an order that the rank got."""
         match order:
             case Go():
                 self.standing = msgspec.structs.replace(
@@ -244,7 +238,6 @@ class MemberRecord:
                 self.standing = msgspec.structs.replace(self.standing, restart=order.restart_count)
 
     def note_report(self, report: Report) -> None:
-        """Note what the rank reported."""
         match report:
             case RankReady():
                 self.standing = msgspec.structs.replace(self.standing, ready=report)
@@ -255,4 +248,4 @@ class MemberRecord:
             case RankFault() if len(self.standing.faults) < 8:
                 self.standing = msgspec.structs.replace(self.standing, faults=(*self.standing.faults, report))
             case Left():
-                pass  # its own last words; see Reconnect
+                pass  # see Reconnect.final_report

@@ -1,9 +1,8 @@
 """The wrapper, and one rank's part in a call of it: from the first order to the last.
 
-In addition to the function's own end there are three others: the rank is permanently removed and the others resume, all
-ranks have to stop, or the agent process is gone. Each of them raises an exception, so that the process never ends
-with exit code 0 without the function's result. What happens is reported to the agent of the node, the journal,
-and the log (:class:`StatusReporter`).
+Apart from the function's own end there are three others: the rank is permanently removed and the others resume, all
+ranks have to stop, or the agent process is gone. Each raises an exception, so that the process never ends with exit
+code 0 without the function's result.
 """
 
 from __future__ import annotations
@@ -26,167 +25,24 @@ from outlast.config.base import frozen
 from outlast.config.sources import load_config
 from outlast.config.training import InProcessRestartConfig
 from outlast.errors import ConfigError, OutlastError, RestartAbort
-from outlast.incidents import EventKind, IncidentKind
 from outlast.inprocess import call as calls
+from outlast.inprocess import leaving
 from outlast.inprocess import protocol as m
 from outlast.inprocess.bootstrap import Bootstrap
 from outlast.inprocess.monitor_client import Instruction, MonitorLink, MonitorThread
 from outlast.inprocess.plugins import Plugins, State, labels_of
 from outlast.inprocess.progress import Page, RankPhase
 from outlast.inprocess.protocol import MonitorTask
+from outlast.inprocess.status_reporter import StatusReporter
 from outlast.monitor import stacks
 from outlast.policy import inprocess_protocol as p
 from outlast.policy.inprocess_restart import add_earlier_faults, add_fault, count_causes
 from outlast.policy.rank_assignment import assign
 from outlast.runtime import connections, device, device_collectives
 from outlast.runtime.addresses import own_address
-from outlast.runtime.board import InProcessFault, InProcessMark
 from outlast.runtime.interruption import CallOutcome, SignalInterruption
-from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
-
-_INCIDENTS = {
-    p.RankFaultKind.EXCEPTION: IncidentKind.WORKER_FAILED,
-    p.RankFaultKind.DIED: IncidentKind.WORKER_DIED,
-    p.RankFaultKind.LINK_LOST: IncidentKind.WORKER_DIED,
-    p.RankFaultKind.SOFT_TIMEOUT: IncidentKind.WORKER_HUNG,
-    p.RankFaultKind.HARD_TIMEOUT: IncidentKind.WORKER_HUNG,
-    p.RankFaultKind.COMPLETION_TIMEOUT: IncidentKind.WORKER_HUNG,
-    p.RankFaultKind.BARRIER_TIMEOUT: IncidentKind.WORKER_HUNG,
-}
-_num_calls = 0
-
-
-class StatusReporter:
-    """Report how one call of a wrapped function goes.
-
-    Without an agent of ours and without a run directory there is nobody to report to; the calls then do nothing.
-
-    Args:
-        place: This process's place at its start.
-        config: The settings.
-
-    Thread: the main thread; nothing here blocks.
-    """
-
-    def __init__(self, place: env.WorkerEnv, config: InProcessRestartConfig) -> None:
-        global _num_calls
-        call, _num_calls = _num_calls, _num_calls + 1
-        self._place = place
-        self.call = call
-        """Which of the process's calls of a wrapped function it is, from 0."""
-        self._ranks: Mapping[int, int | None] = {}
-        self._left_s: float | None = None
-        self._journal: Journal | None = None
-        self._has_ended = False
-        self._mark: InProcessMark | None = None
-        if place.board is not None:
-            try:
-                self._mark = InProcessMark(place.board, place.local_rank)
-                self._mark.arm(call, patience_s=config.barrier_timeout + config.hard_timeout)
-            except OutlastError as error:
-                log.warning("restarts in process cannot be reported to the node's agent: %s", error)
-        if call == 0 and place.is_first:
-            _say_what_the_launcher_allows(place.launcher)
-
-    def begin(self, go: p.Go) -> None:
-        """Report that a call begins, which this rank takes part in or waits through as a spare."""
-        rank = go.ranks.get(self._place.global_rank)
-        state = p.InProcessState.SPARE if rank is None else p.InProcessState.ACTIVE
-        self._set(state, go.restart_count, go.faults)
-        if go.restart_count > 0 and rank == 0:
-            self._write_restarted(go)
-        self._ranks, self._left_s = go.ranks, None
-
-    def restart(self, restart_count: int, faults: Iterable[p.RankFault] = ()) -> None:
-        """Report that the running call is left, for the one named."""
-        if self._left_s is None:
-            self._left_s = clock.now_s()
-        self._set(p.InProcessState.RESTARTING, restart_count, faults)
-
-    def complete(self) -> None:
-        """Report that the function returned here."""
-        self._set(p.InProcessState.COMPLETED)
-
-    def finish(self) -> None:
-        """Report that it returned on all active ranks."""
-        self._has_ended = True
-        self._set(p.InProcessState.RETURNED)
-
-    def leave(self, exit_code: int) -> None:
-        """Report that this rank is permanently removed and about to exit so, and that its peers resume."""
-        self._has_ended = True
-        if self._mark is not None:
-            self._mark.set_leaving(exit_code)
-        self._set(p.InProcessState.LEFT)
-
-    def close(self) -> None:
-        """Report, unless the call came to one of the ends above, that it was given up; idempotent."""
-        if self._mark is not None:
-            if not self._has_ended:
-                self._set(p.InProcessState.GAVE_UP)
-            self._mark.close()
-            self._mark = None
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
-
-    def _set(
-        self, state: p.InProcessState, restart_count: int | None = None, faults: Iterable[p.RankFault] = ()
-    ) -> None:
-        if self._mark is not None:
-            self._mark.set(state, restart_count, _for_agent(faults))
-
-    def _write_restarted(self, go: p.Go) -> None:
-        place = self._place
-        if self._journal is None:
-            name = f"inprocess-{place.global_rank}"
-            try:
-                self._journal = Journal(place.run_dir, run_id=place.run_id, job=place.job, node=place.node, proc=name)
-            except OSError as error:
-                log.warning("restarts in process are not written to the journal: %s", error)
-                return
-        before = {rank: initial for initial, rank in self._ranks.items() if rank is not None}
-        after = {rank: initial for initial, rank in go.ranks.items() if rank is not None}
-        self._journal.write(
-            EventKind.RESTARTED_IN_PROCESS,
-            cycle=place.cycle,
-            rank=0,
-            restart_iteration=go.restart_count,
-            faults=[{"rank": one.initial_rank, "kind": one.kind, "summary": one.text} for one in go.faults],
-            active_world_size=go.active_world_size,
-            replaced={rank: after[rank] for rank in sorted(before.keys() & after) if before[rank] != after[rank]},
-            duration_s=None if self._left_s is None else round(clock.now_s() - self._left_s, 6),
-        )
-
-
-def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
-    """Return faults as the agent knows them, what may be a cause first: who waits for a rank that hangs hangs, too."""
-    ranked = sorted(faults, key=lambda fault: (fault.is_consequence, fault.is_victims))
-    return [
-        InProcessFault(
-            rank=fault.initial_rank,
-            kind=_INCIDENTS[fault.kind],
-            summary=fault.text,
-            is_consequence=fault.is_consequence,
-        )
-        for fault in ranked
-    ]
-
-
-def _say_what_the_launcher_allows(launcher: str) -> None:
-    if launcher == "torchrun" and env.environ().get("TORCHELASTIC_RUN_ID"):
-        log.warning(
-            "torchrun ends all ranks when one process ends: exceptions, and hangs that can be interrupted, are "
-            "recovered in process, but a rank that dies is not; outlast run keeps the others and takes the same options"
-        )
-    elif launcher == "srun":
-        log.warning(
-            "srun may end the step when a task is killed, unless it is started with --kill-on-bad-exit=0 --wait=0 "
-            "--no-kill: only then are ranks that die replaced in process"
-        )
-
 
 _STORE_TIMEOUT_S = 1800.0
 _ABORT_S = 5.0
@@ -202,11 +58,11 @@ class RankLeft(OutlastError):
 
 
 class WrappedRank:
-    """Go through calls as ordered, until all have completed.
+    """Execute calls as ordered, until all have completed.
 
     Args:
         config: The settings.
-        plugins: What is called when.
+        plugins: The plug-ins of the wrapper.
 
     Thread: the main thread.
     """
@@ -217,13 +73,11 @@ class WrappedRank:
         self._go: p.Go | None = None
         self._faults: tuple[p.RankFault, ...] = ()
         self._restart: p.Restart | None = None
-        """Since that order to go."""
+        """The last order to restart since ``_go``."""
         self._ready_for = -1
         self._iteration = -1
-        """Highest number of optimizer steps that a call has reported; -1: none has."""
         self._returned: CallOutcome | None = None
         self._has_finished = False
-        """The function has returned on all active ranks."""
         self._kept: dict[str, Any] = {}
         self._handle: calls.Handle | None = None
         self._aborting = threading.Lock()
@@ -233,12 +87,12 @@ class WrappedRank:
         self._interruption = SignalInterruption(calls.RestartRequested, WrappedRank._enter.__code__)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function until it has returned on all active ranks; return what it returned here last.
+        """Call the function until it has returned on all active ranks; return its last value on this rank.
 
         Raises:
             ConfigError: A setting or the place of the call is wrong.
             RestartAbort: The ranks cannot be restarted in process.
-            RankLeft: This rank is permanently removed. Where a plug-in failed, what it raised is raised instead.
+            RankLeft: This rank is permanently removed. Where a plug-in failed, its exception is raised instead.
             SystemExit: The function raised it; see :func:`~outlast.policy.inprocess_protocol.is_orderly_exit`.
         """
         if calls.current_handle() is not None:
@@ -262,7 +116,6 @@ class WrappedRank:
             raise RankLeft(text, rank=self._place.global_rank, node=self._place.node) from error
 
     def _open(self, stack: ExitStack) -> None:
-        """Set up what lives as long as this rank's part."""
         config, place = self._config, self._place
         before = {variable: env.environ().get(variable) for variable in _VARIABLES}
         stack.callback(env.update, before)
@@ -270,7 +123,7 @@ class WrappedRank:
         stack.callback(self._close_store)
         self._reporter = StatusReporter(place, config)
         stack.callback(self._reporter.close)
-        self._background = calls.Background()
+        self._background = leaving.Background()
         stack.callback(gc.unfreeze)
         self._host = own_address(None if place.world_size == 1 else place.master_addr)
         self._bootstrap = None if place.relay else Bootstrap(place, timeout_s=config.barrier_timeout)
@@ -300,7 +153,7 @@ class WrappedRank:
         stack.callback(noting.stop)
         stack.callback(calls.set_current, None)
         gc.collect()
-        gc.freeze()  # the collector takes 100 times as long to look through the objects that live anyway
+        gc.freeze()  # the collector takes 100 times as long with the objects that live anyway
         stack.callback(self._end_bootstrap)
 
     # -- orders ------------------------------------------------------------------------------------------------
@@ -316,7 +169,6 @@ class WrappedRank:
         self._get_ready(0)
 
     def _end_bootstrap(self) -> None:
-        """Stop hosting what the first meeting needed."""
         if self._bootstrap is not None:
             self._bootstrap.close()
 
@@ -355,14 +207,13 @@ class WrappedRank:
             raise OutlastError(f"the agent process has not responded for {timeout_s:g} s; read its log") from None
 
     def _get_ready(self, restart_count: int) -> None:
-        """Record that this rank can enter a call, if it may."""
         if restart_count > 0:
             try:
                 self._plugins.health_check(self._describe())
             except RestartAbort as error:
                 self._give_up(error)
-            except Exception as error:  # noqa: BLE001 - whatever a health check raises: it failed
-                self._part(calls.describe(error), cause=error)
+            except Exception as error:  # noqa: BLE001 - any exception of a health check is a failure
+                self._part(leaving.describe(error), cause=error)
         self._close_store()
         self._store = calls.CallStore(self._host)
         self._ready_for = restart_count
@@ -380,22 +231,22 @@ class WrappedRank:
                 active_world_size=self._config.active_world_size,
             )
         except Exception as error:  # noqa: BLE001 - a plug-in's error stops all ranks, with its text
-            log.warning("no ranks can be assigned: %s", calls.describe(error))
+            log.warning("no ranks can be assigned: %s", leaving.describe(error))
             return p.Assigned(ordinal=order.ordinal, error=str(error) or type(error).__name__)
         return p.Assigned(ordinal=order.ordinal, ranks=ranks)
 
     # -- a call ------------------------------------------------------------------------------------------
 
     def _go_into(self, go: p.Go) -> None:
-        self._go, self._faults = go, ()  # its counts have all faults before it
+        self._go, self._faults = go, ()  # the order has the counts of earlier faults
         self._reporter.begin(go)
         self._returned = None
         if self._place.global_rank not in go.ranks:
             self._part("the rank assignment leaves it out")
         rank = go.ranks[self._place.global_rank]
         if rank is None:
-            return  # a spare: it waits for the next order
-        handle = self._handle = calls.open_handle(
+            return  # a spare waits for the next order
+        handle = self._handle = calls.Handle(
             self._describe(),
             interruption=self._interruption,
             page=self._page,
@@ -414,10 +265,10 @@ class WrappedRank:
         self._settle(outcome)
 
     def _enter(self, go: p.Go, rank: int, given: Mapping[str, Any]) -> CallOutcome:
-        """Call the function; return what it ended with.
+        """Call the function; return its outcome.
 
-        This frame is the boundary of what is interrupted: it is not, whatever it calls is. So it calls nothing outside
-        of the ``try`` once it has entered.
+        This frame is the boundary of interruptions: frames that it calls are interrupted, this one is not. So it calls
+        nothing outside of the ``try`` once it has entered.
         """
         outcome = CallOutcome()
         if not self._interruption.enter(go.restart_count):
@@ -428,12 +279,11 @@ class WrappedRank:
             self._page.set_phase(RankPhase.IN_FN)
             self._plugins.initialize(self._describe())
             outcome.value = self._function(**given)
-        except BaseException as error:  # noqa: BLE001 - whatever ended the function is dealt with outside
+        except BaseException as error:  # noqa: BLE001 - the caller handles it
             outcome.error = error
         return outcome
 
     def _prepare(self, go: p.Go, rank: int) -> None:
-        """Set the scene for the function on this rank."""
         assert self._store is not None
         host, port = go.store_address.split(" ")
         if rank == 0:
@@ -447,7 +297,7 @@ class WrappedRank:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
         )
-        if (place := self._place).launcher == "srun":  # with RANK set, Slurm's own variables are not looked at
+        if (place := self._place).launcher == "srun":  # with RANK set, Slurm's own variables are not read
             env.update(
                 {
                     "LOCAL_RANK": str(place.local_rank),
@@ -457,12 +307,11 @@ class WrappedRank:
             )
 
     def _settle(self, outcome: CallOutcome) -> None:
-        """Report how the call ended, and leave it if it failed."""
         error = outcome.error
         if error is None or (isinstance(error, SystemExit) and p.is_orderly_exit(error.code)):
             self._returned = outcome
             self._page.set_phase(RankPhase.COMPLETED)
-            calls.drop(error)
+            leaving.drop(error)
             self._reporter.complete()
             code = (error.code or 0) if isinstance(error, SystemExit) else 0
             self._link.send(p.Completed(restart_count=self._restart_count, exit_code=int(code)))
@@ -473,12 +322,12 @@ class WrappedRank:
             self._link.send(p.Left(reason="interrupted by the keyboard", fatal=True))
             raise error
         if isinstance(error, RestartAbort):
-            calls.clear_frames(error)
+            leaving.clear_frames(error)
             self._leave(None)
             self._give_up(error)
-        reason = calls.describe(error)
+        reason = leaving.describe(error)
         if not isinstance(error, calls.RestartRequested):
-            self._report_fault(reason, is_consequence=calls.is_consequence(error), error=error)
+            self._report_fault(reason, is_consequence=leaving.is_consequence(error), error=error)
         elif self._handle is not None and self._handle.failure is not None:
             summary, is_consequence = self._handle.failure
             self._report_fault(summary, is_consequence=is_consequence)
@@ -500,7 +349,6 @@ class WrappedRank:
             log.warning("the function failed on this rank in call %d: %s", self._restart_count, summary, exc_info=error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Release what the last call held. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -509,13 +357,13 @@ class WrappedRank:
         self._close_store()
         self._abort_collectives(handle)
         try:
-            calls.leave(handle.take_callbacks(), error, self._background)
+            leaving.leave(handle.take_callbacks(), error, self._background)
             calls.set_current(None)
             self._plugins.finalize(self._describe())
         except RestartAbort as failure:
             self._give_up(failure)
-        except Exception as failure:  # noqa: BLE001 - whatever a plug-in or the clean-up raises
-            self._part(calls.describe(failure), cause=failure)
+        except Exception as failure:  # noqa: BLE001 - of a plug-in or the clean-up
+            self._part(leaving.describe(failure), cause=failure)
         finally:
             calls.set_current(None)
         if self._config.empty_cuda_cache:
@@ -531,10 +379,10 @@ class WrappedRank:
         calls.set_current(None)
         self._plugins.completion(state)
         if self._returned is None:
-            if order.exit_code:  # the active ranks exit so, and have trained no further than that
+            if order.exit_code:  # the active ranks exit with it
                 raise SystemExit(order.exit_code)
             return None
-        calls.end_groups()
+        leaving.end_groups()
         if self._returned.error is not None:
             raise self._returned.error
         return self._returned.value
@@ -544,8 +392,8 @@ class WrappedRank:
 
         Args:
             reason: Why, in one line.
-            cause: What is raised; ``None`` = :class:`RankLeft`.
-            is_known: The others know it already.
+            cause: Exception to raise; ``None``: :class:`RankLeft`.
+            is_known: The coordinator ordered it.
 
         Raises:
             BaseException: Always; never a ``SystemExit`` with code 0.
@@ -562,10 +410,10 @@ class WrappedRank:
         raise cause or RankLeft(text, rank=self._place.global_rank, node=self._place.node)
 
     def _give_up(self, error: RestartAbort) -> NoReturn:
-        """Have all ranks stop.
+        """Stop all ranks.
 
         Raises:
-            RestartAbort: Always; with the counts of all ranks where they come in time.
+            RestartAbort: Always; with the counts of all ranks where they arrive in time.
 
         Blocks: up to 5 s.
         """
@@ -582,7 +430,6 @@ class WrappedRank:
         raise error
 
     def _abortion(self, order: p.Abort) -> RestartAbort:
-        """Return what to raise where all were ordered to stop."""
         self._terminate()
         return RestartAbort(
             order.reason,
@@ -602,7 +449,7 @@ class WrappedRank:
         if self._store is not None:
             self._store.close()
 
-    # -- where it stands ---------------------------------------------------------------------------------------
+    # -- its state ---------------------------------------------------------------------------------------
 
     @property
     def _restart_count(self) -> int:
@@ -614,7 +461,7 @@ class WrappedRank:
             self._faults = add_fault(self._faults, fault)
 
     def _describe(self) -> State:
-        """Return it for plug-ins. Thread: any."""
+        """Return the state for plug-ins. Thread: any."""
         go, place = self._go, self._place
         ranks = go.ranks if go is not None else {}
         return State(
@@ -628,10 +475,10 @@ class WrappedRank:
             fault_counts=count_causes(go.fault_counts if go is not None else {}, self._faults),
         )
 
-    # -- for others ---------------------------------------------------------------------------------------------
+    # -- for other threads ---------------------------------------------------------------------------------------------
 
     def _abort(self) -> None:
-        """End what the main thread may wait on beyond connections; on the monitor thread."""
+        """End waits of the main thread that are not on connections. Thread: the monitor thread."""
         if (handle := self._handle) is not None:
             self._abort_collectives(handle)
         if not self._plugins.has_abort:
@@ -639,17 +486,18 @@ class WrappedRank:
         device_collectives.await_aborts()  # a plug-in may shut groups down
         try:
             self._plugins.abort(self._describe())
-        except (Exception, SystemExit):  # it would end the monitor thread in silence
+        except (Exception, SystemExit):  # it would end the monitor thread without a message
             log.exception("the abort plug-in failed")
 
     def _abort_collectives(self, handle: calls.Handle) -> None:
-        """Abort what a call's collectives have on devices, once: on the monitor thread, or when this rank leaves first.
+        """Abort a call's collectives on devices, once: on the monitor thread, or when this rank leaves first.
 
-        A rank that raised does not wait for the order to leave. What it still has under way may wait for a peer that
-        is gone, and so would reading its state, and destroying its groups. Whoever comes second waits here: what is
-        looked at after an abort is garbage.
+        A rank that raised does not wait for the order to leave: its collectives may wait for a peer that is gone, and
+        reading its state or destroying its groups would, too. The second caller waits here, since a device's results
+        after an abort are garbage.
 
-        Blocks: half a second for the look, and until devices are done; NCCL's own end goes on beside what comes next.
+        Blocks: half a second for the checks before the abort, and until devices have finished; NCCL's own end continues
+        in the background.
         """
         with self._aborting:
             if handle.iteration <= self._aborted:
@@ -682,28 +530,28 @@ class Wrapper:
             torch.distributed.init_process_group("gloo")
             ...
 
-    The function runs on every active rank. When it raises on one, when a rank dies or hangs, it is left on all of them
-    and called again with the same arguments, on the ranks that live; spares take the places of those that do not.
-    For each call RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and process groups are made in the function;
-    they are gone when it is called again, and when the call returns. That is once the function has returned on all
-    active ranks: with its value there, with ``None`` on spares. A ``SystemExit`` with code 0, or with one of
-    :class:`~outlast.ExitReason` with which all ranks of a session exit together (16, 17, 18, 75, 93), ends the function
-    like a return, and is raised again at the end, on spares too. With any other code the rank is permanently removed.
+    The function runs on every active rank. When it raises on one, or a rank dies or hangs, all ranks leave it, and it
+    is called again with the same arguments on the ranks that live; spares replace the others. RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT are set for each call. Process groups are made in the function, and are destroyed before
+    the next call and at the end. The wrapped call returns once the function has returned on all active ranks: its value
+    there, ``None`` on spares. A ``SystemExit`` with code 0, or with one of :class:`~outlast.ExitReason` with which all
+    ranks of a session exit together (16, 17, 18, 75, 93), ends the function like a return, and is raised again at the
+    end, on spares too. With any other code the rank is permanently removed.
 
     Args:
-        config: Timeouts and the like; also the whole config of a session, or the path of its file, of which
-            ``in_process_restart`` counts; ``None`` = the defaults. With ``enabled=False`` the function is called as
-            it is.
-        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks, as
-            if it were the function's first line: it may be interrupted, and what it raises is a fault.
+        config: Timeouts and other settings; also the whole config of a session, or the path of its file, of which
+            ``in_process_restart`` counts; ``None``: the defaults. With ``enabled=False`` the function is called without
+            protection.
+        initialize: Called with :class:`~outlast.inprocess.State` before each call of the function, on active ranks,
+            like the function's first line: it may be interrupted, and an exception is a fault.
         abort: Called with the state on the monitor thread while the main thread is still in the function that it has to
-            leave; ends what outlast does not know of and the main thread may wait on.
+            leave; ends waits of the main thread that outlast does not know.
         finalize: Called with the state after each call that was left. If it raises, the rank is permanently removed:
             the call of the wrapped function raises the same exception there.
-        health_check: Called with the state before each further call; the same holds if it raises.
-        rank_assignment: Decides who is which rank; ``None`` = ``FillGaps`` with the configured granularity.
+        health_check: Called with the state before each further call; an exception removes the rank as for ``finalize``.
+        rank_assignment: Assigns the ranks; ``None``: ``FillGaps`` with the configured granularity.
         completion: Called with the state once, when all active ranks have returned.
-        terminate: Called with the state once, when this rank is permanently removed or restarting has come to its end.
+        terminate: Called with the state once, when this rank is permanently removed or restarting has ended.
 
     Raises:
         ConfigError: A setting is wrong. By the call: not on the main thread, or within another wrapped function.
@@ -746,7 +594,7 @@ class Wrapper:
         """Return the function, protected.
 
         Raises:
-            ConfigError: It is not to be protected, and needs a :class:`~outlast.inprocess.Handle`.
+            ConfigError: Protection is off, and the function needs a :class:`~outlast.inprocess.Handle`.
         """
         if self.config.given.get("enabled") is False:
             name = calls.handle_parameter(function)

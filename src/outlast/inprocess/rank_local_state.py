@@ -1,11 +1,11 @@
-"""What is a rank's own in a training state: random numbers, and everything that is neither module nor optimizer.
+"""Rank-local state of a training: random numbers, and everything that is neither module nor optimizer.
 
-It is small, and changes anywhere in a step; a copy is taken at the end of each, so it must cost next to nothing: what
-did not change is not encoded again, and what is simple is encoded in one go.
+It is small and changes anywhere in a step, so a copy is taken at the end of each step at a low cost: unchanged values
+are not encoded again, and simple ones are encoded together.
 
-The copies of the last two iterations lie in shared memory that outlives the rank while a neighbour has it open. Two
-slots take turns, each with its iteration, length and digest; a rank that dies while it writes leaves the other one.
-The memory has no name in any file system: a neighbour opens it through ``/proc``, and it is gone with its last user.
+The copies of the last two iterations are in shared memory that outlives the rank while a neighbour has it open. Two
+slots alternate, each with its iteration, length and digest; a rank that dies while it writes one leaves the other. The
+memory has no name in a file system: a neighbour opens it through ``/proc``, and it ends with its last user.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from outlast.runtime.files import memory_file
 from outlast.runtime.random_numbers import restore_random
 
 CAPACITY_BYTES = 256 << 10
-"""What one iteration may take; memory that is not written to is not used."""
+"""Limit of one iteration; pages that are never written use no memory."""
 _HEAD = struct.Struct("<qQQ")
 _SLOT_BYTES = CAPACITY_BYTES + 4096
 
 
 class SharedBuffer:
-    """The own things of one rank.
+    """The rank-local state of one rank in shared memory.
 
     Args:
         fd: Descriptor of the memory; this object owns it.
@@ -58,7 +58,6 @@ class SharedBuffer:
 
     @classmethod
     def create(cls) -> SharedBuffer:
-        """Return a new one."""
         fd = memory_file("outlast-own")
         try:
             os.ftruncate(fd, 2 * _SLOT_BYTES)
@@ -71,7 +70,7 @@ class SharedBuffer:
 
     @classmethod
     def open(cls, pid: int, fd: int) -> SharedBuffer:
-        """Open that of a neighbour.
+        """Open the buffer of a neighbour.
 
         Raises:
             OSError: It is gone, or may not be opened.
@@ -79,7 +78,7 @@ class SharedBuffer:
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), writable=False)
 
     def write(self, iteration: int, data: bytes) -> None:
-        """Keep what belongs to an iteration, in place of the older one of two.
+        """Store the data of an iteration in place of the older one of two.
 
         Args:
             iteration: Number of optimizer steps done, 0 or more.
@@ -91,17 +90,16 @@ class SharedBuffer:
         _HEAD.pack_into(self._map, start, iteration, len(data), xxhash.xxh3_64_intdigest(data))
 
     def clear(self) -> None:
-        """Forget both iterations."""
         for slot in range(2):
             _HEAD.pack_into(self._map, slot * _SLOT_BYTES, -1, 0, 0)
 
     def iterations(self) -> tuple[int, ...]:
-        """Return the iterations of which it holds something, in order."""
+        """Return the iterations whose data is whole, in order."""
         found = (_HEAD.unpack_from(self._map, slot * _SLOT_BYTES)[0] for slot in range(2))
         return tuple(sorted(one for one in found if one >= 0 and self.read(one) is not None))
 
     def read(self, iteration: int) -> bytes | None:
-        """Return what belongs to an iteration; ``None`` = it is not there, or not whole."""
+        """Return the data of an iteration; ``None``: it is not stored, or not whole."""
         start = (iteration & 1) * _SLOT_BYTES
         there, length, digest = _HEAD.unpack_from(self._map, start)
         if there != iteration or length > CAPACITY_BYTES:
@@ -113,7 +111,6 @@ class SharedBuffer:
         self.close()
 
     def close(self) -> None:
-        """Release it. Idempotent."""
         if self.fd >= 0:
             self._map.close()
             os.close(self.fd)
@@ -126,16 +123,11 @@ _INT_MAX = 2**63
 
 
 class _Description(msgspec.Struct, frozen=True):
-    """A value without the content of its tensors."""
-
     tree: bytes
     tensors: list[tuple[str, str, list[int]]]
-    """Names, dtypes and shapes."""
 
 
 class _Payload(msgspec.Struct, frozen=True):
-    """All that is a rank's own at the end of a step."""
-
     python: bytes
     numpy: bytes
     torch: bytes
@@ -149,10 +141,10 @@ _decoder = msgpack_decoder(_Payload)
 
 
 class RankLocalState:
-    """Take a copy of a rank's own things, and put one back.
+    """Copy a rank's local state, and restore a copy.
 
     Args:
-        state: What training changes; what is a module or an optimizer in it is left out, but an optimizer's settings
+        state: The state that training changes; its modules and optimizers are left out, but an optimizer's settings
             (learning rates) are not.
         optimizers: Its optimizers, by path.
 
@@ -168,10 +160,10 @@ class RankLocalState:
         self._encoded: dict[str, tuple[bytes, bytes]] = {}
 
     def take(self) -> bytes:
-        """Return a copy of what they are now.
+        """Return a copy of the current state.
 
         Raises:
-            OutlastError: Something cannot be copied so that it can be put back.
+            OutlastError: A part cannot be copied so that it can be restored.
         """
         simple: dict[str, Any] = {}
         others: dict[str, bytes] = {}
@@ -198,10 +190,10 @@ class RankLocalState:
         return _encoder.encode(_Payload(*parts, simple, others))
 
     def put_back(self, data: bytes) -> None:
-        """Make them what they were when :meth:`take` returned ``data``, in this process or another one.
+        """Restore the state from the ``data`` of :meth:`take`, in this process or another one.
 
         Raises:
-            OutlastError: They are not made of the same parts.
+            OutlastError: The state has other parts.
         """
         try:
             payload = _decoder.decode(data)
@@ -237,7 +229,7 @@ class RankLocalState:
         return [leaf for leaf in _leaves(self._state, "") if not is_stateful(leaf[-1])]
 
     def _encode(self, name: str, value: Any) -> bytes:
-        """Return a value as bytes: the same ones while msgpack encodes it alike, which takes a tenth as long."""
+        """Return a value as bytes; reuses them while its msgpack is unchanged, which takes a tenth of the time."""
         try:
             key = _encoder.encode(value)
         except (TypeError, OverflowError, msgspec.ValidationError):
@@ -249,7 +241,7 @@ class RankLocalState:
 
 
 class _Random:
-    """Random numbers of this process, encoded; what was not used since is not encoded again."""
+    """Random number generators of this process; a generator that was not used is not encoded again."""
 
     def __init__(self) -> None:
         self._python_address = _python_state_address()
@@ -285,7 +277,7 @@ class _Random:
 
 
 def _python_state_address() -> int:
-    """Return where CPython keeps the words of the global generator; 0 where that is not known for sure."""
+    """Return the address of the words of CPython's global generator; 0 where it is not certain."""
     address = id(random._inst) + object.__basicsize__
     try:
         seen = ctypes.string_at(address, _MT19937_BYTES)
@@ -316,7 +308,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _leaves(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
-    """Yield what is neither module nor optimizer: its path, the mapping that has it, its name there, and itself."""
+    """Yield each leaf that is neither module nor optimizer: path, mapping that contains it, name there, and value."""
     for name, value in state.items():
         here = f"{path}.{name}" if path else str(name)
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
@@ -328,7 +320,7 @@ def _leaves(state: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[
 
 
 def _is_simple(value: Any) -> bool:
-    """Return whether msgpack gives a value back as it is."""
+    """Return whether msgpack preserves a value exactly."""
     if type(value) is not dict:
         return False
     for name, inner in value.items():
@@ -343,7 +335,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def take_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return a description of a value, and the bytes of its tensors, as they are on the host."""
+    """Return a description of a value, and the bytes of its tensors on the host."""
     flat = flatten(value)
     hosted = [(named.name, named.tensor.detach().cpu().contiguous()) for named in flat.tensors]
     kinds = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in hosted]
@@ -355,7 +347,7 @@ def put_together(description: bytes, fill: Callable[[torch.Tensor], object]) -> 
     """Return the value that :func:`take_apart` described.
 
     Args:
-        description: What it returned first.
+        description: The first result of :func:`take_apart`.
         fill: Fills the bytes of the next tensor, in the same order.
     """
     described = from_msgpack(description, _Description)

@@ -1,8 +1,8 @@
-"""A duty's way to the coordinator of in-process restarts: one Unix socket to the relay of its node.
+"""A duty's connection to the in-process restart coordinator: one Unix socket to the relay of its node.
 
 The relay's owner, the agent of ``outlast run`` or an :class:`~outlast.inprocess.agent_link.AgentLink`, carries reports
-to the coordinator, and orders back; see :mod:`outlast.launch.rank_relay`. Where the relay is gone the rank is ordered
-to stop. Nothing here imports torch.
+to the coordinator, and orders back; see :mod:`outlast.launch.rank_relay`. Where the relay is gone the rank gets an
+order to stop. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from outlast.runtime.wire import BufferedChannel, SelectedChannel
 log = logging.getLogger(__name__)
 
 _FINAL_REPORT_S = 1.0
-"""Seconds in which the relay has to accept what is reported last."""
+"""Seconds in which the relay has to accept the last report."""
 _QUIET_S = 3600.0
 RelayLink = SelectedChannel[p.Order]
 
 
 class RelayClient:
-    """Report to the coordinator, and receive its orders. Part of an event loop; close() may block.
+    """Report to the coordinator, and receive its orders. Part of an event loop; only :meth:`close` blocks.
 
     Args:
         selector: Of the process's loop; what it reports with a callable as data is called with the events.
-        task: What the process has to do.
+        task: Of the duty.
         relay: Address of the relay, the name of an abstract socket without its leading zero.
-        on_order: Gets the orders to the rank.
+        on_order: Receives the orders to the rank.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class RelayClient:
     ) -> None:
         self._selector, self._task, self._relay, self._on_order = selector, task, relay, on_order
         self._record = m.MemberRecord()
+        self._ranks: dict[int, int] = {}
         self._link: RelayLink | None = None
         self._give_up_s: float | None = None
-        """Until when the first order has to come."""
         self.is_over = False
         """There are no more orders for the rank, or the rank has no more reports."""
 
@@ -52,20 +52,17 @@ class RelayClient:
         return max(0, self._record.standing.restart_count)
 
     def connect(self) -> None:
-        """Join for the first time."""
-        # The hub waits as long for those that do not come, and again for the one that is asked for the ranks.
+        # The coordinator waits as long for missing ranks, and again for the rank that assigns ranks.
         self._give_up_s = clock.now_s() + 2 * self._task.limits.barrier_timeout_s + _FINAL_REPORT_S
         self._join()
 
     def reconnect(self, known: m.Reconnect) -> None:
-        """Join in place of a process that is gone."""
-        self._record = m.MemberRecord(known.standing)
+        self._record, self._ranks = m.MemberRecord(known.standing), known.ranks
         self._join()
         if known.final_report is not None:
             self._send(known.final_report)
 
     def report(self, report: p.Report) -> None:
-        """Send what the rank reported, or what is reported for it."""
         self._record.note_report(report)
         self._send(report)
 
@@ -74,13 +71,13 @@ class RelayClient:
         if self.is_over:
             return
         if self._link is None:
-            self._join()  # it ended before it had come: the others need not wait for it
+            self._join()  # it ended before it had joined: the others need not wait for it
         self._send(final_report)
         self.close()
         self.is_over = True
 
     def look(self, now_s: float) -> float:
-        """Do what is due, and return when to look again."""
+        """Do what is due, and return when the next call is due."""
         if self._give_up_s is None or self.is_over:
             return now_s + _QUIET_S
         if now_s >= self._give_up_s:
@@ -89,10 +86,7 @@ class RelayClient:
         return self._give_up_s
 
     def close(self) -> None:
-        """Close everything.
-
-        Blocks: up to a second, if the relay takes nothing.
-        """
+        """Close the connection. Blocks: up to a second where the relay accepts nothing."""
         if self._link is not None:
             self._link.channel.drain(_FINAL_REPORT_S)
         self._drop()
@@ -117,6 +111,7 @@ class RelayClient:
                 labels=self._task.labels,
                 limits=self._task.limits,
                 standing=self._record.standing,
+                ranks=self._ranks,
             )
         )
 
@@ -138,7 +133,7 @@ class RelayClient:
         self._on_order(order)
 
     def _stop(self, reason: str) -> None:
-        """Have the rank stop: there is no hub for it any more."""
+        """Order the rank to stop: no coordinator can be reached."""
         if self.is_over:
             return
         log.warning("rank %d: %s", self._task.initial_rank, reason)

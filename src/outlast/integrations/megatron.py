@@ -33,7 +33,7 @@ from outlast.integrations.bridge_config import BridgeInProcessRestartConfig as I
 from outlast.integrations.bridge_config import BridgeRerunStateMachineConfig as RerunStateMachineConfig
 from outlast.integrations.bridge_config import BridgeStragglerDetectionConfig as NVRxStragglerDetectionConfig
 from outlast.integrations.bridge_config import ConfigContainer, MegatronCheckpointConfig, TrainingConfig
-from outlast.monitor.rank_monitor import RankMonitor, open_monitor, yield_to_next
+from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.runtime.diagnoses import leave_diagnosis
 from outlast.session.checks import FiniteEnd
 
@@ -332,7 +332,7 @@ def _own_monitor(config: ours.FaultToleranceConfig | None = None, run_dir: str |
     there = open_monitor()
     if there is None:
         there = _made = RankMonitor(config, run_dir)
-        yield_to_next(there, lambda later: log.debug("the session's monitor takes the place of the hooks'"))
+        there.on_replaced = lambda later: log.debug("the session's monitor takes the place of the hooks'")
     return there
 
 

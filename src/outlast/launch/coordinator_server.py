@@ -36,7 +36,7 @@ from outlast.launch.coordinator import Coordinator
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.ladder_file import describe_last_job, load_ladder, save_ladder
 from outlast.launch.verdicts import Learn, Record, Remember
-from outlast.monitor.watchdog import FILE_NAME, LearnedTimeouts
+from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts
 from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
 from outlast.runtime.addresses import Endpoint

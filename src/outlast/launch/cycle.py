@@ -38,7 +38,8 @@ from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.worker_logs import WorkerLogs, open_logs
 from outlast.launch.workers import WorkerProcess
 from outlast.monitor.examination import examine
-from outlast.monitor.watchdog import HangReport, LearnedTimeouts, Watchdog, enforceable, observe
+from outlast.monitor.learned_timeouts import LearnedTimeouts, enforceable, observe
+from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
 from outlast.policy.culprit import Position
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs

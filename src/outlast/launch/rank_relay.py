@@ -25,6 +25,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import msgspec
+
 from outlast import clock
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
 from outlast.launch import protocol as m
@@ -71,6 +73,8 @@ class _RelayedCall:
     world_size: int
     limits: p.RestartLimits
     ranks: dict[int, _RelayedRank] = field(default_factory=dict)
+    absent: dict[int, int] = field(default_factory=dict)
+    """Initial rank to pidfd, of ranks whose duties were in an agent process that is gone."""
     end: p.Finish | p.Abort | None = None
 
 
@@ -237,6 +241,7 @@ class RankRelay:
             # Ranks that are not in the call before the newest have been left behind.
             self._calls = {number: one for number, one in self._calls.items() if number >= join.call - 1}
             self._calls[join.call] = call
+        self._forget_absent(call, join.initial_rank)
         if (old := call.ranks.get(join.initial_rank)) is not None:
             self._end_absence(old)
             if old.link is not None:
@@ -248,6 +253,8 @@ class RankRelay:
             self._give(rank, link, call.end, encode_frame(call.end))
             return
         self._news.append((join.call, _describe(rank)))
+        for number in join.ranks.keys() - call.ranks.keys() - call.absent.keys():
+            self._watch_absent(call, join, number)
         if came[1:]:
             self._on_messages(rank, link, came[1:])
 
@@ -301,6 +308,36 @@ class RankRelay:
             os.close(rank.pidfd)
             rank.pidfd = None
 
+    def _watch_absent(self, call: _RelayedCall, join: JoinRelay, number: int) -> None:
+        """Report that a rank is dead which may have been killed together with the agent process of its duty.
+
+        A rank that lives begins another duty; until then it is the coordinator's to wait for it.
+        """
+        try:
+            pidfd = open_pidfd(join.ranks[number])
+        except ProcessLookupError:
+            self._bury(call, join, number)
+        except OSError as failure:
+            log.warning("rank %d cannot be watched while it has no duty: %s", number, failure)
+        else:
+            call.absent[number] = pidfd
+            self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._bury(call, join, number))
+
+    def _bury(self, call: _RelayedCall, join: JoinRelay, number: int) -> None:
+        self._forget_absent(call, number)
+        if self._calls.get(join.call) is not call:
+            return
+        fault = p.RankFault(initial_rank=number, restart_count=0, kind=p.RankFaultKind.DIED)
+        dead = msgspec.structs.replace(join, initial_rank=number, standing=p.MemberStanding())
+        rank = _RelayedRank(join=dead, record=MemberRecord(), link=None, last_words=Gone(fault=fault))
+        call.ranks[number] = rank
+        self._news.append((join.call, _describe(rank)))  # not a report: a new coordinator waits for its standing
+
+    def _forget_absent(self, call: _RelayedCall, number: int) -> None:
+        if (pidfd := call.absent.pop(number, None)) is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+
     def _drop(self, link: DutyLink) -> None:
         self._links.discard(link)
         link.close()
@@ -321,6 +358,8 @@ class RankRelay:
 
     def _use_cycle(self, cycle: int | None) -> None:
         for call in self._calls.values():
+            for number in list(call.absent):
+                self._forget_absent(call, number)
             for rank in call.ranks.values():
                 self._end_absence(rank)
                 rank.is_over = True  # the connection stays open: its end would make the rank abort

@@ -1,4 +1,4 @@
-"""Heartbeats and sections of workers, the watchdog that reads them, and what is found out about a hang."""
+"""Heartbeats and sections of workers, the watchdog that reads them, and the examination of a hang."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 __all__ = ["RankMonitor", "SectionTimer"]
 
-# On first use: the agent process and the zygote import single modules of this package, and no more.
+# Lazy: the agent process and the fork server import single modules of this package.
 __getattr__, __dir__ = lazy_names(__name__, {"outlast.monitor.rank_monitor": __all__})

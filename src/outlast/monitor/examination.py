@@ -1,15 +1,15 @@
-"""Where the ranks of a node are when a hang is reported, before anything is killed: the examiner and the responders.
+"""Examination of a node's ranks when a hang is reported, before any process is killed: the examiner and the responders.
 
-Each worker has a responder, a thread that answers that its interpreter runs, how many collectives it has entered, and
-which one it waits in. Ranks that wait in a collective are blocked in C with the GIL released, so the thread can answer.
-One that cannot, though its process lives, holds the GIL or is stopped: evidence in itself. Questions are datagrams on
-an abstract unix socket, which leaves no file behind however the process ends. Which collective is pending takes longer
-to find out, and may have to wait for the device: it follows in a second datagram.
+Each worker has a responder: a thread that reports that its interpreter runs, the number of collectives it has entered,
+and the collective it waits in. Ranks that wait in a collective are blocked in C with the GIL released, so the thread
+can respond. A live process that does not respond holds the GIL or is stopped, which is evidence in itself. Queries are
+datagrams on an abstract Unix socket, which leaves no file behind. The pending collective takes longer to determine, and
+may have to wait for the device: it follows in a second datagram.
 
-Each process group of torch counts its collectives. Which of them has not ended, torch's flight recorder knows: in torch
-2.13 it records gloo's and NCCL's from the start, in earlier versions NCCL's only, and may be off
-(``TORCH_FR_BUFFER_SIZE=0``). Without it the name of the function of ``torch.distributed`` that the stack shows has to
-do. Nothing here imports torch: a process that has not, has entered no collective.
+Each process group of torch counts its collectives. Torch's flight recorder knows the pending ones: in torch 2.13 it
+records gloo's and NCCL's from the start, in earlier versions NCCL's only, and it may be off
+(``TORCH_FR_BUFFER_SIZE=0``). Without it the function of ``torch.distributed`` on the stack is used. Nothing here
+imports torch: a process without torch has entered no collective.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ log = logging.getLogger(__name__)
 
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _SAME_SHAPE = frozenset({"ALLREDUCE", "BROADCAST"})
-"""Collectives to which every rank brings the same sizes; others may differ."""
+"""Collectives with the same sizes on every rank; others may differ."""
 
 
 class Books(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a process's own books say about its collectives; travels to the examiner as JSON."""
+    """A process's own records of its collectives; sent to the examiner as JSON."""
 
     groups: dict[str, int] = {}
-    """Collectives entered, by name of the process group."""
     recorded: bool = False
-    """The flight recorder has this process's collectives: where ``pending`` is ``None``, none is under way."""
+    """The flight recorder has this process's collectives: without ``pending`` none is under way."""
     pending: Collective | None = None
-    """The oldest one that has not ended."""
+    """The oldest collective that has not ended."""
 
 
 class _RecordedCollective(msgspec.Struct):
@@ -82,18 +81,18 @@ _trace_decoder = json_decoder(_Trace)
 
 
 def count_collectives() -> int:
-    """Return how many collectives this process has entered, over all its groups; -1 = not known."""
+    """Return the number of collectives that this process has entered, over all its groups; -1: unknown."""
     groups = _count_by_group()
     return -1 if groups is None else sum(groups.values())
 
 
 def read_books(thread: int | None = None) -> Books:
-    """Return what the books say.
+    """Return the records of this process.
 
     Args:
-        thread: Identity of the thread that trains; ``None`` = the main thread.
+        thread: Identity of the thread that trains; ``None``: the main thread.
 
-    Blocks: up to a tenth of a second, while the recorder writes out its 2,000 entries.
+    Blocks: up to a tenth of a second, while the recorder writes its 2,000 entries.
     """
     groups = _count_by_group() or {}
     entries = _recorded(groups)
@@ -105,7 +104,7 @@ def read_books(thread: int | None = None) -> Books:
 
 
 def waits_in(stack: Stack, books: Books | None) -> tuple[bool | None, Collective | None]:
-    """Return whether a rank waits for others, and in what; from its stack, and from its books where they are known."""
+    """Return whether a rank waits for others, and in which collective; from its stack and its records, if any."""
     waits = stack.waits_in_collective
     if stack.is_in_agreement:
         return waits, Collective(op="an agreement of outlast", is_own=True)
@@ -130,14 +129,14 @@ def _count_by_group() -> dict[str, int] | None:
             counts[str(group.group_name)] = max(
                 group._get_backend(device)._get_sequence_number_for_group() for device in group._device_types
             )
-        except (RuntimeError, ValueError, AttributeError) as error:  # a backend without numbers
+        except (RuntimeError, ValueError, AttributeError) as error:  # a backend without sequence numbers
             log.debug("collectives of group %s are not known: %s", group, error)
             return None
     return counts
 
 
 def _recorded(groups: dict[str, int]) -> list[_RecordedCollective] | None:
-    """Return what these groups have under way, oldest first; ``None`` = nothing is recorded."""
+    """Return the collectives of these groups that are under way, oldest first; ``None``: none are recorded."""
     bindings: Any = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
     found: list[_RecordedCollective] | None = None
     for name in _RECORDERS:
@@ -146,7 +145,7 @@ def _recorded(groups: dict[str, int]) -> list[_RecordedCollective] | None:
             continue
         try:
             trace = _trace_decoder.decode(dump(includeCollectives=True, onlyActive=True))
-        except (RuntimeError, TypeError, msgspec.DecodeError) as error:  # of a form that this version does not know
+        except (RuntimeError, TypeError, msgspec.DecodeError) as error:  # an unknown format
             log.debug("torch's flight recorder cannot be read: %s", error)
             continue
         ended = {group: int(status.last_completed_collective) for group, status in trace.pg_status.items()}
@@ -179,31 +178,30 @@ def _plain(name: str) -> str:
 
 
 QUESTION = struct.Struct("<Q")
-"""The question's number."""
 ANSWER = struct.Struct("<QIq")
-"""The question's number, the local rank, the number of collectives (-1 = not known); the second time the process's
-:class:`~outlast.monitor.examination.Books` follow it, as JSON."""
+"""The query's number, the local rank, the number of collectives (-1: unknown); in the second datagram followed by the
+process's :class:`~outlast.monitor.examination.Books` as JSON."""
 
 
 def address(token: int, local_rank: int) -> bytes:
-    """Return where a rank of the board with this token answers."""
+    """Return the address of the responder of a rank of the heartbeat memory with this token."""
     return b"\0outlast-%016x-%d" % (token, local_rank)
 
 
 class Responder:
-    """A thread that answers examiners, and watches the line to this rank's watch on the side.
+    """A thread that responds to examiners, and watches the line to the duty of this rank.
 
     It is a daemon thread, since a script need not close its monitor; it blocks in one poll and never spins.
 
     Args:
-        token: The board's.
+        token: Of the heartbeat memory.
         local_rank: This rank.
         record: Called with every new count of collectives.
-        line: A descriptor that becomes readable when the watch ends; -1 = there is none.
-        on_line_end: Called from the thread when it does; returns whether the line has another watch now.
+        line: A descriptor that becomes readable when the duty ends; -1: there is none.
+        on_line_end: Called from the thread then; returns whether the line has another duty now.
 
     Raises:
-        OSError: Another process answers for this rank of this board already.
+        OSError: Another process responds for this rank already.
     """
 
     def __init__(
@@ -223,11 +221,9 @@ class Responder:
         self._thread = threading.Thread(target=self._run, name="outlast-responder", daemon=True)
 
     def start(self) -> None:
-        """Start answering."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the thread. Blocks: up to ``timeout_s``."""
         if self._wake < 0:
             return
         os.eventfd_write(self._wake, 1)
@@ -271,11 +267,11 @@ class Responder:
 
 
 ANSWER_S = 1.0
-"""Time limit for a rank's response; on a machine that swaps or has too few cores a healthy rank is slow."""
+"""Time limit in seconds for a rank's response; a healthy rank is slow on a machine that swaps or lacks cores."""
 DUMP_S = 2.0
 """Seconds that a rank has to write its stacks."""
 BOOKS_S = 2.0
-"""Time limit for a rank to report which collective it waits in, where no rank of the node is stopped or silent."""
+"""Time limit in seconds for the collective that a rank waits in, where every rank of the node responds."""
 _LOOK_S = 0.003
 _MAX_ANSWER = 1 << 16
 _books_decoder = json_decoder(Books)
@@ -297,21 +293,21 @@ class _ExaminedRank:
 def examine(
     board: Board, *, node: str, stacks_dir: str | os.PathLike[str] | None, expired: Iterable[Expired] = ()
 ) -> list[Position]:
-    """Look at every rank of a board: its process, its stacks, its collectives.
+    """Examine every rank of a node: its process, its stacks, its collectives.
 
-    Nothing is ended. Once the others have told where they are, a stopped process is woken just long enough to write
-    its stacks, and stopped again.
+    No process is ended. A stopped process is continued just long enough to write its stacks, once the others have
+    reported their collectives, and is stopped again.
 
     Args:
-        board: The node's board; ranks that nobody attached or assigned are left out.
+        board: The node's heartbeat memory; ranks without a process are left out.
         node: Name of the node.
-        stacks_dir: Where each rank's stacks are written, as ``rank-<global rank>.txt``; ``None`` = nowhere.
+        stacks_dir: Folder for each rank's stacks, as ``rank-<global rank>.txt``; ``None``: they are not written.
         expired: Timeouts that were exceeded.
 
-    Blocks: about 0.1 s when every rank answers, about 1 s when one cannot, three seconds at most; where py-spy is
+    Blocks: about 0.1 s when every rank responds, about 1 s when one does not, three seconds at most; where py-spy is
     installed, one second more for each rank that could not write its stacks.
     """
-    # The state is read before a process is touched: afterwards it tells what was done here.
+    # Before a process is signalled: afterwards its state shows the signal.
     ranks = [_ExaminedRank(state, process_state(state.pid)) for state in board.read_all() if state.pid > 0]
     living = [rank for rank in ranks if not rank.state.finished and rank.process_state not in ("Z", "X")]
     started = time.monotonic()
@@ -320,7 +316,7 @@ def examine(
     with _Answers(board, [rank for rank in living if rank.state.attached and rank.responsive]) as answers:
         for rank in living:
             rank.dump = stacks.Dump(rank.state.pid)
-            if rank.process_state != "t":  # one that a debugger holds is left alone
+            if rank.process_state != "t":  # a debugger holds it
                 rank.dump.request()
         try:
             _collect(living, answers, started)
@@ -345,7 +341,7 @@ def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> N
         waited_s = time.monotonic() - started
         dumping = [rank for rank in ranks if rank.dump and rank.dump.requested and not rank.complete]
         missing = [rank for rank in answers.asked.values() if not rank.answered]
-        # Once awake it goes on with its work, and others with theirs: first they say where they wait.
+        # A process that is continued resumes its work, and others with it: they report first where they wait.
         others_have_told = not missing and all(rank.process_state == "T" for rank in dumping)
         if stopped and (others_have_told or waited_s >= ANSWER_S):
             for rank in stopped:
@@ -362,8 +358,6 @@ def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> N
 
 
 class _Answers:
-    """Questions to the ranks' responders, and their answers."""
-
     def __init__(self, board: Board, ranks: list[_ExaminedRank]) -> None:
         self.asked = {rank.state.local_rank: rank for rank in ranks}
         self._number = secrets.randbits(63)
@@ -371,7 +365,7 @@ class _Answers:
         for local_rank in self.asked:
             try:
                 self._socket.send(QUESTION.pack(self._number), address(board.token, local_rank))
-            except OSError as error:  # gone, or too busy to have read the last questions
+            except OSError as error:  # gone, or too busy to have read the last queries
                 log.debug("rank %d could not be queried: %s", local_rank, error)
 
     def __enter__(self) -> _Answers:
@@ -381,7 +375,6 @@ class _Answers:
         self._socket.close()
 
     def receive(self, timeout_s: float) -> None:
-        """Take in what comes within a time."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(max(0.0, timeout_s) * 1e3):
@@ -445,7 +438,7 @@ def _write(path: Path, position: Position, text: str) -> None:
         with open(path, "w", opener=open_private) as file:
             file.write(head + stacks.arrange(text))
 
-    write_optional("stacks of hung workers", path, keep)  # nothing may delay what follows from a hang
+    write_optional("stacks of hung workers", path, keep)  # must not delay the recovery
 
 
 def _send(pid: int, number: signal.Signals) -> bool:

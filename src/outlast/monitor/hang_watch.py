@@ -1,7 +1,7 @@
 """The duty of a :class:`~outlast.monitor.RankMonitor` in the node's agent process: end the rank when it hangs.
 
-Used where no agent of ``outlast run`` watches the rank: under ``torchrun``, ``srun`` or ``python``. The duty watches
-the rank's board; when the rank hangs it keeps the stacks and ends the rank, so that its launcher starts it again. See
+Used without ``outlast run``: under ``torchrun``, ``srun`` or ``python``. The duty watches the rank's heartbeat memory;
+when the rank hangs it writes the stacks and ends the rank, so that its launcher restarts it. See
 :mod:`outlast.runtime.agent_process`. Nothing here imports torch.
 """
 
@@ -22,7 +22,8 @@ import msgspec
 from outlast.config.launching import FaultToleranceConfig
 from outlast.decoding import from_json
 from outlast.monitor.examination import examine
-from outlast.monitor.watchdog import MERGE_S, HangReport, LearnedTimeouts, Watchdog, enforceable, observe
+from outlast.monitor.learned_timeouts import MERGE_S, LearnedTimeouts, enforceable, observe
+from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.culprit import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Observation, Timeouts
 from outlast.runtime.board import Board
@@ -33,35 +34,31 @@ log = logging.getLogger(__name__)
 
 
 class HangWatchTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The duty of a :class:`~outlast.monitor.RankMonitor`."""
-
     pid: int
-    """The worker."""
     rank: int
-    """Its global rank."""
     node: str
     config: str
     """The fault tolerance settings in force, as JSON."""
     stacks_dir: str | None
-    """Where stacks of a hung worker go; ``None`` = a new folder for temporary files."""
+    """Folder for the stacks of a hung worker; ``None``: a new temporary folder."""
     cycle: str = ""
-    """Names the job and cycle, for what is learned about timeouts."""
+    """Identifies job and cycle, for learned timeouts."""
     configured: str = "{}"
     """The settings without learned timeouts, as JSON."""
     learned_in: str | None = None
-    """Folder of the learned timeouts; ``None`` = none are learned."""
+    """Folder of the learned timeouts; ``None``: none are learned."""
     counts_in: str | None = None
-    """Folder in which hangs at calculated timeouts are counted; ``None`` = they are not."""
+    """Folder of the counts of hangs at calculated timeouts; ``None``: they are not counted."""
     is_first: bool = True
-    """The log describes what is enforced: all ranks of a job enforce the same, so one line is enough."""
+    """Log the timeouts: one rank does it for the job, since all ranks have the same."""
 
 
 class HangWatch:
     """End one worker when it hangs.
 
     Args:
-        task: What to do.
-        board: The worker's board; this object owns it.
+        task: The task.
+        board: The worker's heartbeat memory; this object owns it.
         worker: A pidfd: the pid may be another process by the time of the signal.
     """
 
@@ -69,11 +66,11 @@ class HangWatch:
         self._task, self._board, self._worker = task, board, worker
         self._config = FaultToleranceConfig.from_json(task.config)
         configured = FaultToleranceConfig.from_json(task.configured)
-        self._timeouts = Timeouts.of_rank(self._config, configured=configured, has_agent=False)
+        self._timeouts = Timeouts.of_rank(self._config, configured=configured, replaces_dead_ranks=False)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
 
     def _enforceable(self) -> Timeouts | None:
-        """Return what is to be enforced; ``None`` while it changes: a message that it has changed is still to come."""
+        """Return the timeouts to enforce; ``None`` while they change: a message about the change follows."""
         text = self._board.timeouts(0)
         return (
             None
@@ -82,7 +79,6 @@ class HangWatch:
         )
 
     def run(self, line: socket.socket) -> None:
-        """Watch until the worker is gone, or has closed the line."""
         watchdog = Watchdog(
             self._board,
             self._enforceable() or self._timeouts,
@@ -95,7 +91,7 @@ class HangWatch:
         poll = select.poll()
         for watched in (self._worker, self._wake, line):
             poll.register(watched, select.POLLIN)
-        while {fd for fd, _ in poll.poll()} == {line.fileno()} and line.recv(1):  # it says that they have changed
+        while {fd for fd, _ in poll.poll()} == {line.fileno()} and line.recv(1):  # a byte: the timeouts have changed
             if (timeouts := self._enforceable()) is not None:
                 watchdog.enforce(timeouts, f"calculated: {timeouts.describe()}")
         if watchdog.stop():
@@ -103,7 +99,6 @@ class HangWatch:
             os.close(self._wake)
 
     def end_worker(self, report: HangReport) -> None:
-        """Keep the stacks of a hung worker, and end it."""
         folder = self._task.stacks_dir or tempfile.mkdtemp(prefix="outlast-stacks-")
         positions = examine(self._board, node=self._task.node, stacks_dir=folder, expired=report.expired)
         rank = report.expired[0].global_rank
@@ -126,12 +121,12 @@ class HangWatch:
     def _doubt_timeouts(self, report: HangReport, positions: Sequence[Position]) -> None:
         """Record that timeouts were exceeded: a learned one may be too short, unless this rank's position explains it.
 
-        A rank that waits in a collective waits for another one, which its own duty judges.
+        A rank that waits in a collective waits for another one, which has its own duty.
         """
         is_explained = is_hang_explained(positions) or any(one.waits_in_collective for one in positions)
         late = [msgspec.structs.replace(one, is_explained=is_explained) for one in report.expired]
         folder, seen = self._task.learned_in, observe(report.states)
-        if folder is None:  # hangs at timeouts that the script calculated are counted all the same
+        if folder is None:  # hangs at timeouts that the script calculated are counted nevertheless
             late = [one for one in late if one.is_calculated and not one.is_explained]
             folder, seen = self._task.counts_in, Observation()
         if folder is None or not late:
@@ -151,12 +146,12 @@ class HangWatch:
 
 
 def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:
-    """Watch a worker's board; see :class:`~outlast.runtime.agent_process.AgentDuty`.
+    """Watch a worker's heartbeat memory; see :class:`~outlast.runtime.agent_process.AgentDuty`.
 
     Args:
         task: A :class:`HangWatchTask`, as JSON.
-        line: Closed by the worker when it is not to be watched any more.
-        fds: The worker's board.
+        line: The worker closes it to end the watch.
+        fds: The worker's heartbeat memory.
         pidfd: Of the worker's process.
     """
     board = Board.open(f"/proc/self/fd/{fds[0]}")

@@ -1,9 +1,8 @@
-"""Python stacks of a process that hangs, taken from outside, also while it holds the GIL or is stopped.
+"""Python stacks of another process, also while it holds the GIL or is stopped.
 
-``faulthandler`` writes them inside the C handler of a real-time signal, so no bytecode needs to run. It
-writes into a memory file of the process, which leaves nothing behind in the run directory of a healthy
-run, cannot hang on a network file system, and goes with the process; whoever sent the signal reads it through
-``/proc/<pid>/fd`` before the process is killed.
+``faulthandler`` writes them inside the C handler of a real-time signal, so no bytecode needs to run. It writes into a
+memory file of the process, which leaves no file in the run directory, cannot hang on a network file system, and ends
+with the process; the sender of the signal reads it through ``/proc/<pid>/fd`` before the process is killed.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ _fd = -1
 def register() -> None:
     """Make this process write its Python stacks on :data:`DUMP_SIGNAL`; idempotent, also after a fork.
 
-    Imports hardly more than the standard library, so that it can be called first of all in a worker.
+    Imports hardly more than the standard library, so that a worker can call it first.
     """
     global _registered_pid, _followed, _fd
     if _registered_pid == os.getpid():
         return
-    if _fd >= 0:  # inherited through a fork: the parent's file is not ours to write
+    if _fd >= 0:  # inherited through a fork: the file is the parent's
         faulthandler.unregister(DUMP_SIGNAL)
         os.close(_fd)
         _followed = 0
@@ -65,10 +64,10 @@ def register() -> None:
 
 
 def follow(ident: int) -> None:
-    """Have this thread's stack tell what the process does, where another than the main thread trains.
+    """Use the stack of this thread for the process, where another than the main thread trains.
 
     Args:
-        ident: As ``threading.get_ident()`` says it in that thread; :func:`register` came before.
+        ident: The thread's ``threading.get_ident()``; call :func:`register` before.
     """
     global _followed
     _followed = ident
@@ -77,7 +76,7 @@ def follow(ident: int) -> None:
 
 
 def followed() -> int:
-    """Return the identity of the thread whose stack tells what this process does: the main thread's by default."""
+    """Return the identity of the thread whose stack is used for this process: the main thread's by default."""
     return _followed or threading.main_thread().ident or 0
 
 
@@ -95,7 +94,7 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Not the user's code: the standard library, an installed package, or outlast."""
+        """Whether the file is of the standard library, an installed package, or outlast."""
         return (
             self.file.startswith(("<frozen", _STDLIB, _OUTLAST))
             or "/site-packages/" in self.file
@@ -105,7 +104,7 @@ class Frame:
 
     @property
     def may_wait(self) -> bool:
-        """It belongs to a collective, or to a backward pass."""
+        """Whether the frame belongs to a collective, or to a backward pass."""
         return any(part in self.file for part in _WAITS)
 
     def __str__(self) -> str:
@@ -133,10 +132,10 @@ class Stack:
 
     @property
     def waits_in_collective(self) -> bool | None:
-        """Whether the thread stands in a collective or in a backward pass.
+        """Whether the thread is in a collective or in a backward pass.
 
-        ``None`` = not known: there is no stack, or the user's own line calls something in C that may wait for
-        other ranks (``work.wait()``, ``loss.item()``).
+        ``None``: unknown, since there is no stack, or the user's own line calls a C function that may wait for other
+        ranks (``work.wait()``, ``loss.item()``).
         """
         if not self.frames:
             return None
@@ -149,23 +148,22 @@ class Stack:
 
     @property
     def collective(self) -> str | None:
-        """The function of ``torch.distributed`` that the thread is in, such as ``all_reduce``; ``None`` = in none."""
+        """The function of ``torch.distributed`` that the thread is in, such as ``all_reduce``; ``None``: in none."""
         inside = [frame.name for frame in self._library if frame.file.endswith(_C10D)]
         return next((name for name in inside if not name.startswith("_")), inside[0] if inside else None)
 
     @property
     def is_in_agreement(self) -> bool:
-        """Whether the thread stands in a reduction or a gathering of our own, as at the end of a step."""
+        """Whether the thread is in a reduction or a gathering of outlast, as at the end of a step."""
         return any(frame.file in _AGREEMENT for frame in self._library)
 
     @property
     def _library(self) -> list[Frame]:
-        """The frames above the innermost line of the user's code; torch may be no installed package, but a checkout."""
         return list(itertools.takewhile(lambda frame: frame.is_library or frame.may_wait, self.frames))
 
 
 class Dump:
-    """Stacks of another process: ask for them, and collect them later.
+    """A request for the stacks of another process, and their collection.
 
     Args:
         pid: A process on this machine, of this user.
@@ -179,7 +177,7 @@ class Dump:
         self._seen = self._before
 
     def request(self) -> bool:
-        """Send the signal; return whether the process can answer it (it registered, and lives)."""
+        """Send the signal; return whether the process can respond: it registered, and lives."""
         # Without a handler the signal would end the process.
         if self._path is not None and _is_caught(self.pid, DUMP_SIGNAL):
             with suppress(ProcessLookupError):
@@ -188,22 +186,22 @@ class Dump:
         return self.requested
 
     def is_complete(self) -> bool:
-        """Return whether the main thread is there and nothing was added since the last call.
+        """Return whether the main thread is in the dump and nothing was added since the last call.
 
-        The file tells nobody when it grows and has no end mark, so a caller looks again after a while.
+        The file has no end mark and sends no event when it grows, so a caller polls.
         """
         size = self._size()
         grew, self._seen = size != self._seen, size
         return not grew and bool(parse(self.text()).frames)
 
     def text(self) -> str:
-        """Return what the process wrote since this object was made, headed by the main thread's number."""
+        """Return what the process wrote since this object was made, after the line with the main thread's number."""
         if self._path is None:
             return ""
         try:
             content = self._path.read_bytes()
         except OSError:
-            return ""  # gone, and its memory with it
+            return ""  # the process and its memory are gone
         head = content.split(b"\n", 1)[0] + b"\n"
         body = content[max(self._before, len(head)) :]
         return (head + body).decode(errors="replace") if body else ""
@@ -232,7 +230,7 @@ def dump(pid: int, *, timeout_s: float) -> str:
 
 
 def parse(text: str) -> Stack:
-    """Read the main thread's stack out of a dump; py-spy's form is understood too."""
+    """Return the main thread's stack in a dump; py-spy's format is accepted, too."""
     main = _MAIN.search(text)
     wanted = int(main["ident"], 16) if main else None
     frames: list[Frame] = []
@@ -248,9 +246,9 @@ def parse(text: str) -> Stack:
 
 
 def arrange(text: str) -> str:
-    """Return a dump for people: the user's own lines first, the training thread, then others; none of outlast's own.
+    """Return a dump for people: the user's own lines first, the training thread, then other threads but outlast's.
 
-    What is in another form than that of ``faulthandler`` is returned as it is.
+    Text in another format than that of ``faulthandler`` is returned unchanged.
     """
     main = _MAIN.search(text)
     blocks: list[tuple[int, list[str]]] = []
@@ -273,7 +271,6 @@ def arrange(text: str) -> str:
 
 
 def _is_our_thread(lines: list[str]) -> bool:
-    """Return whether a thread was started by outlast: its outermost frames are the interpreter's and outlast's own."""
     files = [match["file"] for line in lines if (match := _FRAME.match(line))]
     outer = next((file for file in reversed(files) if not _INTERPRETER.match(file)), "")
     return outer.startswith(_OUTLAST)
@@ -290,12 +287,12 @@ def _parse_py_spy(text: str) -> Stack:
 
 
 def py_spy(pid: int, *, native: bool = False, timeout_s: float = 3.0) -> str:
-    """Return what py-spy, when installed, sees of a process; empty when it is not, or sees nothing.
+    """Return py-spy's view of a process; empty when py-spy is not installed or fails.
 
     Args:
         pid: The process.
-        native: Include frames of C code. The process is paused for it, and symbols of libraries are read for seconds.
-        timeout_s: As long as this may take.
+        native: Include frames of C code. The process is paused, and symbols of libraries are read, for seconds.
+        timeout_s: Time limit in seconds.
 
     Blocks: up to ``timeout_s``.
     """
@@ -313,9 +310,9 @@ def py_spy(pid: int, *, native: bool = False, timeout_s: float = 3.0) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal that the process's main thread, and no other, handles before it runs on.
+    """Send a signal that the process's main thread, and no other, handles before it continues.
 
-    Sent to the process as a whole, it would be handled by whichever thread of a stopped process wakes first.
+    A signal to the process is handled by whichever thread of a stopped process wakes first.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "tgkill"):  # a C library from before 2019

@@ -1,31 +1,19 @@
-"""The watchdog: a thread of the agent that notices when a rank exceeds a timeout.
+"""The watchdog: a thread that detects when a rank exceeds a timeout.
 
-It sleeps until the earliest deadline on the board and needs nobody to wake it (see
-:func:`outlast.policy.deadlines.wake_at_ns`); a healthy job costs it a few wake-ups per timeout.
-
-The timeouts that a run has learned are kept for its next cycle and job in ``ft_state.json`` (:class:`LearnedTimeouts`).
+It sleeps until the earliest deadline in the heartbeat memory (see :func:`outlast.policy.deadlines.wake_at_ns`); a
+healthy job costs it a few wake-ups per timeout.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-
-import msgspec
 
 from outlast.clock import MONOTONIC, Clock
-from outlast.config.launching import FaultToleranceConfig
-from outlast.decoding import MAX_STATE_BYTES, from_json, open_file, read_file
-from outlast.policy import deadlines as policy
-from outlast.policy.deadlines import FIELD_OF_SETTING, Expired, Learned, Observation, Timeouts, expired, wake_at_ns
+from outlast.policy.deadlines import Expired, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
-from outlast.runtime.files import in_time, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +23,7 @@ _LONGEST_SLEEP_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangReport:
-    """A hang: every timeout that was exceeded when it was noticed, and the whole board."""
+    """A hang: every timeout that was exceeded when it was detected, and the states of all ranks."""
 
     expired: list[Expired]
     """The longest overdue of each rank first."""
@@ -43,18 +31,18 @@ class HangReport:
 
 
 class Watchdog:
-    """Watch a board, and report each hang once.
+    """Watch a heartbeat memory, and report each hang once.
 
-    A hang lasts from the first exceeded timeout until none is exceeded any more; further ranks that exceed
-    theirs meanwhile are part of it and not reported again.
+    A hang lasts from the first exceeded timeout until none is exceeded any more; further ranks that exceed theirs
+    meanwhile are part of it and are not reported again.
 
     Args:
-        board: The node's board.
-        timeouts: What is enforced; ``None`` = nothing until :meth:`enforce`.
+        board: The node's heartbeat memory.
+        timeouts: Timeouts to enforce; ``None``: none until :meth:`enforce`.
         node: Name of the node.
         on_hang: Called from the watchdog's thread.
-        on_error: Called from the watchdog's thread with what ended it: nothing is watched any more.
-        level: Of the log line that describes what is enforced.
+        on_error: Called from the watchdog's thread with the error that ended it: ranks are not watched any more.
+        level: Of the log line that describes the timeouts.
         clock: Monotonic time.
     """
 
@@ -84,7 +72,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="outlast-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Log what is enforced, and start watching."""
         if self._has_timeouts:
             self._log(self._timeouts.describe(), self._level)
         else:
@@ -92,7 +79,7 @@ class Watchdog:
         self._thread.start()
 
     def enforce(self, timeouts: Timeouts, description: str) -> None:
-        """Enforce other timeouts from now on; at DEBUG the log describes them. Thread: any."""
+        """Replace the timeouts; the log describes them at DEBUG. Thread: any."""
         self._timeouts = timeouts
         self._log(description, logging.DEBUG)
         self._wake.set()
@@ -111,20 +98,19 @@ class Watchdog:
         return True
 
     def look(self) -> None:
-        """Look at the board now, since deadlines that it showed may have changed. Thread: any."""
+        """Check the ranks now, since deadlines may have changed. Thread: any."""
         self._wake.set()
 
     def check(self) -> int | None:
-        """Look at the board once, report a new hang, and return until when to sleep.
+        """Check the ranks once, report a new hang, and return until when to sleep.
 
         Returns:
-            Monotonic nanoseconds; ``None`` = forever, nothing is enforced.
+            Monotonic nanoseconds; ``None``: forever, no timeout is enforced.
         """
         now = self._clock.now_ns()
         states = self._board.read_all()
         if self._wake_ns is not None and now - self._wake_ns > _SUSPENDED_NS:
-            # Not only this thread may have slept (a paused container, a suspended machine): the ranks may run for a
-            # moment before they are judged.
+            # A paused container or a suspended machine stops the ranks, too: they get time before they are judged.
             log.warning(
                 "node %s was suspended for %.1f s; its ranks get one more second",
                 self._node,
@@ -134,7 +120,7 @@ class Watchdog:
             return self._wake_ns
         late = self._late(states, now)
         if late and not self._hanging:
-            # Read again: what is reported was seen twice.
+            # A hang is reported only if it is seen twice.
             states = self._board.read_all()
             seen = {_key(one) for one in late}
             late = [one for one in self._late(states, now) if _key(one) in seen]
@@ -171,283 +157,3 @@ class Watchdog:
 
 def _key(one: Expired) -> tuple[int, str, str | None, int]:
     return one.local_rank, one.subject, one.section, one.since_ns
-
-
-FILE_NAME = "ft_state.json"
-_LOCK_NAME = "ft_state.lock"
-MERGE_S = 10.0
-"""How long :meth:`LearnedTimeouts.update` may wait for other ranks."""
-"""How long a rank that ends waits for the others of its directory, and for the disk."""
-_VERSION = 1
-
-
-class _LearnedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: int
-    learned: Learned
-    """What is in force."""
-    cycle: str
-    """Names the cycle that was learned from last."""
-    before: Learned
-    """What was in force before that cycle."""
-    seen: Observation
-    """What has been seen of that cycle so far: its nodes may report one after the other."""
-    faulted: tuple[Expired, ...] = ()
-    """Timeouts that were exceeded in that cycle."""
-
-
-class _NvrxHeartbeats(msgspec.Struct, frozen=True, kw_only=True):
-    initial: float | None = None
-    subsequent: float | None = None
-    were_calculated: bool | None = None
-
-
-class _NvrxSections(msgspec.Struct, frozen=True, kw_only=True):
-    section: dict[str, float | None] = {}
-    out_of_section: float | None = None
-    calculated_sections: list[str] = []
-    is_out_of_section_calculated: bool = False
-
-
-class _NvrxTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    heartbeat: _NvrxHeartbeats = _NvrxHeartbeats()
-    section: _NvrxSections = _NvrxSections()
-
-
-class _NvrxState(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVIDIA's extension, and Megatron with it, write into a file of the same name."""
-
-    current_timeouts: _NvrxTimeouts
-
-    def learned(self) -> Learned:
-        beats, sections = self.current_timeouts.heartbeat, self.current_timeouts.section
-        known = {name: sections.section.get(name) for name in sections.calculated_sections}
-        return Learned(
-            sections={name: seconds for name, seconds in known.items() if seconds is not None},
-            out_of_section_s=sections.out_of_section if sections.is_out_of_section_calculated else None,
-            initial_heartbeat_s=beats.initial if beats.were_calculated else None,
-            heartbeat_s=beats.subsequent if beats.were_calculated else None,
-        )
-
-
-def read_learned(data: bytes) -> Learned:
-    """Return the timeouts in what a run, or NVIDIA's extension, keeps in ``ft_state.json``.
-
-    Raises:
-        msgspec.DecodeError: It is neither.
-    """
-    return _parse(data).learned
-
-
-def _parse(data: bytes) -> _LearnedState:
-    try:
-        return from_json(data, _LearnedState)
-    except msgspec.ValidationError as error:
-        try:
-            learned = from_json(data, _NvrxState).learned()
-        except msgspec.ValidationError:
-            raise error from None
-        return _LearnedState(version=_VERSION, learned=learned, cycle="", before=learned, seen=Observation())
-
-
-def observe(states: Iterable[RankState]) -> Observation:
-    """Return the longest durations that the ranks of a board have had."""
-    return policy.combine(
-        Observation(
-            longest_s=dict(state.longest_s),
-            counts=dict(state.counts),
-            restored=state.restored,
-            initial_heartbeat_s=state.initial_heartbeat_s,
-            heartbeat_gap_s=state.longest_heartbeat_gap_s,
-            num_heartbeats=state.num_heartbeats,
-        )
-        for state in states
-        if state.attached
-    )
-
-
-class LearnedTimeouts:
-    """What a run has learned about its timeouts. Use :meth:`load`."""
-
-    def __init__(self, run_dir: str | os.PathLike[str], state: _LearnedState) -> None:
-        self.path = Path(run_dir) / FILE_NAME
-        self._state = state
-
-    @classmethod
-    def load(cls, run_dir: str | os.PathLike[str]) -> LearnedTimeouts:
-        """Read the run's file; one that is missing, torn or foreign counts as nothing learned (the latter are
-        reported)."""
-        return cls(run_dir, _read(Path(run_dir) / FILE_NAME))
-
-    @staticmethod
-    def counts_in(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
-        """Return where a run counts hangs at timeouts that the script calculated, also where nothing is learned."""
-        return LearnedTimeouts.folder(config, run_dir) or (None if run_dir is None else Path(run_dir))
-
-    @staticmethod
-    def folder(config: FaultToleranceConfig, run_dir: str | os.PathLike[str] | None) -> Path | None:
-        """Return where a run keeps its file; ``None``: nowhere, so that nothing is learned."""
-        where = config.state_directory or run_dir
-        return Path(where) if config.calc_ft_timeouts and where is not None else None
-
-    @classmethod
-    def hangs_at_calculated(cls, folder: str | os.PathLike[str] | None) -> Mapping[str, int]:
-        """Return how often nothing explained that a rank exceeded a timeout that the script had calculated, by timeout.
-
-        Args:
-            folder: Where the run keeps its file; ``None`` = nowhere.
-        """
-        try:
-            return {} if folder is None else in_time(folder, partial(cls.load, folder)).learned.num_calculated_hangs
-        except TimeoutError as error:
-            log.warning("how often calculated timeouts were too short is not known: %s", error)
-            return {}
-
-    @property
-    def learned(self) -> Learned:
-        """What is in force."""
-        return self._state.learned
-
-    def apply(self, config: FaultToleranceConfig) -> FaultToleranceConfig:
-        """Return the config with learned timeouts in the place of configured ones; what was not given stays so."""
-        timeouts = self.apply_to(Timeouts.from_config(config))
-        learned = {name: getattr(timeouts, field) for name, field in FIELD_OF_SETTING.items()}
-        changed = {name: value for name, value in learned.items() if value != getattr(config, name)}
-        return config.changed(**changed)
-
-    def apply_to(self, timeouts: Timeouts) -> Timeouts:
-        """Return timeouts with learned ones in their place."""
-        return policy.apply(timeouts, self.learned)
-
-    def merge(
-        self,
-        observations: Iterable[Observation],
-        *,
-        cycle: str,
-        config: FaultToleranceConfig,
-        finished: bool,
-        faulted: Iterable[Expired] = (),
-        with_defaults: bool = False,
-    ) -> None:
-        """Learn from a cycle's observations; those of one cycle may come in several calls.
-
-        Args:
-            observations: Of one or more ranks or nodes.
-            cycle: Names the job and cycle. A second call of the same name adds to the first one; it does not
-                count as another cycle.
-            config: The settings as configured, before anything learned was applied.
-            finished: The cycle came to its orderly end.
-            faulted: Timeouts that were exceeded in the cycle.
-            with_defaults: The default timeouts of heartbeats were enforced, as by an agent.
-        """
-        state = self._state
-        again = state.cycle == cycle
-        before = state.before if again else state.learned
-        seen = policy.combine([*([state.seen] if again else []), *observations])
-        late = (*(state.faulted if again else ()), *faulted)
-        learned = policy.learn(
-            seen,
-            before,
-            configured=Timeouts.from_config(config, with_defaults=with_defaults),
-            safety_factor=config.safety_factor,
-            finished=finished,
-            faulted=late,
-        )
-        for kind, nums, old in (
-            ("learned", learned.num_hangs, state.learned.num_hangs),
-            ("calculated", learned.num_calculated_hangs, state.learned.num_calculated_hangs),
-        ):
-            for key in sorted(key for key, num in nums.items() if num != old.get(key)):
-                log.warning(
-                    "the %s timeout of %s was exceeded, and nothing shows a hang: %s",
-                    *(kind, key, "it is doubled" if nums[key] < policy.MAX_HANGS else "it is not used any more"),
-                )
-        self._state = _LearnedState(
-            version=_VERSION, learned=learned, cycle=cycle, before=before, seen=seen, faulted=late
-        )
-
-    def log_suggestion(self) -> None:
-        """Log the options that set what was learned, at the end of a run."""
-        if options := self.learned.suggest():
-            log.info("suggested timeouts, from the durations of this run: %s (learned in %s)", options, self.path)
-
-    def save(self) -> None:
-        """Write the file: whole and durable, or not at all.
-
-        Raises:
-            OSError: The run directory cannot be written.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, msgspec.json.format(msgspec.json.encode(self._state), indent=2) + b"\n")
-
-    @classmethod
-    def update(
-        cls,
-        run_dir: str | os.PathLike[str],
-        observation: Observation,
-        *,
-        cycle: str,
-        config: FaultToleranceConfig,
-        finished: bool = False,
-        faulted: Sequence[Expired] = (),
-    ) -> LearnedTimeouts:
-        """Load, merge one rank's cycle, save, and return the result, while other ranks do the same.
-
-        Args:
-            run_dir: The folder of the file.
-            observation: What the rank observed.
-            cycle: As for :meth:`merge`.
-            config: As for :meth:`merge`.
-            finished: As for :meth:`merge`.
-            faulted: Timeouts that the rank exceeded.
-
-        Blocks: while other processes hold the file's lock, each for a write of a few hundred bytes; a caller that must
-            not wait for a hung disk gives it :data:`MERGE_S`.
-
-        Raises:
-            OSError: The run directory cannot be written.
-        """
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        # A file of its own, open for writing: over NFS flock() is refused on anything else.
-        lock = open_file(Path(run_dir) / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            state = cls.load(run_dir)
-            state.merge([observation], cycle=cycle, config=config, finished=finished, faulted=faulted)
-            state.save()
-        finally:
-            os.close(lock)
-        return state
-
-
-def enforceable(timeouts: Timeouts, text: str, *, rank: int, folder: str | os.PathLike[str] | None) -> Timeouts:
-    """Return timeouts with those in their place that a worker wrote on the board.
-
-    Args:
-        timeouts: What is configured, and learned.
-        text: What :meth:`outlast.runtime.board.Board.timeouts` returned.
-        rank: Whose they are, for the log.
-        folder: Where the run keeps what it has learned about timeouts; ``None`` = nowhere.
-    """
-    if not text:
-        return timeouts
-    try:
-        calculated = from_json(text.encode(), Learned)
-        return policy.override(timeouts, calculated, LearnedTimeouts.hangs_at_calculated(folder))
-    except msgspec.DecodeError as error:
-        log.warning("the timeouts that local rank %d calculated are not enforced: %s", rank, error)
-        return timeouts
-
-
-def _read(path: Path) -> _LearnedState:
-    nothing = _LearnedState(version=_VERSION, learned=Learned(), cycle="", before=Learned(), seen=Observation())
-    try:
-        state = _parse(read_file(path, max_bytes=MAX_STATE_BYTES))
-        if state.version == _VERSION:
-            return state
-        why = f"its format is {state.version}, and only {_VERSION} is supported"
-    except FileNotFoundError:
-        return nothing
-    except (OSError, msgspec.DecodeError) as error:
-        why = str(error)
-    log.warning("%s is ignored, and timeouts are learned again: %s", path, why)
-    return nothing

@@ -100,18 +100,20 @@ class Timeouts:
     """Enforced timeouts that the worker calculated, by :attr:`Expired.key`."""
 
     @classmethod
-    def of_rank(cls, config: FaultToleranceConfig, *, configured: FaultToleranceConfig, has_agent: bool) -> Timeouts:
+    def of_rank(
+        cls, config: FaultToleranceConfig, *, configured: FaultToleranceConfig, replaces_dead_ranks: bool
+    ) -> Timeouts:
         """Return the timeouts enforced on a rank, defaults included.
 
         Args:
             config: The settings, with learned timeouts.
             configured: The settings without learned timeouts.
-            has_agent: An agent of ``outlast run`` monitors the rank; otherwise the node's agent process does.
+            replaces_dead_ranks: The launcher replaces a rank that is ended, so default timeouts are enforced.
         """
         names = (name for name in FIELD_OF_SETTING if configured.given.get(name))
-        alone = not has_agent and configured.given.get("enable_ft_package") is True and not any(names)
+        alone = not replaces_dead_ranks and configured.given.get("enable_ft_package") is True and not any(names)
         heartbeat_s = HEARTBEAT_WITHOUT_AGENT_S if alone else DEFAULT_HEARTBEAT_S
-        return cls.from_config(config, with_defaults=has_agent or alone, heartbeat_s=heartbeat_s)
+        return cls.from_config(config, with_defaults=replaces_dead_ranks or alone, heartbeat_s=heartbeat_s)
 
     @classmethod
     def from_config(

@@ -28,7 +28,7 @@ from outlast import clock, env
 from outlast.config import FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded, OutlastError, RendezvousError
-from outlast.inprocess.call import describe, drop, end_groups, is_consequence
+from outlast.inprocess.leaving import describe, drop, end_groups, is_consequence
 from outlast.monitor.examination import read_books, waits_in
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.stacks import Frame, Stack

@@ -1,21 +1,19 @@
-"""The agent process: the one helper process of a node that its ranks start where they need one.
+"""The agent process: the one helper process of a node that its ranks start without ``outlast run``.
 
-It has *duties*, such as watching a rank for hangs (:mod:`outlast.monitor.hang_watch`), a rank's restarts in process
+It has *duties*, such as the hang watch of a rank (:mod:`outlast.monitor.hang_watch`), its in-process restarts
 (:mod:`outlast.inprocess.monitor_duty`) and the node's checkpoint writer (:mod:`outlast.checkpoint.writer_client`). A
-duty is the name of a module that has ``run_duty``, and runs in a thread of the agent process. So the agent process
-depends on none of them, nor they on each other.
+duty is the name of a module with ``run_duty``, and runs in a thread of the agent process; so the agent process imports
+none of them, nor they each other.
 
 Ranks elect the process by binding an abstract Unix socket whose name follows from the user, the job, the cycle and the
 node: the kernel lets one rank bind the name, and frees it with the last process that has the socket. That rank starts
 the process, which inherits the socket; all ranks connect, and wait in the socket's queue until the process has started.
 The election needs no file, so it works where the ranks of a node have separate Slurm tasks with private folders.
 
-The process has a session of its own and outlives the rank that started it. It ends soon after its last duty, and a duty
-ends with its rank, however that one ended. Where the process is killed, the ranks see their lines end and elect
-another one. It imports no torch.
-
-Any user can bind an abstract name, so both sides check the other side's user, and ranks go on to the next name where
-another user has bound the first one.
+The process has a session of its own and outlives the rank that started it. A duty ends with its rank, and the process
+``_LINGER_S`` after its last duty. Where the process is killed, the ranks detect the end of their connections and elect
+another one. It imports no torch. Any user can bind an abstract name, so both sides check the user of the other side,
+and ranks use the next name where another user has bound the first one.
 
 Rejected: a lock file (private folders, network file systems without locks, files left behind); a process for each rank
 (four ranks had four processes and four checkpoint writers).
@@ -28,7 +26,6 @@ import hashlib
 import importlib
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -41,6 +38,7 @@ import msgspec
 from outlast import clock, env, logs
 from outlast.env import WorkerEnv
 from outlast.policy.lease import Process
+from outlast.runtime.listener import ThreadedListener
 from outlast.runtime.processes import (
     ChildProcess,
     ignore_group_signals,
@@ -56,64 +54,62 @@ from outlast.runtime.wire import PACKET_BUFFER_BYTES, MessageChannel
 log = logging.getLogger("outlast.runtime.agent_process")
 
 _JOIN_S = 60.0
-"""Seconds in which an agent process that runs, or starts, must have begun a duty."""
+"""Time limit in seconds for an agent process, running or starting, to begin a duty."""
 _AGAIN_S = 0.005
 _LINGER_S = 1.0
 """Seconds without a duty after which the agent process ends."""
-_FULL_S = 0.1
 _BACKLOG = 512
+_MAX_NEWCOMERS = 512
+"""Connections without a requested duty; one more closes the oldest, and its rank connects again."""
 _MAX_FDS = 8
 _MAX_NAMES = 4
-"""Names that are tried where other users have bound the first ones."""
+"""Number of names to try where other users have bound the first ones."""
 
 
 class _BeginDuty(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Begin a duty; the duty's own descriptors come with it."""
+    """Begin a duty; the duty's descriptors are sent with it."""
 
     module: str
     task: bytes
     process: Process
-    """The rank."""
 
 
 class _DutyBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A duty runs; from now on the connection is its line."""
+    """A duty runs; from now on the connection is the duty's."""
 
     pid: int
-    """The agent process."""
 
 
 # -- the rank's side ---------------------------------------------------------------------------------------------
 
 _own_name: tuple[int, str] | None = None
-"""This process, and the name of its node's agent process: a restart in process changes variables that it follows from.
-"""
+"""This process, and the name of its node's agent process: an in-process restart changes variables that the name is
+derived from."""
 
 
 class AgentDuty:
     """One duty of the node's agent process for this rank. Starts the agent process unless it runs.
 
     Args:
-        module: Full name of a module with ``run_duty(task, line, fds, pidfd)``, which owns its arguments: what follows,
-            the other end of :attr:`line`, a copy of ``fds``, and a descriptor that is readable once the rank is gone.
+        module: Full name of a module with ``run_duty(task, line, fds, pidfd)``, which owns its arguments: the encoded
+            task, the other end of :attr:`line`, a copy of ``fds``, and a descriptor that is readable once the rank has
+            ended.
         task: Sent to the duty.
         place: Of this rank.
-        fds: Descriptors that the duty gets; they stay the caller's.
+        fds: Descriptors for the duty; they stay the caller's.
 
     Raises:
         OSError: No process can be started.
 
-    Blocks: some milliseconds; the first rank of a node waits until the process has started.
-    Thread: any.
+    Blocks: some milliseconds; the first rank of a node waits until the process has started. Thread: any.
     """
 
     def __init__(self, module: str, task: msgspec.Struct, place: WorkerEnv, *, fds: Sequence[int] = ()) -> None:
         self._module, self._task, self._fds = module, msgspec.json.encode(task), list(fds)
         self._place = place
         self.pid = 0
-        """Of the agent process."""
         self.line = self._begin()
-        """The rank's end of a connection whose messages are packets; its end is the duty's."""
+        """The rank's end of a connection whose messages are packets; the duty has the other end."""
 
     def restart(self) -> None:
         """Begin the duty again, in another agent process where the first one is gone; the line keeps its descriptor.
@@ -129,7 +125,7 @@ class AgentDuty:
         if self.line.fileno() < 0:
             return
         try:
-            self.line.shutdown(socket.SHUT_RDWR)  # processes that the rank forked have it, too
+            self.line.shutdown(socket.SHUT_RDWR)  # processes that the rank forked have the socket, too
         except OSError as error:
             log.debug("the duty has ended before: %s", error)
         self.line.close()
@@ -152,7 +148,7 @@ class AgentDuty:
             if begun is not None:
                 self.pid = begun.pid
                 return line
-            line.close()  # it ended meanwhile
+            line.close()  # the agent process ended meanwhile
             if clock.now_s() >= end_s:
                 raise TimeoutError(
                     f"no agent process of node {self._place.node} has begun the duty within {_JOIN_S:g} s"
@@ -160,7 +156,7 @@ class AgentDuty:
 
 
 def _name_of(place: WorkerEnv) -> str:
-    """Return the name of the agent process of this rank's node, as all ranks of the node compute it."""
+    """Return the name of the agent process of this rank's node; all ranks of the node compute the same."""
     global _own_name
     if _own_name is not None and _own_name[0] == os.getpid():
         return _own_name[1]
@@ -168,7 +164,7 @@ def _name_of(place: WorkerEnv) -> str:
     parts = [os.getuid(), machine_id(), place.run_id, place.job, place.cycle, place.node, place.node_rank]
     parts.append(place.world_size)
     parts += [variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", env.RUN_KEY)]
-    if place.world_size == 1:  # nothing in its environment tells it from another process of the user's
+    if place.world_size == 1:  # its environment may equal that of the user's other processes
         parts.append(os.getpid())
     _own_name = os.getpid(), "outlast-agent-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     return _own_name[1]
@@ -204,7 +200,6 @@ def _connect(name: str, node: str) -> socket.socket:
 
 
 def _start(address: str, node: str) -> None:
-    """Start the agent process, unless another rank has begun to."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)
@@ -219,7 +214,7 @@ def _start(address: str, node: str) -> None:
             "outlast.runtime.agent_process",
             *(str(fd), node),
             fds=[fd],
-            stdout=subprocess.DEVNULL,  # who reads the rank's output waits for its end, not for this process's
+            stdout=subprocess.DEVNULL,  # a reader of the rank's output must not wait for this process
         )
     threading.Thread(target=child.wait, name="outlast-agent-reaper", daemon=True).start()
 
@@ -227,37 +222,13 @@ def _start(address: str, node: str) -> None:
 # -- the agent process -------------------------------------------------------------------------------------------
 
 
-def _serve(listener: socket.socket) -> None:
-    """Begin duties, each in a thread of its own, until there has been none for a while."""
-    ended = os.eventfd(0, os.EFD_CLOEXEC)
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    poll.register(ended, select.POLLIN)
-    num_duties = 0
-    while (ready := {fd for fd, _ in poll.poll(None if num_duties else _LINGER_S * 1e3)}) or num_duties:
-        if ended in ready:
-            num_duties -= os.eventfd_read(ended)
-        if listener.fileno() not in ready:
-            continue
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            log.warning("no rank can be accepted (%s); the next try is in %g s", error.strerror, _FULL_S)
-            time.sleep(_FULL_S)
-            continue
-        if peer_user(connection) != os.getuid():  # an abstract socket has no permissions of its own
-            connection.close()
-            continue
-        num_duties += 1
-        threading.Thread(target=_run, args=(connection, ended), name="outlast-duty", daemon=True).start()
-
-
-def _run(connection: socket.socket, ended: int) -> None:
+def _run_duty(listener: ThreadedListener, connection: socket.socket) -> None:
     try:
         channel: MessageChannel[_BeginDuty] = MessageChannel(connection, _BeginDuty)
         received = channel.receive_with_fds(_MAX_FDS, within_s=_JOIN_S)
         if received is None:
             return
+        listener.admit(connection)
         order, fds = received
         threading.current_thread().name = f"outlast-{order.module.rpartition('.')[2]}"
         duty = importlib.import_module(order.module)
@@ -269,13 +240,9 @@ def _run(connection: socket.socket, ended: int) -> None:
         log.debug("a rank was gone before its duty began: %s", error)
     except Exception:
         log.exception("a duty of the agent process failed: its rank is no longer watched by it")
-    finally:
-        connection.close()
-        os.eventfd_write(ended, 1)
 
 
 def _watch(process: Process) -> int:
-    """Return a descriptor that is readable once a rank has ended."""
     try:
         pidfd = open_pidfd(process.pid)
     except ProcessLookupError:
@@ -283,20 +250,25 @@ def _watch(process: Process) -> int:
     else:
         if is_alive(process) is not False:
             return pidfd
-        os.close(pidfd)  # the rank ended before the descriptor was there, and the number is another's
+        os.close(pidfd)  # the rank ended before, and its process id is in use again
     read, write = os.pipe()
     os.close(write)
     return read
 
 
 def main() -> int:
-    """Run as an agent process; return its exit code."""
     ignore_group_signals()
     raise_descriptor_limit()
     logs.configure("agent", node=sys.argv[2], least=logging.INFO)
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
-        listener.set_inheritable(False)
-        _serve(listener)
+    listening = socket.socket(fileno=int(sys.argv[1]))
+    listening.set_inheritable(False)
+    listener = ThreadedListener(
+        [listening],
+        lambda connection: _run_duty(listener, connection),
+        name="the agent process",
+        max_newcomers=_MAX_NEWCOMERS,
+    )
+    listener.run(_LINGER_S)
     return 0
 
 

@@ -1,11 +1,13 @@
-"""Accept connections: the one loop that every listening socket of the package's event loops uses.
+"""Accept connections: the one accept loop of the package.
 
-:class:`Acceptor` hands each connection to its owner. :class:`Listener` adds newcomers: connections whose peers have not
-identified themselves yet, which are bounded in number and time.
+* :class:`Acceptor` passes each connection to its owner.
+* :class:`Listener` keeps newcomers, connections whose peers have not identified themselves, in an event loop, and
+  bounds their number and time.
+* :class:`ThreadedListener` serves each connection in a thread, and bounds the number of newcomers.
 
-A process without free descriptors leaves connections in the kernel's backlog and tries again: a loop that did not stop
-polling the socket meanwhile would use a whole processor. Peers at an abstract Unix address are accepted from this user
-only, since such an address has no permissions. Nothing here imports torch.
+A process without free descriptors leaves connections in the kernel's backlog and retries: a loop that continued to poll
+the socket would use a whole core. Peers at a Unix address are accepted from this user only, since an abstract address
+has no permissions. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import logging
 import os
 import selectors
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from outlast import clock
 from outlast.runtime.processes import peer_user
@@ -28,9 +31,9 @@ R = TypeVar("R")
 _ACCEPTS = 256
 """Connections accepted at once, before others are served again."""
 _PAUSE_S = 0.1
-"""How long nothing is accepted while the system has no room for another connection."""
+"""Seconds without accepting while the system has no descriptor for another connection."""
 _WARN_S = 10.0
-"""Between two warnings of one kind; a flood of connections must not fill the log."""
+"""Seconds between two warnings of one kind: a flood of connections must not fill the log."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNUSABLE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 
@@ -42,7 +45,7 @@ class Acceptor:
         selector: Of the loop; what it reports with a callable as data is called with the events.
         sockets: Bound and listening; this object owns them.
         on_connection: Receives each connection, and owns it.
-        name: What listens, for the log.
+        name: Of the listener, for the log.
 
     Thread: the loop's.
     """
@@ -65,21 +68,28 @@ class Acceptor:
 
     @property
     def deadline_s(self) -> float | None:
-        """When to call :meth:`serve`."""
         return self._accepts_again_s
 
     def serve(self, now_s: float) -> None:
-        """Do what is due. Blocks: never."""
         if self._accepts_again_s is not None and now_s >= self._accepts_again_s:
             self._resume()
 
-    def run(self) -> NoReturn:
-        """Accept for as long as the process lives; the loop has nothing else to do."""
-        while True:
-            wait_s = None if self.deadline_s is None else max(0.0, self.deadline_s - clock.now_s())
-            for key, events in self._selector.select(wait_s):
-                key.data(events)
-            self.serve(clock.now_s())
+    def run_once(self, wait_s: float | None = None) -> bool:
+        """Handle the loop's next events, for an owner that has no loop.
+
+        Args:
+            wait_s: Seconds to wait for events; ``None``: any number.
+
+        Returns:
+            ``False``: there was no event, and no connection waits for a descriptor.
+        """
+        is_paused = self._accepts_again_s is not None
+        due = [one for one in (wait_s, _left_s(self.deadline_s)) if one is not None]
+        came = self._selector.select(min(due, default=None))
+        for key, events in came:
+            key.data(events)
+        self.serve(clock.now_s())
+        return bool(came) or is_paused
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -131,7 +141,7 @@ class Acceptor:
 
 
 class Listener(Acceptor, Generic[R]):
-    """Accept connections, and hold each as a newcomer until its owner admits it.
+    """Accept connections, and keep each as a newcomer until its owner admits it.
 
     Args:
         selector: Of the loop; what it reports with a callable as data is called with the events.
@@ -139,8 +149,8 @@ class Listener(Acceptor, Generic[R]):
         receives: Union of the messages that come.
         on_newcomer: Receives the messages of a newcomer; calls :meth:`admit` or :meth:`drop`, or leaves the connection
             to its time limit.
-        name: What listens, for the log.
-        join_s: How long a connection may be a newcomer.
+        name: Of the listener, for the log.
+        join_s: Time limit in seconds for a newcomer.
         max_newcomers: One more closes the oldest.
         handshake: Makes this side's part in the proof of a key; ``None``: peers need none.
         max_bytes: Limit of a newcomer's message.
@@ -169,23 +179,21 @@ class Listener(Acceptor, Generic[R]):
         )
         self._join_s, self._max_newcomers = join_s, max_newcomers
         self._newcomers: dict[SelectedChannel[R], float] = {}
-        """Until when each may be one, oldest first."""
+        """Time limits of newcomers, oldest first."""
         super().__init__(selector, sockets, self._take, name=name)
 
     @property
     def deadline_s(self) -> float | None:
-        """When to call :meth:`serve`."""
         due = [one for one in (super().deadline_s, next(iter(self._newcomers.values()), None)) if one is not None]
         return min(due, default=None)
 
     def serve(self, now_s: float) -> None:
-        """Do what is due: accept again, and close newcomers whose time is over. Blocks: never."""
+        """Accept again, and close newcomers whose time is over. Blocks: never."""
         super().serve(now_s)
         while self._newcomers and now_s >= next(iter(self._newcomers.values())):
             self.drop(next(iter(self._newcomers)), f"its peer did not join within {self._join_s:g} s")
 
     def is_newcomer(self, link: SelectedChannel[R]) -> bool:
-        """Return whether a connection is open and not yet admitted."""
         return link in self._newcomers
 
     def admit(self, link: SelectedChannel[R]) -> None:
@@ -193,19 +201,17 @@ class Listener(Acceptor, Generic[R]):
         del self._newcomers[link]
 
     def drop(self, link: SelectedChannel[R], why: object) -> None:
-        """Close a newcomer."""
         log.debug("%s closed a connection: %s", self._name, why)
         del self._newcomers[link]
         link.close()
 
     def drop_all(self, why: str) -> None:
-        """Close all newcomers, once what waits to be sent to them is sent. Blocks: up to 0.05 s for each."""
+        """Close all newcomers, after sending their pending data. Blocks: up to 0.05 s for each."""
         for link in list(self._newcomers):
             link.channel.drain(0.05)
             self.drop(link, why)
 
     def close(self) -> None:
-        """Stop listening, and close all newcomers. Idempotent."""
         super().close()
         self.drop_all("it stops listening")
 
@@ -230,3 +236,119 @@ class Listener(Acceptor, Generic[R]):
         super()._pause(error)
         for link in [link for link in self._newcomers if not link.channel.is_authenticated]:
             self.drop(link, "no descriptors are left, and it has not proved the key")
+
+
+class ThreadedListener(Acceptor):
+    """Accept connections, and serve each in a thread.
+
+    Args:
+        sockets: Bound and listening; this object owns them.
+        serve_connection: Called with each connection in its thread; the connection is closed after the call.
+        name: Of the listener, for the log.
+        max_newcomers: Connections that may be open without :meth:`admit`; one more shuts the oldest down; ``None``: any
+            number. ``serve_connection`` limits their time.
+        max_admitted: Connections that may be open after :meth:`admit`; ``None``: any number.
+
+    Thread: :meth:`run` in one; :meth:`admit` in the connection's; :meth:`stop` in any.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        serve_connection: Callable[[socket.socket], None],
+        *,
+        name: str,
+        max_newcomers: int | None = None,
+        max_admitted: int | None = None,
+    ) -> None:
+        self._serve_connection = serve_connection
+        self._max_newcomers, self._max_admitted = max_newcomers, max_admitted
+        self._lock = threading.Lock()
+        self._newcomers: dict[socket.socket, threading.Thread] = {}
+        self._admitted: dict[socket.socket, threading.Thread] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.is_stopping = False
+        selector = selectors.DefaultSelector()
+        selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
+        super().__init__(selector, sockets, self._begin, name=name)
+
+    def run(self, linger_s: float | None = None) -> None:
+        """Accept until :meth:`stop`, or until no connection has been open for ``linger_s`` seconds; then close."""
+        with self._selector:
+            while not self.is_stopping:
+                is_idle = linger_s is not None and not self._newcomers and not self._admitted
+                if not self.run_once(linger_s if is_idle else None) and is_idle:
+                    break
+            self.close()
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def admit(self, connection: socket.socket) -> bool:
+        """Count a newcomer as identified; return ``False`` where :meth:`stop` was called or there is no room."""
+        with self._lock:
+            is_full = self._max_admitted is not None and len(self._admitted) >= self._max_admitted
+            if is_full or self.is_stopping:
+                return False
+            self._newcomers.pop(connection, None)
+            self._admitted[connection] = threading.current_thread()
+            return True
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop listening and shut all connections down. Idempotent. Blocks: until their threads end, ``timeout_s`` at
+        most."""
+        with self._lock:
+            if self.is_stopping:
+                return
+            self.is_stopping = True
+            threads = {**self._newcomers, **self._admitted}
+            for connection in threads:
+                _shut_down(connection)
+            self._wake_loop()
+        end_s = clock.now_s() + timeout_s
+        for thread in threads.values():
+            thread.join(max(0.0, end_s - clock.now_s()))
+
+    def _begin(self, connection: socket.socket) -> None:
+        thread = threading.Thread(target=self._run_thread, args=(connection,), name="outlast-connection", daemon=True)
+        with self._lock:
+            if self.is_stopping:
+                connection.close()
+                return
+            if self._max_newcomers is not None and len(self._newcomers) >= self._max_newcomers:
+                oldest = next(iter(self._newcomers))
+                del self._newcomers[oldest]
+                _shut_down(oldest)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._warn("threads", "%s closed a connection: %s", self._name, error)
+                connection.close()
+            else:
+                self._newcomers[connection] = thread
+
+    def _run_thread(self, connection: socket.socket) -> None:
+        try:
+            self._serve_connection(connection)
+        finally:
+            with self._lock:
+                self._newcomers.pop(connection, None)
+                self._admitted.pop(connection, None)
+                connection.close()
+                self._wake_loop()
+
+    def _wake_loop(self) -> None:
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End what a connection's thread waits for; that thread closes the connection."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the peer ended it before
+
+
+def _left_s(until_s: float | None) -> float | None:
+    return None if until_s is None else max(0.0, until_s - clock.now_s())

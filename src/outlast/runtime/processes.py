@@ -151,8 +151,7 @@ def job_started_s() -> float:
     environment = env.environ()
     if text := environment.get(env.AGENT_STARTED):
         return float(text)
-    has_agent = "TORCHELASTIC_RUN_ID" in environment
-    return start_time_s(os.getppid() if has_agent else os.getpid())
+    return start_time_s(os.getppid() if "TORCHELASTIC_RUN_ID" in environment else os.getpid())
 
 
 def start_time_s(pid: int) -> float:

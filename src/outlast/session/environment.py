@@ -112,10 +112,14 @@ def warn_of_missing_protection(
             "non_persistent_save_interval has nothing to save to (set checkpoint.local_directory, or start the script "
             "with outlast run)"
         )
-    has_agent = place.config_file is not None
     if fault_tolerance.given.get("enable_ft_package") is False:
         missing.append("a hung rank is not detected (fault_tolerance.enable_ft_package is off)")
-    elif Timeouts.of_rank(fault_tolerance, configured=fault_tolerance, has_agent=has_agent).smallest_s() is None:
+    elif (
+        Timeouts.of_rank(
+            fault_tolerance, configured=fault_tolerance, replaces_dead_ranks=place.replaces_dead_ranks
+        ).smallest_s()
+        is None
+    ):
         missing.append("a hung rank is not detected (set fault_tolerance.rank_section_timeouts)")
     if not watches_signals:
         missing.append("SIGTERM ends this process at once (call outlast.init() in the main thread)")

@@ -1,256 +1,36 @@
-"""The port at which a node's writer takes and gives copies: who is accepted, and what an authenticated peer can ask.
+"""The replica port of a node's writer: accepts peers that prove the run's key.
 
-Whoever connects must prove the run's key before anything else is read. A stranger costs a thread and some
-kilobytes for at most ``HANDSHAKE_S``, no more than ``MAX_STRANGERS`` do at a time (the oldest is closed for the
-next), and each address is reported once. Nothing here imports torch.
+Nothing else of a peer is read before that. A newcomer costs a thread and some kilobytes for at most ``HANDSHAKE_S``; of
+more than ``MAX_STRANGERS`` newcomers the oldest is closed; each refused address is reported once. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
-from typing import TypeVar
 
-from outlast import clock
-from outlast.checkpoint.manifest import CopyKey, Holdings, HoldingsError, Incoming
-from outlast.checkpoint.replica.parity import Block, Parities, write_all
-from outlast.checkpoint.replica.protocol import (
-    MAX_PLACE_CHARS,
-    SLICE_BYTES,
-    Chunk,
-    Data,
-    Get,
-    Keep,
-    Kept,
-    Ping,
-    Proceed,
-    Put,
-    ReplicaChannel,
-    Working,
-)
-from outlast.checkpoint.shard import CHUNK_BYTES
+from outlast.checkpoint.manifest import Holdings
+from outlast.checkpoint.replica.parity import Parities
+from outlast.checkpoint.replica.protocol import ReplicaChannel
+from outlast.checkpoint.replica.service import DiskWork, Service
 from outlast.runtime.addresses import listen_at
-from outlast.runtime.files import begin
+from outlast.runtime.listener import ThreadedListener
 from outlast.runtime.wire import ProtocolError
-
-WORKING_S = 1.0
-"""Seconds after which a peer that waits for a disk gets a :class:`Working`."""
-MAX_WORK_S = 120.0
-HUNG_S = 10.0
-"""Seconds that work at the disk may take before no other part is taken until it ends: each would wait as long."""
-T = TypeVar("T")
-
-
-class DiskWork:
-    """The work at the disk of a node that has begun and not ended. Thread: any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since_s: dict[int, float] = {}
-        self._numbers = itertools.count()
-
-    def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Begin work in a thread of its own; return its outcome."""
-        number = next(self._numbers)
-        with self._lock:
-            self._since_s[number] = clock.now_s()
-
-        def run() -> T:
-            try:
-                return work()
-            finally:
-                with self._lock:
-                    del self._since_s[number]
-
-        return begin(run)
-
-    def hung_s(self) -> float | None:
-        """Return for how long the oldest work has not ended; ``None``: none takes longer than :data:`HUNG_S`."""
-        with self._lock:
-            oldest_s = min(self._since_s.values(), default=None)
-        if oldest_s is None or (passed_s := clock.now_s() - oldest_s) < HUNG_S:
-            return None
-        return passed_s
-
-
-def _drop_later(begun: Future[Incoming | Block]) -> None:
-    def drop(done: Future[Incoming | Block]) -> None:
-        if done.exception() is None:
-            done.result().drop()
-
-    begun.add_done_callback(drop)
-
-
-class Service:
-    """Serve one connection.
-
-    Thread: one.
-    """
-
-    def __init__(self, channel: ReplicaChannel, holdings: Holdings, parities: Parities, disk_work: DiskWork) -> None:
-        self._channel, self._holdings, self._parities = channel, holdings, parities
-        self._disk_work = disk_work
-        self._scratch = memoryview(bytearray(SLICE_BYTES))
-        self._open: tuple[CopyKey, int, int] | None = None
-
-    def run(self) -> None:
-        """Answer requests until the peer leaves.
-
-        Raises:
-            ConnectionError, TimeoutError: The peer broke off, or nothing moved for too long.
-            ProtocolError: It sent what is no request.
-        """
-        try:
-            while (request := self._channel.receive()) is not None:
-                match request:
-                    case Ping() | Put() if (hung_s := self._disk_work.hung_s()) is not None:
-                        self._channel.refuse(f"{self._place} has not responded for {hung_s:.0f} s; it takes no replica")
-                    case Ping():
-                        self._channel.send(Proceed())
-                    case Put():
-                        self._put(request)
-                    case Get():
-                        self._get(request)
-                    case _:
-                        raise ProtocolError(f"it sent a {type(request).__name__} as a request")
-        finally:
-            self._close_part()
-
-    # -- taking in ---------------------------------------------------------------------------------------------
-
-    def _put(self, request: Put) -> None:
-        try:
-            part = self._patiently(lambda: self._begin(request), _drop_later)
-        except (ConnectionError, TimeoutError):
-            raise
-        except (HoldingsError, OSError) as error:
-            self._channel.refuse(error)
-            return
-        received, is_ours = 0, True
-
-        def leave(kept: Future[None]) -> None:
-            nonlocal is_ours
-            is_ours = False
-            kept.add_done_callback(lambda _: part.drop())
-
-        def write(piece: memoryview, offset: int) -> None:
-            nonlocal received
-            received = start + offset + len(piece)
-            if isinstance(part, Block):
-                part.write(piece, start + offset)
-            else:
-                write_all(part.fd, piece, start + offset)
-
-        try:
-            self._channel.send(Proceed())
-            for start in range(0, request.num_bytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, request.num_bytes - start)
-                self._channel.send(Chunk(self._channel.receive_chunk(size, self._scratch, write)))
-            if not isinstance(self._channel.receive(), Keep):
-                raise ConnectionResetError("it left before the end")
-            self._patiently(part.keep, leave)
-            self._channel.send(Kept())
-        except HoldingsError as error:
-            self._give_up(str(error), request.num_bytes - received)
-        except (ConnectionError, TimeoutError):
-            raise
-        except OSError as error:
-            self._give_up(f"it cannot be written: {error.strerror}", request.num_bytes - received)
-        finally:
-            if is_ours:
-                part.drop()
-
-    def _begin(self, request: Put) -> Incoming | Block:
-        if request.contributor >= 0:
-            return self._parities.begin(request.key, request.contributor, request.num_contributors)
-        return self._holdings.receive(request.key, request.num_bytes)
-
-    def _give_up(self, error: str, num_bytes: int) -> None:
-        """Report it to the peer, and take what the peer sends until it has read that."""
-        self._channel.refuse(error)
-        while num_bytes > 0:
-            piece = self._scratch[: min(SLICE_BYTES, num_bytes)]
-            self._channel.receive_into(piece)
-            num_bytes -= len(piece)
-
-    def _patiently(self, work: Callable[[], T], leave: Callable[[Future[T]], None]) -> T:
-        """Do what may take a disk long, and inform the peer meanwhile, up to ``MAX_WORK_S``.
-
-        Args:
-            leave: Called with what is still being done when nobody waits for it any more.
-
-        Raises:
-            ConnectionError: The peer broke off.
-            TimeoutError: The disk does not answer.
-        """
-        future = self._disk_work.begin(work)
-        try:
-            for _ in range(round(MAX_WORK_S / WORKING_S)):
-                try:
-                    return future.result(WORKING_S)
-                except NotYet:
-                    if future.done():
-                        raise
-                    self._channel.send(Working(self._place))
-        except (ConnectionError, TimeoutError):
-            if not future.done():
-                leave(future)
-            raise
-        leave(future)
-        raise TimeoutError(f"the disk has not responded for {MAX_WORK_S:g} s")
-
-    @property
-    def _place(self) -> str:
-        return self._holdings.place[:MAX_PLACE_CHARS]
-
-    # -- giving out --------------------------------------------------------------------------------------------
-
-    def _get(self, request: Get) -> None:
-        if self._open is None or self._open[0] != request.key:
-            self._close_part()
-            try:
-                found = self._holdings.open(request.key)
-            except (HoldingsError, OSError) as error:
-                self._channel.refuse(error)
-                return
-            if found is None:
-                self._channel.refuse(f"it does not hold {request.key}")
-                return
-            self._open = request.key, *found
-        elif not self._holdings.is_unchanged(request.key, self._open[1]):
-            self._close_part()
-            self._channel.refuse(f"its memory of {request.key} serves a newer save")
-            return
-        _, fd, total = self._open
-        num_bytes = max(0, min(request.num_bytes, total - request.offset))
-        self._channel.send(Data(num_bytes, total))
-        self._channel.send_file(fd, request.offset, num_bytes)
-
-    def _close_part(self) -> None:
-        if self._open is not None:
-            os.close(self._open[1])
-            self._open = None
-
 
 log = logging.getLogger(__name__)
 BACKLOG = 128
 HANDSHAKE_S = 5.0
 IDLE_S = 60.0
-"""Seconds without progress after which an authenticated peer is left; its own timeouts are shorter."""
-ACCEPT_PAUSE_S = 0.1
-"""Seconds before the next attempt when the system gives no connection, for lack of descriptors."""
+"""Seconds without progress after which an authenticated peer is disconnected; its own timeouts are shorter."""
 CLOSE_S = 2.0
-"""Longest wait for all threads together: one that waits for a disk cannot be woken."""
+"""Time limit in seconds for all threads together: a thread that waits for a disk cannot be woken."""
 MAX_STRANGERS = 32
 MAX_PEERS = 128
 MAX_SOURCES = 1024
-"""Addresses that are remembered as reported; from then on no other is reported."""
+"""Number of addresses that are reported; further ones are not."""
 
 
 def _warn_of_refused(source: str, reason: str) -> None:
@@ -261,8 +41,8 @@ class ReplicaServer:
     """Listen for peers.
 
     Args:
-        key: The run's key; ``None`` while there is none: nobody is accepted then. May be set later, and anew.
-        port: The port to listen at if it is free; 0 = any.
+        key: The run's key; ``None``: no peer is accepted. May be replaced later.
+        port: The port to listen at if it is free; 0: any.
         on_refused: Called once for each source address that was refused, with the address and the reason; logs them.
             Thread: the connection's.
 
@@ -283,69 +63,32 @@ class ReplicaServer:
         self._holdings, self._on_refused = holdings, on_refused
         self._parities, self._disk_work = Parities(holdings), DiskWork()
         self._lock = threading.Lock()
-        self._strangers: dict[ReplicaChannel, threading.Thread] = {}
-        self._peers: dict[ReplicaChannel, threading.Thread] = {}
         self._reported: set[str] = set()
-        self._stopping = threading.Event()
-        self._socket = listen_at(host, backlog=BACKLOG, port=port)
-        self._acceptor = threading.Thread(target=self._accept, name="outlast-replica-port", daemon=True)
-        self._acceptor.start()
-
-    @property
-    def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
+        listening = listen_at(host, backlog=BACKLOG, port=port)
+        self.port: int = listening.getsockname()[1]
+        self._listener = ThreadedListener(
+            [listening],
+            self._serve,
+            name="the replica port",
+            max_newcomers=MAX_STRANGERS,
+            max_admitted=MAX_PEERS,
+        )
+        self._thread = threading.Thread(target=self._listener.run, name="outlast-replica-port", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop listening and end all connections. Idempotent. Blocks: until their threads end, ``CLOSE_S`` at most."""
-        with self._lock:
-            if self._stopping.is_set():
-                return
-            self._stopping.set()
-            threads = [self._acceptor, *self._strangers.values(), *self._peers.values()]
-            for channel in (*self._strangers, *self._peers):
-                channel.abort()
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
-        end_s = clock.now_s() + CLOSE_S
-        for thread in threads:
-            thread.join(max(0.0, end_s - clock.now_s()))
-        self._socket.close()
+        self._listener.stop(CLOSE_S)
+        self._thread.join(CLOSE_S)
         self._parities.close()
 
-    def _accept(self) -> None:
-        """Thread: the acceptor's."""
-        while True:
-            try:
-                connection, address = self._socket.accept()
-            except OSError as error:
-                if self._stopping.wait(ACCEPT_PAUSE_S):
-                    return
-                log.warning("the replica port cannot accept a connection (%s)", error.strerror)
-                continue
-            try:
-                channel = ReplicaChannel(connection, HANDSHAKE_S)
-            except OSError:
-                connection.close()  # it was reset meanwhile
-                continue
-            source = address[0]
-            thread = threading.Thread(
-                target=self._serve, args=(channel, source), name="outlast-replica-peer", daemon=True
-            )
-            with self._lock:
-                if self._stopping.is_set():
-                    channel.close()
-                    return
-                if len(self._strangers) >= MAX_STRANGERS:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    oldest.abort()
-                self._strangers[channel] = thread
-            thread.start()
-
-    def _serve(self, channel: ReplicaChannel, source: str) -> None:
-        """Thread: the connection's."""
+    def _serve(self, connection: socket.socket) -> None:
+        threading.current_thread().name = "outlast-replica-peer"
+        source = "an unknown address"
         try:
-            if not self._admit(channel, source):
+            source = connection.getpeername()[0]
+            channel = ReplicaChannel(connection, HANDSHAKE_S)
+            if not self._admit(connection, channel, source):
                 return
             channel.timeout_s = IDLE_S
             Service(channel, self._holdings, self._parities, self._disk_work).run()
@@ -353,13 +96,8 @@ class ReplicaServer:
             self._refuse(source, str(error))
         except OSError as error:
             log.debug("the connection from %s ended: %s", source, error)
-        finally:
-            with self._lock:
-                self._strangers.pop(channel, None)
-                self._peers.pop(channel, None)
-            channel.close()
 
-    def _admit(self, channel: ReplicaChannel, source: str) -> bool:
+    def _admit(self, connection: socket.socket, channel: ReplicaChannel, source: str) -> bool:
         try:
             if not channel.prove_key(self.key, is_server=True, within_s=HANDSHAKE_S):
                 return False
@@ -369,20 +107,14 @@ class ReplicaServer:
         except OSError as error:
             self._refuse(source, str(error))
             return False
-        with self._lock:
-            if self._stopping.is_set():
-                return False
-            is_full = len(self._peers) >= MAX_PEERS
-            if not is_full:
-                self._strangers.pop(channel, None)
-                self._peers[channel] = threading.current_thread()
-        if is_full:
+        if not self._listener.admit(connection):
             self._refuse(source, f"{MAX_PEERS} peers are connected already")
-        return not is_full
+            return False
+        return True
 
     def _refuse(self, source: str, reason: str) -> None:
         with self._lock:
-            if self._stopping.is_set() or source in self._reported or len(self._reported) >= MAX_SOURCES:
+            if self._listener.is_stopping or source in self._reported or len(self._reported) >= MAX_SOURCES:
                 return
             self._reported.add(source)
         self._on_refused(source, reason)

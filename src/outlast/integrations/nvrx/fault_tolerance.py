@@ -29,8 +29,8 @@ from outlast.errors import ConfigError, OutlastError
 from outlast.integrations.ft_launcher import find_section, with_none_written
 from outlast.integrations.hosted_session import log_on_rank_0
 from outlast.integrations.nvrx.exchange import WorldExchange
-from outlast.monitor.rank_monitor import RankMonitor, enforce, open_monitor, request_at_failure, yield_to_next
-from outlast.monitor.watchdog import read_learned
+from outlast.monitor.learned_timeouts import read_learned
+from outlast.monitor.rank_monitor import RankMonitor, open_monitor
 from outlast.policy.deadlines import FLOOR_S, Learned
 from outlast.runtime.board import EndRequest
 
@@ -491,7 +491,7 @@ class RankMonitorClient:
             WorkloadAction.ExcludeThisNode: EndRequest.REPLACE_NODE,
             WorkloadAction.ShutdownWorkload: EndRequest.STOP,
         }
-        request_at_failure(monitor, wanted[req.action])
+        monitor.page.request(wanted[req.action])
         level = logging.INFO if req.action == WorkloadAction.Continue else logging.WARNING
         log.log(level, "the script requests: %s", req)
 
@@ -603,7 +603,7 @@ class RankMonitorClient:
             if self._num_warmup is not None:
                 config = FaultToleranceConfig(num_warmup_iterations=self._num_warmup)
             there = self._own = RankMonitor(config)
-            yield_to_next(there, self._follow)
+            there.on_replaced = self._follow
         if there is not self._used:
             self._follow(there)
         return there
@@ -645,7 +645,7 @@ class RankMonitorClient:
         self._calculated = calculated
         monitor = self._monitor()
         if calculated != Learned():
-            enforce(monitor, calculated)
+            monitor.watch.enforce(calculated)
         config = monitor.config
         self.cfg = NvrxFaultToleranceConfig(
             rank_termination_signal=signal.Signals[config.rank_termination_signal],
