@@ -16,6 +16,8 @@ from benchmarks.measuring import ROOT
 from outlast.errors import OutlastError
 from outlast.simulate.benchmark_results import Bar, BenchResult
 
+pytestmark = pytest.mark.extended
+
 
 def run_with(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: float | None, *arguments: str

@@ -22,6 +22,8 @@ from benchmarks.results import (
 from outlast.errors import ConfigError
 from outlast.simulate.benchmark_results import Bar
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[2]
 MACHINE = {"processor": "one", "cores": 2, "memory_gib": 8.0, "kernel": "6.1", "python": "3.11", "torch": "2.13"}
 

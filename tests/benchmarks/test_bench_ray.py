@@ -17,6 +17,8 @@ from benchmarks.ray import RecoveryTiming, when_all, when_rank
 from outlast.errors import OutlastError
 from outlast.simulate.benchmark_results import Bar, BenchResult
 
+pytestmark = pytest.mark.extended
+
 STRUCK, VICTIM = 6, 1
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from benchmarks.measuring import median, run_rounds
 from benchmarks.results import render_bars
 from outlast.simulate.benchmark_results import Bar, BenchResult
+
+pytestmark = pytest.mark.extended
 
 KEPT = Bar(name="heartbeat_us", value=0.18649, unit="us", bar=1.0, peer="TCPStore.set", peer_value=4.6)
 MISSED = Bar(name="section_us", value=2.5, unit="us", bar=2.0)

@@ -24,6 +24,8 @@ from outlast.decoding import from_json
 from outlast.errors import ConfigError
 from outlast.simulate.benchmark_results import read_results
 
+pytestmark = pytest.mark.extended
+
 MACHINE = {
     "date": "2026-01-02",
     "processor": "one",

@@ -9,6 +9,8 @@ from benchmarks.measuring import Mark
 from benchmarks.restart import stages_of
 from outlast.incidents import Event, EventKind
 
+pytestmark = pytest.mark.extended
+
 
 def event(kind: EventKind, mono_ns: int, cycle: int, rank: int | None = None) -> Event:
     return Event(

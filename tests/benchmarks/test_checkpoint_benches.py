@@ -16,6 +16,8 @@ from benchmarks.measuring import ROOT, MeasuredRounds, measure_rounds
 from benchmarks.save import measure_saves
 from outlast.errors import OutlastError
 
+pytestmark = pytest.mark.extended
+
 COMMAND = (sys.executable, "-m", "benchmarks")
 SAVE_BARS = {
     "stall_vs_dcp_async": 0.7,

@@ -13,6 +13,8 @@ from benchmarks.restart import RestartTiming, kill_under_outlast
 from outlast.runtime.device import why_absent
 from outlast.testing.ranks import free_port
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.process
 @pytest.mark.skipif(why_absent("gpu") is None, reason="there may be a GPU here")

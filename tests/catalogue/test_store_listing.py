@@ -266,6 +266,7 @@ def s3() -> Iterator[str]:
         server.wait(10)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.cold
 @pytest.mark.process

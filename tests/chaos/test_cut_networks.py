@@ -17,6 +17,8 @@ from outlast.chaos import netns as netns_module
 from outlast.chaos.netns import NodeNetwork, clear_namespaces
 from outlast.errors import ConfigError
 
+pytestmark = pytest.mark.extended
+
 _needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 CALL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 2).close()"
 SERVE = "import socket; s = socket.create_server(('', 7000)); print('up', flush=True); [s.accept() for _ in range(9)]"

@@ -104,6 +104,7 @@ def incidents(events: list[Event], kind: IncidentKind) -> list[dict[str, Any]]:
     return [incident for incident in found if incident["kind"] == kind]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str, spares: int) -> Non
         assert incidents(events, IncidentKind.COPY_REJECTED)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("kind", "spares"), [("stop_agent", 1), ("stop_coordinator", 0)])
@@ -213,6 +215,7 @@ def test_a_fault_that_did_not_strike_is_an_error(tmp_path: Path) -> None:
     assert [missing.index for missing in verify_fired(plan, tmp_path / "run")] == [0]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

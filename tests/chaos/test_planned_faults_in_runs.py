@@ -10,6 +10,8 @@ from outlast.chaos import Fault, FaultPlan, verify_fired
 from outlast.incidents import Event, EventKind
 from outlast.testing import Cluster
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = """
 import sys
 import time

@@ -12,6 +12,8 @@ from saving_ranks import start
 
 from outlast.checkpoint.writer_client import WriterProcess
 
+pytestmark = pytest.mark.extended
+
 SAVE = """
 manager = manage(config=CONFIG)
 train()

@@ -10,6 +10,8 @@ from saving_ranks import start
 
 from outlast.checkpoint.writer_client import WriterProcess
 
+pytestmark = pytest.mark.extended
+
 SAVE_AND_DIE = """
 STAGE, VICTIM = {stage!r}, {victim}
 pids = [None, None]

@@ -9,7 +9,7 @@ import pytest
 from hanging_mount import HangingMount
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 
 TRAIN = """
 import os, sys

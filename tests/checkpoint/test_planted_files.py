@@ -210,6 +210,7 @@ def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
     assert 5 in GenerationFolder(folder).generations()
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize("tier", ["local_directory", "directory"])
 def test_unfinished_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) -> None:

@@ -234,6 +234,7 @@ def test_a_newer_checkpoint_that_a_node_lacks_keeps_no_restart_waiting(
     assert "continues to wait" not in output
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("durable", ["", str(NONE_DURABLE)], ids=["unknown", "none"])
 def test_older_local_checkpoints_are_loaded_only_once_the_wait_is_over(
     ranks: Ranks, mount: HangingMount, tmp_path: Path, durable: str

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from saving_ranks import start
 
+pytestmark = pytest.mark.extended
+
 RESET = """
 import socket
 

@@ -150,6 +150,7 @@ def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) ->
         assert lanes.directory.generations() == [10]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("rank", [1, WORLD - 1])

@@ -145,6 +145,7 @@ def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: py
     assert (owner.run, owner.released) == ("other", True)
 
 
+@pytest.mark.extended
 @pytest.mark.cold  # fsspec reads its variables when it is imported, which torch 2.8 does
 def test_the_formats_own_loader_reads_it_from_s3(server: S3Server, url: str) -> None:
     """In another process, stock `dcp.load` reads the URL; so does it with our reader, verified."""

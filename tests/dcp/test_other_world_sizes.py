@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from outlast.checkpoint.dcp.reader import VerifiedReader
 from outlast.testing import RankProcesses
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400), pytest.mark.extended]
 SCRIPT = Path(__file__).parent / "sharded_ranks.py"
 PATIENCE_S = 120.0
 

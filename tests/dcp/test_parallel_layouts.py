@@ -32,6 +32,8 @@ from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
 from outlast.testing.ranks import free_port
 
+pytestmark = pytest.mark.extended
+
 without_2_8 = pytest.mark.skipif(
     torch.__version__.startswith("2.8."), reason="torch 2.8 loses rows of unevenly strided tensors: they are refused"
 )

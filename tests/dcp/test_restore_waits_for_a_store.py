@@ -102,6 +102,7 @@ def refusing(code: int) -> Iterator[str]:
         server.server_close()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["silent", "killed"])
 def test_a_store_that_is_back_is_loaded_from(server: S3Server, how: str) -> None:
     """The store is away at the start and back after more than one attempt: the run's own checkpoint is loaded, and the

@@ -13,7 +13,7 @@ from s3_server import S3Server
 
 from outlast.testing import RankProcesses
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 BUCKET = "bucket"
 
 SCRIPT = """

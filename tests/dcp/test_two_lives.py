@@ -242,6 +242,7 @@ def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(p
     _check_indexes(place)
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("replaces", [pytest.param(False, marks=pytest.mark.campaign), True])
@@ -282,6 +283,7 @@ _RANDOM = [("posix", 0), ("posix", 1), ("s3", 2)]
 _MANY = [pytest.param(kind, seed, marks=pytest.mark.campaign) for kind in ("posix", "s3") for seed in range(100, 120)]
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "seed"), [*_RANDOM, *_MANY], indirect=["place"])

@@ -16,6 +16,8 @@ import pytest
 
 from outlast.testing.ranks import free_port
 
+pytestmark = pytest.mark.extended
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "checkpointing"
 AWS = {
     "AWS_ACCESS_KEY_ID": "test",

@@ -22,6 +22,8 @@ from outlast.goodput import IncidentCost
 from outlast.incidents import Event, EventKind, IncidentKind, Rung, Verdict
 from outlast.journal import read
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 RANKS = range(4)
 

@@ -12,6 +12,8 @@ import pytest
 from outlast.incidents import EventKind
 from outlast.journal import read
 
+pytestmark = pytest.mark.extended
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fault_tolerance"
 
 

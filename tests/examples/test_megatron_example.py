@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "megatron" / "train_local.py"
 RUN = "import sys; from outlast.cli.main import main; sys.exit(main())"
 

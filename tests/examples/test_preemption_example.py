@@ -13,6 +13,8 @@ import pytest
 
 from outlast.testing import RankProcesses
 
+pytestmark = pytest.mark.extended
+
 PATIENCE_S = 90.0
 BEGINS = "begins at iteration "
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "preemption" / "leave_in_time.py"

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from outlast.ray import Mesh, MeshDispatch
 
+pytestmark = pytest.mark.extended
+
 pytest.importorskip("gymnasium")
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ray_ppo.py"
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from ray_scripts import run_script
 
+pytestmark = pytest.mark.extended
+
 pytest.importorskip("gymnasium")
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ray_ppo.py"
 

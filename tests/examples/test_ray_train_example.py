@@ -10,6 +10,8 @@ import torch
 from ray_scripts import run_script
 from torch import nn
 
+pytestmark = pytest.mark.extended
+
 pytest.importorskip("ray.train.torch")
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ray_train.py"
 ITERATIONS, WORKERS, WIDTH = 30, 2, 32

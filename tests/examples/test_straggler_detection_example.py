@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "straggler_detection" / "straggler_detection_example.py"
 QUICKLY = ("--report-interval=0.5", "--factor=2", "--stop")
 

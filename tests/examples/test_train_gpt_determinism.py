@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 
 # Runs the example as it is, says where its loop begins, and ends it in order before a given iteration.

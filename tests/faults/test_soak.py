@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "chaos", "soak")
 
 

@@ -19,6 +19,7 @@ SAMPLE = 40
 """So many of each kind are drawn where not all of the thousand are; the same ones as the first of those."""
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "num_faults"),

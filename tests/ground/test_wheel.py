@@ -33,7 +33,7 @@ print("trained by", outlast.__version__, "from", outlast.__file__, "rank", os.en
 dist.destroy_process_group()
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.cold]
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.cold, pytest.mark.extended]
 
 
 def run(command: Sequence[str | Path], cwd: Path, *, code: int = 0) -> str:

@@ -324,6 +324,7 @@ def test_stopped_coordinating_agent_process_is_left() -> None:
             assert ranks[rank].wait_for("Finish")["restart_count"] == 1
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_silent_loss_of_the_coordinating_node() -> None:
     """Where the coordinator's node falls silent, a fault elsewhere shows it soon, and the others go on together."""
@@ -404,6 +405,7 @@ def test_leaving_is_no_fault_of_a_ready_rank() -> None:
         assert kinds(order) == {0: "exception"}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",

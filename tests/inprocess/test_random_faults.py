@@ -16,6 +16,8 @@ import pytest
 
 from outlast.testing import RankProcesses
 
+pytestmark = pytest.mark.extended
+
 SAMPLE, CAMPAIGN = [0], range(3, 120, 3)
 """The first seed of each chunk that is always played, and of those that the campaign plays, at 2.5 s a seed."""
 CHUNK = 3

@@ -19,6 +19,8 @@ from pages import run_python
 
 import outlast
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(outlast.__file__).parent
 FRAMEWORKS = (

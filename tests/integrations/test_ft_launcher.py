@@ -351,6 +351,7 @@ def launched(folder: Path, *argv: str, **variables: str) -> AbstractContextManag
     return gated_training.launched(folder, NAME, *argv, **variables)
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_killed_and_a_hung_rank_are_started_again(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ def test_a_gradient_that_is_not_finite_is_told(action: str) -> None:
     assert (model.weight.grad is None) == (action != "warn")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:

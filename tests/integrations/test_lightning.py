@@ -89,6 +89,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(600)
@@ -419,6 +420,7 @@ def test_one_rank_alone_needs_no_process_group() -> None:
     assert sorted(adapter.ResumableDistributedSampler(range(7))) == [*range(7)]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(300)

@@ -71,6 +71,7 @@ def calculated(folder: Path) -> dict[str, float]:
     return {name: state["section"][name] for name in state["calculated_sections"]}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from outlast.config.sources import load_config
 from outlast.integrations.ft_launcher import write_shims
 from outlast.integrations.megatron import ConfigContainer, outlast_config
 
+pytestmark = pytest.mark.extended
+
 FAULT_TOLERANCE = """
 from outlast.integrations.megatron import FaultToleranceConfig
 

@@ -138,6 +138,7 @@ def resumed(text: str) -> int:
     return int(re.findall(r"resuming from iteration (\d+)", text)[-1])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(900)
@@ -409,6 +410,7 @@ def test_a_checkpoint_of_the_trainer_begins_a_protected_run(hf: Any, tmp_path: P
     assert hf.outcome(resumed)["weights"] == hf.outcome(bare)["weights"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
 def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.extended]
 FAULTS = range(8, 58, 10)
 SCRIPT = """
 import os, pathlib, sys, time

@@ -264,6 +264,7 @@ def test_majority_goes_on_without_the_coordinators_machine(machines: Machines) -
     machines.check_one_world()
 
 
+@pytest.mark.extended
 def test_silent_coordinator_is_replaced(machines: Machines) -> None:
     """The agent that hosts the coordinator is stopped, and so its workers wait: the two other machines go on; the exit
     code is the one of an undisturbed run. Continued after the end of the run, the agent exits with the result."""
@@ -284,6 +285,7 @@ def test_silent_coordinator_is_replaced(machines: Machines) -> None:
     machines.check_weights(least_steps=done)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", [0, 1])
 def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: int) -> None:
     """The link of a machine that trains goes down, of the coordinator's or of another: nothing is closed, and nobody
@@ -303,6 +305,7 @@ def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: in
     machines.check_weights(least_steps=done)
 
 
+@pytest.mark.extended
 def test_node_that_knows_only_the_dead_host_finds_its_successor(machines: Machines) -> None:
     """The machine of the coordinator is lost and another one takes over. A node that starts then with the endpoint of
     the lost machine alone learns the other endpoint from the run directory, takes the empty slot, and trains."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = """
 import os, sys
 print("said by", os.environ["RANK"], flush=True)

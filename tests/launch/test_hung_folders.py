@@ -10,7 +10,7 @@ import pytest
 
 from hanging_mount import HangingMount
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 
 
 def test_a_run_whose_folder_hangs_is_refused(tmp_path: Path) -> None:

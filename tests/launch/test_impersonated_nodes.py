@@ -137,6 +137,7 @@ def is_refused(channel: Channel) -> bool:
     return False
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("act", [None, be_silent, register, join, report_unhealthy, send_end_of_job])
 def test_an_agent_that_trains_keeps_its_name(run: Run, act: Callable[[Run, Channel], None] | None) -> None:
     """Whatever a second agent of its name sends, or where it only hangs up: the agent trains on, no node is lost, and

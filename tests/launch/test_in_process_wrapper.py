@@ -139,6 +139,7 @@ def rungs(job: Cluster) -> list[int]:
     return [event.data["verdict"]["rung"] for event in job.events() if event.kind == EventKind.VERDICT]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
@@ -187,6 +188,7 @@ def test_what_ends_no_process_replaces_none(fault: str, tmp_path: Path) -> None:
         assert "train.py" in incident["evidence"]["summary"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_spares_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:
     """The first loss takes the spare; after the second nobody is left: the next cycle finishes, with all ranks."""
@@ -220,6 +222,7 @@ def test_a_spare_on_another_node_takes_the_place(tmp_path: Path) -> None:
         assert {end["digest"] for end in ended.values()} == {digest_of(3)}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_all_ranks_of_a_node_can_be_replaced(tmp_path: Path) -> None:
     """Two of four ranks, all that one node has, are killed at once: those of the other node finish without them."""

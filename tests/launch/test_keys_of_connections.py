@@ -12,6 +12,8 @@ from outlast import env
 from outlast.runtime.run_key import accept_offer, key_of_directory
 from outlast.testing import Cluster
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).parent / "job_that_uses_all.py"
 PATIENCE_S = 250
 PURPOSES = ("step rounds", "replica port", "in-process restarts")

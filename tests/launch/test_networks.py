@@ -120,6 +120,7 @@ def listening(ends: list[tuple[int, str]]) -> list[tuple[str, int]]:
     return [(word.split(":")[0], int(word.split(":")[1], 16)) for word in line.split("sockets ")[1].split()]
 
 
+@pytest.mark.extended
 def test_two_machines_with_ipv6_alone_train(machines: Machines, tmp_path: Path) -> None:
     """A network without IPv4 carries a run of two nodes; nothing listens on all of IPv6."""
     machines.give("lan0", "fd00::1/64", "fd00::2/64")
@@ -142,6 +143,7 @@ def test_a_named_interface_and_a_range_of_ports_are_used(machines: Machines, tmp
     assert any(address == "0100080A" and port in PORTS for address, port in found), found
 
 
+@pytest.mark.extended
 def test_an_own_name_that_means_loopback_is_no_address_for_peers(machines: Machines, tmp_path: Path) -> None:
     """Debian's 127.0.1.1: the peers meet at the default route's address."""
     machines.give("lan0", "10.9.0.1/24", "10.9.0.2/24")

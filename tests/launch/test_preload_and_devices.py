@@ -43,6 +43,7 @@ print("CUDA is untouched", flush=True)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.cold

@@ -12,7 +12,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Event, EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.extended]
 
 SCRIPT = """
 import json, os, sys

@@ -143,6 +143,7 @@ class Nodes:
         return self.orders[rank][-1]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_batched", [True, False])

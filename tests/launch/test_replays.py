@@ -13,7 +13,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.extended]
 
 SCRIPT = """
 import os, pathlib, sys, time

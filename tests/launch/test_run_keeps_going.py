@@ -138,6 +138,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.cold
 def test_an_agent_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -451,6 +452,7 @@ if os.environ["RANK"] == "0":
         assert "did not end in time" in cluster.agent(0).output()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.cold
 def test_programs_and_modules_and_fresh_interpreters_run_too(tmp_path: Path) -> None:

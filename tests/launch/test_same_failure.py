@@ -10,7 +10,7 @@ import pytest
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 
 SCRIPT = """
 import os, sys

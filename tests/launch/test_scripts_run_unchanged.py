@@ -82,6 +82,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if not name.endswith("drawn")}
 
 
+@pytest.mark.extended
 def test_scripts_print_and_write_the_same(tmp_path: Path) -> None:
     """Start, annotations, files left open, children of all kinds, loaders, coroutines, progress bars, much output,
     signals, a process that is replaced, threads and imports: all as under torchrun; only what has to differ from
@@ -128,6 +129,7 @@ def test_scripts_end_the_same(tmp_path: Path) -> None:
     assert len(codes) == len(names) - 1
 
 
+@pytest.mark.extended
 def test_modules_run_the_same(tmp_path: Path) -> None:
     """`-m` finds a package in the working directory, its spawned children too; its traceback and 10 MB of output
     through a pipe are those of torchrun."""

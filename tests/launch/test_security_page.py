@@ -21,6 +21,8 @@ from outlast.runtime.addresses import is_loopback, own_address
 from outlast.testing import Cluster
 from outlast.testing.ranks import free_port
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).parent / "job_that_uses_all.py"
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 PATIENCE_S = 250

@@ -13,7 +13,7 @@ import pytest
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 
 WITHIN_S = 300.0
 SCRIPT = """

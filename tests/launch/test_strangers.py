@@ -26,7 +26,7 @@ from outlast.runtime.addresses import Endpoint, parse_endpoints
 from outlast.runtime.run_key import KeySource, RunKey
 from outlast.testing import Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 NUM_CONNECTIONS = 10_000
 NUM_SLOW = 200
 LIMIT_S = 150.0

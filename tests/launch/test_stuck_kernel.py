@@ -97,6 +97,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("answer", [errno.EPERM, errno.ENOSYS])
 def test_a_container_without_newer_calls_trains(tmp_path: Path, answer: int) -> None:
     """Where seccomp lets nobody make files in memory or descriptors of processes, two ranks train, save and end with
@@ -133,6 +134,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+@pytest.mark.extended
 def test_a_node_whose_killed_worker_does_not_end_makes_room_for_a_spare(tmp_path: Path) -> None:
     """A worker that nobody can reap (its tracer is stopped, as a driver would keep it) does not keep the others
     waiting: after 30 s its node is reported with the worker's pid and state, leaves, and a spare takes its slot."""
@@ -233,6 +235,7 @@ print("held", sorted((fd, what) for fd, what in held.items() if fd > 2), flush=T
 """
 
 
+@pytest.mark.extended
 @pytest.mark.cold
 @pytest.mark.parametrize("options", [[], ["--no-warm-start"], ["--no-python"], ["--redirects=3"]])
 def test_a_worker_holds_no_descriptor_that_is_not_its_own(tmp_path: Path, options: list[str]) -> None:

@@ -51,6 +51,7 @@ def test_restart_and_spare_under_stock_torchrun(tmp_path: Path) -> None:
     ], text
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.cold
 def test_the_entry_point_costs_an_import_of_torch_next_to_nothing() -> None:

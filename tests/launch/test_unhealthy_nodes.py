@@ -274,6 +274,7 @@ def test_full_disk_alone_ends_no_run(tmp_path: Path) -> None:
         assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("has_spare", [True, pytest.param(False, marks=pytest.mark.campaign)])

@@ -93,6 +93,7 @@ def test_the_table_is_whole() -> None:
     assert documented().keys() == WAYS.keys()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("cause", WAYS)

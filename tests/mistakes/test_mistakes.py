@@ -443,6 +443,7 @@ def test_a_reader_that_leaves_does_not_end_a_training(shell: Shell) -> None:
     assert ladder["restarts_total"] == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "environment",
     [
@@ -464,6 +465,7 @@ def test_poor_surroundings_do_no_harm(shell: Shell, environment: dict[str, str])
     assert not any("\x1b" in line or "\r" in line for line in seen.lines), seen
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_user_without_rights_trains_and_is_told_what_cannot_be_written(shell: Shell) -> None:
     """As nobody, without any privilege: a run trains, and a directory that may not be written to is named, with 2."""

@@ -105,6 +105,7 @@ monitor.close()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(400)

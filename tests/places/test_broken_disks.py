@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cells import MARKS, Cell, check_cell, disk_cells, each_cell
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.extended]
 
 FIRST = {"hung-global-one-node-in-save", "full-local-one-node-in-save"}
 """Cells that every run of the tests plays."""

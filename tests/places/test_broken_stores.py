@@ -10,7 +10,7 @@ import pytest
 from broken_places import start_store
 from cells import MARKS, Cell, check_cell, each_cell, store_cells
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.extended]
 
 FIRST = {"hung-s3-all-nodes-in-restore"}
 """Cells that every run of the tests plays."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cells import MARKS, Cell, check_cell, each_cell, writer_cells
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.extended]
 
 FIRST = {"hung-memory-one-node-in-save"}
 """Cells that every run of the tests plays."""

@@ -58,6 +58,7 @@ def running(tmp_path: Path, how: str) -> Iterator[tuple[RankProcesses, list[psut
         yield ranks, psutil.Process(ranks.pid(0)).children(recursive=True)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["kept", "spawned"])

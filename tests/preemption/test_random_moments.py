@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.process
 @pytest.mark.parametrize("count", [4, pytest.param(150, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])

@@ -96,6 +96,7 @@ def recover_from(group: ActorGroup, folder: Path, faults: dict[int, str], where:
     return report
 
 
+@pytest.mark.extended
 def test_undisturbed_steps_give_the_weights_of_one_process(group: ActorGroup) -> None:
     """Four actors train to exactly the weights that one process computes."""
     train(group, 3)

@@ -80,6 +80,7 @@ def test_results_may_come_from_another_stage() -> None:
         MeshDispatch(result_stage=2).split(Mesh(pp=2), (), {}, takes_weights=False)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("num_samples", [3, 16, 21])
 def test_gradients_are_those_of_one_process(num_samples: int) -> None:
     """Weighted gradients summed over the shards, over the sum of weights, equal the whole batch's on all meshes."""

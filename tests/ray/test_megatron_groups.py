@@ -13,6 +13,8 @@ from test_mesh_layout import expert_meshes
 from outlast.ray import Mesh
 from outlast.ray.protocol import AXES, EXPERT_AXES
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def parallel_state() -> Any:

@@ -10,7 +10,7 @@ from shells import Crew, Plain, wait_until
 
 from outlast.ray.protocol import Aborted, CallFailed, FailureKind, Joined, Mesh
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("ray_cluster"), pytest.mark.extended]
 MESH = Mesh(dp=2, tp=2)
 
 

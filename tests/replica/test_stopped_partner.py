@@ -20,7 +20,7 @@ from outlast.testing import RankProcesses
 KEY = b"k" * 32
 LONG_S = 60.0
 EARLIER, NEWER, NEWEST = (CopyKey(iteration, "a", 0) for iteration in (10, 20, 30))
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.extended]
 
 
 @pytest.fixture

@@ -109,6 +109,7 @@ def test_an_owner_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path: 
     assert saved["latest"] == b"step-6\n"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_what_another_run_saved_is_gone_on_from_only_when_it_is_asked_for(tmp_path: Path) -> None:
     """Runs with names of their own: one line names the other run and the setting. A run without a name goes on with

@@ -102,6 +102,7 @@ def test_a_trainer_that_is_told_to_leave_saves_as_agreed(tmp_path: Path) -> None
     assert f"starting from iteration {left_after}\n" in outputs[0]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(600)

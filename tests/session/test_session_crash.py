@@ -116,6 +116,7 @@ train(None)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("world_size", "is_async"), [(1, False), (2, True)])

@@ -155,6 +155,7 @@ def test_what_is_torn_and_not_saved_is_given_up(tmp_path: Path) -> None:
     assert "RestartAbort" in played.tails
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("num_faults", [10, pytest.param(22, marks=pytest.mark.campaign)])

@@ -133,6 +133,7 @@ def _wait_for(tmp_path: Path, kind: EventKind, count: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_deadline_shorter_than_the_save_keeps_the_earlier_generation(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def generations(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob("step-*/manifest.json"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_broken_device_is_told_by_another_and_loses_its_slot(tmp_path: Path, calm: str) -> None:
     """A NaN that comes each time on one device: saved for diagnosis, replayed on the spare, where it does not come; the
@@ -182,6 +183,7 @@ def test_a_bad_batch_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
     assert [path.name for path in (store / "suspect").glob("step-*")] == ["step-5"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_without_another_device_the_same_one_tries_twice(tmp_path: Path) -> None:
     """The first run and two replays of what was saved, never more; then the ladder's end, with 17."""
@@ -232,6 +234,7 @@ def test_a_flipped_bit_costs_its_node_the_slot(tmp_path: Path) -> None:
     assert flipped not in {begin["node"] for begin in played.begins if begin["cycle"] == 1}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_two_replicas_that_differ_go_back(tmp_path: Path, calm: str) -> None:
     """No culprit among two: the run goes back to the last generation, once, and completes bit-identical."""
@@ -246,6 +249,7 @@ def test_two_replicas_that_differ_go_back(tmp_path: Path, calm: str) -> None:
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [4, 4]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_replay_without_its_save_still_decides(tmp_path: Path, calm: str) -> None:
     """There is a local tier only, and the spare has nothing of what was saved for diagnosis: it trains from the newest
@@ -274,6 +278,7 @@ def test_a_script_that_finds_nan_itself_rolls_back(tmp_path: Path, calm: str) ->
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [6, 6]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_half_the_ranks_go_on_from_what_all_had_saved(tmp_path: Path) -> None:
     """A generation of four ranks is loaded from the global tier by two: weights, moments, losses, position and what

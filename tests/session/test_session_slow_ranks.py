@@ -37,6 +37,7 @@ def events(folder: Path, kind: EventKind) -> list[Event]:
     return [event for event in read(folder / "run") if event.kind == kind]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_slow_rank_is_named_and_nobody_else_ever(tmp_path: Path) -> None:
     """Rank 2 becomes slow: it is named after three such windows, relatively and individually. Those that wait for it

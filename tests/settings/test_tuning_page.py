@@ -14,6 +14,8 @@ import pytest
 import outlast
 from outlast.launch.run_parser import RunParser, names_of
 
+pytestmark = pytest.mark.extended
+
 PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)

@@ -227,6 +227,7 @@ def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
         read_trace(path)
 
 
+@pytest.mark.extended
 def test_a_run_directory_is_a_trace(tmp_path: Path) -> None:
     """The incidents that ended the cycles of a run are its faults, each when it happened; what followed from them, and
     what ended no cycle, is none."""

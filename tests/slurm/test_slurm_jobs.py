@@ -22,6 +22,7 @@ def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Tr
     return Training(slurm, folder, *options, total=130, script=("--pace", "1", "0.01"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, tmp_path: Path) -> None:
     """After `scontrol requeue` a run goes on from what it saved, and once it has finished it stays so."""

@@ -35,6 +35,7 @@ def read_reports(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
     return list(of_ranks[0])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_slow_rank_of_one_host_is_identified_in_each_phase(tmp_path: Path, num_ranks: int) -> None:
     """A rank that is slow in data loading, forward, backward, optimizer or in the code between: of two ranks and of

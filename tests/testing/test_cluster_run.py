@@ -123,6 +123,7 @@ for iteration in run.steps({"model": model}, total=400):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_supervised_cluster_replaces_a_lost_node_and_starts_a_preempted_job_again(tmp_path: Path) -> None:
     """Faults on request are injected at the moment that the test chooses, each once; the run ends well."""

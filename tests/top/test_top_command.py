@@ -120,6 +120,7 @@ def test_a_live_run_a_stopped_coordinator_and_the_end(tmp_path: Path) -> None:
     assert "was ended by SIGKILL" in out
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("by_endpoint", [False, True])
