@@ -42,7 +42,7 @@ from outlast.checkpoint.directory import Claim, Directory, DirectoryContent, Ref
 from outlast.checkpoint.lane import FAN_OUT, Lane, SaveOutcome, Subtree, shared_name
 from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import MANIFEST, ShardEntry, topology_digest
-from outlast.checkpoint.near_lane import LocalLane, ShardReady
+from outlast.checkpoint.node_lanes import LocalLane, ShardReady
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import DIGEST_BYTES, TREE, Identity, ShardLayout, TensorSpan, num_chunks, shard_name
@@ -180,7 +180,7 @@ def _commit(place: Path, num_ranks: int, sizes: list[int]) -> float:
     with closing(_arena(head, size)) as arena:
         save = replace(_save(attempt, arena, size), tiers=frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}))
         spent_s = _spend(LocalLane, Directory(place), places, _SimulatedWriter(answers[0]), save, posted)
-    sizes.append((Directory(place).generation(ordinal) / MANIFEST).stat().st_size)
+    sizes.append((Directory(place).checkpoint(ordinal) / MANIFEST).stat().st_size)
     return spent_s
 
 
@@ -199,7 +199,7 @@ def _commit_global(place: Path, num_ranks: int, sizes: list[int]) -> float:
         posted = _global_answers(save, directory, num_ranks)
         places = replace(_places(place, num_ranks), local=None, directory=directory)
         spent_s = _spend(GlobalLane, directory, places, _SimulatedWriter(None), save, posted)
-    sizes.append((directory.generation(ordinal) / MANIFEST).stat().st_size)
+    sizes.append((directory.checkpoint(ordinal) / MANIFEST).stat().st_size)
     return spent_s
 
 
@@ -380,7 +380,7 @@ def _places(place: Path, num_ranks: int) -> Places:
         nodes=nodes,
         leaders=tuple(range(0, num_ranks, RANKS_PER_NODE)),
         targets={},
-        generations=frozenset(),
+        checkpoints=frozenset(),
         global_error=None,
         replication=Replication(),
         seen_local=None,

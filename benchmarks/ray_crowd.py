@@ -82,7 +82,7 @@ class LightShell:
         return Aborted(call_ended=True, iteration=0)
 
     def join(self, assignment: ActorAssignment) -> Joined:
-        return Joined(iteration=0, generation=None, loaded=False, origin="kept", phases={})
+        return Joined(iteration=0, checkpoint=None, loaded=False, origin="kept", phases={})
 
     def call(self, call: Call, parcel: object) -> CallReturned | CallFailed:
         """Return at once, or wait until the incarnation ends."""
@@ -163,14 +163,14 @@ def _recover_once(
     begun_s = clock.now_s()
     os.kill(current.members[victim].pid, signal.SIGKILL)
     gathered = watch.gather(current.members, refs)
-    noticed_s = clock.now_s()
+    detected_s = clock.now_s()
     following, report = recovery.recover(current, gathered, method=_WAIT)
     if not watch.gather(following.members, _call(following.members, following.number, _STEP)).is_whole:
         raise OutlastError("the step after the recovery failed")
     seconds = clock.now_s() - begun_s
     if set(report.replaced) != {victim} or len(report.kept) != len(current.members) - 1:
         raise OutlastError(f"more was lost than rank {victim}: {report.describe()}")
-    return following, seconds, {"detect": noticed_s - begun_s, **report.phases_s}
+    return following, seconds, {"detect": detected_s - begun_s, **report.phases_s}
 
 
 def _call(members: Mapping[int, Actor], incarnation: int, method: str) -> dict[int, Any]:

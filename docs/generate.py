@@ -34,7 +34,7 @@ from outlast.config import (
 )
 from outlast.config.base import describe_fields
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, IncidentKind, Rung
+from outlast.incidents import EventKind, IncidentKind, RecoveryLevel
 from outlast.integrations.kubernetes import KubernetesJob, as_yaml
 from outlast.launch.node_metrics import METRICS
 from outlast.launch.run_parser import describe_options
@@ -330,15 +330,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "status-waiting": lambda: fields_table(report.WaitingReport),
     "status-budgets": lambda: fields_table(report.Budgets),
     "status-budget": lambda: fields_table(report.BudgetReport),
-    "status-generation": lambda: fields_table(report.GenerationReport),
+    "status-generation": lambda: fields_table(report.CheckpointReport),
     "status-durability": lambda: fields_table(report.DurabilityReport),
-    "status-trouble": lambda: fields_table(report.Trouble),
+    "status-trouble": lambda: fields_table(report.IncidentReport),
     "top": lambda: fields_table(look.TopReport),
     "top-rank": lambda: fields_table(look.RankLine),
     "top-unanswered": lambda: fields_table(look.Unanswered),
     "time-constants": time_constants_table,
     "agent-metrics": agent_metrics_table,
-    "recovery-levels": lambda: words_table(Rung, "name", value="level"),
+    "recovery-levels": lambda: words_table(RecoveryLevel, "name", value="level"),
 }
 
 

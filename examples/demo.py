@@ -37,7 +37,7 @@ from outlast.chaos.draws import MANTISSA_BITS
 from outlast.chaos.soak import COMPARED, NPROC_PER_NODE, NUM_NODES, NUM_SPARES, TENSOR, find_differences, settings_of
 from outlast.errors import ExitReason, OutlastError
 from outlast.goodput import IncidentCost, Ledger
-from outlast.incidents import Event, EventKind, IncidentKind, Rung
+from outlast.incidents import Event, EventKind, IncidentKind, RecoveryLevel
 from outlast.testing import Cluster
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
@@ -109,7 +109,7 @@ def is_ready(events: Sequence[Event], running: Iterable[str]) -> bool:
     reports = select(events, EventKind.STRAGGLER_REPORT)
     if not any(report.data["named"] for report in reports) and len(reports) < PATIENCE:
         return False
-    if FaultKind.NAN in injected and not any(rung_of(event) == Rung.RERUN_STEP for event in events):
+    if FaultKind.NAN in injected and not any(rung_of(event) == RecoveryLevel.RERUN_STEP for event in events):
         return False
     joined = {event.data["name"] for event in select(events, EventKind.NODE_JOINED)}
     return set(running) <= joined  # a spare can take a slot, and each agent knows of the job that a preemption ends
@@ -205,7 +205,7 @@ def check_all(ledger: Ledger, events: Sequence[Event]) -> Iterator[Claim]:
     yield from check_slow_rank(events)
     for kind, expected in EXPECTED.items():
         cost = cost_of(kind, ledger)
-        is_rerun = cost is not None and cost.rung == Rung.RERUN_STEP.name.lower()
+        is_rerun = cost is not None and cost.recovery_level == RecoveryLevel.RERUN_STEP.name.lower()
         yield Claim(
             text=f"{kind}: detected as {expected}, and {'no rank' if kind == FaultKind.NAN else 'the ranks'} restarted",
             holds=cost is not None and cost.kind == expected and is_rerun == (kind == FaultKind.NAN),
@@ -239,7 +239,7 @@ def check_slow_rank(events: Sequence[Event]) -> Iterator[Claim]:
     named = {one for report in here for one in report.data["named"]} - {rank}
     named |= {one for report in reports if report not in here for one in report.data["named"]}
     yield Claim("slow: no other rank is identified", not named, f"ranks {sorted(named)}" if named else "none")
-    exits = [(event.data.get("incident") or {}).get("exit_code") for event in select(events, EventKind.VERDICT)]
+    exits = [(event.data.get("incident") or {}).get("exit_code") for event in select(events, EventKind.DECISION)]
     num_restarts = exits.count(ExitReason.STRAGGLER)
     yield Claim("slow: no rank is restarted for it", not num_restarts, f"{num_restarts} restarts")
 
@@ -250,10 +250,10 @@ def check_invalid_result(kind: FaultKind, cost: IncidentCost) -> Iterator[Claim]
     if kind == FaultKind.NAN:
         finding = diagnosis.get("finding")
         yield Claim("nan: the value is found transient", finding == "transient", f"{diagnosis.get('what')}: {finding}")
-    if kind == FaultKind.BIT_FLIP and cost.fault is not None and cost.verdict is not None:
+    if kind == FaultKind.BIT_FLIP and cost.fault is not None and cost.decision is not None:
         found, flipped = diagnosis.get("what"), cost.fault.data["tensor"]
         yield Claim("bit_flip: the tensor is found", found == flipped, f"{flipped} was changed, {found} was found")
-        nodes = cost.verdict.quarantine
+        nodes = cost.decision.quarantine
         yield Claim(f"bit_flip: {cost.node} is quarantined", nodes == (cost.node,), ", ".join(nodes) or "no node")
 
 
@@ -515,7 +515,7 @@ def describe(event: Event) -> str | None:
     if event.kind == EventKind.FAULT_SIMULATED:
         target = f"rank {event.rank}, {data['tensor']}" if "tensor" in data else data["target"]
         return f"FAULT: {data['fault']}: {target}, at iteration {event.iteration}"
-    if event.kind in (EventKind.INCIDENT, EventKind.VERDICT):
+    if event.kind in (EventKind.INCIDENT, EventKind.DECISION):
         if reason := (data.get("verdict") or {}).get("reason"):
             return f"decided: {reason}"
         incident = data.get("incident") or {}

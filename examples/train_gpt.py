@@ -6,7 +6,7 @@ Runs unchanged, on CPUs or GPUs, with one or many ranks::
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint-dir /tmp/gpt
     python examples/train_gpt.py --checkpoint-dir /tmp/gpt
 
-Started again with the same folder, it resumes from the newest generation. However often it was killed and restarted in
+Started again with the same folder, it resumes from the newest checkpoint. However often it was killed and restarted in
 between, and whatever NaNs and flipped bits befell it, the result is bit-identical to that of an undisturbed run with as
 many ranks. ``--config outlast.toml`` sets more than a folder: two tiers, comparing replicas, a plan of faults.
 """

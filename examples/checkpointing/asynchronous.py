@@ -2,8 +2,8 @@
 
 Runs unchanged with one or many ranks::
 
-    python examples/checkpointing/asynchronous.py /tmp/generations
-    outlast run --nproc-per-node 2 examples/checkpointing/asynchronous.py /tmp/generations
+    python examples/checkpointing/asynchronous.py /tmp/checkpoints
+    outlast run --nproc-per-node 2 examples/checkpointing/asynchronous.py /tmp/checkpoints
 
 What to look for: iterations between ``iteration 100`` and the line ``saved iteration 100 to global``, which says what
 is saved, to which tiers, and how long that took.

@@ -100,7 +100,7 @@ def play(folder: Path, plant: str) -> int:
     for event in events:
         if event.kind == EventKind.INCIDENT and event.data["incident"]["kind"] == IncidentKind.INVALID_RESULT:
             print(f"found:   {event.data['incident']['evidence']['summary']}")
-        elif event.kind == EventKind.VERDICT:
+        elif event.kind == EventKind.DECISION:
             print(f"verdict: {event.data['verdict']['reason']}")
     print("".join(line + "\n" for line in outputs.splitlines() if line.startswith("trained")), end="")
     print(f"exit code {code}, {sum(event.kind == EventKind.CYCLE_STARTED for event in events)} cycles")

@@ -1,6 +1,6 @@
 """Incidents, decisions and journal events: one schema for everything that happened.
 
-An *incident* is one observed problem; a *verdict* is the recovery policy's decision; an *event* is one line of the
+An *incident* is one observed problem; a *decision* is the recovery policy's decision; an *event* is one line of the
 journal. All are plain msgspec structs, written as JSON, and carry facts, never live objects.
 """
 
@@ -14,10 +14,10 @@ import msgspec
 
 from outlast.decoding import convert
 
-__all__ = ["CYCLE_ENDING", "Cause", "Event", "EventKind", "Incident", "IncidentKind", "Rung", "Verdict"]
+__all__ = ["CYCLE_ENDING", "Cause", "Decision", "Event", "EventKind", "Incident", "IncidentKind", "RecoveryLevel"]
 
 
-class Rung(IntEnum):
+class RecoveryLevel(IntEnum):
     """The recovery levels, cheapest first."""
 
     RERUN_STEP = 0
@@ -188,10 +188,10 @@ def _signal_name(exit_code: int | None) -> str:
         return f"signal {-(exit_code or 0)}"
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Decision(msgspec.Struct, rename={"recovery_level": "rung"}, frozen=True, kw_only=True, omit_defaults=True):
     """The recovery policy's decision at the end of a cycle, with the reason."""
 
-    rung: Rung
+    recovery_level: RecoveryLevel
     reason: str
     """One line for people."""
     exit_code: int | None = None
@@ -231,8 +231,8 @@ class EventKind(StrEnum):
     """Agent: ``pid``, ``exit_code``, ``killed_by_us``; ``spared`` (the other ranks continue without it, in process)."""
     INCIDENT = "incident"
     """The process that detected it: ``incident`` (an ``Incident``); a worker that decided on it: also ``verdict``."""
-    VERDICT = "verdict"
-    """Coordinator: ``verdict`` (a ``Verdict``) and the ``incident`` decided on."""
+    DECISION = "verdict"
+    """Coordinator: ``verdict`` (a ``Decision``) and the ``incident`` decided on."""
     WRITER_ENDED = "writer_ended"
     """Agent: the checkpoint writer died, or did not respond and was replaced: ``summary``."""
     EVENTS_LOST = "events_lost"

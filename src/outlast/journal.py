@@ -43,16 +43,16 @@ class _IncidentForm(msgspec.Struct, frozen=True):
     evidence: dict[str, Any] = {}
 
 
-class _VerdictForm(msgspec.Struct, frozen=True):
-    rung: _Number | None = None
+class _DecisionForm(msgspec.Struct, rename={"recovery_level": "rung"}, frozen=True):
+    recovery_level: _Number | None = None
     reason: str | None = None
 
 
-class _DataForm(msgspec.Struct, frozen=True):
+class _DataForm(msgspec.Struct, rename={"decision": "verdict"}, frozen=True):
     """The types that readers rely on in ``Event.data``: a name has the same type in all kinds of events."""
 
     incident: _IncidentForm | None = None
-    verdict: _VerdictForm | None = None
+    decision: _DecisionForm | None = None
     faults: list[dict[str, Any]] | None = None
     ranks: list[_Rank] | None = None
     named: list[_Rank] | None = None

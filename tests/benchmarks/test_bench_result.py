@@ -1,4 +1,4 @@
-"""A benchmark's result: its JSON form, its verdict, and the rounds it comes from."""
+"""A benchmark's result: its JSON form, its decision, and the rounds it comes from."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_missed_bar_misses_the_whole() -> None:
 
 
 def test_the_table_tells_all() -> None:
-    """People see every figure, its limit, the peer's figure, the verdict and the notes."""
+    """People see every figure, its limit, the peer's figure, the decision and the notes."""
     console = Console(width=120, file=io.StringIO())
     console.print(render_bars("b", [KEPT, MISSED, UNKNOWN], ["[3 of 5] runs"], {}))
     assert isinstance(console.file, io.StringIO)

@@ -149,7 +149,7 @@ def is_hung(pid: int) -> bool:
 
 @pytest.mark.process
 def test_the_table_has_every_figure_and_every_reason() -> None:
-    """One table shows each figure with its bar and verdict; what was not measured has its reason below it."""
+    """One table shows each figure with its bar and decision; what was not measured has its reason below it."""
     record, _ = measure(giving("kept", 0.5), giving("missed", 1.5), failing("gone", "benchmarks: no such thing", 1))
     console = Console(width=140, file=io.StringIO())
     reasons = [f"{name}: not measured: {reason}" for name, reason in record.not_measured.items()]
@@ -196,7 +196,8 @@ def call(monkeypatch: pytest.MonkeyPatch, benches: dict[str, SuiteBench], *words
 
 @pytest.mark.process
 def test_the_command_stores_results_and_adds_to_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --results each result and a line of history are stored; --json prints that line; the code is the verdict."""
+    """With --results each result and a line of history are stored; --json prints that line; the code is the
+    decision."""
     folder = tmp_path / "made" / "results"
     code, out = call(monkeypatch, {"a": giving("a", 0.5)}, "--results", str(folder), "--json")
     assert code == 0

@@ -1,4 +1,4 @@
-"""Generations of the global tier, laid down as a run leaves them: files, then the manifest, then the tracker."""
+"""Checkpoints of the global tier, laid down as a run leaves them: files, then the manifest, then the tracker."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def lay_in_store(
     metadata: bytes | None = b"a pickle that nobody here reads",
     branch: Branch | None = None,
 ) -> GlobalManifest:
-    """Commit a generation into a global directory.
+    """Commit a checkpoint into a global directory.
 
     Args:
         write: Puts a file under a name relative to the directory.
-        iteration: Of the generation.
+        iteration: Of the checkpoint.
         world_size: Ranks that saved it, each of which has a file.
-        folder: Of the generation, when it is another than the committed one.
+        folder: Of the checkpoint, when it is another than the committed one.
         committed: Off: without a manifest.
         num_bytes: Of each file.
         attempt: That wrote it; one of its own when left out.

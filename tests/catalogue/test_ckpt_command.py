@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from laid_generations import RUN, flip, lay_generation, two_nodes
+from laid_checkpoints import RUN, flip, lay_checkpoint, two_nodes
 
 from outlast.checkpoint.shard import shard_name
 
@@ -19,11 +19,11 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def test_ls_is_readable(tmp_path: Path, outlast: Command) -> None:
-    """A person sees each generation's state, ranks, lineage, and where its parts lie; and what is wrong."""
+    """A person sees each checkpoint's state, ranks, lineage, and where its parts lie; and what is wrong."""
     two_nodes(tmp_path, 100)
     two_nodes(tmp_path, 200, restored_from=100)
     (tmp_path / "node0/step-200" / shard_name(1)).unlink()
-    lay_generation({"node0": tmp_path / "node0"}, 300, name="step-300.tmp-job-0-cafe.3")
+    lay_checkpoint({"node0": tmp_path / "node0"}, 300, name="step-300.tmp-job-0-cafe.3")
     code, out, _ = outlast("ckpt", "ls", tmp_path)
     assert code == 0
     lines = out.splitlines()
@@ -45,17 +45,17 @@ def test_ls_speaks_json(tmp_path: Path, outlast: Command) -> None:
     told = json.loads(out)
     assert (code, told["schema"]) == (0, 1)
     (place,) = told["places"]
-    assert set(place) == {"path", "tier", "run", "latest", "nodes", "problems", "generations", "leftovers"}
-    (entry,) = place["generations"]
+    assert set(place) == {"path", "tier", "run", "latest", "nodes", "problems", "checkpoints", "leftovers"}
+    (entry,) = place["checkpoints"]
     assert entry["held"][1] == {"node": "node1", "own": [2, 3], "replicas": [0, 1], "parities": []}
     names = "iteration tier suspect valid attempt run world_size num_files num_bytes held elsewhere rebuildable missing"
     lineage = {"restored_from", "restored_attempt", "era", "forks", "abandoned"}
     assert set(entry) == {*names.split(), *lineage, "finite", "unverified", "problems"}
 
 
-def test_ls_of_bad_generations_is_no_failure(tmp_path: Path, outlast: Command) -> None:
+def test_ls_of_bad_checkpoints_is_no_failure(tmp_path: Path, outlast: Command) -> None:
     """Listing is its own purpose: it ends with 0 whatever it finds."""
-    lay_generation({"node0": tmp_path}, 1)
+    lay_checkpoint({"node0": tmp_path}, 1)
     (tmp_path / "step-1" / shard_name(0)).unlink()
     code, out, _ = outlast("ckpt", "ls", tmp_path)
     assert code == 0
@@ -84,24 +84,24 @@ def test_verify_names_what_is_bad(tmp_path: Path, outlast: Command) -> None:
     code, out, _ = outlast("ckpt", "verify", tmp_path, "--json")
     told = json.loads(out)
     assert (code, told["ok"]) == (1, False)
-    problems = [problem for entry in told["places"][0]["generations"] for problem in entry["problems"]]
+    problems = [problem for entry in told["places"][0]["checkpoints"] for problem in entry["problems"]]
     assert [(one["kind"], one["node"], one["rank"], one["chunk"]) for one in problems] == [("Corrupt", "node1", 0, 0)]
     assert outlast("ckpt", "verify", tmp_path, "--iteration", 200)[0] == 0
 
 
 def test_verify_of_nothing_is_no_success(tmp_path: Path, outlast: Command) -> None:
-    """Where there is no generation nothing is proven."""
+    """Where there is no checkpoint nothing is verified."""
     assert outlast("ckpt", "verify", tmp_path)[0] == 1
 
 
 def test_prune_says_and_deletes(tmp_path: Path, outlast: Command) -> None:
     """A dry run deletes nothing; the real one deletes exactly what the dry one said."""
     for iteration in (1, 2, 3, 4):
-        lay_generation({"node0": tmp_path}, iteration)
+        lay_checkpoint({"node0": tmp_path}, iteration)
     words = ("ckpt", "prune", tmp_path, "--keep", 2, "--suspect-window", 0, "--json")
     code, out, _ = outlast(*words, "--dry-run")
     planned = json.loads(out)["places"][0]
-    assert (code, planned["generations"]) == (0, [2, 1])
+    assert (code, planned["checkpoints"]) == (0, [2, 1])
     assert len(list(tmp_path.glob("step-*"))) == 4
     code, out, _ = outlast(*words)
     assert (code, json.loads(out)["places"][0]) == (0, planned)
@@ -113,7 +113,7 @@ def test_prune_says_and_deletes(tmp_path: Path, outlast: Command) -> None:
 def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> None:
     """What cannot be deleted ends it with 1 and one line; the rest is deleted."""
     for iteration in (1, 2, 3, 4):
-        lay_generation({"node0": tmp_path}, iteration)
+        lay_checkpoint({"node0": tmp_path}, iteration)
     (tmp_path / "step-1.doomed").write_bytes(b"in the way")
     code, _, err = outlast("ckpt", "prune", tmp_path, "--keep", 1, "--suspect-window", 0)
     assert code == 1
@@ -134,7 +134,7 @@ def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> N
 )
 def test_bad_input_is_one_line(tmp_path: Path, outlast: Command, words: tuple[str, ...], says: str) -> None:
     """What makes no sense ends with 2 and one line that says what to change."""
-    lay_generation({"node0": tmp_path}, 1)
+    lay_checkpoint({"node0": tmp_path}, 1)
     code, out, err = outlast("ckpt", *(word.format(place=tmp_path) for word in words))
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
@@ -143,7 +143,7 @@ def test_bad_input_is_one_line(tmp_path: Path, outlast: Command, words: tuple[st
 
 def test_one_unreadable_directory_hides_no_other(tmp_path: Path, outlast: Command) -> None:
     """What cannot be read ends ls with 1 and a line; the other directories are listed."""
-    lay_generation({"node0": tmp_path / "good"}, 1)
+    lay_checkpoint({"node0": tmp_path / "good"}, 1)
     code, out, err = outlast("ckpt", "ls", "nosuchstore://bucket/run", tmp_path / "good")
     assert code == 1
     assert "nosuchstore" in err
@@ -156,7 +156,7 @@ def test_one_unreadable_directory_hides_no_other(tmp_path: Path, outlast: Comman
 def test_prune_asks_on_a_terminal(tmp_path: Path, answer: str, left: int) -> None:
     """On a terminal nothing is deleted without a yes."""
     for iteration in (1, 2, 3):
-        lay_generation({"node0": tmp_path}, iteration)
+        lay_checkpoint({"node0": tmp_path}, iteration)
     ours, theirs = pty.openpty()
     code = "import sys; from outlast.cli.main import main; sys.argv = sys.argv[1:]; main()"
     try:
@@ -182,7 +182,7 @@ def test_prune_asks_on_a_terminal(tmp_path: Path, answer: str, left: int) -> Non
 @pytest.mark.parametrize("name", ["ls", "verify", "prune"])
 def test_local_directories_need_no_torch(tmp_path: Path, name: str) -> None:
     """Local directories are listed, verified and pruned without importing torch or numpy."""
-    lay_generation({"node0": tmp_path}, 1)
+    lay_checkpoint({"node0": tmp_path}, 1)
     code = (
         "import sys; from outlast.cli.main import cli\n"
         "done = cli.main(sys.argv[1:], standalone_mode=False)\n"

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from laid_generations import RUN, attempt_name, flip, lay_generation, two_nodes
+from laid_checkpoints import RUN, attempt_name, flip, lay_checkpoint, two_nodes
 
-from outlast.checkpoint.catalogue.entries import Generation
+from outlast.checkpoint.catalogue.entries import Checkpoint
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.manifest import MANIFEST
@@ -17,18 +17,18 @@ from outlast.checkpoint.shard import shard_name
 from outlast.errors import ConfigError
 
 
-def only(place: Path) -> Generation:
-    (entry,) = look_into(str(place)).entry.generations
+def only(place: Path) -> Checkpoint:
+    (entry,) = look_into(str(place)).entry.checkpoints
     return entry
 
 
-def test_whole_generations_are_listed_newest_first(tmp_path: Path) -> None:
-    """Generations on two nodes are told with their ranks, replicas, lineage and size."""
+def test_whole_checkpoints_are_listed_newest_first(tmp_path: Path) -> None:
+    """Checkpoints on two nodes are told with their ranks, replicas, lineage and size."""
     two_nodes(tmp_path, 100)
     two_nodes(tmp_path, 200, restored_from=100, finite=False)
     place = look_into(str(tmp_path)).entry
     assert (place.tier, place.run, place.latest, place.nodes) == ("local", RUN, 200, ("node0", "node1"))
-    newest, older = place.generations
+    newest, older = place.checkpoints
     assert (newest.iteration, newest.valid, newest.restored_from, newest.finite) == (200, True, 100, False)
     assert (older.iteration, older.valid, older.restored_from, older.finite) == (100, True, None, True)
     assert newest.attempt == attempt_name(200)
@@ -46,10 +46,10 @@ def test_a_file_url_is_taken_literally(tmp_path: Path) -> None:
     """`%20` in it stands for itself, as where a run saves and as for fsspec."""
     for name in ("a b", "a%20b"):
         folder = tmp_path / name
-        lay_generation({"node0": folder}, 5)
+        lay_checkpoint({"node0": folder}, 5)
         assert GlobalDirectory.open(f"file://{folder}").url == str(folder)
         assert look_into(f"file://{folder}").entry.path == str(folder)
-        assert look_into(f"file://{folder}").entry.generations[0].valid
+        assert look_into(f"file://{folder}").entry.checkpoints[0].valid
 
 
 def test_a_folder_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_lost_node_is_covered_by_replicas(tmp_path: Path) -> None:
 def test_a_lost_node_is_covered_by_parity(tmp_path: Path) -> None:
     """Of a group that shares a parity one node may be gone; with two gone their ranks are missing."""
     nodes = ("node0", "node1", "node2")
-    lay_generation({node: tmp_path / node for node in nodes}, 5, nodes=nodes, parity=2)
+    lay_checkpoint({node: tmp_path / node for node in nodes}, 5, nodes=nodes, parity=2)
     assert only(tmp_path).rebuildable == ()
     (tmp_path / "node1/step-5" / shard_name(1)).unlink()
     entry = only(tmp_path)
@@ -100,7 +100,7 @@ def test_a_lost_node_is_covered_by_parity(tmp_path: Path) -> None:
 
 
 def test_a_replaced_node_has_nothing(tmp_path: Path) -> None:
-    """A node that came back empty is named; the generation is valid by the replicas."""
+    """A node that came back empty is named; the checkpoint is valid by the replicas."""
     two_nodes(tmp_path, 5)
     shutil.rmtree(tmp_path / "node1")
     (tmp_path / "node1").mkdir()
@@ -129,13 +129,13 @@ def test_a_replaced_node_has_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_torn_shards_are_seen_unread(tmp_path: Path, damage: object, kind: str, reason: str) -> None:
-    """A shard that is missing, cut, or another one is named, and without another copy the generation is bad."""
+    """A shard that is missing, cut, or another one is named, and without another copy the checkpoint is bad."""
     folders = {"node0": tmp_path / "node0"}
     for iteration in (1, 7):
-        lay_generation(folders, iteration, nodes=("node0", "node0"))
+        lay_checkpoint(folders, iteration, nodes=("node0", "node0"))
     path = tmp_path / "node0/step-7" / shard_name(0)
     damage(path)  # type: ignore[operator]
-    entry, older = look_into(str(tmp_path)).entry.generations
+    entry, older = look_into(str(tmp_path)).entry.checkpoints
     assert older.valid
     assert not entry.valid
     assert entry.missing == (0,)
@@ -174,9 +174,9 @@ def test_lost_replicas_are_told(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-5]), "Corrupt"),
     ],
 )
-def test_a_bad_manifest_makes_a_generation_bad(tmp_path: Path, damage: object, kind: str) -> None:
+def test_a_bad_manifest_makes_a_checkpoint_bad(tmp_path: Path, damage: object, kind: str) -> None:
     """Without a manifest that can be trusted nothing in the folder counts."""
-    lay_generation({"node0": tmp_path}, 3)
+    lay_checkpoint({"node0": tmp_path}, 3)
     damage(tmp_path / "step-3" / MANIFEST)  # type: ignore[operator]
     entry = only(tmp_path)
     assert not entry.valid
@@ -185,7 +185,7 @@ def test_a_bad_manifest_makes_a_generation_bad(tmp_path: Path, damage: object, k
 
 
 def test_a_bad_manifest_on_one_node_is_that_nodes_problem(tmp_path: Path) -> None:
-    """The other node's manifest and replicas still make a generation."""
+    """The other node's manifest and replicas still make a checkpoint."""
     two_nodes(tmp_path, 3)
     flip(tmp_path / "node0/step-3" / MANIFEST, 60)
     entry = only(tmp_path)
@@ -194,37 +194,37 @@ def test_a_bad_manifest_on_one_node_is_that_nodes_problem(tmp_path: Path) -> Non
     assert [held.node for held in entry.held] == ["node1"]
 
 
-def test_another_runs_generation_is_told(tmp_path: Path) -> None:
-    """A generation of another run in the folder is not valid here; which run the folder belongs to, the manifests say,
+def test_another_runs_checkpoint_is_told(tmp_path: Path) -> None:
+    """A checkpoint of another run in the folder is not valid here; which run the folder belongs to, the manifests say,
     and `run.json` where they name several."""
-    lay_generation({"node0": tmp_path}, 3)
-    lay_generation({"node0": tmp_path}, 5, run="run-of-others")
+    lay_checkpoint({"node0": tmp_path}, 3)
+    lay_checkpoint({"node0": tmp_path}, 5, run="run-of-others")
     place = look_into(str(tmp_path)).entry
     assert (place.run, place.problems) == (RUN, ())
-    other, ours = place.generations
+    other, ours = place.checkpoints
     assert (other.valid, ours.valid) == (False, True)
     assert [problem.kind for problem in other.problems] == ["Untrusted"]
     (tmp_path / "run.json").write_text('{"run":"run-nobody"}')
     place = look_into(str(tmp_path)).entry
-    assert place.run == "run-of-others"  # the newest generation's
+    assert place.run == "run-of-others"  # the newest checkpoint's
     assert [problem.kind for problem in place.problems] == ["Corrupt"]
 
 
 def test_a_folder_that_the_run_of_the_others_took_over_is_no_problem(tmp_path: Path) -> None:
-    """A spare's folder holds another run's generation, and names the run of the nodes beside it, which has committed
+    """A spare's folder holds another run's checkpoint, and names the run of the nodes beside it, which has committed
     nothing there yet; alone, nothing proves that name, and it is told."""
     folders = {node: tmp_path / node for node in ("node0", "node1")}
-    lay_generation({"node0": folders["node0"]}, 5)
-    lay_generation({"node1": folders["node1"]}, 3, nodes=("node1",), run="run-of-others")
+    lay_checkpoint({"node0": folders["node0"]}, 5)
+    lay_checkpoint({"node1": folders["node1"]}, 3, nodes=("node1",), run="run-of-others")
     (folders["node1"] / "run.json").write_text(f'{{"run":"{RUN}"}}')
     assert look_into(str(tmp_path)).entry.problems == ()
     (problem,) = look_into(str(folders["node1"])).entry.problems
     assert f"names run {RUN}" in problem.reason
 
 
-def test_a_moved_generation_is_told(tmp_path: Path) -> None:
+def test_a_moved_checkpoint_is_told(tmp_path: Path) -> None:
     """A folder renamed to another iteration is not that iteration."""
-    lay_generation({"node0": tmp_path}, 3)
+    lay_checkpoint({"node0": tmp_path}, 3)
     (tmp_path / "step-3").rename(tmp_path / "step-4")
     entry = only(tmp_path)
     assert (entry.iteration, entry.valid) == (4, False)
@@ -246,27 +246,27 @@ def test_machines_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """Two machines called alike have numbered names in the manifest and plain ones on their disks."""
     for machine, own in (("a", (0, 1)), ("b", (2, 3))):
         nodes = ("box", "box", "box.2", "box.2")
-        lay_generation({"box" if machine == "a" else "box.2": tmp_path / machine / "box"}, 5, nodes=nodes)
+        lay_checkpoint({"box" if machine == "a" else "box.2": tmp_path / machine / "box"}, 5, nodes=nodes)
         entry = only(tmp_path / machine)
         assert entry.valid
         assert entry.held[0].own == own
 
 
 def test_saves_for_diagnosis_are_apart(tmp_path: Path) -> None:
-    """Suspect generations come last and are marked."""
-    lay_generation({"node0": tmp_path / "node0"}, 5)
-    lay_generation({"node0": tmp_path / "node0"}, 9, suspect=True)
-    entries = look_into(str(tmp_path)).entry.generations
+    """Suspect checkpoints come last and are marked."""
+    lay_checkpoint({"node0": tmp_path / "node0"}, 5)
+    lay_checkpoint({"node0": tmp_path / "node0"}, 9, suspect=True)
+    entries = look_into(str(tmp_path)).entry.checkpoints
     assert [(entry.iteration, entry.suspect, entry.valid) for entry in entries] == [(5, False, True), (9, True, True)]
 
 
-def test_leftovers_are_no_generations(tmp_path: Path) -> None:
+def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
     """Attempts, what was set aside and half deletions are listed apart, with their bytes."""
-    lay_generation({"node0": tmp_path}, 5)
+    lay_checkpoint({"node0": tmp_path}, 5)
     for name in ("step-6.tmp-job-0-cafe.6", "step-4.aside-job-0-cafe.5", "step-1.doomed"):
-        lay_generation({"node0": tmp_path}, 6, name=name)
+        lay_checkpoint({"node0": tmp_path}, 6, name=name)
     place = look_into(str(tmp_path)).entry
-    assert [entry.iteration for entry in place.generations] == [5]
+    assert [entry.iteration for entry in place.checkpoints] == [5]
     assert [(left.kind, left.iteration, left.attempt) for left in place.leftovers] == [
         ("deletion", 1, None),
         ("aside", 4, "job-0-cafe.5"),
@@ -276,9 +276,9 @@ def test_leftovers_are_no_generations(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_empty(tmp_path: Path) -> None:
-    """A folder without generations is no error."""
+    """A folder without checkpoints is no error."""
     place = look_into(str(tmp_path)).entry
-    assert (place.tier, place.generations) == ("empty", ())
+    assert (place.tier, place.checkpoints) == ("empty", ())
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ def test_an_empty_folder_is_empty(tmp_path: Path) -> None:
     ],
 )
 def test_the_wrong_folder_is_refused(tmp_path: Path, below: str, says: str) -> None:
-    """What holds no generations is refused with the name of what does."""
-    lay_generation({"node0": tmp_path / "node0"}, 5)
-    lay_generation({"node0": tmp_path / "node0"}, 5, suspect=True)
+    """What holds no checkpoints is refused with the name of what does."""
+    lay_checkpoint({"node0": tmp_path / "node0"}, 5)
+    lay_checkpoint({"node0": tmp_path / "node0"}, 5, suspect=True)
     with pytest.raises(ConfigError, match=says):
         look_into(str(tmp_path / below))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from laid_generations import lay_generation
+from laid_checkpoints import lay_checkpoint
 from laid_store import lay_in_store
 
 from outlast.checkpoint.catalogue.entries import (
+    Checkpoint,
     DirectoryListing,
-    Generation,
-    ListedGeneration,
+    ListedCheckpoint,
     ListedPlace,
     Rule,
     plan_pruning,
@@ -32,9 +32,9 @@ RESUMED = Lineage.of([SavedPoint(20, "job-0-aa.2", FIRST.era, True)], [FIRST]).b
 def lay_branches(folder: Path, *, resumed: tuple[int, ...]) -> None:
     """Save 10, 20, 25 and 27, lose what is beyond 20, and save other iterations."""
     for number, iteration in enumerate((10, 20, 25, 27)):
-        lay_generation({"node0": folder}, iteration, attempt=f"job-0-aa.{number + 1}", branch=FIRST)
+        lay_checkpoint({"node0": folder}, iteration, attempt=f"job-0-aa.{number + 1}", branch=FIRST)
     for number, iteration in enumerate(resumed):
-        lay_generation({"node0": folder}, iteration, attempt=f"job-1-bb.{number}", branch=RESUMED)
+        lay_checkpoint({"node0": folder}, iteration, attempt=f"job-1-bb.{number}", branch=RESUMED)
 
 
 def left(folder: Path) -> list[int]:
@@ -48,7 +48,7 @@ def test_an_abandoned_checkpoint_takes_no_place_of_another_one(tmp_path: Path, o
     command = ("ckpt", "prune", tmp_path, "--keep", 2, "--yes")
     assert outlast(*command)[0] == 0
     assert left(tmp_path) == [10, 20, 26, 27]
-    lay_generation({"node0": tmp_path}, 28, attempt="job-1-bb.1", branch=RESUMED)
+    lay_checkpoint({"node0": tmp_path}, 28, attempt="job-1-bb.1", branch=RESUMED)
     assert outlast(*command)[0] == 0
     assert left(tmp_path) == [10, 26, 28]
 
@@ -62,7 +62,7 @@ def test_ls_marks_what_is_abandoned(tmp_path: Path, outlast: Command) -> None:
     assert states == {"27": "abandoned", "26": "valid", "25": "abandoned", "20": "valid", "10": "valid"}
     assert "27: its branch was abandoned: later training resumed from iteration 20" in out
     (place,) = json.loads(outlast("ckpt", "ls", "--json", tmp_path)[1])["places"]
-    assert [one["iteration"] for one in place["generations"] if one["abandoned"] is None] == [26, 20, 10]
+    assert [one["iteration"] for one in place["checkpoints"] if one["abandoned"] is None] == [26, 20, 10]
 
 
 def test_all_named_directories_decide_together(tmp_path: Path, outlast: Command) -> None:
@@ -77,21 +77,21 @@ def test_all_named_directories_decide_together(tmp_path: Path, outlast: Command)
     lay_in_store(write, 29, attempt="job-1-bb.0", branch=RESUMED)
     command = ("ckpt", "prune", "--keep", 1, "--suspect-window", 0, "--dry-run", "--json")
     (near,) = json.loads(outlast(*command, tmp_path / "node0")[1])["places"]
-    assert near["generations"] == [20, 10]
+    assert near["checkpoints"] == [20, 10]
     near, far = json.loads(outlast(*command, tmp_path / "node0", tmp_path / "global")[1])["places"]
-    assert near["generations"] == far["generations"] == []
-    assert look_into(str(tmp_path / "node0")).entry.generations[0].abandoned is None
+    assert near["checkpoints"] == far["checkpoints"] == []
+    assert look_into(str(tmp_path / "node0")).entry.checkpoints[0].abandoned is None
 
 
-def found_at(iteration: int, kind: str) -> ListedGeneration:
-    entry = Generation(
+def found_at(iteration: int, kind: str) -> ListedCheckpoint:
+    entry = Checkpoint(
         iteration=iteration,
         tier="local",
         valid=True,
         attempt=f"job-0-{kind}.{iteration}",
         abandoned=None if kind == "loadable" else "abandoned",
     )
-    return ListedGeneration(
+    return ListedCheckpoint(
         entry=entry,
         files=(),
         judge=lambda problems: entry,
@@ -116,7 +116,7 @@ def test_abandoned_checkpoints_change_nothing_about_the_others(
     def deleted(of: set[tuple[int, str]]) -> set[tuple[int, str]]:
         found = {one: found_at(*one) for one in sorted(of)}
         looked = DirectoryListing(place=ListedPlace(path="", tier="local"), found=tuple(found.values()), remains=())
-        plan = plan_pruning(looked, rule, now_ns=0).generations
+        plan = plan_pruning(looked, rule, now_ns=0).checkpoints
         return {one for one, listed in found.items() if any(listed is goes for goes in plan)}
 
     loadable = {one for one in kinds if one[1] == "loadable"}
@@ -131,11 +131,11 @@ def test_abandoned_checkpoints_change_nothing_about_the_others(
 def test_another_programs_folder_is_never_deleted(tmp_path: Path, content: bytes | None) -> None:
     """A folder ``step-<n>`` without a manifest of this package is listed as bad, and stays."""
     for iteration in (10, 20, 30):
-        lay_generation({"node0": tmp_path}, iteration)
+        lay_checkpoint({"node0": tmp_path}, iteration)
     other = tmp_path / "step-5"
     other.mkdir()
     (other / "model.bin").write_bytes(b"of another program")
     if content is not None:
         (other / "manifest.json").write_bytes(content)
     plan = plan_pruning(look_into(str(tmp_path)), Rule(most_recent_k=1), now_ns=0)
-    assert [found.entry.iteration for found in plan.generations] == [10]
+    assert [found.entry.iteration for found in plan.checkpoints] == [10]

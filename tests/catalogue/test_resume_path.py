@@ -1,4 +1,4 @@
-"""`resolve_resume_path` returns generations that prove valid, and no others."""
+"""`resolve_resume_path` returns checkpoints that prove valid, and no others."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from laid_generations import flip, two_nodes
+from laid_checkpoints import flip, two_nodes
 from laid_store import lay_in_store
 
 from outlast.errors import ConfigError
 from outlast.integrations import kempnerforge
 from outlast.integrations.slurm import resolve_resume_path
-from outlast.policy.ladder import LadderState
-from outlast.policy.recovery_point import Distrusted
+from outlast.policy.recovery_point import Exclusion
+from outlast.policy.recovery_policy import RecoveryState
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A global directory with generations 100, 200 and 300."""
+    """A global directory with checkpoints 100, 200 and 300."""
 
     def write(name: str, data: bytes) -> None:
         path = tmp_path / "global" / name
@@ -31,7 +31,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_newest_valid_one(place: Path) -> None:
-    """The newest generation is returned when all of it is what was saved."""
+    """The newest checkpoint is returned when all of it is what was saved."""
     assert resolve_resume_path(place) == place / "step-300"
     assert resolve_resume_path(f"file://{place}") == place / "step-300"
 
@@ -45,7 +45,7 @@ def test_damage_that_only_reading_shows(place: Path, caplog: pytest.LogCaptureFi
 
 
 def test_torn_ones_are_passed_over(place: Path) -> None:
-    """A truncated file, and a missing one, leave an older generation; a tracker that lies changes nothing."""
+    """A truncated file, and a missing one, leave an older checkpoint; a tracker that lies changes nothing."""
     with open(place / "step-300" / "__0_0.distcp", "r+b") as file:
         file.truncate(100)
     (place / "step-200" / "__1_0.distcp").unlink()
@@ -74,9 +74,9 @@ def test_local_tier(tmp_path: Path) -> None:
 
 
 def test_what_led_to_invalid_results(place: Path, tmp_path: Path) -> None:
-    """A generation that the run's ladder distrusts is passed over, though its bytes are right."""
-    distrusted = Distrusted(generation=300, attempt="job-0-cafe.300", tier="global")
-    (tmp_path / "ladder.json").write_bytes(msgspec.json.encode(LadderState(distrusted=(distrusted,))))
+    """A checkpoint that the run's recovery policy distrusts is passed over, though its bytes are right."""
+    excluded = Exclusion(checkpoint=300, attempt="job-0-cafe.300", tier="global")
+    (tmp_path / "ladder.json").write_bytes(msgspec.json.encode(RecoveryState(excluded=(excluded,))))
     assert resolve_resume_path(place, run_dir=tmp_path) == place / "step-200"
     assert resolve_resume_path(place) == place / "step-300"
 

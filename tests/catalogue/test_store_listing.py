@@ -57,13 +57,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Somewhere:
     return Somewhere(url, file_system, str(root))
 
 
-def test_whole_generations_are_listed(place: Somewhere) -> None:
-    """Generations come newest first, with lineage, sizes, run and tracker; all ranks are in the global tier."""
+def test_whole_checkpoints_are_listed(place: Somewhere) -> None:
+    """Checkpoints come newest first, with lineage, sizes, run and tracker; all ranks are in the global tier."""
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 20, world_size=3, restored_from=10)
     looked = look_into(place.url).entry
     assert (looked.tier, looked.run, looked.latest) == ("global", RUN, 20)
-    newest, older = looked.generations
+    newest, older = looked.checkpoints
     assert (newest.iteration, newest.world_size, newest.restored_from, newest.valid) == (20, 3, 10, True)
     assert (older.iteration, older.world_size, older.restored_from, older.valid) == (10, 2, None, True)
     assert newest.num_files == 5
@@ -75,16 +75,16 @@ def test_saves_for_diagnosis_are_apart(place: Somewhere) -> None:
     """What lies in suspect/ comes last and is marked."""
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 12, folder="suspect/step-12")
-    entries = look_into(place.url).entry.generations
+    entries = look_into(place.url).entry.checkpoints
     assert [(entry.iteration, entry.suspect, entry.valid) for entry in entries] == [(10, False, True), (12, True, True)]
 
 
 def test_torn_files_are_seen_unread(place: Somewhere) -> None:
-    """A file that is missing or cut is named, and the generation is bad."""
+    """A file that is missing or cut is named, and the checkpoint is bad."""
     lay_in_store(place.write, 10)
     place.remove("step-10/__0_0.distcp")
     place.write("step-10/__1_0.distcp", b"short")
-    (entry,) = look_into(place.url).entry.generations
+    (entry,) = look_into(place.url).entry.checkpoints
     assert not entry.valid
     assert [(problem.file, problem.kind, problem.reason) for problem in entry.problems] == [
         ("step-10/__0_0.distcp", "Incomplete", "is missing"),
@@ -93,7 +93,7 @@ def test_torn_files_are_seen_unread(place: Somewhere) -> None:
 
 
 def test_a_missing_index_for_other_readers_is_told(place: Somewhere) -> None:
-    """.metadata is for other readers: without it a generation is valid, and the lack is told."""
+    """.metadata is for other readers: without it a checkpoint is valid, and the lack is told."""
     lay_in_store(place.write, 10)
     place.remove("step-10/.metadata")
     (found,) = look_into(place.url).found
@@ -103,7 +103,7 @@ def test_a_missing_index_for_other_readers_is_told(place: Somewhere) -> None:
 
 
 def test_a_changed_index_for_other_readers_is_told(place: Somewhere) -> None:
-    """One flipped bit of .metadata is found by its digest: the generation is valid for us, and not right."""
+    """One flipped bit of .metadata is found by its digest: the checkpoint is valid for us, and not right."""
     lay_in_store(place.write, 10)
     data = bytearray(place.read("step-10/.metadata"))
     data[5] ^= 1
@@ -118,7 +118,7 @@ def test_a_changed_index_for_other_readers_is_told(place: Somewhere) -> None:
 def test_an_index_without_a_digest_is_told_as_not_compared(
     place: Somewhere, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A generation of an earlier version, whose manifest knows no digest of .metadata, is right as far as can be told,
+    """A checkpoint of an earlier version, whose manifest knows no digest of .metadata, is right as far as can be told,
     and that is said."""
     lay_in_store(place.write, 10, metadata=None)
     (found,) = look_into(place.url).found
@@ -132,12 +132,12 @@ def test_an_index_without_a_digest_is_told_as_not_compared(
 
 
 def test_a_changed_manifest_is_told(place: Somewhere) -> None:
-    """A manifest that differs from its own digest makes a generation bad."""
+    """A manifest that differs from its own digest makes a checkpoint bad."""
     lay_in_store(place.write, 10)
     data = bytearray(place.read("step-10/manifest.json"))
     data[60] ^= 1
     place.write("step-10/manifest.json", bytes(data))
-    (entry,) = look_into(place.url).entry.generations
+    (entry,) = look_into(place.url).entry.checkpoints
     assert (entry.valid, entry.problems[0].kind) == (False, "Corrupt")
 
 
@@ -158,30 +158,30 @@ def test_a_flipped_byte_is_found(place: Somewhere) -> None:
     assert problem.tensors == ("model.weight", "outlast/rank-1/tree")
 
 
-def test_old_generations_are_pruned(place: Somewhere) -> None:
-    """Pruning deletes whole generations and leaves nothing of them."""
+def test_old_checkpoints_are_pruned(place: Somewhere) -> None:
+    """Pruning deletes whole checkpoints and leaves nothing of them."""
     for iteration in (10, 20, 30):
         lay_in_store(place.write, iteration)
     plan = plan_pruning(look_into(place.url), Rule(most_recent_k=1), now_ns=0)
-    (found,) = plan.generations
+    (found,) = plan.checkpoints
     found.remove()
-    assert [entry.iteration for entry in look_into(place.url).entry.generations] == [30, 20]
+    assert [entry.iteration for entry in look_into(place.url).entry.checkpoints] == [30, 20]
     assert not any("step-10" in name for name in place.names())
     found.remove()  # somebody else was quicker
 
 
-def test_a_generation_that_changed_meanwhile_stays(place: Somewhere) -> None:
+def test_a_checkpoint_that_changed_meanwhile_stays(place: Somewhere) -> None:
     """What was written again since it was listed is left alone."""
     for iteration in (10, 20, 30):
         lay_in_store(place.write, iteration)
-    (found,) = plan_pruning(look_into(place.url), Rule(most_recent_k=1), now_ns=0).generations
+    (found,) = plan_pruning(look_into(place.url), Rule(most_recent_k=1), now_ns=0).checkpoints
     lay_in_store(place.write, 10, attempt="job-0-cafe.99")
     with pytest.raises(CheckpointError, match="changed meanwhile"):
         found.remove()
-    assert look_into(place.url).entry.generations[-1].valid
+    assert look_into(place.url).entry.checkpoints[-1].valid
 
 
-def test_no_manifest_is_no_generation_in_a_store() -> None:
+def test_no_manifest_is_no_checkpoint_in_a_store() -> None:
     """In a store, files without a manifest are an attempt; it goes by its age alone."""
     url = f"memory://{uuid.uuid4().hex}/run"
     file_system, root = fsspec.core.url_to_fs(url)
@@ -189,7 +189,7 @@ def test_no_manifest_is_no_generation_in_a_store() -> None:
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 5, committed=False)
     looked = look_into(url)
-    assert [entry.iteration for entry in looked.entry.generations] == [10]
+    assert [entry.iteration for entry in looked.entry.checkpoints] == [10]
     (left,) = looked.entry.leftovers
     assert (left.name, left.kind, left.iteration) == ("step-5", "attempt", 5)
     assert left.modified_ns is not None
@@ -217,17 +217,17 @@ def test_objects_of_other_programs_are_never_pruned() -> None:
     assert {name for name in names if name.startswith(("step-4/", "step-5/"))} == others
 
 
-def test_no_manifest_is_a_bad_generation_on_a_path(tmp_path: Path) -> None:
+def test_no_manifest_is_a_bad_checkpoint_on_a_path(tmp_path: Path) -> None:
     """On a path, a folder of the final name once had a manifest: it is bad."""
     place = Somewhere(str(tmp_path), *fsspec.core.url_to_fs(str(tmp_path)))
     lay_in_store(place.write, 10)
     (tmp_path / "step-10/manifest.json").unlink()
-    (entry,) = look_into(str(tmp_path)).entry.generations
+    (entry,) = look_into(str(tmp_path)).entry.checkpoints
     assert (entry.valid, entry.problems[0].kind) == (False, "Incomplete")
 
 
 def test_leftovers_on_a_path(tmp_path: Path) -> None:
-    """Attempts beside generations on a path are leftovers, by their names."""
+    """Attempts beside checkpoints on a path are leftovers, by their names."""
     place = Somewhere(str(tmp_path), *fsspec.core.url_to_fs(str(tmp_path)))
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 20, folder="step-20.tmp-job-0-cafe.20", committed=False)
@@ -235,7 +235,7 @@ def test_leftovers_on_a_path(tmp_path: Path) -> None:
     assert [(left.name, left.attempt) for left in looked.entry.leftovers] == [
         ("step-20.tmp-job-0-cafe.20", "job-0-cafe.20")
     ]
-    assert [entry.iteration for entry in looked.entry.generations] == [10]
+    assert [entry.iteration for entry in looked.entry.checkpoints] == [10]
 
 
 def test_nothing_at_a_url_is_bad_input() -> None:
@@ -271,7 +271,7 @@ def s3() -> Iterator[str]:
 @pytest.mark.cold
 @pytest.mark.process
 def test_an_s3_directory_is_listed_verified_and_pruned(s3: str, run_outlast: Callable[..., Any]) -> None:
-    """On a real S3 server the commands see a flipped byte, prune an old generation, and need no torch."""
+    """On a real S3 server the commands see a flipped byte, prune an old checkpoint, and need no torch."""
     urllib.request.urlopen(urllib.request.Request(f"{s3}/bucket", method="PUT"), timeout=60).close()
     file_system = fsspec.filesystem("s3", use_listings_cache=False, endpoint_url=s3, key="k", secret="s")
     place = Somewhere("s3://bucket/run", file_system, "bucket/run")
@@ -280,7 +280,7 @@ def test_an_s3_directory_is_listed_verified_and_pruned(s3: str, run_outlast: Cal
     lay_in_store(place.write, 40, committed=False)
     done = run_outlast(s3, "ckpt", "ls", place.url, "--json")
     (listed,) = json.loads(done.stdout)["places"]
-    assert [(entry["iteration"], entry["valid"]) for entry in listed["generations"]] == [
+    assert [(entry["iteration"], entry["valid"]) for entry in listed["checkpoints"]] == [
         (30, True),
         (20, True),
         (10, True),

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from laid_generations import flip, lay_generation, two_nodes
+from laid_checkpoints import flip, lay_checkpoint, two_nodes
 
-from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration
+from outlast.checkpoint.catalogue.entries import Checkpoint, ListedCheckpoint
 from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.checkpoint.shard import CHUNK_BYTES, shard_name
 from outlast.checkpoint.verification import StoredFile
 
 
-def newest(place: Path) -> ListedGeneration:
+def newest(place: Path) -> ListedCheckpoint:
     return look_into(str(place)).found[0]
 
 
 def test_every_byte_is_read_once(tmp_path: Path) -> None:
-    """A whole generation is valid, and exactly the bytes of its shards and replicas were read."""
+    """A whole checkpoint is valid, and exactly the bytes of its shards and replicas were read."""
     two_nodes(tmp_path, 5)
     seen: list[int] = []
     verified = verify(newest(tmp_path), num_threads=4, on_read=seen.append)
@@ -35,7 +35,7 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
 
 def test_the_chunk_and_the_tensor_are_named(tmp_path: Path) -> None:
     """Of a file of several chunks the changed one is named, with what lies in it; others are still read."""
-    lay_generation({"node0": tmp_path}, 5, num_elements=(20 << 20) // 4)
+    lay_checkpoint({"node0": tmp_path}, 5, num_elements=(20 << 20) // 4)
     path = tmp_path / "step-5" / shard_name(0)
     flip(path, CHUNK_BYTES + 7)
     flip(path, path.stat().st_size - 20)
@@ -49,7 +49,7 @@ def test_the_chunk_and_the_tensor_are_named(tmp_path: Path) -> None:
     assert verified.num_bytes_read == path.stat().st_size
 
 
-def test_a_bad_replica_leaves_the_generation_valid(tmp_path: Path) -> None:
+def test_a_bad_replica_leaves_the_checkpoint_valid(tmp_path: Path) -> None:
     """A flipped byte in one copy is named with its node; the rank's other copy still counts."""
     two_nodes(tmp_path, 5)
     flip(tmp_path / "node1/step-5" / shard_name(0), 5000)
@@ -61,7 +61,7 @@ def test_a_bad_replica_leaves_the_generation_valid(tmp_path: Path) -> None:
 
 
 def test_both_copies_bad_is_a_lost_rank(tmp_path: Path) -> None:
-    """A rank of which no copy is right is missing, and the generation is bad."""
+    """A rank of which no copy is right is missing, and the checkpoint is bad."""
     two_nodes(tmp_path, 5)
     for node in ("node0", "node1"):
         flip(tmp_path / node / "step-5" / shard_name(0), 5000)
@@ -74,7 +74,7 @@ def test_both_copies_bad_is_a_lost_rank(tmp_path: Path) -> None:
 def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     """Lay down one shard; return its path and its bytes."""
     place = tmp_path_factory.mktemp("shard")
-    lay_generation({"node0": place}, 5)
+    lay_checkpoint({"node0": place}, 5)
     path = place / "step-5" / shard_name(0)
     return path, path.read_bytes()
 
@@ -94,7 +94,7 @@ def test_no_flipped_bit_is_overlooked(shard: tuple[Path, bytes], place: float, b
 
 def test_a_file_that_vanishes_is_a_problem(tmp_path: Path) -> None:
     """A file that goes between listing and reading is named, and no error gets out."""
-    lay_generation({"node0": tmp_path}, 5)
+    lay_checkpoint({"node0": tmp_path}, 5)
     found = newest(tmp_path)
     (tmp_path / "step-5" / shard_name(0)).unlink()
     entry = verify(found, num_threads=2).entry
@@ -122,8 +122,8 @@ def test_an_interrupt_ends_the_readers(num_threads: int) -> None:
 
     chunks = ("",) * (1 << 12)
     file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=chunks, read=_Endless().read, room_bytes=4096)
-    entry = Generation(iteration=1, tier="local", valid=True)
-    found = ListedGeneration(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
+    entry = Checkpoint(iteration=1, tier="local", valid=True)
+    found = ListedCheckpoint(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -131,7 +131,7 @@ def test_a_partition_costs_a_node_and_no_number(tmp_path: Path) -> None:
     assert run.returncode == 0, out + errors + tails(tmp_path)
     (row,) = json.loads(out)["faults"]
     assert row["fired"]
-    assert row["noticed_as"] == "node_lost"
+    assert row["detected_as"] == "node_lost"
     for rank in range(2):
         assert (tmp_path / f"result-{rank}").read_text() == expected(rank)
     assert leftovers(run.pid) == []

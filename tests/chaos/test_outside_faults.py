@@ -118,7 +118,7 @@ def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str, spares: int) -> Non
     """
     answer, events = run_under(tmp_path, Fault(kind=kind, iteration=12), spares=spares)
     (row,) = answer["faults"]
-    assert row["noticed_as"] == "node_lost"
+    assert row["detected_as"] == "node_lost"
     assert row["iteration"] >= 12
     assert row["recovered_after_s"] > 0
     (strike,) = [event for event in events if event.kind == EventKind.FAULT_SIMULATED]
@@ -143,13 +143,13 @@ def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str, spares: int) -> Non
 def test_a_stopped_agent_is_lost_and_ends(tmp_path: Path, kind: str, spares: int) -> None:
     """A stopped agent is silent, and so lost; the others continue, and it does not outlive the run."""
     answer, _ = run_under(tmp_path, Fault(kind=kind, iteration=12, duration_s=6), spares=spares, step_s=0.25)
-    assert answer["faults"][0]["noticed_as"] == "node_lost"
+    assert answer["faults"][0]["detected_as"] == "node_lost"
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_damaged_copies_are_not_loaded(tmp_path: Path) -> None:
-    """Copies of the newest generation are damaged in each tier, in each way; then both nodes are restarted.
+    """Copies of the newest checkpoint are damaged in each tier, in each way; then both nodes are restarted.
 
     Whatever is read is rejected or right, never wrong.
     """
@@ -165,7 +165,7 @@ def test_damaged_copies_are_not_loaded(tmp_path: Path) -> None:
     done = {event.data["fault"]: event.data["done"] for event in events if event.proc == "chaos"}
     assert set(done) == {"corrupt_copy", "truncate_copy", "delete_copy"}
     assert "cut from" in done["truncate_copy"]
-    assert answer["faults"][4]["noticed_as"] == "worker_died"
+    assert answer["faults"][4]["detected_as"] == "worker_died"
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_full_disk_and_a_slow_one_cost_saves_alone(tmp_path: Path) -> None:
         Fault(kind="slow_disk", tier="local", iteration=45, duration_s=1, delay_s=0.2),
         step_s=0.2,
     )
-    assert answer["faults"][0]["noticed_as"] == "save_failed"
+    assert answer["faults"][0]["detected_as"] == "save_failed"
     failed = incidents(events, IncidentKind.SAVE_FAILED)
     assert any("No space left" in str(incident["evidence"]) for incident in failed)
     assert len([event for event in events if event.kind == EventKind.CYCLE_STARTED]) == 2, "no restart: a start each"
@@ -199,7 +199,7 @@ def test_one_node_alone_is_started_again(tmp_path: Path) -> None:
 def test_a_sigterm_in_a_moment_of_the_run_is_followed_by_another_job(tmp_path: Path) -> None:
     """A rank is told from outside when its fault is due; all save and leave, and the next job continues."""
     answer, events = run_under(tmp_path, Fault(kind="sigterm", rank=1, at_s=0.5))
-    assert answer["faults"][0]["noticed_as"] == "notice"
+    assert answer["faults"][0]["detected_as"] == "notice"
     jobs = {event.job for event in events if event.kind == EventKind.SESSION_STARTED}
     assert len(jobs) == 2
 

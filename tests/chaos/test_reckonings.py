@@ -66,10 +66,10 @@ EVENTS = [
 def test_each_fault_has_its_notice_and_its_recovery() -> None:
     """The first incident about the struck one counts, not another's; recovery is when the last rank trains again."""
     first, second, third, fourth = reckon(PLAN, EVENTS)
-    assert (first.noticed_as, first.detected_after_s, first.recovered_after_s) == ("node_lost", 0.5, 3.0)
+    assert (first.detected_as, first.detected_after_s, first.recovered_after_s) == ("node_lost", 0.5, 3.0)
     assert first.lost_iterations == 22 - 15
-    assert (second.noticed_as, second.recovered_after_s, second.lost_iterations) == ("worker_died", 3.0, 0)
-    assert (third.fired, third.noticed_as, third.recovered_after_s) == (True, None, None)
+    assert (second.detected_as, second.recovered_after_s, second.lost_iterations) == ("worker_died", 3.0, 0)
+    assert (third.fired, third.detected_as, third.recovered_after_s) == (True, None, None)
     assert (fourth.fired, fourth.iteration) == (False, None)
 
 
@@ -77,14 +77,14 @@ def test_kinds_are_summed() -> None:
     """One row a kind: planned, fired, what noticed it, medians of those that are known."""
     rows = {row.kind: row for row in by_kind(reckon(PLAN, EVENTS))}
     assert list(rows) == ["kill", "slow", "kill_agent", "corrupt_copy"]
-    assert (rows["kill_agent"].noticed_as, rows["kill_agent"].detected_median_s) == ({"node_lost": 1}, 0.5)
+    assert (rows["kill_agent"].detected_as, rows["kill_agent"].detected_median_s) == ({"node_lost": 1}, 0.5)
     assert (rows["slow"].planned, rows["slow"].fired, rows["slow"].recovered_median_s) == (1, 0, None)
 
 
 def test_a_run_trains_once_all_its_ranks_do_and_until_it_is_decided_about() -> None:
-    """What an injector waits for: not while ranks start, and not once a verdict has come."""
+    """What an injector waits for: not while ranks start, and not once a decision has come."""
     sight, seen = Sight(), []
-    for one in [*EVENTS[:5], event(EventKind.VERDICT, 10, 0, verdict={}), *cycle_of(1, 11, restored=15)]:
+    for one in [*EVENTS[:5], event(EventKind.DECISION, 10, 0, verdict={}), *cycle_of(1, 11, restored=15)]:
         sight.take(one)
         seen.append(sight.is_training)
     assert seen == [False, False, False, False, True, False, False, False, False, False, True]

@@ -72,7 +72,7 @@ def _edited_manifest(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[float]]]]:
-    """Two generations of two ranks, and what each rank saved; beside them another run's."""
+    """Two checkpoints of two ranks, and what each rank saved; beside them another run's."""
     folder = tmp_path_factory.mktemp("saved") / "ckpt"
     assert [code for code, _ in start(folder.with_name("foreign"), SAVE, world=2)] == [0, 0]
     ended = start(folder, SAVE, world=2)
@@ -97,7 +97,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
 def test_all_ranks_pass_over_a_bad_copy_together(
     tmp_path: Path, saved: tuple[Path, list[list[list[float]]]], damage: Callable[[Path], None], reason: str
 ) -> None:
-    """Rank, file and reason are named alike on both ranks, and the older generation is loaded bit by bit."""
+    """Rank, file and reason are named alike on both ranks, and the older checkpoint is loaded bit by bit."""
     folder = tmp_path / "ckpt"
     shutil.copytree(saved[0], folder)
     shutil.copytree(saved[0].with_name("foreign") / "step-2", tmp_path / "foreign")
@@ -109,13 +109,13 @@ def test_all_ranks_pass_over_a_bad_copy_together(
     assert [first["loaded"], second["loaded"]] == [content[0] for content in saved[1]]
     assert first["rejected"] == second["rejected"]
     assert any(
-        (generation, tier, rank) == (2, "local", 1) and reason in why and file.startswith("step-2/")
-        for generation, tier, rank, file, why in first["rejected"]
+        (checkpoint, tier, rank) == (2, "local", 1) and reason in why and file.startswith("step-2/")
+        for checkpoint, tier, rank, file, why in first["rejected"]
     ), first
 
 
 @pytest.mark.process
-def test_generations_of_another_run_are_an_error_not_a_start_from_scratch(
+def test_checkpoints_of_another_run_are_an_error_not_a_start_from_scratch(
     tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]
 ) -> None:
     """Where the directory is one run's and what could be loaded is another's, the load fails on all ranks alike."""

@@ -1,4 +1,4 @@
-"""A state on a device: copied by the device into pinned pages, held back for, and loaded while it is proven.
+"""A state on a device: copied by the device into pinned pages, held back for, and loaded while it is verified.
 
 The device is a stand-in (:mod:`lagging_device`) that copies late; ``tests/gpu`` has the same on a real one.
 """
@@ -415,7 +415,7 @@ def refuse(folder: Path, match: str) -> Training:
 @pytest.mark.parametrize("steps", [0, 1], ids=["a fresh optimizer", "one that has stepped"])
 @pytest.mark.parametrize("digests", [True, False], ids=["a device that digests", "one that cannot"])
 def test_a_state_is_loaded_through_the_device(device: LaggingCopies, tmp_path: Path, steps: int, digests: bool) -> None:
-    """Every large tensor is copied by the device while it is proven, also what a fresh optimizer has not made yet;
+    """Every large tensor is copied by the device while it is verified, also what a fresh optimizer has not made yet;
     what is loaded is the saved state to the bit. A device that can digests all whole chunks; nothing is copied twice
     from the host."""
     expected = saved(tmp_path / "saves")
@@ -503,7 +503,7 @@ def test_a_digest_that_is_missing_is_not_a_right_one(tmp_path: Path, monkeypatch
 def test_nothing_live_is_touched_by_a_copy_that_is_damaged(
     device: LaggingCopies, tmp_path: Path, digests: bool
 ) -> None:
-    """One flipped bit, in a part that the device takes: the generation is refused, and the live state is as it was."""
+    """One flipped bit, in a part that the device takes: the checkpoint is refused, and the live state is as it was."""
     saved(tmp_path / "saves")
     found = device.digests
     assert found is not None

@@ -110,10 +110,10 @@ def test_a_first_save_in_one_ranks_memory_only_lets_the_run_begin_anew(
         *((num_nodes, dying, "KeepPart", "KeepPart", 2) for num_nodes in (1, 2) for dying in (0, 1)),
     ],
 )
-def test_a_rank_killed_while_a_save_is_kept_costs_no_generation(
+def test_a_rank_killed_while_a_save_is_kept_costs_no_checkpoint(
     tmp_path: Path, nodes: dict[str, WriterProcess], num_nodes: int, dying: int, before: str, reached: str, loaded: int
 ) -> None:
-    """Memory alone: one rank dies before its node's writer prepares or keeps the second generation, the other just
+    """Memory alone: one rank dies before its node's writer prepares or keeps the second checkpoint, the other just
     after its own did that, or leaves by itself. Either all ranks have the second, or all still have the first."""
     config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
     if num_nodes == 1:
@@ -130,7 +130,7 @@ def test_a_rank_killed_while_a_save_is_kept_costs_no_generation(
 def test_a_node_lost_before_anything_was_durable_lets_the_run_begin_anew(
     tmp_path: Path, nodes: dict[str, WriterProcess]
 ) -> None:
-    """A generation in memory alone, unreplicated, of which a node is lost: it was never promised to survive that."""
+    """A checkpoint in memory alone, unreplicated, of which a node is lost: it was never promised to survive that."""
     config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
     run(tmp_path / "ckpt", SAVE, nodes, 0, **config, tiers=["memory"])
     replace(nodes, "two")
@@ -142,10 +142,10 @@ def test_a_node_lost_before_anything_was_durable_lets_the_run_begin_anew(
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("lost", ["folder", "generation"])
-def test_a_durable_generation_that_is_lost_is_not_given_up(
+def test_a_durable_checkpoint_that_is_lost_is_not_given_up(
     tmp_path: Path, nodes: dict[str, WriterProcess], lost: str
 ) -> None:
-    """Where a directory shows that a generation was committed, a run whose copies are gone ends and begins nothing: of
+    """Where a directory shows that a checkpoint was committed, a run whose copies are gone ends and begins nothing: of
     a node's folder, by its tracker beside the other node's, of the global tier by its own."""
     config: dict[str, Any] = {"replication": False}
     if lost == "generation":

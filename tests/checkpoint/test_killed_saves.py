@@ -1,4 +1,4 @@
-"""Whatever dies while a generation is saved, the newest whole one is loaded, bit by bit."""
+"""Whatever dies while a checkpoint is saved, the newest whole one is loaded, bit by bit."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ manager.close()
         ),
     ],
 )
-def test_a_rank_killed_at_any_stage_loses_no_committed_generation(
+def test_a_rank_killed_at_any_stage_loses_no_committed_checkpoint(
     tmp_path: Path, victim: int, stage: str, expected: int
 ) -> None:
-    """Both ranks load the same whole generation, bit by bit: the older one until the rename, then the newer. A rank
+    """Both ranks load the same whole checkpoint, bit by bit: the older one until the rename, then the newer. A rank
     that dies once its shard is durable costs nothing. Saving then goes on, and nothing is left behind."""
     folder = tmp_path / "ckpt"
     ended = start(folder, SAVE_AND_DIE.format(stage=stage, victim=victim), world=2)
@@ -108,8 +108,8 @@ def test_a_killed_writer_fails_one_save_on_all_ranks(tmp_path: Path) -> None:
     for code, told in ended:
         assert code == 0, told
         assert re.search(rf"rank . on node {folder.name} \({folder}\): the checkpoint writer is gone", told["error"])
-        assert "step-2" in told["generations"]
-        assert "step-1" not in told["generations"]
+        assert "step-2" in told["checkpoints"]
+        assert "step-1" not in told["checkpoints"]
     loaded = start(folder, LOAD, world=2, cycle=1)
     assert [one["loaded"] for _, one in loaded] == [one["saved"] for _, one in ended]
     journal = (tmp_path / "ckpt-journal" / "journal").glob("*.jsonl")
@@ -140,8 +140,8 @@ manager.save(state, 2)
 
 
 @pytest.mark.process
-def test_a_rank_killed_in_the_middle_of_its_copy_leaves_the_older_generation(tmp_path: Path) -> None:
-    """Nothing of a shard that is half copied is ever committed or listed: the older generation is loaded, and the
+def test_a_rank_killed_in_the_middle_of_its_copy_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    """Nothing of a shard that is half copied is ever committed or listed: the older checkpoint is loaded, and the
     memory of the agent's writer serves the next save."""
     folder = tmp_path / "ckpt"
     writer = WriterProcess()

@@ -1,4 +1,5 @@
-"""A script that uses the checkpoint manager alone has the launcher's ladder: progress, and distrust of copies."""
+"""A script that uses the checkpoint manager alone has the launcher's recovery policy: progress, and distrust of
+copies."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def play(tmp_path: Path, what: str, *options: str) -> tuple[list[int], Cluster, 
 
 
 @pytest.mark.slow
-def test_a_committed_generation_is_progress_without_a_session(tmp_path: Path) -> None:
-    """Killed again and again, with one restart granted without progress, the script comes to its end: each generation
+def test_a_committed_checkpoint_is_progress_without_a_session(tmp_path: Path) -> None:
+    """Killed again and again, with one restart granted without progress, the script comes to its end: each checkpoint
     that its manager commits resets the budget."""
     codes, _, text = play(tmp_path, "kill", "--max-restarts=1")
     assert codes == [0], text
@@ -75,15 +76,15 @@ def test_without_a_commit_the_budget_is_not_reset(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_led_to_an_invalid_result_is_skipped_without_a_session(tmp_path: Path) -> None:
-    """The launcher knows which copy a manager loaded: after exit code 16 it is distrusted, and the manager of the next
+    """The launcher knows which copy a manager loaded: after exit code 16 it is excluded, and the manager of the next
     cycle loads another one."""
     codes, cluster, text = play(tmp_path, "invalid")
     assert codes == [0], text
     begins = re.findall(r"^cycle (\d+) from (\d+) (\S+)", text, re.MULTILINE)
     assert begins == [("0", "0", "None"), ("1", "2", "memory"), ("2", "2", "global")], text
     assert "ended with [12.0, 12.0, 12.0]" in text
-    verdicts = [event.data["verdict"]["reason"] for event in cluster.events() if event.kind == EventKind.VERDICT]
-    assert any("checkpoint 2 (memory tier" in reason and "is excluded" in reason for reason in verdicts), verdicts
+    decisions = [event.data["verdict"]["reason"] for event in cluster.events() if event.kind == EventKind.DECISION]
+    assert any("checkpoint 2 (memory tier" in reason and "is excluded" in reason for reason in decisions), decisions
 
 
 TWO = """
@@ -109,7 +110,7 @@ for name in ("first", "second"):
 @pytest.mark.slow
 def test_a_second_session_of_a_process_takes_nothing_of_the_first_ones_from_memory(tmp_path: Path) -> None:
     """Two trainings in one script, each with a directory of its own: the second begins at 0, and after a kill each goes
-    on from its own generations."""
+    on from its own checkpoints."""
     script = tmp_path / "script.py"
     script.write_text(TWO)
     with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:

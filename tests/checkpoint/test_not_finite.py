@@ -1,4 +1,4 @@
-"""Numbers that are infinite or NaN are told at the save, and an older generation without them is loaded instead."""
+"""Numbers that are infinite or NaN are told at the save, and an older checkpoint without them is loaded instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outlast.checkpoint.manager import open_manager
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
-from outlast.policy.recovery_point import Distrusted
+from outlast.policy.recovery_point import Exclusion
 from outlast.runtime.injection import armed
 
 pytestmark = pytest.mark.process
@@ -57,8 +57,8 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_a_newer_generation_with_nan_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The save says which rank and tensor, once; the load takes the older generation, kept for that however many newer
+def test_a_newer_checkpoint_with_nan_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The save says which rank and tensor, once; the load takes the older checkpoint, kept for that however many newer
     ones there are, and says which it passed over and what to set. With `prefer_finite` off the newest is loaded."""
     _save(tmp_path, {1: [0.0, 1.0], 2: [NAN, 1.0], 3: [NAN, INF], 4: [NAN, NAN]})
     (told,) = _warnings(caplog)
@@ -67,7 +67,7 @@ def test_a_newer_generation_with_nan_is_passed_over_and_named(tmp_path: Path, ca
         assert sorted(path.name for path in (tmp_path / place).glob("step-*")) == ["step-1", "step-3", "step-4"]
     restored, iteration = _load(tmp_path)
     assert (iteration, restored.finite) == (1, True)
-    assert [(one.generation, one.kind) for one in restored.rejected] == [(4, "NotFinite"), (3, "NotFinite")]
+    assert [(one.checkpoint, one.kind) for one in restored.rejected] == [(4, "NotFinite"), (3, "NotFinite")]
     told = "\n".join(_warnings(caplog))
     assert "skipped: generation 4" in told
     assert "checkpoint 1 contains none; if they are expected, set prefer_finite=false" in told
@@ -79,7 +79,7 @@ def test_a_newer_generation_with_nan_is_passed_over_and_named(tmp_path: Path, ca
 def test_a_state_that_always_holds_infinities_is_loaded_as_ever(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mask of minus infinity is in every generation: none is older and finite, so the newest is loaded, which is said
+    """A mask of minus infinity is in every checkpoint: none is older and finite, so the newest is loaded, which is said
     at the first save and at the load."""
     _save(tmp_path, {1: [-INF, 0.0], 2: [-INF, 1.0]})
     assert len(_warnings(caplog)) == 1
@@ -118,8 +118,8 @@ def test_a_buffer_of_each_float_type_is_saved_and_loaded(
 
 
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "in-memory"])
-def test_the_last_finite_generation_survives_restarts(tmp_path: Path, is_loaded: bool) -> None:
-    """A run that diverges again after a restart keeps what it went back to, whoever saved the generations with NaN, and
+def test_the_last_finite_checkpoint_survives_restarts(tmp_path: Path, is_loaded: bool) -> None:
+    """A run that diverges again after a restart keeps what it went back to, whoever saved the checkpoints with NaN, and
     whether the state was loaded or went on from memory."""
     nan = [NAN, 1.0]
     _save(tmp_path, {1: [0.0, 1.0], 2: nan, 3: nan, 4: nan})
@@ -141,7 +141,7 @@ def test_the_last_finite_generation_survives_restarts(tmp_path: Path, is_loaded:
     assert (iteration, restored.finite) == (1, True)
 
 
-def test_a_doubtful_generation_is_not_said_to_give_way_to_a_finite_one(tmp_path: Path) -> None:
+def test_a_doubtful_checkpoint_is_not_said_to_give_way_to_a_finite_one(tmp_path: Path) -> None:
     """Where each one holds NaN and the newest is doubtful, the older one is loaded for that reason alone: nothing says
     that it is finite."""
     near = CheckpointConfig(local_directory=str(tmp_path), save_timeout=30)
@@ -153,7 +153,7 @@ def test_a_doubtful_generation_is_not_said_to_give_way_to_a_finite_one(tmp_path:
             handle = manager.save(state, 10 + 10 * cycle)
             handle.wait(30)
             attempt = handle.attempt
-    other = Distrusted(generation=15, attempt=f"{attempt}5", tier="local")  # of the second cycle, and gone
+    other = Exclusion(checkpoint=15, attempt=f"{attempt}5", tier="local")  # of the second cycle, and gone
     untrusted = msgspec.json.encode([other]).decode()
     with closing(open_manager(near, env=WorkerEnv(node="node", cycle=2, untrusted=untrusted))) as manager:
         restored = manager.load_latest(state)

@@ -37,8 +37,8 @@ def config(tmp_path: Path) -> CheckpointConfig:
 
 
 @pytest.mark.process
-def test_a_generation_that_does_not_fit_is_closed(config: CheckpointConfig) -> None:
-    """The copy that was proven before the state was found to be another one is not held any more."""
+def test_a_checkpoint_that_does_not_fit_is_closed(config: CheckpointConfig) -> None:
+    """The copy that was verified before the state was found to be another one is not held any more."""
     manager = CheckpointManager(config)
     manager.save({"w": torch.zeros(3)}, 1)
     manager.close()

@@ -12,7 +12,7 @@ import torch
 
 from outlast import journal
 from outlast.checkpoint.dcp.directory import GlobalDirectory
-from outlast.checkpoint.directory import Directory, GenerationFolder
+from outlast.checkpoint.directory import CheckpointFolder, Directory
 from outlast.checkpoint.manager import open_manager
 from outlast.config import CheckpointConfig
 from outlast.decoding import read_file
@@ -22,8 +22,8 @@ from outlast.goodput.ledger import Ledger
 from outlast.incidents import EventKind
 from outlast.integrations.slurm.jobs import load_requeue_state
 from outlast.journal import JournalTail
-from outlast.launch.ladder_file import load_ladder
 from outlast.launch.node_metrics import NodeHistory
+from outlast.launch.recovery_state_file import load_recovery_state
 from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.runtime.journal import Journal
 from outlast.runtime.lease import FolderRecords
@@ -74,7 +74,7 @@ def test_what_is_not_a_file_of_ours_is_refused_by_name(what: str, tmp_path: Path
             FolderRecords(tmp_path).renew(1, b"mine")
     plant(tmp_path / "ladder.json")
     with pytest.raises(ConfigError, match=said):
-        load_ladder(tmp_path, is_new_job=True)
+        load_recovery_state(tmp_path, is_new_job=True)
     plant(tmp_path / "ft_state.json")
     assert not LearnedTimeouts.load(tmp_path).learned.sections
     plant(tmp_path / "run.key")
@@ -127,7 +127,7 @@ def test_a_state_file_of_32_mib_is_not_read(tmp_path: Path) -> None:
     """``ladder.json``, ``requeue.json`` and learned timeouts hold a few values, and their limit is 16 MiB."""
     for name in ("ladder.json", "requeue.json", "ft_state.json"):
         (tmp_path / name).write_bytes(b"{}" + b" " * (32 << 20))
-    for load in (lambda folder: load_ladder(folder, is_new_job=True), load_requeue_state):
+    for load in (lambda folder: load_recovery_state(folder, is_new_job=True), load_requeue_state):
         with pytest.raises(ConfigError, match="the limit is 16777216"):
             load(tmp_path)
     assert not LearnedTimeouts.load(tmp_path).learned.sections
@@ -207,7 +207,7 @@ def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
     (folder / "owner").symlink_to(victim / "owner")
     with pytest.raises(OutlastError, match=r"symbolic link.*owner"):
         save(6)
-    assert 5 in GenerationFolder(folder).generations()
+    assert 5 in CheckpointFolder(folder).checkpoints()
 
 
 @pytest.mark.extended

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: told to all of them, and never taken for a saved generation."""
+"""Ranks that do not do the same: told to all of them, and never taken for a saved checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.lane import SaveOutcome
 from outlast.checkpoint.late_tiers import LateTiers
-from outlast.checkpoint.near_lane import MemoryLane
+from outlast.checkpoint.node_lanes import MemoryLane
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.policy.recovery_point import Tier
 
@@ -28,7 +28,7 @@ def outcome(save):
 
 @pytest.mark.process
 def test_ranks_that_save_different_iterations_commit_nothing(tmp_path: Path) -> None:
-    """The save fails on both ranks, with the reason, and no generation appears; the next one is whole."""
+    """The save fails on both ranks, with the reason, and no checkpoint appears; the next one is whole."""
     folder = tmp_path / "ckpt"
     script = (
         OUTCOMES
@@ -78,7 +78,7 @@ manager.close()
 def test_a_rank_whose_state_cannot_be_told_is_not_waited_for_at_a_load(
     tmp_path: Path, saved_by: int, kind: str
 ) -> None:
-    """Both ranks hear which rank it is and why, long before the timeout, and the generation is not blamed for it."""
+    """Both ranks hear which rank it is and why, long before the timeout, and the checkpoint is not blamed for it."""
     begin = """
 manager = manage(config={"local_directory": None, "directory": os.path.dirname(folder), "save_timeout": 1000.0})
 """

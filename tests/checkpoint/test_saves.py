@@ -39,7 +39,7 @@ again.close()
 
 @pytest.mark.process
 def test_retention_and_saving_again(tmp_path: Path) -> None:
-    """The newest two stay; a committed generation is not written again. Only what is scheduled is said to be."""
+    """The newest two stay; a committed checkpoint is not written again. Only what is scheduled is said to be."""
     script = """
 said = []
 handler = logging.Handler()
@@ -77,7 +77,7 @@ manager.close()
 
 @pytest.mark.process
 def test_a_full_disk_fails_saves_until_there_is_room(tmp_path: Path) -> None:
-    """A save that finds no room fails, older generations stay, the next tries again; too many in a row is an error."""
+    """A save that finds no room fails, older checkpoints stay, the next tries again; too many in a row is an error."""
     script = """
 import resource
 manager = manage(config={"max_consecutive_save_failures": 2, "async_save": False})
@@ -146,8 +146,8 @@ manager.close()
 
 
 @pytest.mark.process
-def test_a_training_that_did_not_load_does_not_save_among_older_generations(tmp_path: Path) -> None:
-    """Generations that nobody loaded would be taken for newer: the first save says so and keeps them as they are."""
+def test_a_training_that_did_not_load_does_not_save_among_older_checkpoints(tmp_path: Path) -> None:
+    """Checkpoints that nobody loaded would be taken for newer: the first save says so and keeps them as they are."""
     script = """
 manager = manage(config={"async_save": False, "local_most_recent_k": 2, "suspect_window": 0})
 for iteration in (100, 200):

@@ -21,7 +21,7 @@ from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.lane import FAN_OUT, POLL_S, SaveOutcome
 from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import ShardEntry, decode_manifest, topology_digest
-from outlast.checkpoint.near_lane import MemoryLane, ShardReady
+from outlast.checkpoint.node_lanes import MemoryLane, ShardReady
 from outlast.checkpoint.places import Places, Replication
 from outlast.checkpoint.save import PeerSilent, Save, SaveHandle
 from outlast.checkpoint.shard import Identity, ShardLayout, digest_image
@@ -104,7 +104,7 @@ class _Ranks:
             nodes=nodes,
             leaders=tuple(range(0, WORLD, PER_NODE)),
             targets={},
-            generations=frozenset(),
+            checkpoints=frozenset(),
             global_error=None,
             replication=Replication(),
             seen_local=None,

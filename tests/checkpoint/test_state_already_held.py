@@ -1,4 +1,4 @@
-"""Ranks whose state is the generation that all go back to keep it; the others load, and prove what they load."""
+"""Ranks whose state is the checkpoint that all go back to keep it; the others load, and prove what they load."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saved(config: CheckpointConfig, *iterations: int) -> dict[int, str]:
     return attempts
 
 
-def test_a_state_that_is_the_newest_generation_is_left_alone(config: CheckpointConfig) -> None:
+def test_a_state_that_is_the_newest_checkpoint_is_left_alone(config: CheckpointConfig) -> None:
     """With its iteration and attempt named, nothing is read and nothing touched; the next save descends from it."""
     attempts = saved(config, 1, 2)
     manager = CheckpointManager(config)
@@ -66,7 +66,7 @@ def test_a_state_that_is_the_newest_generation_is_left_alone(config: CheckpointC
 
 
 def test_another_attempt_or_an_older_iteration_is_loaded(config: CheckpointConfig) -> None:
-    """A state of another attempt, or of an older generation, is replaced by the newest."""
+    """A state of another attempt, or of an older checkpoint, is replaced by the newest."""
     attempts = saved(config, 1, 2)
     for has in ((2, "other"), (1, attempts[1]), None):
         manager = CheckpointManager(config)
@@ -96,8 +96,8 @@ def test_a_bad_copy_is_not_needed_by_who_has_the_state(config: CheckpointConfig)
     manager.close()
 
 
-def test_what_one_rank_has_does_not_make_a_generation() -> None:
-    """A generation is chosen only if every other rank has a copy of that very attempt."""
+def test_what_one_rank_has_does_not_make_a_checkpoint() -> None:
+    """A checkpoint is chosen only if every other rank has a copy of that very attempt."""
     mine = (3, "b")
     two = Copy(2, "a", Tier.LOCAL, "node")
     three = Copy(3, "b", Tier.GLOBAL)
@@ -108,16 +108,16 @@ def test_what_one_rank_has_does_not_make_a_generation() -> None:
     assert is_kept(kept[0])
     point = choose_recovery_point([{two, kept[0]}, {two}])
     assert point is not None
-    assert point.generation == 2
+    assert point.checkpoint == 2
     assert not is_kept(point.copies[0])
 
     point = choose_recovery_point([{two, kept[0]}, {two, three}])
     assert point is not None
-    assert point.generation == 3
+    assert point.checkpoint == 3
     assert [is_kept(copy) for copy in point.copies] == [True, False]
 
 
-def test_a_generation_of_another_number_of_ranks_is_loaded_by_all() -> None:
+def test_a_checkpoint_of_another_number_of_ranks_is_loaded_by_all() -> None:
     """What has to be re-cut is read by all ranks together: no rank stays aside."""
     three = Copy(3, "b", Tier.GLOBAL)
     both = table({three}, {three}, world_sizes={"b": 4})

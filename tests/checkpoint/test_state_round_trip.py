@@ -313,7 +313,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "expected"), [(1e30, True), (float("nan"), False), (float("-inf"), False)])
 def test_the_manifest_says_whether_all_numbers_are_finite(tmp_path: Path, number: float, expected: bool) -> None:
-    """One NaN or infinity anywhere makes the generation's copy not finite; a sum that overflows does not."""
+    """One NaN or infinity anywhere makes the checkpoint's copy not finite; a sum that overflows does not."""
     manager = _manager(tmp_path)
     manager.save({"w": torch.full((300,), 3e38), "h": torch.tensor([1.0, number], dtype=torch.bfloat16)}, 1).wait(100)
     manager.close()
@@ -349,7 +349,7 @@ def test_what_cannot_be_loaded_safely_is_refused_at_the_save(tmp_path: Path) -> 
         manager.save({"x": [1, object()]}, 1)
     with pytest.raises(ConfigError, match="number of optimizer steps"):
         manager.save({"x": 1}, -1)
-    assert manager.save({"x": 1}, 2).wait(100).generation == 2
+    assert manager.save({"x": 1}, 2).wait(100).checkpoint == 2
     manager.close()
     assert not (tmp_path / "step-1").exists()
 
@@ -392,7 +392,7 @@ class _Counter:
 
 
 def test_what_may_be_absent_is_loaded_where_it_was_saved(tmp_path: Path) -> None:
-    """State that says so is left as it is by a generation saved without it; everything else must be there."""
+    """State that says so is left as it is by a checkpoint saved without it; everything else must be there."""
     manager = _manager(tmp_path)
     manager.save({"t": torch.ones(2)}, 1).wait(100)
     manager.close()

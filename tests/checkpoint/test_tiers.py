@@ -1,4 +1,4 @@
-"""A generation is loaded from the nearest tier that still has it, and the next one when that proves bad."""
+"""A checkpoint is loaded from the nearest tier that still has it, and the next one when that proves bad."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _load(folder: Path, nodes: dict[str, WriterProcess], config: dict[str, Any],
 @pytest.mark.slow
 @pytest.mark.process
 def test_killed_workers_come_back_from_memory(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
-    """After SIGKILL of all workers the writers still hold the newest generation; not a byte is read from disk."""
+    """After SIGKILL of all workers the writers still hold the newest checkpoint; not a byte is read from disk."""
     saved = _save(tmp_path / "ckpt", nodes, {})
     shutil.rmtree(tmp_path / "ckpt")
     for rank, told in enumerate(_load(tmp_path / "ckpt", nodes, {})):
@@ -90,7 +90,7 @@ def test_a_lost_node_comes_back_from_its_replica(tmp_path: Path, nodes: dict[str
 @pytest.mark.slow
 @pytest.mark.process
 def test_without_disks_replicas_are_held_in_memory(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
-    """Without a local tier the partner's writer holds the copy in memory, and the newest generation survives a node."""
+    """Without a local tier the partner's writer holds the copy in memory, and the newest checkpoint survives a node."""
     folder = tmp_path / "ckpt"
     config = {"local_directory": None, "directory": str(tmp_path / "global")}
     saved = _save(folder, nodes, config)
@@ -162,9 +162,9 @@ def test_another_number_of_ranks_loads_the_global_tier(tmp_path: Path, nodes: di
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_tier_that_lacks_the_loaded_generation_gets_it(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
-    """Killed between the commit to the near tiers and the one to the global tier, training that finished comes back and
-    saves the same iteration once more: only the global tier, which lacks it, is written."""
+def test_a_tier_that_lacks_the_loaded_checkpoint_gets_it(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """Killed between the commit to the node-local tiers and the one to the global tier, training that finished comes
+    back and saves the same iteration once more: only the global tier, which lacks it, is written."""
     folder = tmp_path / "ckpt"
     config = {"directory": str(tmp_path / "global")}
     _save(folder, nodes, config)

@@ -30,7 +30,7 @@ LONG_S = 30.0
 
 
 def _place(tmp_path: Path, tier: str) -> tuple[CheckpointConfig, Path]:
-    """Return settings with one tier, and the folder that its generations lie in."""
+    """Return settings with one tier, and the folder that its checkpoints lie in."""
     name = "local_directory" if tier == "local" else "directory"
     config = CheckpointConfig(**{name: str(tmp_path / tier)}, save_timeout=LONG_S)
     return config, tmp_path / tier / (NODE if tier == "local" else "")
@@ -214,7 +214,7 @@ def test_a_damaged_run_name_costs_nothing_and_is_told(
     damage: Callable[[Path], object],
     problem: str,
 ) -> None:
-    """The newest generation is loaded, since its manifest names the run; `ckpt verify` says what is wrong with the
+    """The newest checkpoint is loaded, since its manifest names the run; `ckpt verify` says what is wrong with the
     file, until the next save has written it again."""
     config, folder = _place(tmp_path, tier)
     with _managers(config, 1) as (manager,):
@@ -233,7 +233,7 @@ def test_a_damaged_run_name_costs_nothing_and_is_told(
     assert code == ExitReason.FAILED
     assert f"run.json: {problem}" in " ".join(out.split())
     assert "every byte" not in out
-    assert all(entry.valid and not entry.problems for entry in look_into(str(folder)).entry.generations)
+    assert all(entry.valid and not entry.problems for entry in look_into(str(folder)).entry.checkpoints)
     assert _load(config) == (2, 2.0)
     with _managers(config, 1) as (manager,):
         manager.load_latest({"w": torch.zeros(8)})

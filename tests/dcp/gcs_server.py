@@ -1,7 +1,7 @@
 """A GCS server in a process of its own, on this machine.
 
 It is ``gcp-storage-emulator``, which knows no preconditions. Run as a script this module adds the one on an object's
-generation (0: there is no such object), with the response of GCS, and gives each write a generation of its own.
+checkpoint (0: there is no such object), with the response of GCS, and gives each write a checkpoint of its own.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(bucket: str, port: str) -> None:
     asked, create, insert = threading.local(), Storage.create_file, objects.insert
     one_at_a_time = threading.Lock()
 
-    generations = itertools.count(1)
+    checkpoints = itertools.count(1)
 
     class NotMet(Exception):
         pass
@@ -91,11 +91,11 @@ def main(bucket: str, port: str) -> None:
         present = storage.objects.get(bucket_name, {}).get(file_name, {"generation": "0"})
         if getattr(asked, "generation", None) not in (None, present["generation"]):
             raise NotMet
-        about["generation"] = str(next(generations))
+        about["generation"] = str(next(checkpoints))
         create(storage, bucket_name, file_name, content, about, *args)
 
     def insert_if(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
-        (asked.generation,) = request.query.get("ifGenerationMatch") or [None]
+        (asked.checkpoint,) = request.query.get("ifGenerationMatch") or [None]
         try:
             with one_at_a_time:
                 insert(request, response, storage, *args, **kwargs)
@@ -104,7 +104,7 @@ def main(bucket: str, port: str) -> None:
             message = "At least one of the pre-conditions you specified did not hold."
             response.json({"error": {"code": 412, "message": message, "errors": [{"reason": "conditionNotMet"}]}})
         finally:
-            asked.generation = None
+            asked.checkpoint = None
 
     Storage.create_file, objects.insert = create_file, insert_if
     from gcp_storage_emulator.server import create_server  # type: ignore[import-not-found]

@@ -152,7 +152,7 @@ def open_lane(
         nodes=("node",) * world,
         leaders=(0,),
         targets={},
-        generations=frozenset(),
+        checkpoints=frozenset(),
         global_error=None,
         replication=Replication(),
         seen_local=None,

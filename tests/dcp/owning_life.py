@@ -32,7 +32,7 @@ def tell(**facts: object) -> None:
 
 
 def value_of(lanes: Lanes, iteration: int) -> float:
-    """Return what a generation holds. Raises: CheckpointError, when it is not whole."""
+    """Return what a checkpoint holds. Raises: CheckpointError, when it is not whole."""
     found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(iteration)), 0)
     saved = decode(found.tree, found.tensors.__getitem__)["state"]
     value = float(saved["w"][0])
@@ -48,7 +48,7 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str, times:
         url: The directory.
         name: A number, which is in all that it saves; its machine, too.
         token: Of its attempts.
-        keep: Generations.
+        keep: Checkpoints.
         point: Where it stops itself by a signal; empty = nowhere.
         at: How often it passes there before.
         times: How often it saves each iteration; each time it replaces what it had committed.
@@ -74,7 +74,7 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str, times:
             tell(refused=str(error))
             return REFUSED
         found = dict[int, float]()
-        for iteration in lanes.directory.generations():
+        for iteration in lanes.directory.checkpoints():
             try:
                 found[iteration] = value_of(lanes, iteration)
             except CheckpointError as error:

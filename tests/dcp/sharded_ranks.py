@@ -1,4 +1,4 @@
-"""A rank with a sharded and a replicated model that loads a generation, tells what it has, and saves the next.
+"""A rank with a sharded and a replicated model that loads a checkpoint, tells what it has, and saves the next.
 
 Arguments: folder, iteration to load (-1: none, train instead), iteration to save (-1: none). Prints one line of JSON.
 """

@@ -39,7 +39,7 @@ def _value_of(directory: GlobalDirectory, iteration: int) -> float:
 
 
 def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:
-    """All ranks hear whose failure it was; the older generation stays, the attempt's room is given back, and the next
+    """All ranks hear whose failure it was; the older checkpoint stays, the attempt's room is given back, and the next
     save succeeds."""
     full = threading.Event()
 
@@ -54,7 +54,7 @@ def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:
         errors = lanes.save([_flat(2.0)] * 3, 20)
         assert len({str(error) for error in errors}) == 1
         assert "rank 2 on node node: __2_0.distcp: No space left on device" in str(errors[0])
-        assert lanes.directory.generations() == [10]
+        assert lanes.directory.checkpoints() == [10]
         assert lanes.directory.latest() == 10
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run.json", "step-10"]
         full.clear()
@@ -64,7 +64,7 @@ def test_one_ranks_failure_fails_the_save_for_all(tmp_path: Path) -> None:
 
 
 def test_a_file_that_vanished_before_the_commit_is_missed(tmp_path: Path) -> None:
-    """The commit looks at every file: a rank whose writer wrote to another file system makes no generation."""
+    """The commit looks at every file: a rank whose writer wrote to another file system makes no checkpoint."""
 
     def writer(rank: int, request: Assemble, image: memoryview) -> Assembled:
         done = assemble(request, image)
@@ -75,29 +75,29 @@ def test_a_file_that_vanished_before_the_commit_is_missed(tmp_path: Path) -> Non
     with Lanes(str(tmp_path), 2, writer=writer) as lanes:
         errors = lanes.save([_flat()] * 2, 10)
         assert all("__1_0.distcp is missing; is it the same place for all ranks?" in str(error) for error in errors)
-        assert lanes.directory.generations() == []
+        assert lanes.directory.checkpoints() == []
 
 
 def test_a_save_for_diagnosis_is_never_the_newest(tmp_path: Path) -> None:
-    """It goes to `suspect/`, and neither the tracker nor the generations tell of it."""
+    """It goes to `suspect/`, and neither the tracker nor the checkpoints tell of it."""
     with Lanes(str(tmp_path), 2) as lanes:
         assert lanes.save([_flat(1.0)] * 2, 10) == [None, None]
         assert lanes.save([_flat(float("nan"))] * 2, 20, suspect=True) == [None, None]
-        assert lanes.directory.generations() == [10]
+        assert lanes.directory.checkpoints() == [10]
         assert lanes.directory.latest() == 10
         suspects = lanes.directory.suspects
-        assert suspects.generations() == [20]
+        assert suspects.checkpoints() == [20]
         assert suspects.latest() is None
         assert not suspects.manifest(20).finite
         assert lanes.directory.manifest(10).finite
 
 
-def test_old_generations_go_but_for_one_beyond_the_suspect_window(tmp_path: Path) -> None:
+def test_old_checkpoints_go_but_for_one_beyond_the_suspect_window(tmp_path: Path) -> None:
     """The newest two stay, and one that is older than the window."""
     with Lanes(str(tmp_path), 1, most_recent_k=2, suspect_window=25) as lanes:
         for iteration in range(10, 100, 10):
             assert lanes.save([_flat()], iteration) == [None]
-        present = lanes.directory.generations()
+        present = lanes.directory.checkpoints()
     assert present[:2] == [90, 80]
     assert any(90 - iteration > 25 for iteration in present)
     assert len(present) <= 4
@@ -123,11 +123,11 @@ def test_what_earlier_owners_left_is_removed(tmp_path: Path) -> None:
     assert not list((tmp_path / "owner" / "1.trash").iterdir())
 
 
-def test_a_generation_that_has_no_name_while_it_is_replaced_is_waited_for(
+def test_a_checkpoint_that_has_no_name_while_it_is_replaced_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a file system that cannot swap names, whoever lists or reads generations between the two renames gets what is
-    there after them, not an older generation."""
+    """On a file system that cannot swap names, whoever lists or reads checkpoints between the two renames gets what is
+    there after them, not an older checkpoint."""
     monkeypatch.setattr("outlast.checkpoint.directory.exchange", lambda one, other: False)
     monkeypatch.setattr("outlast.checkpoint.directory.NAMELESS_S", LONG_S)
     is_nameless, may_go_on = threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ def test_a_generation_that_has_no_name_while_it_is_replaced_is_waited_for(
             saved = pool.submit(lanes.save, [_flat(3.0)], 9)
             assert is_nameless.wait(LONG_S)
             monkeypatch.setattr("outlast.checkpoint.directory.time", SimpleNamespace(sleep=look_again))
-            listed = pool.submit(GlobalDirectory.open(tmp_path).generations)
+            listed = pool.submit(GlobalDirectory.open(tmp_path).checkpoints)
             opened = pool.submit(VerifiedReader, tmp_path / "step-9")
             assert [readers_wait.acquire(timeout=LONG_S) for _ in range(2)] == [True] * 2
             may_go_on.set()
@@ -160,10 +160,10 @@ def test_a_generation_that_has_no_name_while_it_is_replaced_is_waited_for(
         assert _value_of(lanes.directory, 9) == 3.0
 
 
-def test_a_generation_that_lost_its_name_is_named_until_it_is_put_back(
+def test_a_checkpoint_that_lost_its_name_is_named_until_it_is_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A replacement that ended between its two renames: readers take the older generation and log why; asked for
+    """A replacement that ended between its two renames: readers take the older checkpoint and log why; asked for
     that very one, they name where it lies; the next run that saves there has it again."""
     monkeypatch.setattr("outlast.checkpoint.directory.NAMELESS_S", 0.0)
     with Lanes(str(tmp_path), 1) as lanes:
@@ -171,7 +171,7 @@ def test_a_generation_that_lost_its_name_is_named_until_it_is_put_back(
         assert lanes.save([_flat(2.0)], 9) == [None]
     (tmp_path / "step-9").rename(tmp_path / "step-9.aside-job-0-ab12cd34.2")
     directory = GlobalDirectory.open(tmp_path)
-    assert directory.generations() == [8]
+    assert directory.checkpoints() == [8]
     assert "step-9 is skipped until a run that saves there resumes" in caplog.text
     with pytest.raises(Incomplete, match=r"is stored in step-9\.aside-job-0-ab12cd34\.2 until"):
         VerifiedReader(tmp_path / "step-9")
@@ -179,7 +179,7 @@ def test_a_generation_that_lost_its_name_is_named_until_it_is_put_back(
         VerifiedReader(tmp_path / "step-7")
     with Lanes(str(tmp_path), 1, token="ffff", leased="here") as later:
         later.claim.acquire()
-        assert later.directory.generations() == [9, 8]
+        assert later.directory.checkpoints() == [9, 8]
         assert _value_of(later.directory, 9) == 2.0
 
 
@@ -207,10 +207,10 @@ def test_other_stores_take_the_same_way(tmp_path: Path) -> None:
     with Lanes("memory://outlast-test/run", 2) as lanes:
         assert lanes.save([_flat(1.0)] * 2, 10) == [None, None]
         assert lanes.save([_flat(2.0)] * 2, 20) == [None, None]
-        assert lanes.directory.generations() == [20, 10]
+        assert lanes.directory.checkpoints() == [20, 10]
         assert _value_of(lanes.directory, 20) == 2.0
         lanes.directory.remove(10)
-        assert lanes.directory.generations() == [20]
+        assert lanes.directory.checkpoints() == [20]
         attempt = SaveAttempt(job="job", cycle=0, token="zz", ordinal=9)
         with pytest.raises(Incomplete, match="no manifest"):
             lanes.directory.manifest(10)
@@ -219,12 +219,12 @@ def test_other_stores_take_the_same_way(tmp_path: Path) -> None:
 
 
 def test_a_store_without_a_path_is_a_place() -> None:
-    """`memory://` itself holds generations, and the reader opens the one at `memory://step-9`."""
+    """`memory://` itself holds checkpoints, and the reader opens the one at `memory://step-9`."""
     with Lanes("memory://", 1) as lanes:
         try:
             assert lanes.directory.url == "memory://"
             assert lanes.save([_flat(4.0)], 9) == [None]
-            assert lanes.directory.generations() == [9]
+            assert lanes.directory.checkpoints() == [9]
             assert VerifiedReader("memory://step-9/").read_metadata().state_dict_metadata
             assert ObjectStore("memory://").describe("step-9") == "memory://step-9"
         finally:
@@ -256,7 +256,7 @@ def test_the_second_run_in_a_place_is_refused_on_all_ranks(tmp_path: Path, schem
         assert str(errors[0]).startswith(f"{url} belongs to run first, which saves there; this training is run second")
         assert first.save([_flat(3.0)] * 2, 20) == [None, None]
         assert first.directory.run() == "first"
-        assert first.directory.generations() == [20, 10]
+        assert first.directory.checkpoints() == [20, 10]
         assert _value_of(first.directory, 10) == 1.0
         assert {name.count(".") for name in first.directory.sizes("step-10")} == {1} or scheme
 

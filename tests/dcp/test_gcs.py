@@ -41,12 +41,12 @@ def server() -> Iterator[GCSServer]:
         running.kill()
 
 
-def test_a_generation_goes_to_gcs_and_comes_back(server: GCSServer) -> None:
+def test_a_checkpoint_goes_to_gcs_and_comes_back(server: GCSServer) -> None:
     """Ranks save to a bucket, small and large objects, and each gets its own state back, verified."""
     state = {"weight": torch.arange(300_000.0), "epoch": 2.0}
     with Lanes("gs://bucket/one", 2) as lanes:
         assert lanes.save([flat_state(state)] * 2, 7) == [None, None]
-        assert lanes.directory.generations() == [7]
+        assert lanes.directory.checkpoints() == [7]
         found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(7)), 1)
         saved = decode(found.tree, found.tensors.__getitem__)["state"]
         assert torch.equal(saved["weight"], state["weight"])

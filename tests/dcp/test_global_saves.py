@@ -1,4 +1,4 @@
-"""Generations of the global tier: what is written comes back, for us and for the format's own readers."""
+"""Checkpoints of the global tier: what is written comes back, for us and for the format's own readers."""
 
 from __future__ import annotations
 

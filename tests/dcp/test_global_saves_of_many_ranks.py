@@ -120,7 +120,7 @@ def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, rank: int) -> None
         errors = lanes.save(_flats(1.0), 10)
         assert len({str(error) for error in errors}) == 1
         assert f"rank {rank} on node node: __{rank}_0.distcp: No space left on device" in str(errors[0])
-        assert lanes.directory.generations() == []
+        assert lanes.directory.checkpoints() == []
         full.clear()
         assert lanes.save(_flats(2.0), 20) == [None] * WORLD
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run.json", "step-20"]
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) ->
         errors = lanes.save(_flats(1.0), 20, leave_out=[silent])
         assert {type(error) for error in errors} == {PeerSilent}
         assert {f"no response (has/{silent})" in str(error) for error in errors} == {True}
-        assert lanes.directory.generations() == [10]
+        assert lanes.directory.checkpoints() == [10]
 
 
 @pytest.mark.extended
@@ -174,7 +174,7 @@ def test_a_rank_that_writes_too_long_is_named(tmp_path: Path, rank: int) -> None
         lanes._note = noted  # type: ignore[method-assign]
         errors = lanes.save(_flats(), 10)
         assert {f"no response (wrote/{rank})" in str(error) for error in errors} == {True}
-        assert lanes.directory.generations() == []
+        assert lanes.directory.checkpoints() == []
 
 
 def test_without_rank_0_all_others_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

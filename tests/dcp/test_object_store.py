@@ -70,12 +70,12 @@ def _value_of(lanes: Lanes, iteration: int) -> float:
     return float(saved["epoch"])
 
 
-def test_a_generation_goes_to_s3_and_comes_back(server: S3Server, url: str) -> None:
+def test_a_checkpoint_goes_to_s3_and_comes_back(server: S3Server, url: str) -> None:
     """Ranks save to a bucket, in the same layout as to a path, and each gets its own state back."""
     with Lanes(url, 2) as lanes:
         assert lanes.save([flat_state(_state(2.0))] * 2, 7) == [None, None]
         assert lanes.directory.is_remote
-        assert lanes.directory.generations() == [7]
+        assert lanes.directory.checkpoints() == [7]
         assert (lanes.directory.run(), lanes.directory.latest()) == ("r", 7)
         assert _value_of(lanes, 7) == 2.0
         live = {"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}, "epoch": 0.0}
@@ -183,8 +183,8 @@ def test_large_files_go_up_in_parts(server: S3Server, url: str) -> None:
 
 
 def test_a_server_killed_during_a_save_costs_that_save_only(mortal_server: S3Server) -> None:
-    """The save fails as an error on all ranks; when the server is back, the older generation is intact, nothing of the
-    failed one is taken for a generation, and later saves succeed and clear its remains away."""
+    """The save fails as an error on all ranks; when the server is back, the older checkpoint is intact, nothing of the
+    failed one is taken for a checkpoint, and later saves succeed and clear its remains away."""
     server, url = mortal_server, f"s3://{BUCKET}/mortal"
     is_there, is_killed = threading.Event(), threading.Event()
 
@@ -266,16 +266,16 @@ def test_damage_in_the_bucket_is_seen(server: S3Server, url: str) -> None:
             VerifiedReader(f"{url}/step-11")
 
 
-def test_old_generations_go_manifest_first(server: S3Server, url: str) -> None:
+def test_old_checkpoints_go_manifest_first(server: S3Server, url: str) -> None:
     """The newest two stay; of the others nothing is left."""
     with Lanes(url, 1, most_recent_k=2) as lanes:
         for iteration in (10, 20, 30, 40):
             assert lanes.save([flat_state(_state(1.0))], iteration) == [None]
-        assert lanes.directory.generations() == [40, 30]
+        assert lanes.directory.checkpoints() == [40, 30]
 
 
 def test_a_second_attempt_takes_the_first_ones_place(server: S3Server, url: str) -> None:
-    """Saved again at the same iteration, a generation is replaced as a whole, and the old one's files go."""
+    """Saved again at the same iteration, a checkpoint is replaced as a whole, and the old one's files go."""
     with Lanes(url, 2) as first:
         assert first.save([flat_state(_state(1.0))] * 2, 10) == [None, None]
         old = {file.name for file in first.directory.manifest(10).files}

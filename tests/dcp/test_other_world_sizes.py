@@ -1,4 +1,4 @@
-"""Generations saved by one number of ranks and loaded by another, with real ranks."""
+"""Checkpoints saved by one number of ranks and loaded by another, with real ranks."""
 
 from __future__ import annotations
 

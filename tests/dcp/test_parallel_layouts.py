@@ -108,8 +108,8 @@ def test_one_process_reads_both_layouts(told: tuple[Path, list[dict[str, Any]]],
     assert content(state) == ranks[0]["later"]
     train(state)
     whole = {"model": {"0.up.weight": torch.zeros(6, 4), "1.down.weight": torch.zeros(4, 6)}}
-    for generation, expected in ((1, ranks[0]["trained"]), (2, ranks[0]["later"])):
-        dcp.load(whole, checkpoint_id=folder / "global" / f"step-{generation}")
+    for checkpoint, expected in ((1, ranks[0]["trained"]), (2, ranks[0]["later"])):
+        dcp.load(whole, checkpoint_id=folder / "global" / f"step-{checkpoint}")
         for name, tensor in whole["model"].items():
             assert hashlib.sha256(tensor.numpy().tobytes()).hexdigest() == expected[name]
 

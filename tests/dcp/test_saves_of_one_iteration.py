@@ -50,7 +50,7 @@ def test_the_second_save_is_done_with_the_first(
         second.wait(0.5)
     assert not first.done
     written.set()
-    assert second.wait(LONG_S).generation == 3
+    assert second.wait(LONG_S).checkpoint == 3
     assert first.done
     assert first.error is None
     assert calls == [3]
@@ -81,6 +81,6 @@ def test_the_second_save_makes_good_for_the_first(
     queued.set()
     with pytest.raises(CheckpointError, match="no room"):
         first.wait(LONG_S)
-    assert second.wait(LONG_S).generation == 3
+    assert second.wait(LONG_S).checkpoint == 3
     assert calls == [3, 3]
     assert (tmp_path / "ckpt" / "step-3" / "manifest.json").exists()

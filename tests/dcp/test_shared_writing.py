@@ -200,7 +200,7 @@ def test_shared_work_is_shared_evenly(world: int, sizes: list[int]) -> None:
 
 
 def test_a_tensor_with_a_hole_is_refused() -> None:
-    """Parts that do not make up the whole are an error that names the tensor, not a generation with a hole."""
+    """Parts that do not make up the whole are an error that names the tensor, not a checkpoint with a hole."""
     first = _part("w", "", shape=(2, 3), whole=(5, 3))
     second = _part("w", "", shape=(2, 3), whole=(5, 3), at=2)
     with pytest.raises(CheckpointError, match=r"tensor 'w': the ranks' parts have 12 elements of 15"):

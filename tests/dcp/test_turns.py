@@ -58,7 +58,7 @@ def test_the_newest_save_takes_the_place_of_older_ones_that_wait(tmp_path: Path)
         gate.is_open.set()
         for _ in range(5 * WORLD):
             assert lanes._told.acquire(timeout=LONG_S)
-        assert lanes.directory.generations() == [50, 10]
+        assert lanes.directory.checkpoints() == [50, 10]
         assert gate.written == [10, 50]
 
 
@@ -83,11 +83,11 @@ def test_a_save_that_some_ranks_have_replaced_is_written_by_none(tmp_path: Path)
         gate.is_open.set()
         for _ in range(WORLD + 2 + 1):  # 10 on all, 20 replaced on two, then on rank 0 by what they respond
             assert lanes._told.acquire(timeout=LONG_S)
-        assert lanes.directory.generations() == [10]
+        assert lanes.directory.checkpoints() == [10]
         _submit(lanes, 30, [0], 2)
         for _ in range(WORLD):
             assert lanes._told.acquire(timeout=LONG_S)
-        assert lanes.directory.generations() == [30, 10]
+        assert lanes.directory.checkpoints() == [30, 10]
     assert {type(ended[rank, 20]) for rank in range(WORLD)} == {Replaced}
     assert [ended[rank, 30] for rank in range(WORLD)] == [None] * WORLD
 
@@ -110,7 +110,7 @@ def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, mon
         )
         saves = _submit(lanes, 10, range(WORLD), 0)
         assert committed.wait(LONG_S)
-        assert lanes.directory.generations() == [10]
+        assert lanes.directory.checkpoints() == [10]
         assert lanes.directory.manifest(10).attempt == str(saves[0].attempt)
     assert len(folders) == len(set(folders)) == 4
     assert not list(tmp_path.glob("*.tmp-*"))
@@ -129,4 +129,4 @@ def test_a_checkpoint_that_is_kept_for_ever_is_not_replaced(tmp_path: Path) -> N
         gate.is_open.set()
         for _ in range(5 * WORLD):
             assert lanes._told.acquire(timeout=LONG_S)
-        assert lanes.directory.generations() == [60, 40, 10]
+        assert lanes.directory.checkpoints() == [60, 40, 10]

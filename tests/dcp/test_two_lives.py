@@ -192,7 +192,7 @@ def test_a_life_stopped_between_its_check_and_its_commit_commits_nothing_later(p
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["posix", _S3_IN_CAMPAIGNS], indirect=True)
 def test_a_life_stopped_before_it_deletes_deletes_nothing_that_its_successor_has(place: Place) -> None:
-    """It is about to delete its oldest generation; what its successor found and committed is there afterwards."""
+    """It is about to delete its oldest checkpoint; what its successor found and committed is there afterwards."""
     first = place.live(point="checkpoint.retire", at=0, keep=2)
     first.wait_for("committed", 2)
     first.wait_until_stopped()
@@ -223,8 +223,8 @@ def test_a_life_beside_a_living_one_is_refused(place: Place) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["posix", _S3_IN_CAMPAIGNS], indirect=True)
-def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(place: Place) -> None:
-    """It is about to replace what it committed last when another life takes over, which finds that generation: it is
+def test_a_life_stopped_before_it_replaces_a_checkpoint_replaces_nothing_later(place: Place) -> None:
+    """It is about to replace what it committed last when another life takes over, which finds that checkpoint: it is
     still there afterwards, as found, and the format's own index still names its files."""
     first = place.live(point="checkpoint.fenced", at=3, times=2)
     first.wait_for("committed", 3)
@@ -248,8 +248,8 @@ def test_a_life_stopped_before_it_replaces_a_generation_replaces_nothing_later(p
 @pytest.mark.parametrize("replaces", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.parametrize("ends", ["killed", "stopped"])
 def test_a_save_cut_short_before_the_formats_own_index_is_whole(place: Place, replaces: bool, ends: str) -> None:
-    """A life on S3 ends between the manifest, which commits a generation, and the format's own index: the next life
-    finds the new generation, and puts the index right; the ended one, should it continue, does not undo that."""
+    """A life on S3 ends between the manifest, which commits a checkpoint, and the format's own index: the next life
+    finds the new checkpoint, and puts the index right; the ended one, should it continue, does not undo that."""
     first = place.live(point="checkpoint.indexed", at=3 if replaces else 2, times=2)
     first.wait_for("committed", 3 if replaces else 2)
     first.wait_until_stopped()
@@ -270,9 +270,9 @@ def test_a_save_cut_short_before_the_formats_own_index_is_whole(place: Place, re
 
 
 def _check_indexes(place: Place, iterations: Sequence[int] = ()) -> None:
-    """Check that the format's own index of each generation is the one that was saved with its manifest."""
+    """Check that the format's own index of each checkpoint is the one that was saved with its manifest."""
     directory = GlobalDirectory.open(place.url)
-    for iteration in iterations or directory.generations():
+    for iteration in iterations or directory.checkpoints():
         entry = directory.manifest(iteration).metadata
         assert entry is not None
         data = directory.read(f"{directory.folder(iteration)}/{entry.name}")
@@ -288,7 +288,7 @@ _MANY = [pytest.param(kind, seed, marks=pytest.mark.campaign) for kind in ("posi
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "seed"), [*_RANDOM, *_MANY], indirect=["place"])
 def test_lives_stopped_at_random_moments_lose_nothing(place: Place, seed: int) -> None:
-    """What the stopped one had committed is found by the other, whose commits stay; no generation is a mix."""
+    """What the stopped one had committed is found by the other, whose commits stay; no checkpoint is a mix."""
     chance = random.Random(seed)
     first = place.live(times=chance.randint(1, 2))
     first.wait_for("committed", chance.randint(1, 4))

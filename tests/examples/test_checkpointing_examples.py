@@ -51,7 +51,7 @@ def _index(lines: list[str], pattern: str) -> int:
 @pytest.mark.process
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     """Iterations are done between the one that is saved and the line that it is saved, which names the tier; started
-    again, training goes on from the newest generation."""
+    again, training goes on from the newest checkpoint."""
     lines = _run("asynchronous.py", str(tmp_path), "--iterations", "200").splitlines()
     done = _index(lines, r"^iteration 100 ")
     saved = _index(lines, r"saved iteration 100 to global in ")
@@ -118,7 +118,7 @@ def store() -> Iterator[dict[str, str]]:
 @pytest.mark.campaign
 @pytest.mark.process
 def test_an_object_store_takes_the_place_of_a_folder(tmp_path: Path, store: dict[str, str]) -> None:
-    """Generations are in the bucket, in the format of ``torch.distributed.checkpoint``; started again with the same
+    """Checkpoints are in the bucket, in the format of ``torch.distributed.checkpoint``; started again with the same
     URL, training goes on from the newest."""
     _run("s3.py", "s3://bucket/my-run", "--iterations", "20", environment=store)
     names = [one["Key"] for one in _client(store).list_objects_v2(Bucket="bucket")["Contents"]]

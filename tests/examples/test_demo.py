@@ -19,7 +19,7 @@ import pytest
 
 from outlast.chaos import FaultKind, FaultPlan
 from outlast.goodput import IncidentCost
-from outlast.incidents import Event, EventKind, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, Event, EventKind, IncidentKind, RecoveryLevel
 from outlast.journal import read
 
 pytestmark = pytest.mark.extended
@@ -87,7 +87,7 @@ def test_a_fault_waits_until_the_last_one_is_handled_and_all_nodes_have_joined()
     assert not demo.is_ready([*joined, slow, identified], ["a", "b", "c"])
     nan = [*joined, slow, identified, event(EventKind.FAULT_SIMULATED, 3, fault="nan", rank=0)]
     assert not demo.is_ready(nan, ["a"])
-    decision = event(EventKind.INCIDENT, 4, incident={}, verdict={"rung": int(Rung.RERUN_STEP)})
+    decision = event(EventKind.INCIDENT, 4, incident={}, verdict={"rung": int(RecoveryLevel.RERUN_STEP)})
     assert demo.is_ready([*nan, decision], ["a"])
 
 
@@ -114,7 +114,7 @@ def slow_run(since: int, *reports: Event) -> list[Event]:
         (slow_run(2, report(2, 8), report(3, 13)), "it was not identified"),
         (slow_run(2, report(2, 8, 3, 1)), "no other rank is identified: ranks [1]"),
         (slow_run(2, report(2, 8, 3), report(9, 30, 3, cycle=1)), "no other rank is identified: ranks [3]"),
-        ([*slow_run(2, report(2, 8, 3)), event(EventKind.VERDICT, 5, incident={"exit_code": 18})], "1 restarts"),
+        ([*slow_run(2, report(2, 8, 3)), event(EventKind.DECISION, 5, incident={"exit_code": 18})], "1 restarts"),
         ([], "no rank was slowed down"),
     ],
 )
@@ -129,7 +129,7 @@ def cost(kind: FaultKind, **fields: Any) -> IncidentCost:
     """Return what a fault of rank 2, or of its node, has cost."""
     facts: dict[str, Any] = {"tensor": "model.w"} if kind == FaultKind.BIT_FLIP else {"replicas_corrupted": 4}
     injected = event(EventKind.FAULT_SIMULATED, 10, cycle=0, fault=str(kind), **facts)
-    given: dict[str, Any] = {"index": 0, "kind": "", "text": "", "rung": "", "at_s": 10.5, "fault": injected}
+    given: dict[str, Any] = {"index": 0, "kind": "", "text": "", "recovery_level": "", "at_s": 10.5, "fault": injected}
     given |= {"job": "first", "cycle": 0, "node": "node-1", "rank": None if kind in demo.LOST else 2}
     return IncidentCost(**given | fields)
 
@@ -186,13 +186,13 @@ def test_without_replicas_to_corrupt_nothing_is_proved() -> None:
 
 def test_invalid_results_are_found_for_what_they_are() -> None:
     """A NaN is transient; of a flipped bit the tensor is found and the node quarantined."""
-    verdict = Verdict(rung=Rung.REPLACE_NODE, reason="", quarantine=("node-1",))
+    decision = Decision(recovery_level=RecoveryLevel.REPLACE_NODE, reason="", quarantine=("node-1",))
     for finding, wrong in (("transient", 0), ("persistent", 1)):
         nan = cost(FaultKind.NAN, evidence={"diagnosis": {"finding": finding, "what": "loss"}})
         assert len(failed(demo.check_invalid_result(FaultKind.NAN, nan))) == wrong
     for tensor, quarantined, wrong in (("model.w", ("node-1",), 0), ("model.v", ("node-1",), 1), ("model.w", (), 1)):
-        decision = msgspec.structs.replace(verdict, quarantine=quarantined)
-        flip = cost(FaultKind.BIT_FLIP, evidence={"diagnosis": {"what": tensor}}, verdict=decision)
+        decision = msgspec.structs.replace(decision, quarantine=quarantined)
+        flip = cost(FaultKind.BIT_FLIP, evidence={"diagnosis": {"what": tensor}}, decision=decision)
         assert len(failed(demo.check_invalid_result(FaultKind.BIT_FLIP, flip))) == wrong
 
 

@@ -19,7 +19,7 @@ RUN = "import sys; from outlast.cli.main import main; sys.exit(main())"
 @pytest.mark.campaign
 @pytest.mark.process
 def test_a_killed_training_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
-    """Rank 1 is killed in iteration 12: both ranks go on from iteration 10, proven, and end with equal weights."""
+    """Rank 1 is killed in iteration 12: both ranks go on from iteration 10, verified, and end with equal weights."""
     digests = []
     for name, more, begins in (("whole", (), {"0"}), ("killed", ("--kill-at=12",), {"0", "10"})):
         command = [

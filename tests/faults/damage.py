@@ -28,7 +28,7 @@ __all__ = ["Fault", "draw_decoy", "draw_fault"]
 
 Change: TypeAlias = Callable[[Random, bytes], bytes]
 FORGED = 9
-"""A generation that was never saved."""
+"""A checkpoint that was never saved."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def draw_fault(dice: Random, world: World, spot: Spot) -> Fault:
 
 
 def draw_decoy(dice: Random, world: World) -> tuple[str, Callable[[], object]]:
-    """Return what looks like a newer generation, or is not to be read, and changes nothing if all is well."""
+    """Return what looks like a newer checkpoint, or is not to be read, and changes nothing if all is well."""
     place = dice.choice(world.places)
     newest, forged = world.whole(place) / f"step-{NEWEST}", place / f"step-{FORGED}"
     manifest = newest / "manifest.json"
@@ -106,10 +106,10 @@ def _memory_faults(dice: Random, world: World, node: Node, spot: Spot) -> Iterat
 
 
 def _folder_faults(dice: Random, world: World, place: Path, spot: Spot, file: Path) -> Iterator[Fault]:
-    """Yield faults of a generation's file, of its manifest, and of its folder."""
-    folder = place / f"step-{spot.generation}"
+    """Yield faults of a checkpoint's file, of its manifest, and of its folder."""
+    folder = place / f"step-{spot.checkpoint}"
     together = frozenset(
-        other for other in world.spots if _lies_in(other, spot) and other.generation == spot.generation
+        other for other in world.spots if _lies_in(other, spot) and other.checkpoint == spot.checkpoint
     )
     only = frozenset(other for other in together if file in _files_of(world, other, place))
     for name, change in _SAME_LENGTH.items():
@@ -133,8 +133,8 @@ def _folder_faults(dice: Random, world: World, place: Path, spot: Spot, file: Pa
     yield Fault(f"{where} is a file", together, partial(_put_file, folder))
     yield Fault(f"{where} has its attempt's name", together, partial(_rename_back, folder, attempt))
     yield Fault(f"{where} is another run's", together, partial(_replace, folder, world.foreign(folder)))
-    other = dice.choice([generation for generation in ITERATIONS if generation != spot.generation])
-    both = together | {one for one in world.spots if _lies_in(one, spot) and one.generation == other}
+    other = dice.choice([checkpoint for checkpoint in ITERATIONS if checkpoint != spot.checkpoint])
+    both = together | {one for one in world.spots if _lies_in(one, spot) and one.checkpoint == other}
     yield Fault(f"{where} has changed places with generation {other}", both, partial(_swap, world, folder, other))
 
 
@@ -155,8 +155,8 @@ def _is_global(world: World, place: Path) -> bool:
 
 
 def _files_of(world: World, spot: Spot, place: Path) -> list[Path]:
-    """Return the files that a rank needs of a generation."""
-    folder = place / f"step-{spot.generation}"
+    """Return the files that a rank needs of a checkpoint."""
+    folder = place / f"step-{spot.checkpoint}"
     if spot.tier != Tier.GLOBAL:
         return [_shard_of(place, spot)]
     manifest = _manifest(world.whole(folder) / "manifest.json")
@@ -164,7 +164,7 @@ def _files_of(world: World, spot: Spot, place: Path) -> list[Path]:
 
 
 def _needed(manifest: dict[str, Any], rank: int) -> set[int]:
-    """Return which of a generation's files hold something that a rank had; a place is [file, start, ...]."""
+    """Return which of a checkpoint's files hold something that a rank had; a place is [file, start, ...]."""
     own = manifest["ranks"][rank]
     places = [own["tree"], *(tensor["where"] for tensor in own.get("tensors", ()))]
     mine = {tensor["name"] for tensor in own.get("tensors", ())}
@@ -178,7 +178,7 @@ def _needed(manifest: dict[str, Any], rank: int) -> set[int]:
 
 
 def _shard_of(folder: Path, spot: Spot) -> Path:
-    return folder / f"step-{spot.generation}" / shard_name(spot.rank)
+    return folder / f"step-{spot.checkpoint}" / shard_name(spot.rank)
 
 
 # -- what it does to bytes ---------------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ _OTHER_LENGTH: dict[str, Change] = {
 def _namesakes(world: World, spot: Spot, file: Path) -> Iterator[tuple[str, Path]]:
     """Yield files that could be taken for this one."""
     whole = world.whole(file)
-    for generation in ITERATIONS:
-        if generation != spot.generation:
-            yield f"generation {generation}'s file", whole.parent.parent / f"step-{generation}" / file.name
+    for checkpoint in ITERATIONS:
+        if checkpoint != spot.checkpoint:
+            yield f"generation {checkpoint}'s file", whole.parent.parent / f"step-{checkpoint}" / file.name
     for other in sorted(whole.parent.glob(f"*{file.suffix}")):
         if other.name != file.name:
             yield "another rank's file", other
@@ -243,10 +243,10 @@ def _others(world: World, spot: Spot) -> Iterator[tuple[str, Callable[[], bytes]
                 yield f"the image of rank {key.rank}", partial(node.parts.__getitem__, key)
     own = world.nodes[spot.rank].folder
     if own is not None:
-        for generation in ITERATIONS[:-1]:
-            older = own / f"step-{generation}" / shard_name(spot.rank)
-            yield f"generation {generation}'s image", world.whole(older).read_bytes
-        yield "another run's image", world.foreign(own / f"step-{spot.generation}" / shard_name(spot.rank)).read_bytes
+        for checkpoint in ITERATIONS[:-1]:
+            older = own / f"step-{checkpoint}" / shard_name(spot.rank)
+            yield f"generation {checkpoint}'s image", world.whole(older).read_bytes
+        yield "another run's image", world.foreign(own / f"step-{spot.checkpoint}" / shard_name(spot.rank)).read_bytes
 
 
 def _bad_manifests(dice: Random, world: World, path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -262,7 +262,7 @@ def _bad_manifests(dice: Random, world: World, path: Path) -> Iterator[tuple[str
     if not _is_global(world, path.parent.parent):
         yield "the manifest forged: attempt", partial(_reseal, whole, attempt="job-0-abcd.7")
     if len(world.nodes) == 1 or path.parent.name != f"step-{NEWEST}":
-        # Of the newest generation a node gives others the manifest that its memory holds, which would be a right one.
+        # Of the newest checkpoint a node gives others the manifest that its memory holds, which would be a right one.
         yield "the manifest forged: digests", partial(_reseal_with_other_digests, whole)
     yield f"generation {older}'s manifest", (whole.parent.parent / f"step-{older}" / path.name).read_bytes
     yield "another run's manifest", world.foreign(path).read_bytes
@@ -373,6 +373,6 @@ def _copy_without(source: Path, target: Path, name: str) -> None:
 
 
 def _forge(source: Path, target: Path) -> None:
-    """Copy a generation under another number, with a manifest that agrees with itself."""
+    """Copy a checkpoint under another number, with a manifest that agrees with itself."""
     shutil.copytree(source, target)
     (target / "manifest.json").write_bytes(_reseal(source / "manifest.json", iteration=FORGED))

@@ -69,6 +69,6 @@ def _start_gated(gate: Path) -> WriterProcess:
 def empty_memory(writer: WriterProcess) -> None:
     """Have a writer forget everything, as that of a replaced node has."""
     with closing(WriterClient(writer.address)) as client:
-        for held in client.ask(f.List(), f.Listed, timeout_s=300)[0].generations:
+        for held in client.ask(f.List(), f.Listed, timeout_s=300)[0].checkpoints:
             facts = decode_manifest(held.manifest)[0]
             client.ask(f.Discard(iteration=facts.iteration, attempt=facts.attempt), f.Done, timeout_s=300)

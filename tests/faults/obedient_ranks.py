@@ -100,7 +100,7 @@ class _Training:
         self._saving: Any = None
 
     def save(self, *, config: dict[str, Any], iterations: list[int], job: str) -> dict[str, Any]:
-        """Go on from what is there, train and save; return what each generation held."""
+        """Go on from what is there, train and save; return what each checkpoint held."""
         manager = self._manager(config, job)
         manager.load_latest(self._state)
         saved = {}
@@ -153,7 +153,7 @@ class _Training:
                 "tiers": restored.tiers,
                 "digest": self._digest(),
                 "step": self._step(),
-                "rejected": [(one.generation, one.tier, one.rank, one.reason) for one in restored.rejected],
+                "rejected": [(one.checkpoint, one.tier, one.rank, one.reason) for one in restored.rejected],
                 "read": restored.bytes_read,
             }
         except CheckpointError as error:

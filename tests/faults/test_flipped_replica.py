@@ -1,4 +1,4 @@
-"""A copy that another node holds in memory is proven like any other."""
+"""A copy that another node holds in memory is verified like any other."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NODES = ("one", "two")
 @pytest.mark.process
 def test_a_stopped_partner_costs_a_copy_and_one_incident(tmp_path: Path) -> None:
     """While node two's writer is stopped, node one's rank gives its copy up: the save is committed nevertheless, said
-    to lack a copy in one incident, and when node one is lost the earlier generation, which lacks none, is loaded."""
+    to lack a copy in one incident, and when node one is lost the earlier checkpoint, which lacks none, is loaded."""
     config: dict[str, Any] = {
         "directory": os.fspath(tmp_path / "global"),
         "replication_timeout": 3.0,

@@ -35,7 +35,7 @@ def test_two_faults_change_no_bit(tmp_path: Path) -> None:
     kinds = "corrupt_copy,lose_node"
     outcome = soak(tmp_path / "soak", f"--kinds={kinds}", "--minutes=0.2", "--every=6", timeout_s=500)
     assert {row["kind"]: row["fired"] for row in outcome["kinds"]} == dict.fromkeys(kinds.split(","), 1)
-    assert {row["kind"]: row["noticed_as"] for row in outcome["kinds"]}["lose_node"] == {"node_lost": 1}
+    assert {row["kind"]: row["detected_as"] for row in outcome["kinds"]}["lose_node"] == {"node_lost": 1}
     assert outcome["agents"] == 5, "two nodes and two spares, and one for the one that was lost"
 
 

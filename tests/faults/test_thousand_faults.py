@@ -30,7 +30,7 @@ SAMPLE = 40
     ],
 )
 def test_every_fault_is_caught_and_the_right_copies_are_loaded(name: str, num_faults: int, tmp_path: Path) -> None:
-    """Whatever befalls memory, disks, replicas and the global tier: all ranks load the newest generation that is left,
+    """Whatever befalls memory, disks, replicas and the global tier: all ranks load the newest checkpoint that is left,
     each from its nearest tier that is, every bit as it was saved; no bad byte is loaded, and nobody crashes."""
     struck: Counter[Tier] = Counter()
     trial = 0
@@ -80,7 +80,7 @@ def _befall(dice: Random, world: World) -> tuple[list[tuple[Fault, Spot]], list[
     faults: list[tuple[Fault, Spot]] = []
     spoiled: set[Spot] = set()
     for rank in dice.sample(range(len(world.nodes)), len(world.nodes)):
-        order = sorted((-spot.generation, spot.tier, spot) for spot in world.spots if spot.rank == rank)
+        order = sorted((-spot.checkpoint, spot.tier, spot) for spot in world.spots if spot.rank == rank)
         for *_, spot in order[: _how_many(dice, len(order))]:
             if spot in spoiled:
                 continue
@@ -110,8 +110,8 @@ def _strike_decoy(decoy: tuple[str, Any]) -> str:
 
 def _is_in_the_way(spot: Spot, expected: tuple[int, list[Tier]]) -> bool:
     """Whether a copy would have been loaded before the one that was."""
-    generation, tiers = expected
-    return spot.generation > generation or (spot.generation == generation and spot.tier < tiers[spot.rank])
+    checkpoint, tiers = expected
+    return spot.checkpoint > checkpoint or (spot.checkpoint == checkpoint and spot.tier < tiers[spot.rank])
 
 
 def _check(
@@ -121,17 +121,17 @@ def _check(
     faults: list[tuple[Fault, Spot]],
     told: list[str],
 ) -> None:
-    generation, tiers = expected
+    checkpoint, tiers = expected
     story = "\n".join([*told, *map(str, loaded)])
     for rank, one in enumerate(loaded):
-        assert one.get("iteration") == generation, story
+        assert one.get("iteration") == checkpoint, story
         assert one["tiers"] == [str(tier) for tier in tiers], story
-        assert one["digest"] == world.digests[rank][generation], story
+        assert one["digest"] == world.digests[rank][checkpoint], story
         assert one["rejected"] == loaded[0]["rejected"], story
         assert list(one["read"]) == [str(tiers[rank])], story
-    named = {(generation, tier, rank) for generation, tier, rank, _ in loaded[0]["rejected"]}
+    named = {(checkpoint, tier, rank) for checkpoint, tier, rank, _ in loaded[0]["rejected"]}
     for index, (fault, spot) in enumerate(faults):
         if any(spot in later.spoils for later, _ in faults[index + 1 :]):
             continue  # there may be nothing left of it to be read
-        if fault.is_told and spot.generation == generation and spot.tier < tiers[spot.rank]:
-            assert (generation, str(spot.tier), spot.rank) in named, f"{fault.name} is not told\n{story}"
+        if fault.is_told and spot.checkpoint == checkpoint and spot.tier < tiers[spot.rank]:
+            assert (checkpoint, str(spot.tier), spot.rank) in named, f"{fault.name} is not told\n{story}"

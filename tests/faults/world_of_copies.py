@@ -1,4 +1,4 @@
-"""Three generations in every tier of one or two nodes, which can be damaged and made whole again."""
+"""Three checkpoints in every tier of one or two nodes, which can be damaged and made whole again."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KEY = b"a secret of the tests"
 
 @dataclass(frozen=True, order=True)
 class Spot:
-    """One rank's copy of a generation in one place."""
+    """One rank's copy of a checkpoint in one place."""
 
     rank: int
-    generation: int
+    checkpoint: int
     tier: Tier
     node: str
     """Whose memory or disk it is; empty for the global tier."""
@@ -48,13 +48,13 @@ class Node:
         self.manifest = b""
 
     def note_memory(self) -> None:
-        """Remember what the writer holds: the newest generation and nothing else."""
-        (generation,) = self._list()
-        manifest, _ = decode_manifest(generation.manifest)
+        """Remember what the writer holds: the newest checkpoint and nothing else."""
+        (checkpoint,) = self._list()
+        manifest, _ = decode_manifest(checkpoint.manifest)
         assert manifest.iteration == NEWEST
-        self.manifest = generation.manifest
+        self.manifest = checkpoint.manifest
         sizes = {shard.rank: shard.num_bytes for shard in manifest.shards}
-        self.parts = {key: self.read_part(key, sizes[key.rank]) for key in generation.parts}
+        self.parts = {key: self.read_part(key, sizes[key.rank]) for key in checkpoint.parts}
 
     def holds(self, key: CopyKey) -> bool:
         """Whether the node's memory has a part."""
@@ -105,7 +105,7 @@ class Node:
         self.writer.close()
 
     def _list(self) -> tuple[f.InMemory, ...]:
-        return self.client.ask(f.List(), f.Listed, timeout_s=300)[0].generations
+        return self.client.ask(f.List(), f.Listed, timeout_s=300)[0].checkpoints
 
     def _fill_memory(self, port: int) -> None:
         target = Target(node=self.name, host="127.0.0.1", port=port)
@@ -143,7 +143,7 @@ class World:
         self.has_disks = nodes[0].folder is not None
         told = ranks.tell(do="save", config=config, iterations=list(ITERATIONS), job="job")
         self.digests = [{int(n): digest for n, digest in one["saved"].items()} for one in told]
-        """For each rank, what each generation holds."""
+        """For each rank, what each checkpoint holds."""
         for place in self.places:
             shutil.copytree(place, self.whole(place))
         for node in nodes:
@@ -153,7 +153,7 @@ class World:
 
     @property
     def places(self) -> list[Path]:
-        """Folders that hold generations."""
+        """Folders that hold checkpoints."""
         local = [node.folder for node in self.nodes if node.folder is not None]
         return [*local, Path(self.config["directory"])]
 
@@ -179,26 +179,26 @@ class World:
         return self.ranks.tell(do="load", config=self.config)
 
     def expect(self, spoiled: set[Spot]) -> tuple[int, list[Tier]] | None:
-        """Return the generation and each rank's tier that is left, by looking at what is not spoiled."""
+        """Return the checkpoint and each rank's tier that is left, by looking at what is not spoiled."""
         good = self.spots - spoiled
-        for generation in sorted(ITERATIONS, reverse=True):
+        for checkpoint in sorted(ITERATIONS, reverse=True):
             tiers = [
-                [spot.tier for spot in good if spot.rank == rank and spot.generation == generation]
+                [spot.tier for spot in good if spot.rank == rank and spot.checkpoint == checkpoint]
                 for rank in range(len(self.nodes))
             ]
             if all(tiers):
-                return generation, [min(left) for left in tiers]
+                return checkpoint, [min(left) for left in tiers]
         return None
 
     def _all_spots(self) -> Iterator[Spot]:
         for node in self.nodes:
-            for generation in ITERATIONS:
-                yield Spot(node.rank, generation, Tier.GLOBAL, "")
+            for checkpoint in ITERATIONS:
+                yield Spot(node.rank, checkpoint, Tier.GLOBAL, "")
                 if self.has_disks:
-                    yield Spot(node.rank, generation, Tier.LOCAL, node.name)
+                    yield Spot(node.rank, checkpoint, Tier.LOCAL, node.name)
                     for other in self.nodes:
                         if other is not node:
-                            yield Spot(node.rank, generation, Tier.REPLICA, other.name)
+                            yield Spot(node.rank, checkpoint, Tier.REPLICA, other.name)
             for key in node.parts:
                 tier = Tier.MEMORY if key.rank == node.rank else Tier.REPLICA
                 yield Spot(key.rank, NEWEST, tier, node.name)
@@ -217,7 +217,7 @@ class World:
 
 @contextmanager
 def make_world(root: Path, *, num_nodes: int, has_disks: bool) -> Iterator[World]:
-    """Save three generations on so many nodes."""
+    """Save three checkpoints on so many nodes."""
     config: dict[str, Any] = {
         "directory": os.fspath(root / "global"),
         "local_directory": os.fspath(root / "local") if has_disks else None,

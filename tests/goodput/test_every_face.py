@@ -15,7 +15,7 @@ import pytest
 
 from outlast import clock
 from outlast.goodput import Ledger
-from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.launch.node_metrics import NodeHistory
 from outlast.runtime.journal import Journal
 from outlast.session.metrics import Goodput, read_earlier
@@ -99,8 +99,8 @@ def test_one_run_has_one_goodput_and_one_rate(tmp_path: Path, monkeypatch: pytes
     incident = Incident(kind=IncidentKind.WORKER_DIED, job="j", node="a", rank=1, exit_code=-9)
     story.write(41.0, EventKind.INCIDENT, incident=incident)
     story.write(41.5, EventKind.CYCLE_ENDED, reason="rank 1 died", iterations={"0": 30, "1": 30})
-    verdict = Verdict(rung=Rung.RESTART_WORKERS, reason="restarting")
-    story.write(42.0, EventKind.VERDICT, "coordinator", incident=incident, verdict=verdict)
+    decision = Decision(recovery_level=RecoveryLevel.RESTART_WORKERS, reason="restarting")
+    story.write(42.0, EventKind.DECISION, "coordinator", incident=incident, verdict=decision)
     story.start(43.0, 1, 10)
     history = NodeHistory(tmp_path, "a")
     for time_s in range(50, 121, 5):

@@ -88,7 +88,7 @@ def test_time_between_two_jobs_is_queued_and_a_wait_for_nodes_idle() -> None:
     run.start_cycle(3730.0, 0, job="k")
     run.on_ranks(3740.0, EventKind.STEPS_STARTED, job="k", cycle=0, iteration=100)
     run.on_ranks(3741.0, EventKind.PROGRESS, job="k", cycle=0, iteration=101)
-    run.kill(3840.0, 0, 200, decided_s=3840.0, rung=3, job="k")
+    run.kill(3840.0, 0, 200, decided_s=3840.0, recovery_level=3, job="k")
     run.write(3840.0, EventKind.FORMING, proc="coordinator", job="k", cycle=1, missing=1)
     run.write(4140.0, EventKind.FORMING, proc="coordinator", job="k", cycle=1, missing=0)
     run.start_cycle(4145.0, 1, job="k")
@@ -125,7 +125,7 @@ def test_the_delay_of_a_restart_is_restart_time(starts_s: float, restart_s: floa
     assert (partition["restart"], partition["rendezvous"]) == pytest.approx((restart_s, rendezvous_s))
 
 
-def test_what_was_done_beyond_an_older_generation_is_lost_once() -> None:
+def test_what_was_done_beyond_an_older_checkpoint_is_lost_once() -> None:
     """A later restart that goes further back takes away what earlier lives had done, and nothing twice."""
     run = WrittenRun()
     run.start_job(0.0)
@@ -190,7 +190,7 @@ def test_an_incident_counts_from_its_first_report_since_the_last_decision() -> N
         failed = {"kind": "worker_failed", "node": "n1", "rank": 1}
         run.write(failed_s, EventKind.INCIDENT, node="n1", proc="rank-1", cycle=0, rank=1, incident=failed)
         data = {"verdict": {"rung": 1, "reason": "restarting in process"}, "incident": failed}
-        run.write(failed_s + 1, EventKind.VERDICT, proc="coordinator", cycle=0, **data)
+        run.write(failed_s + 1, EventKind.DECISION, proc="coordinator", cycle=0, **data)
         run.write(failed_s + 2, EventKind.RESTARTED_IN_PROCESS, proc="rank-0", cycle=0, rank=0)
         run.on_ranks(failed_s + 3, EventKind.STEPS_STARTED, cycle=0, iteration=5)
     struck = {"fault": "SIGSTOP of a rank", "expected": "worker_hung"}
@@ -199,7 +199,7 @@ def test_an_incident_counts_from_its_first_report_since_the_last_decision() -> N
     run.write(33.0, EventKind.INCIDENT, proc="agent", cycle=0, rank=0, incident=seen)
     hung = {"kind": "worker_hung", "node": "n1", "rank": 1}
     data = {"verdict": {"rung": 2, "reason": "restarting the workers"}, "incident": hung}
-    run.write(34.0, EventKind.VERDICT, proc="coordinator", cycle=0, **data)
+    run.write(34.0, EventKind.DECISION, proc="coordinator", cycle=0, **data)
     run.end_job(40.0, exit_code=1)
     ledger = read(run)
     assert [one.at_s for one in ledger.incidents] == [10.0, 20.0, 33.0]
@@ -292,8 +292,8 @@ def runs(draw: st.DrawFn) -> WrittenRun:
                         stall_s=draw(st.floats(0, 900)),
                     )  # fmt: skip
             failed_s = later()
-            rung = draw(st.sampled_from([0, 1, 2, 3, 5]))
-            run.kill(failed_s, cycle, iteration, decided_s=later(), rung=rung, job=job)
+            recovery_level = draw(st.sampled_from([0, 1, 2, 3, 5]))
+            run.kill(failed_s, cycle, iteration, decided_s=later(), recovery_level=recovery_level, job=job)
         if draw(st.booleans()):
             run.end_job(later(), job, exit_code=draw(st.sampled_from([0, 1, 75])))
     dropped = draw(st.sets(st.integers(0, 200), max_size=20))

@@ -1,4 +1,4 @@
-"""Loads of a state onto the device: copied there while it is proven, from memory, disk, or through the host."""
+"""Loads of a state onto the device: copied there while it is verified, from memory, disk, or through the host."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_was_saved_is_loaded(
     device: torch.device, tmp_path: Path, tier: str, landed: list[tuple[int, int]], has_stepped: bool, digests: bool
 ) -> None:
     """Model and optimizer are what was saved, to the bit, also where the optimizer has not made its state yet; its
-    tensors lie on the device, and all large ones came there while they were proven, by the device where it can."""
+    tensors lie on the device, and all large ones came there while they were verified, by the device where it can."""
     expected = save(device, tmp_path)
     other, manager = Training(device, has_stepped=has_stepped), manage(tmp_path)
     restored = manager.load_latest(other.state)

@@ -91,7 +91,7 @@ def begin_overlapped(device: torch.device, folder: Path) -> tuple[Training, Chec
 
 
 def load(folder: Path, device: torch.device) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the newest generation of a folder, loaded into another training."""
+    """Return the newest checkpoint of a folder, loaded into another training."""
     other, manager = Training(device), manage(folder)
     other.set(999)
     restored = manager.load_latest(other.state)

@@ -104,9 +104,9 @@ def test_only_workers_use_the_driver(tmp_path: Path, options: list[str]) -> None
     ) as cluster:
         cluster.wait_for(f"computed on {'cuda' if ON_GPU else 'cpu'}", PATIENCE_S)
         worker = cluster.worker_pid(0)
-        zygote = psutil.Process(worker).ppid()
-        assert "outlast.runtime.zygote" in " ".join(psutil.Process(zygote).cmdline())
-        used = {name: driver_files(pid) for name, pid in (("agent", cluster.agent(0).pid), ("zygote", zygote))}
+        fork_server = psutil.Process(worker).ppid()
+        assert "outlast.runtime.fork_server" in " ".join(psutil.Process(fork_server).cmdline())
+        used = {name: driver_files(pid) for name, pid in (("agent", cluster.agent(0).pid), ("zygote", fork_server))}
         used_by_worker = driver_files(worker)
         (tmp_path / "go").touch()
         assert cluster.wait(PATIENCE_S) == [0], cluster.tails()

@@ -36,10 +36,10 @@ from outlast.integrations.slurm.jobs import load_requeue_state
 from outlast.journal import decode_events
 from outlast.launch import protocol as agent_messages
 from outlast.launch.control import Introduction, join_handshake
-from outlast.launch.ladder_file import load_ladder
+from outlast.launch.recovery_state_file import load_recovery_state
 from outlast.monitor.examination import Books
 from outlast.monitor.learned_timeouts import read_learned
-from outlast.policy.recovery_point import decode_distrusted
+from outlast.policy.recovery_point import decode_excluded
 from outlast.policy.rerun import Diagnosis
 from outlast.ray.actor_state import HeldState
 from outlast.runtime.board import Board, MarkChanged
@@ -210,7 +210,9 @@ DECODERS: dict[str, Decoder] = {
         (msgspec.DecodeError,),
     ),
     "ladder.json": Decoder(
-        file_of("ladder.json", lambda folder: load_ladder(folder, is_new_job=True)), ({"job": "j"},), (ConfigError,)
+        file_of("ladder.json", lambda folder: load_recovery_state(folder, is_new_job=True)),
+        ({"job": "j"},),
+        (ConfigError,),
     ),
     "requeue.json": Decoder(file_of("requeue.json", load_requeue_state), ({"retries": 1},), (ConfigError,)),
     "a diagnosis": Decoder(lambda data: from_json(data, Diagnosis), ({"rank": 0},), (msgspec.DecodeError,)),
@@ -237,7 +239,7 @@ DECODERS: dict[str, Decoder] = {
         (ConfigError,),
     ),
     "excluded copies": Decoder(
-        lambda data: decode_distrusted(data.decode(errors="replace")), ([{"a": 1}],), (msgspec.DecodeError,)
+        lambda data: decode_excluded(data.decode(errors="replace")), ([{"a": 1}],), (msgspec.DecodeError,)
     ),
     "torch's error file": Decoder(parse_json, ({"message": {"message": "m"}},), (ValueError,)),
     "a datagram to the agent": Decoder(

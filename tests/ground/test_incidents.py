@@ -1,4 +1,4 @@
-"""Incidents, verdicts and events: plain facts that survive JSON and read well."""
+"""Incidents, decisions and events: plain facts that survive JSON and read well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import msgspec
 import pytest
 
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, Event, EventKind, Incident, IncidentKind, RecoveryLevel
 
 
 @pytest.mark.parametrize("kind", IncidentKind)
@@ -48,10 +48,10 @@ def test_incident_survives_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(incident), type=Incident) == incident
 
 
-def test_verdict_survives_json() -> None:
-    """A verdict read back is the same."""
-    verdict = Verdict(rung=Rung.STOP, reason="over", exit_code=93, quarantine=("a",))
-    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
+def test_decision_survives_json() -> None:
+    """A decision read back is the same."""
+    decision = Decision(recovery_level=RecoveryLevel.STOP, reason="over", exit_code=93, quarantine=("a",))
+    assert msgspec.json.decode(msgspec.json.encode(decision), type=Decision) == decision
 
 
 def test_event_of_an_unknown_kind_is_refused() -> None:
@@ -61,15 +61,15 @@ def test_event_of_an_unknown_kind_is_refused() -> None:
         msgspec.json.decode(line, type=Event)
 
 
-def test_rungs_go_from_cheap_to_dear() -> None:
-    """The ladder's rungs are ordered by their cost."""
-    assert list(Rung) == sorted(Rung)
-    assert Rung.RERUN_STEP < Rung.RESTART_WORKERS < Rung.REPLACE_NODE < Rung.STOP
+def test_level_go_from_cheap_to_dear() -> None:
+    """The recovery policy's recovery levels are ordered by their cost."""
+    assert list(RecoveryLevel) == sorted(RecoveryLevel)
+    assert RecoveryLevel.RERUN_STEP < RecoveryLevel.RESTART_WORKERS < RecoveryLevel.REPLACE_NODE < RecoveryLevel.STOP
 
 
-@pytest.mark.parametrize("enum", [Rung, IncidentKind, EventKind])
+@pytest.mark.parametrize("enum", [RecoveryLevel, IncidentKind, EventKind])
 def test_every_word_is_explained(enum: type) -> None:
-    """Each rung, kind of incident and kind of event has its meaning written under it."""
+    """Each recovery level, kind of incident and kind of event has its meaning written under it."""
     body = ast.parse(inspect.getsource(enum)).body[0]
     assert isinstance(body, ast.ClassDef)
     for statement, following in zip(body.body, [*body.body[1:], None], strict=True):

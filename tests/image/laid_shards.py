@@ -47,7 +47,7 @@ def bytes_of(staged: Staged) -> bytes:
 
 
 def manifest_of(staged: Staged, identity: Identity = IDENTITY) -> Manifest:
-    """Return the manifest of a generation that is this one shard."""
+    """Return the manifest of a checkpoint that is this one shard."""
     image = staged.arena.view(staged.num_bytes)
     entry = ShardEntry.of(0, image, digest_image(image), finite=True)
     return Manifest(

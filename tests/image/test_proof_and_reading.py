@@ -1,4 +1,4 @@
-"""A shard is proven before anything is touched, and read into live tensors as it was proven."""
+"""A shard is verified before anything is touched, and read into live tensors as it was verified."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def test_a_whole_shard_in_the_wrong_place_is_untrusted(laid: Laid, other: dict[s
 
 
 def test_what_changes_after_the_proof_is_not_used(laid: Laid) -> None:
-    """Bytes that are not those that were proven are noticed as they are read."""
+    """Bytes that are not those that were verified are noticed as they are read."""
     proof = prove_shard(laid.fd, laid.manifest, 0)
     flip(laid.path, laid.span("big")[0] + 12)
     with pytest.raises(Corrupt):
         read_tensors(laid.fd, laid.manifest, 0, proof, {})
 
 
-def test_a_shard_in_longer_memory_is_proven_where_it_lies() -> None:
+def test_a_shard_in_longer_memory_is_verified_where_it_lies() -> None:
     """In shared memory a shard may be followed by anything; a change of its own bytes is found there too."""
     staged = stage({"w": torch.randn(3 << 20)})
     manifest = manifest_of(staged)
@@ -131,13 +131,13 @@ def test_a_shard_in_longer_memory_is_proven_where_it_lies() -> None:
 
 
 def test_the_cheap_look_tells_what_is_missing(laid: Laid, tmp_path: Path) -> None:
-    """A file that is not there is missing; one of the right length passes until it is proven."""
+    """A file that is not there is missing; one of the right length passes until it is verified."""
     with pytest.raises(Incomplete, match="missing"):
         check_shard(tmp_path / "nowhere", laid.manifest, 0)
     check_shard(laid.path, laid.manifest, 0)
 
 
-def test_a_tiny_shard_is_proven_and_read(tmp_path: Path) -> None:
+def test_a_tiny_shard_is_verified_and_read(tmp_path: Path) -> None:
     """A state of less than a chunk takes the same way."""
     tensors = {"w": torch.tensor([1.5, -2.5], dtype=torch.float16)}
     manifest = lay(tensors, tmp_path / "s")

@@ -299,20 +299,20 @@ def judge(ends: dict[int, dict[str, Any]], codes: dict[int, int], running: list[
     """Return how a sequence ended: ``completed``, ``aborted``, or what must not be."""
     kinds = [one["end"] for one in ends.values()]
     values = sorted({one["value"] for one in ends.values() if one["end"] == "value"})
-    verdict = "mixed"
+    decision = "mixed"
     if running:
-        verdict = "hung"
+        decision = "hung"
     elif any(code not in (0, -signal.SIGKILL, -signal.SIGTERM) for code in codes.values()):
-        verdict = "crashed"
+        decision = "crashed"
     elif values and "abort" not in kinds:
-        verdict = "completed" if len(values) == 1 else "torn"
+        decision = "completed" if len(values) == 1 else "torn"
     elif "abort" in kinds and not values:
         has_counts = all(one["counts"].keys() >= {"restarts", "faults"} for one in ends.values() if "counts" in one)
-        verdict = "aborted" if has_counts else "uncounted"
+        decision = "aborted" if has_counts else "uncounted"
     elif not ends or set(kinds) == {"left"}:
-        verdict = "aborted"  # nobody is left who could say so
+        decision = "aborted"  # nobody is left who could say so
     return {
-        "verdict": verdict,
+        "verdict": decision,
         "values": values,
         "ends": {str(rank): one["end"] for rank, one in ends.items()},
         "why": sorted({one["why"] for one in ends.values() if "why" in one}),

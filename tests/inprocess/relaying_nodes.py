@@ -18,7 +18,7 @@ import msgspec
 
 from outlast import clock
 from outlast.launch import protocol as m
-from outlast.launch.rank_hub import RankHub
+from outlast.launch.in_process_restarts import InProcessRestarts
 from outlast.launch.rank_relay import RankRelay
 
 
@@ -27,15 +27,15 @@ class Nodes:
 
     def __init__(self, num: int) -> None:
         self.relays = {f"n{number}": RankRelay() for number in range(num)}
-        self.hub: RankHub | None = RankHub()
+        self.coordinator: InProcessRestarts | None = InProcessRestarts()
         self.cycle, self.term = 0, 0
         self.tears = False
         """The coordinator is lost as soon as one of several nodes has its order."""
         self.begin(0)
 
     def begin(self, cycle: int) -> None:
-        self.hub, self.cycle, self.tears = RankHub(), cycle, False
-        self.hub.begin(cycle, self.term)
+        self.coordinator, self.cycle, self.tears = InProcessRestarts(), cycle, False
+        self.coordinator.begin(cycle, self.term)
         for relay in self.relays.values():
             relay.begin_cycle(cycle)
             relay.serve()
@@ -43,11 +43,11 @@ class Nodes:
     def adopt(self) -> None:
         """Let another coordinator take over."""
         self.term += 1
-        self.hub = RankHub()
+        self.coordinator = InProcessRestarts()
         for node, relay in self.relays.items():
             for message in relay.introduce(self.term):
-                self.hub.keep(self.carry(node, message))
-        self.hub.take_over(self.cycle, self.term, self.relays, clock.now_s())
+                self.coordinator.keep(self.carry(node, message))
+        self.coordinator.take_over(self.cycle, self.term, self.relays, clock.now_s())
         self.deliver()
 
     def carry(self, node: str, message: m.FromNode) -> Any:
@@ -55,9 +55,9 @@ class Nodes:
         return msgspec.structs.replace(carried, node=node, epoch="e")
 
     def deliver(self) -> None:
-        if self.hub is None:
+        if self.coordinator is None:
             return
-        orders, self.hub.out = self.hub.out, []
+        orders, self.coordinator.out = self.coordinator.out, []
         is_torn = self.tears and len({node for node, _, _ in orders}) > 1
         for node, _, order in orders:
             self.relays[node].obey(msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=m.OnAgent))
@@ -69,22 +69,22 @@ class Nodes:
     def turn(self) -> None:
         for node, relay in self.relays.items():
             for message in relay.serve():
-                if self.hub is not None:  # else it is lost with the connection
-                    self.hub.take(self.carry(node, message), clock.now_s())
-        if self.hub is not None:
-            self.hub.look(clock.now_s())
+                if self.coordinator is not None:  # else it is lost with the connection
+                    self.coordinator.take(self.carry(node, message), clock.now_s())
+        if self.coordinator is not None:
+            self.coordinator.look(clock.now_s())
             self.deliver()
 
     def until_s(self) -> float:
         due = [relay.deadline_s for relay in self.relays.values()]
-        due.append(None if self.hub is None else self.hub.deadline_s)
+        due.append(None if self.coordinator is None else self.coordinator.deadline_s)
         return min((one for one in due if one is not None), default=clock.now_s() + 1.0)
 
     def command(self, word: str, *rest: str) -> None:
         if word == "cycle":
             self.begin(int(rest[0]))
         elif word == "lose":
-            self.hub = None
+            self.coordinator = None
         elif word == "adopt":
             self.adopt()
         elif word == "tear":

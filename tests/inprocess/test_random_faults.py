@@ -28,10 +28,10 @@ CHUNK = 3
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("first", [*SAMPLE, *(pytest.param(first, marks=pytest.mark.campaign) for first in CAMPAIGN)])
 @pytest.mark.parametrize("hub", ["agent process", "coordinator"])
-def test_any_sequence_of_faults_ends_whole(first: int, hub: str) -> None:
+def test_any_sequence_of_faults_ends_whole(first: int, coordinator: str) -> None:
     """A sequence ends with the bits of the undisturbed run on every rank, or with a RestartAbort that has counts."""
     seeds = [str(seed) for seed in range(first, first + CHUNK)]
-    mode = ["coordinator"] if hub == "coordinator" else []
+    mode = ["coordinator"] if coordinator == "coordinator" else []
     with RankProcesses(Path(fault_sequences.__file__), *mode, *seeds, world_size=1) as runner:
         assert runner.wait(timeout_s=290) == [0], runner.tails()
         undisturbed, *played = [json.loads(line) for line in runner.output(0).splitlines() if line.startswith("{")]

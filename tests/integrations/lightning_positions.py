@@ -1,8 +1,8 @@
-"""Train with Lightning, saving at each step; resume from each generation; compare. One process, many trainings.
+"""Train with Lightning, saving at each step; resume from each checkpoint; compare. One process, many trainings.
 
     python lightning_positions.py FOLDER CASE [EVERY]
 
-Prints, for each case, the generations from which a resumed training ended differently; ``EVERY`` leaves some out.
+Prints, for each case, the checkpoints from which a resumed training ended differently; ``EVERY`` leaves some out.
 """
 
 import hashlib

@@ -371,7 +371,7 @@ def test_a_killed_and_a_hung_rank_are_started_again(tmp_path: Path) -> None:
     assert (tmp_path / "digest").read_text() == gated_training.undisturbed(12)
     kinds = [event.data["incident"]["kind"] for event in read(tmp_path / "run") if event.kind == EventKind.INCIDENT]
     assert {IncidentKind.WORKER_DIED, IncidentKind.WORKER_HUNG} <= set(kinds), kinds
-    assert gated_training.first_iteration(tmp_path, cycle=1) in (2, 4)  # the last generation may not have been durable
+    assert gated_training.first_iteration(tmp_path, cycle=1) in (2, 4)  # the last checkpoint may not have been durable
     assert gated_training.first_iteration(tmp_path, cycle=2) in (6, 8)
     assert flag.exists()
     assert "ft_launcher: without effect here: --ft-workload_check_interval" in launch.process.output()

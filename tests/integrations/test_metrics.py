@@ -55,7 +55,7 @@ class Listed(metrics.BackgroundSink):
     def _open(self, run: MetricsRun) -> None:
         self._do(f"open {run.run_id} {run.iteration}")
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
         self._do(iteration)
 
     def _close(self) -> None:
@@ -106,7 +106,7 @@ def test_a_full_pipe_holds_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixt
     os.mkfifo(pipe)
     reading, writing = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY)
     try:
-        hanging = metrics.CallableSink(lambda figures, iteration: os.write(writing, b"x" * (1 << 20)), max_queued=8)
+        hanging = metrics.CallableSink(lambda metrics, iteration: os.write(writing, b"x" * (1 << 20)), max_queued=8)
         listed = Listed()
         sinks = metrics.SeveralSinks(hanging, listed)
         sinks.begin_run(RUN)
@@ -129,8 +129,8 @@ def test_a_full_pipe_holds_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixt
 class Figures(Listed):
     """Records metrics, not iterations."""
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
-        self._do(tuple(figures.items()))
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
+        self._do(tuple(metrics.items()))
 
 
 def test_a_sink_writes_the_values_of_its_call() -> None:
@@ -138,8 +138,8 @@ def test_a_sink_writes_the_values_of_its_call() -> None:
     sink, loss = Figures(), torch.tensor(3.0)
     sink.begin_run(RUN)
     sink.gate.clear()
-    figures: Any = {"loss": loss}
-    sink(figures, 1)
+    metrics: Any = {"loss": loss}
+    sink(metrics, 1)
     loss += 2
     sink.gate.set()
     sink.end_run(WITHIN_S)
@@ -246,7 +246,7 @@ def test_sys_exit_within_a_sink_ends_no_thread() -> None:
     """A function that calls sys.exit() loses that record only."""
     seen = []
 
-    def function(figures: dict[str, float], iteration: int) -> None:
+    def function(metrics: dict[str, float], iteration: int) -> None:
         if iteration == 1:
             sys.exit(3)
         seen.append(iteration)
@@ -408,9 +408,9 @@ class Wandb:
         def define_metric(self, name: str, **options: Any) -> None:
             assert not self.is_over
 
-        def log(self, figures: dict[str, float]) -> None:
+        def log(self, metrics: dict[str, float]) -> None:
             assert not self.is_over, "the run is finished"
-            self.logged.append(int(figures["outlast/iteration"]))
+            self.logged.append(int(metrics["outlast/iteration"]))
 
         def finish(self) -> None:
             self.owner.gate.wait(WITHIN_S)

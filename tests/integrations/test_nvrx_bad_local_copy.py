@@ -103,9 +103,9 @@ def test_a_nan_soon_after_a_local_load_leads_to_the_global_checkpoint(tmp_path: 
         "cycle 2 resumes at 10 from global",
     ], output
     assert "ends with 24.0" in output
-    ladder = json.loads((tmp_path / "run" / "ladder.json").read_text())
-    assert [load["generation"] for load in ladder["loads"]] == [15]  # what is only found is not charged
-    (excluded,) = ladder["distrusted"]
+    recovery_state = json.loads((tmp_path / "run" / "ladder.json").read_text())
+    assert [load["generation"] for load in recovery_state["loads"]] == [15]  # what is only found is not charged
+    (excluded,) = recovery_state["distrusted"]
     assert (excluded["generation"], excluded["iteration"]) == (15, 17)
     assert (tmp_path / "global" / "latest_checkpointed_iteration.txt").read_text() == "20"
     assert (tmp_path / "global" / "latest_checkpointed_iteration.txt.diagnostic").read_text() == "17"

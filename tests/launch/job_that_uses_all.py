@@ -1,6 +1,6 @@
 """A training script for tests that has all connections at once: a session that replicates, in a wrapped function.
 
-Arguments: a folder, and how many cycles end with a failure. In each cycle, once a generation is committed, each rank
+Arguments: a folder, and how many cycles end with a failure. In each cycle, once a checkpoint is committed, each rank
 creates ``ready-<cycle>-<rank>`` there, with the port of the launcher's store, and goes on when there is ``go-<cycle>``;
 rank 0 first writes ``store-<cycle>``, what the stores of the ranks hold.
 """

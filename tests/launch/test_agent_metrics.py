@@ -22,13 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outlast import clock
 from outlast.errors import ConfigError
-from outlast.incidents import Cause, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, Decision, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.launch import metrics_endpoint
 from outlast.launch.metrics_endpoint import MetricsEndpoint
 from outlast.launch.node_metrics import METRICS, AgentOutlook, NodeHistory
 from outlast.launch.options import parse_options
 from outlast.launch.protocol import LiveBudgets
-from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.recovery_policy import Limits, RecoveryState
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.injection import armed
 from outlast.runtime.journal import Journal
@@ -75,9 +75,9 @@ def scrape(url: str) -> Figures:
     return found
 
 
-def one(figures: Figures, name: str, **labels: str) -> float | None:
+def one(metrics: Figures, name: str, **labels: str) -> float | None:
     """Return the value of the only series with these labels."""
-    values = [value for own, value in figures.get(f"outlast_{name}", []) if labels.items() <= own.items()]
+    values = [value for own, value in metrics.get(f"outlast_{name}", []) if labels.items() <= own.items()]
     assert len(values) <= 1, (name, values)
     return values[0] if values else None
 
@@ -92,10 +92,10 @@ def scrape_until(url: str, name: str, value: float, **labels: str) -> Figures:
     """Scrape again and again until a figure is reached."""
     deadline_s = clock.now_s() + LONG_S
     while True:
-        figures = scrape(url)
-        if (one(figures, name, **labels) or 0.0) >= value:
-            return figures
-        assert clock.now_s() < deadline_s, figures
+        metrics = scrape(url)
+        if (one(metrics, name, **labels) or 0.0) >= value:
+            return metrics
+        assert clock.now_s() < deadline_s, metrics
         time.sleep(0.05)
 
 
@@ -128,35 +128,35 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
         urls = urls_of(cluster)
         assert len(set(urls)) == 2
         seen = [scrape_until(url, "committed_iteration", 4, tier="local") for url in urls]
-        ranks = [figures["outlast_rank_iteration"][0][0]["rank"] for figures in seen]
+        ranks = [metrics["outlast_rank_iteration"][0][0]["rank"] for metrics in seen]
         assert sorted(ranks) == ["0", "1"]
-        for figures, rank, node in zip(seen, ranks, ("node-0", "node-1"), strict=True):
-            assert figures["outlast_rank_section_info"] == [
+        for metrics, rank, node in zip(seen, ranks, ("node-0", "node-1"), strict=True):
+            assert metrics["outlast_rank_section_info"] == [
                 ({"run_id": cluster.run_id, "node": node, "rank": rank, "section": "step"}, 1.0)
             ]
-            assert one(figures, "rank_state", rank=rank, state="running") == 1
-            assert one(figures, "rank_heartbeat_age_seconds", rank=rank) is not None
-            assert [one(figures, name) for name in ("cycle", "world_size", "num_nodes", "spares")] == [0, 2, 2, 0]
-            assert one(figures, "node_iteration") == 5
-            assert one(figures, "agent_state", state="running") == 1
-            assert one(figures, "cycles_started_total") == 1
-            assert (one(figures, "saves_total") or 0) >= 2
-            assert 0 < (one(figures, "job_goodput") or 0) < 1
-            assert {name.removeprefix("outlast_") for name in figures} <= set(METRICS)
-        assert sorted(one(figures, "agent_is_coordinator") or 0 for figures in seen) == [0, 1]
+            assert one(metrics, "rank_state", rank=rank, state="running") == 1
+            assert one(metrics, "rank_heartbeat_age_seconds", rank=rank) is not None
+            assert [one(metrics, name) for name in ("cycle", "world_size", "num_nodes", "spares")] == [0, 2, 2, 0]
+            assert one(metrics, "node_iteration") == 5
+            assert one(metrics, "agent_state", state="running") == 1
+            assert one(metrics, "cycles_started_total") == 1
+            assert (one(metrics, "saves_total") or 0) >= 2
+            assert 0 < (one(metrics, "job_goodput") or 0) < 1
+            assert {name.removeprefix("outlast_") for name in metrics} <= set(METRICS)
+        assert sorted(one(metrics, "agent_is_coordinator") or 0 for metrics in seen) == [0, 1]
 
         psutil.Process(cluster.worker_pid(1)).suspend()
         scrape_until(urls[ranks.index("1")], "rank_state", 1, rank="1", state="stopped")
         psutil.Process(cluster.worker_pid(1)).kill()
         later = [scrape_until(url, "cycles_started_total", 2) for url in urls]
-        assert [one(figures, "cycle") for figures in later] == [1, 1]
-        host = next(url for url, figures in zip(urls, later, strict=True) if one(figures, "agent_is_coordinator"))
+        assert [one(metrics, "cycle") for metrics in later] == [1, 1]
+        host = next(url for url, metrics in zip(urls, later, strict=True) if one(metrics, "agent_is_coordinator"))
         for url in urls:
-            figures = scrape_until(url, "restarts_total", 1, rung="restart_workers")
-            assert one(figures, "restarts_total", rung="replace_node") == 0
-            assert one(figures, "budget_left", budget="restarts") == 2
-        figures = scrape_until(host, "last_incident_info", 1, kind="worker_died", exit_code="-9")
-        assert one(figures, "last_incident_info", culprit_rank="1", rung="restart_workers") == 1
+            metrics = scrape_until(url, "restarts_total", 1, recovery_level="restart_workers")
+            assert one(metrics, "restarts_total", recovery_level="replace_node") == 0
+            assert one(metrics, "budget_left", budget="restarts") == 2
+        metrics = scrape_until(host, "last_incident_info", 1, kind="worker_died", exit_code="-9")
+        assert one(metrics, "last_incident_info", root_cause_rank="1", recovery_level="restart_workers") == 1
         counted = sum(one(scrape(url), "incidents_total", kind="worker_died") or 0 for url in urls)
         assert counted == 1
         go_on.touch()
@@ -182,14 +182,14 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
         cluster.wait_for("the node is a spare", LONG_S)
         urls = dict(zip((agent.name for agent in cluster.agents), urls_of(cluster), strict=True))
         for url in urls.values():
-            figures = scrape_until(url, "budget_left", 2, budget="restarts")
-            figures = scrape_until(url, "incidents_total", 0, kind="worker_died")
+            metrics = scrape_until(url, "budget_left", 2, budget="restarts")
+            metrics = scrape_until(url, "incidents_total", 0, kind="worker_died")
             counters = {f"outlast_{name}" for name, metric in METRICS.items() if metric.is_counter}
-            assert counters <= set(figures)
-            assert {value for name in counters - {"outlast_cycles_started_total"} for _, value in figures[name]} == {0}
-            assert {own["kind"] for own, _ in figures["outlast_incidents_total"]} == set(IncidentKind)
-            assert one(figures, "excluded_nodes") == one(figures, "missing_nodes") == 0
-            assert one(figures, "timeout_seconds", timeout="node_heartbeat_timeout") == 5
+            assert counters <= set(metrics)
+            assert {value for name in counters - {"outlast_cycles_started_total"} for _, value in metrics[name]} == {0}
+            assert {own["kind"] for own, _ in metrics["outlast_incidents_total"]} == set(IncidentKind)
+            assert one(metrics, "excluded_nodes") == one(metrics, "missing_nodes") == 0
+            assert one(metrics, "timeout_seconds", timeout="node_heartbeat_timeout") == 5
         places = {
             event.data["ranks"][0]: event.node for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED
         }
@@ -200,7 +200,7 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
         scrape_until(urls[places[1]], "rank_state", 1, rank="1", state="starting")
         worker.kill()
         for url in urls.values():
-            scrape_until(url, "restarts_total", 1, rung="restart_workers")
+            scrape_until(url, "restarts_total", 1, recovery_level="restart_workers")
         cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, LONG_S)
         host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         host.kill()
@@ -212,10 +212,10 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
             assert clock.now_s() < deadline_s, seen
             for name, url in urls.items():
                 shown = scrape(url)["outlast_restarts_total"]
-                seen[name].append({own["rung"]: value for own, value in shown})
+                seen[name].append({own["recovery_level"]: value for own, value in shown})
         for all_seen in seen.values():
             for before, after in pairwise(all_seen):
-                assert all(after[rung] >= value for rung, value in before.items()), all_seen
+                assert all(after[recovery_level] >= value for recovery_level, value in before.items()), all_seen
             assert all_seen[-1]["restart_workers"] >= 1
         while sum(one(scrape(url), "agent_is_coordinator") or 0 for url in urls.values()) != 1:
             assert clock.now_s() < deadline_s, seen
@@ -229,15 +229,17 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
                     ends[name] = scrape(url)
                 except OSError:
                     del urls[name]
-        assert [one(figures, "job_exit_code", reason="failed") for figures in ends.values()] == [1, 1]
-        causes = [own for figures in ends.values() for own, _ in figures.get("outlast_last_incident_info", [])]
-        exits = [value for figures in ends.values() for _, value in figures.get("outlast_rank_exit_code", [])]
+        assert [one(metrics, "job_exit_code", reason="failed") for metrics in ends.values()] == [1, 1]
+        causes = [own for metrics in ends.values() for own, _ in metrics.get("outlast_last_incident_info", [])]
+        exits = [value for metrics in ends.values() for _, value in metrics.get("outlast_rank_exit_code", [])]
         assert 3 in exits
         assert set(exits) <= {3, -signal.SIGTERM, -signal.SIGKILL}  # a node may end its rank before that exits
         codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(LONG_S), strict=True))
         assert codes.pop(host.name) == -9
         assert set(codes.values()) == {1}
-        assert [(own["kind"], own["exit_code"], own["rung"]) for own in causes] == [("worker_failed", "3", "stop")]
+        assert [(own["kind"], own["exit_code"], own["recovery_level"]) for own in causes] == [
+            ("worker_failed", "3", "stop")
+        ]
 
 
 @pytest.mark.slow
@@ -377,12 +379,12 @@ def test_what_the_journal_holds_is_counted(
         kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=1, evidence={"cause": cause, "tier": "x"}
     )
     failed = Incident(kind=IncidentKind.SAVE_FAILED, node="a", rank=0, evidence={"tier": "local"})
-    verdict = Verdict(rung=Rung.RESTART_WORKERS, reason="again")
+    decision = Decision(recovery_level=RecoveryLevel.RESTART_WORKERS, reason="again")
     agent.write(EventKind.JOB_STARTED, start_up_s=15.0)
     agent.write(EventKind.CYCLE_STARTED, cycle=0, ranks=[0])
     agent.write(EventKind.INCIDENT, incident=incident)
-    coordinator.write(EventKind.VERDICT, cycle=0, incident=incident, verdict=verdict)
-    coordinator.write(EventKind.VERDICT, cycle=0, verdict=verdict)  # no incident: nothing was restarted for it
+    coordinator.write(EventKind.DECISION, cycle=0, incident=incident, verdict=decision)
+    coordinator.write(EventKind.DECISION, cycle=0, verdict=decision)  # no incident: nothing was restarted for it
     now_ns = clock.wall_ns()
     for begin, end_ns in ((0, now_ns - 5_000_000_000), (5, now_ns)):  # half of the first ten steps are lost
         for iteration in (begin, begin + 1, 10):
@@ -417,8 +419,8 @@ def test_what_the_journal_holds_is_counted(
     assert found["job_goodput",] == pytest.approx(5.0 / 15.0, rel=0.1)
 
     endpoint.show(lambda: AgentOutlook(job="job-1", is_host=True))
-    figures = scrape_until(endpoint.url, "incidents_total", 1, kind="worker_failed")
-    assert one(figures, "agent_is_coordinator") == 1
+    metrics = scrape_until(endpoint.url, "incidents_total", 1, kind="worker_failed")
+    assert one(metrics, "agent_is_coordinator") == 1
     history.read_on("job-2", [])  # the next job begins at 0
     assert {value for name, _, value in history.show() if name == "incidents_total"} == {0}
 
@@ -427,28 +429,28 @@ def test_what_the_recovery_policy_allows_is_shown(endpoint: MetricsEndpoint) -> 
     """Restarts by remedy, budgets, excluded and missing nodes, timeouts and the exit code are those of the agent;
     what it does not know yet is not shown, and a budget without a limit never is."""
     assert not any("restarts" in name or "budget" in name for name in scrape(endpoint.url))
-    ladder = LadderState(
-        restarts_by_rung={"REPLACE_NODE": 4}, restarts_without_progress=1, quarantined=("n3", "n1"), held_back=("n1",)
+    recovery_state = RecoveryState(
+        restarts_by_level={"REPLACE_NODE": 4}, restarts_without_progress=1, quarantined=("n3", "n1"), held_back=("n1",)
     )
     limits = Limits(max_restarts=3, max_no_progress_cycles=2)
     endpoint.show(
         lambda: AgentOutlook(
             num_missing=2,
-            ladder=ladder,
-            budgets=LiveBudgets.of(ladder, limits),
+            recovery_state=recovery_state,
+            budgets=LiveBudgets.of(recovery_state, limits),
             timeouts={"rank_heartbeat_timeout": 300.0, "exit_timeout": None},
             exit_code=93,
         )
     )
-    figures = scrape(endpoint.url)
-    rungs = ("restart_in_process", "restart_workers", "replace_node")
-    assert [one(figures, "restarts_total", rung=rung) for rung in rungs] == [0, 0, 4]
-    budgets = {own["budget"]: value for own, value in figures["outlast_budget_left"]}
+    metrics = scrape(endpoint.url)
+    level = ("restart_in_process", "restart_workers", "replace_node")
+    assert [one(metrics, "restarts_total", recovery_level=recovery_level) for recovery_level in level] == [0, 0, 4]
+    budgets = {own["budget"]: value for own, value in metrics["outlast_budget_left"]}
     assert budgets == {"restarts": 2, "no_progress_cycles": 2}
-    assert (one(figures, "missing_nodes"), one(figures, "excluded_nodes")) == (2, 2)
-    assert [own["excluded_node"] for own, _ in figures["outlast_excluded_node_info"]] == ["n1", "n3"]
-    assert [own["timeout"] for own, _ in figures["outlast_timeout_seconds"]] == ["rank_heartbeat_timeout"]
-    assert one(figures, "job_exit_code", reason="no_progress") == 93
+    assert (one(metrics, "missing_nodes"), one(metrics, "excluded_nodes")) == (2, 2)
+    assert [own["excluded_node"] for own, _ in metrics["outlast_excluded_node_info"]] == ["n1", "n3"]
+    assert [own["timeout"] for own, _ in metrics["outlast_timeout_seconds"]] == ["rank_heartbeat_timeout"]
+    assert one(metrics, "job_exit_code", reason="no_progress") == 93
 
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "finished"), (143, "sigterm"), (75, "preempted"), (42, "other")])
@@ -489,9 +491,9 @@ def test_a_hung_disk_holds_up_no_scrape(tmp_path: Path, endpoint: MetricsEndpoin
         try:
             assert hangs.wait(60.0)
             for _ in range(3):
-                figures = scrape(endpoint.url)
-                assert one(figures, "agent_state", state="running") == 1
-                assert one(figures, "journal_age_seconds") is None
+                metrics = scrape(endpoint.url)
+                assert one(metrics, "agent_state", state="running") == 1
+                assert one(metrics, "journal_age_seconds") is None
             endpoint.close()
         finally:
             answers.set()

@@ -1,4 +1,4 @@
-"""The coordinator's promises, proven without a network: messages in, messages out."""
+"""The coordinator's promises, verified without a network: messages in, messages out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
+from outlast.launch.decisions import Record, Remember
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
-from outlast.launch.verdicts import Record, Remember
-from outlast.policy.culprit import Collective, Position
-from outlast.policy.ladder import LadderState, Limits
-from outlast.policy.recovery_point import Distrusted, Load
+from outlast.policy.recovery_point import Exclusion, Load
+from outlast.policy.recovery_policy import Limits, RecoveryState
+from outlast.policy.root_cause import Collective, Position
 
 
 class Job:
@@ -26,7 +26,7 @@ class Job:
 
     def __init__(self, num_slots: int = 2, **settings: Any) -> None:
         self.now_s = 0.0
-        self.state = LadderState()
+        self.state = RecoveryState()
         settings = {"limits": Limits(max_restarts=5), **settings}
         self.coordinator = Coordinator(
             JobSettings(job="job", num_slots=num_slots, **settings),
@@ -290,7 +290,7 @@ def test_only_nodes_that_received_the_signal_are_named(
     for name in NODES:
         job.join(name)
     for name in received if reports_early else ():
-        job.say(m.Noticed(node=name, epoch=f"{name}-1", signal=15))
+        job.say(m.Detected(node=name, epoch=f"{name}-1", signal=15))
     for name in order:
         number = 15 if name in received else 0
         job.say(m.Leave(node=name, epoch=f"{name}-1", saved=True, signal=number))
@@ -501,7 +501,7 @@ def test_cause_is_what_cannot_be_an_effect(order: tuple[str, str]) -> None:
 
 
 def _load(cycle: int) -> Load:
-    return Load(cycle=f"job-{cycle}", generation=120, attempt="job-0-aa.1", tier="replica", suspect_window=20)
+    return Load(cycle=f"job-{cycle}", checkpoint=120, attempt="job-0-aa.1", tier="replica", suspect_window=20)
 
 
 def test_a_copy_that_proved_bad_is_named_to_every_node() -> None:
@@ -517,8 +517,8 @@ def test_a_copy_that_proved_bad_is_named_to_every_node() -> None:
     job.join("a", ended=m.CycleFacts(cycle=0, load=_load(0)))
     assert {start.cycle for start in job.running.values()} == {1}
     for start in job.running.values():
-        (one,) = start.distrusted
-        assert (one.generation, one.attempt, one.tier) == (120, "job-0-aa.1", "replica")
+        (one,) = start.excluded
+        assert (one.checkpoint, one.attempt, one.tier) == (120, "job-0-aa.1", "replica")
     (written,) = job.incidents
     assert (written.kind, written.rank, written.iteration) == (IncidentKind.COPY_UNTRUSTED, 2, 127)
     assert written.evidence["attempt"] == "job-0-aa.1"
@@ -530,15 +530,17 @@ def test_what_was_decided_survives_the_coordinators_machine() -> None:
     were used, whichever of them comes first."""
     job = Job(num_slots=1, former_host="x")
     job.beats["a"] = 0
-    one = Distrusted(generation=120, attempt="job-0-aa.1", tier="memory")
+    one = Exclusion(checkpoint=120, attempt="job-0-aa.1", tier="memory")
     place = m.SlotPlace(cycle=7, slot=0, num_slots=1)
-    ladder = LadderState(number=9, distrusted=(one,), restarts_without_progress=4, restarts_total=7)
-    earlier = LadderState(number=8, restarts_without_progress=3, restarts_total=6)
-    message = m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=place, running=True, ladder=ladder)
-    job.say(msgspec.structs.replace(message, node="s", epoch="s-1", place=None, running=False, ladder=earlier))
+    recovery_state = RecoveryState(number=9, excluded=(one,), restarts_without_progress=4, restarts_total=7)
+    earlier = RecoveryState(number=8, restarts_without_progress=3, restarts_total=6)
+    message = m.Register(
+        node="a", epoch="a-1", addr="a", nproc=2, place=place, running=True, recovery_state=recovery_state
+    )
+    job.say(msgspec.structs.replace(message, node="s", epoch="s-1", place=None, running=False, recovery_state=earlier))
     job.say(message)
     job.say(message)
-    assert job.state.distrusted == (one,)
+    assert job.state.excluded == (one,)
     assert (job.state.restarts_without_progress, job.state.restarts_total) == (4, 7)
     job.running["a"] = m.Start(
         cycle=7,
@@ -553,8 +555,8 @@ def test_what_was_decided_survives_the_coordinators_machine() -> None:
     )
     job.fail("a")
     job.pass_time(30)  # the delay of a fifth restart without progress
-    assert job.running["a"].distrusted == (one,)
-    decided = [message.ladder for message in job.said["a"] if isinstance(message, m.Decided)]
+    assert job.running["a"].excluded == (one,)
+    decided = [message.recovery_state for message in job.said["a"] if isinstance(message, m.Decided)]
     assert (decided[-1].restarts_total, job.coordinator.stop) == (8, None)
     job.fail("a")
     assert job.coordinator.stop is not None

@@ -14,7 +14,7 @@ from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
-from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.recovery_policy import Limits, RecoveryState
 
 FEW, MANY = 100, 400
 MOST_GROWTH = 1.5
@@ -55,7 +55,7 @@ class Nodes:
     def make(self, **settings: Any) -> Coordinator:
         return Coordinator(
             JobSettings(job="job", num_slots=self.num, limits=Limits(max_restarts=9), **settings),
-            LadderState(),
+            RecoveryState(),
         )
 
     def say(self, *messages: m.ToCoordinator) -> None:
@@ -166,6 +166,6 @@ def test_work_for_a_message_does_not_grow_with_the_nodes(
 @pytest.mark.process
 def test_crowd_meets_loses_some_and_meets_again() -> None:
     """A few hundred simulated agents form a cycle with a real coordinator, lose 64 at once, and form the next."""
-    figures = rendezvous_crowd.meet(200)
-    assert figures.rss_mib > 0
-    assert figures.node_kib < 64, "a node's share of the coordinator's memory"
+    metrics = rendezvous_crowd.meet(200)
+    assert metrics.rss_mib > 0
+    assert metrics.node_kib < 64, "a node's share of the coordinator's memory"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, Incident, IncidentKind, RecoveryLevel
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
+from outlast.launch.decisions import REPORT_S, Record, RestartReports
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
-from outlast.launch.verdicts import REPORT_S, Record, RestartReports
-from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.recovery_policy import Limits, RecoveryState
 
 FAULT = Incident(kind=IncidentKind.WORKER_FAILED, rank=3, evidence={"summary": "ValueError"})
 
@@ -20,11 +20,11 @@ class Job:
     """A coordinator of two nodes, a and b, with two ranks each, whose cycle 0 runs."""
 
     def __init__(self, max_restarts: int = 5) -> None:
-        self.verdicts: list[Verdict] = []
+        self.decisions: list[Decision] = []
         self.incidents: list[Incident] = []
         self.told: list[tuple[str, m.ToNode]] = []
         settings = JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=max_restarts))
-        self.coordinator = Coordinator(settings, LadderState())
+        self.coordinator = Coordinator(settings, RecoveryState())
         for node in "ab":
             self.join(node)
         self.start(0)
@@ -32,8 +32,8 @@ class Job:
     def say(self, message: m.ToCoordinator) -> None:
         self.told += [(node, reply) for node, _, reply in self.coordinator.handle(message, 0.0)]
         for effect in self.coordinator.take_effects():
-            if isinstance(effect, Record) and isinstance(verdict := effect.data.get("verdict"), Verdict):
-                self.verdicts.append(verdict)
+            if isinstance(effect, Record) and isinstance(decision := effect.data.get("verdict"), Decision):
+                self.decisions.append(decision)
                 if isinstance(incident := effect.data.get("incident"), Incident):
                     self.incidents.append(incident)
 
@@ -53,8 +53,8 @@ class Job:
         self.say(m.Finished(node=node, epoch="1", facts=m.CycleFacts(cycle=0, incident=lost)))
 
     @property
-    def rungs(self) -> list[Rung]:
-        return [verdict.rung for verdict in self.verdicts]
+    def level(self) -> list[RecoveryLevel]:
+        return [decision.recovery_level for decision in self.decisions]
 
 
 def test_each_restart_is_charged_once_though_every_node_tells() -> None:
@@ -62,7 +62,7 @@ def test_each_restart_is_charged_once_though_every_node_tells() -> None:
     job = Job()
     for node, restart_count in (("a", 1), ("b", 1), ("a", 2), ("a", 3), ("b", 2), ("b", 3)):
         job.restarted(node, restart_count)
-    assert job.rungs == [Rung.RESTART_IN_PROCESS] * 3
+    assert job.level == [RecoveryLevel.RESTART_IN_PROCESS] * 3
     assert job.coordinator.state.restarts_without_progress == 3
     assert job.coordinator.phase == JobPhase.RUNNING
 
@@ -74,7 +74,7 @@ def test_another_call_counts_anew() -> None:
     job.restarted("a", 1, call=1)
     job.restarted("b", 1, call=1)
     job.restarted("b", 9, cycle=7)
-    assert job.rungs == [Rung.RESTART_IN_PROCESS] * 2
+    assert job.level == [RecoveryLevel.RESTART_IN_PROCESS] * 2
 
 
 @pytest.mark.parametrize(("rank", "node"), [(1, "a"), (3, "b"), (9, ""), (None, "")])
@@ -103,7 +103,7 @@ def test_a_node_that_lost_all_waits_for_one_that_finished() -> None:
         job.restarted("b", 1)
         for node in order:
             job.finished(node, FAULT if node == "a" else None)
-        assert job.verdicts[-1].exit_code == ExitReason.FINISHED
+        assert job.decisions[-1].exit_code == ExitReason.FINISHED
 
 
 def test_a_world_that_lost_all_has_not_finished() -> None:
@@ -114,7 +114,7 @@ def test_a_world_that_lost_all_has_not_finished() -> None:
     assert [node for node, reply in job.told if isinstance(reply, m.CycleOver)] == ["a", "b"]
     for node in "ab":
         job.join(node, ended=m.CycleFacts(cycle=0))
-    assert job.rungs == [Rung.RESTART_WORKERS]
+    assert job.level == [RecoveryLevel.RESTART_WORKERS]
     job.start(1)
     assert not job.coordinator.state.finished
 

@@ -22,8 +22,8 @@ from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.protocol import JobPhase
-from outlast.policy.culprit import Collective, Position
-from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.recovery_policy import Limits, RecoveryState
+from outlast.policy.root_cause import Collective, Position
 from outlast.runtime.wire import encode_frame
 
 DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(m.FromAgent)
@@ -89,7 +89,7 @@ PLACES = st.one_of(
     ),
 )
 LADDERS = st.builds(
-    LadderState,
+    RecoveryState,
     number=NUMBERS,
     restarts_without_progress=NUMBERS,
     restarts_total=NUMBERS,
@@ -111,7 +111,7 @@ MESSAGES = st.one_of(
         place=PLACES,
         ran=PLACES,
         running=st.booleans(),
-        ladder=st.one_of(st.none(), LADDERS),
+        recovery_state=st.one_of(st.none(), LADDERS),
     ),
     st.builds(m.Running, **WHO, cycle=NUMBERS),
     st.builds(m.Stepped, **WHO, cycle=NUMBERS),
@@ -147,7 +147,7 @@ class Checked:
     """A coordinator whose state is looked at after everything that happens to it."""
 
     def __init__(self, settings: JobSettings) -> None:
-        self.coordinator = Coordinator(settings, LadderState())
+        self.coordinator = Coordinator(settings, RecoveryState())
         self.now_s, self.beats = 0.0, itertools.count()
         self.unanswered: list[tuple[str, str, m.ToNode]] = []
         self.was_over = False

@@ -6,21 +6,21 @@ from typing import Any
 
 import msgspec
 
-from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
+from outlast.launch.decisions import Record, Remember
 from outlast.launch.job_settings import JobSettings
-from outlast.launch.verdicts import Record, Remember
-from outlast.policy.ladder import LadderState, LadderStep, Limits, begin_job
+from outlast.policy.recovery_policy import Limits, RecoveryState, RecoveryStep, begin_job
 from outlast.policy.rerun import Diagnosis, Finding, Replay
 
 
 class Job:
     """A coordinator whose nodes do as they are told."""
 
-    def __init__(self, *nodes: str, state: LadderState | None = None, nproc: dict[str, int] | None = None) -> None:
-        self.state = state or LadderState()
-        self.verdicts: list[tuple[Verdict, Incident | None]] = []
+    def __init__(self, *nodes: str, state: RecoveryState | None = None, nproc: dict[str, int] | None = None) -> None:
+        self.state = state or RecoveryState()
+        self.decisions: list[tuple[Decision, Incident | None]] = []
         settings = JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=9, max_no_progress_cycles=9))
         self.coordinator = Coordinator(settings, self.state)
         self.starts: list[dict[str, m.Start]] = []
@@ -41,8 +41,8 @@ class Job:
             match effect:
                 case Remember(state):
                     self.state = state
-                case Record(EventKind.VERDICT, _, {"verdict": Verdict() as verdict, **others}):
-                    self.verdicts.append((verdict, others.get("incident")))  # type: ignore[arg-type]
+                case Record(EventKind.DECISION, _, {"verdict": Decision() as decision, **others}):
+                    self.decisions.append((decision, others.get("incident")))  # type: ignore[arg-type]
         for name, epoch, told in outbox:
             match told:
                 case m.Prepare():
@@ -109,7 +109,7 @@ def test_a_spare_with_fewer_workers_is_no_other_device() -> None:
 def test_without_the_spare_the_node_has_its_slot_again_and_no_replay() -> None:
     """The spare is gone before the replay began: the node that was held back takes its slot, and the cycle trains as
     usual, since a replay there would prove nothing."""
-    job = Job("a", "b", state=LadderState(held_back=("b",), replay=ASKED))
+    job = Job("a", "b", state=RecoveryState(held_back=("b",), replay=ASKED))
     assert job.starts[0].keys() == {"a", "b"}
     assert {start.replay for start in job.starts[0].values()} == {None}
     assert (job.state.held_back, job.state.replay) == ((), None)
@@ -117,8 +117,8 @@ def test_without_the_spare_the_node_has_its_slot_again_and_no_replay() -> None:
 
 def test_the_next_job_replays_what_was_left() -> None:
     """A replay that a preempted job left is what the first cycle of the next one does."""
-    left = LadderStep(cycle=3, rung=Rung.REQUEUE_JOB, reason="told to leave")
-    job = Job("a", "b", state=begin_job(LadderState(held_back=("b",), replay=ASKED, history=(left,))))
+    left = RecoveryStep(cycle=3, recovery_level=RecoveryLevel.REQUEUE_JOB, reason="told to leave")
+    job = Job("a", "b", state=begin_job(RecoveryState(held_back=("b",), replay=ASKED, history=(left,))))
     assert {start.replay for start in job.starts[0].values()} == {ASKED}
 
 
@@ -126,11 +126,11 @@ def test_the_rank_that_saw_it_is_named_even_if_only_others_were_heard() -> None:
     """All ranks leave with 16; only another rank's end is told: the cause is the rank that the diagnosis names."""
     job = Job("a", "b")
     job.leave("a", 16, found(), rank=0)
-    ((verdict, incident),) = job.verdicts
+    ((decision, incident),) = job.decisions
     assert incident is not None
     assert (incident.node, incident.rank, incident.pid) == ("b", 1, None)
     assert incident.evidence["first_reported_rank"] == 0
-    assert "node b" in verdict.reason
+    assert "node b" in decision.reason
 
 
 def test_the_rank_that_saw_it_is_the_cause_whoever_is_first() -> None:
@@ -139,7 +139,7 @@ def test_the_rank_that_saw_it_is_the_cause_whoever_is_first() -> None:
     job.deaf = {"a", "b"}
     job.leave("a", 16, found(), rank=0)
     job.leave("b", 16, found(), rank=1)
-    ((_, incident),) = job.verdicts
+    ((_, incident),) = job.decisions
     assert incident is not None
     assert (incident.node, incident.rank, incident.pid) == ("b", 1, 77)
 
@@ -162,4 +162,4 @@ def test_an_unreadable_diagnosis_is_none() -> None:
         evidence = {"diagnosis": {"rank": "first"}}
         incident = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=1, exit_code=16, evidence=evidence)
         job.join("b", ended=m.CycleFacts(cycle=job.coordinator.cycle, incident=incident))
-    assert [verdict.exit_code for verdict, _ in job.verdicts] == [None, None, 17]
+    assert [decision.exit_code for decision, _ in job.decisions] == [None, None, 17]

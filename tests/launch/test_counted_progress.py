@@ -64,8 +64,8 @@ def test_a_fault_after_a_commit_is_never_counted_as_without_progress(mode: str, 
     arguments = [str(tmp_path), mode, *map(str, FAULTS)]
     with Cluster(script, *arguments, run_dir=tmp_path / "run", num_nodes=1, options=["--max-restarts=1"]) as job:
         codes = job.wait(timeout_s=500)
-        verdicts = [event.data for event in job.events() if event.kind == EventKind.VERDICT]
-    assert codes == [0], verdicts
-    planned = [re.search(r"planned at (\d+)", one["verdict"]["reason"]) for one in verdicts[:-1]]
-    assert [one and int(one[1]) for one in planned] == list(FAULTS), verdicts
-    assert [one["incident"]["iteration"] for one in verdicts[:-1]] == list(FAULTS), verdicts
+        decisions = [event.data for event in job.events() if event.kind == EventKind.DECISION]
+    assert codes == [0], decisions
+    planned = [re.search(r"planned at (\d+)", one["verdict"]["reason"]) for one in decisions[:-1]]
+    assert [one and int(one[1]) for one in planned] == list(FAULTS), decisions
+    assert [one["incident"]["iteration"] for one in decisions[:-1]] == list(FAULTS), decisions

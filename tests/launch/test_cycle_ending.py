@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.verdicts import CycleEnding
+from outlast.launch.decisions import CycleEnding
 from outlast.policy.causes import Cause
 
 

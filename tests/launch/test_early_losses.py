@@ -17,7 +17,7 @@ from test_coordinator import Job
 from outlast.incidents import EventKind
 from outlast.launch import protocol as m
 from outlast.launch.protocol import JobPhase
-from outlast.policy.ladder import Limits
+from outlast.policy.recovery_policy import Limits
 from outlast.testing import Cluster
 
 LIMIT_S = 300.0

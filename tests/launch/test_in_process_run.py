@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, Rung
+from outlast.incidents import EventKind, RecoveryLevel
 from outlast.testing import Cluster
 
 PATIENCE_S = 250
@@ -97,8 +97,8 @@ def data_of(job: Cluster, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event in job.events() if event.kind == kind]
 
 
-def rungs(job: Cluster) -> list[int]:
-    return [data["verdict"]["rung"] for data in data_of(job, EventKind.VERDICT)]
+def level(job: Cluster) -> list[int]:
+    return [data["verdict"]["rung"] for data in data_of(job, EventKind.DECISION)]
 
 
 def cycles(job: Cluster) -> set[int | None]:
@@ -119,20 +119,20 @@ finish((0, 2))
     with cluster(tmp_path, code) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert cycles(job) == {0}
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
-        incident = data_of(job, EventKind.VERDICT)[0]["incident"]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
+        incident = data_of(job, EventKind.DECISION)[0]["incident"]
         assert (incident["kind"], incident["rank"], incident["exit_code"]) == ("worker_died", 1, -9)
         assert [data["incident"]["rank"] for data in data_of(job, EventKind.INCIDENT)] == [1]
         assert [data.get("spared", False) for data in data_of(job, EventKind.WORKER_EXITED)].count(True) == 1
         assert "1 restart in process, 1 rank lost and not replaced), exit code 0" in job.agent(0).output()
-        ladder = json.loads((tmp_path / "run" / "ladder.json").read_text())
-        assert (ladder["restarts_total"], ladder["finished"]) == (1, True)
+        recovery_state = json.loads((tmp_path / "run" / "ladder.json").read_text())
+        assert (recovery_state["restarts_total"], recovery_state["finished"]) == (1, True)
 
 
 @pytest.mark.slow
 def test_a_fault_that_ends_no_process_is_charged_once_for_all_nodes(tmp_path: Path) -> None:
-    """Every node tells of an exception that was mended; the ladder counts one restart, on the node it happened on. A
-    hang in which every rank waited for others is charged to none."""
+    """Every node tells of an exception that was mended; the recovery policy counts one restart, on the node it
+    happened on. A hang in which every rank waited for others is charged to none."""
     code = """
 arm()
 fault = InProcessFault(rank=3, kind=IncidentKind.WORKER_FAILED, summary="ValueError: three")
@@ -147,12 +147,12 @@ finish(everybody)
 """
     with cluster(tmp_path, code, num_nodes=2, nproc=2) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0, 0]
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.RESTART_IN_PROCESS, Rung.STOP]
-        nobodys = data_of(job, EventKind.VERDICT)[1]["incident"]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
+        nobodys = data_of(job, EventKind.DECISION)[1]["incident"]
         assert not {"rank", "node"} & nobodys.keys()
         assert "every rank that exceeded its timeout waited for others" in nobodys["evidence"]["summary"]
         assert sum(json.loads((tmp_path / "run" / "ladder.json").read_text())["node_faults"].values()) == 1
-        incident = data_of(job, EventKind.VERDICT)[0]["incident"]
+        incident = data_of(job, EventKind.DECISION)[0]["incident"]
         assert (incident["rank"], incident["evidence"]["summary"]) == (3, "ValueError: three")
         assert incident["node"] == next(
             event.node for event in job.events() if event.kind == EventKind.CYCLE_STARTED and 3 in event.data["ranks"]
@@ -179,8 +179,8 @@ finish(everybody)
     with cluster(tmp_path, code) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert cycles(job) == {0, 1}
-        assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
-        assert data_of(job, EventKind.VERDICT)[0]["incident"]["rank"] == 1
+        assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
+        assert data_of(job, EventKind.DECISION)[0]["incident"]["rank"] == 1
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ finish(everybody)
 """
     with cluster(tmp_path, code) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
-        assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
         assert "did not recover in process in time" in job.agent(0).output()
 
 
@@ -216,7 +216,7 @@ raise SystemExit(1)
 """
     with cluster(tmp_path, code, nproc=2) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [ExitReason.NO_PROGRESS]
-        assert rungs(job) == [1, 2, 1, Rung.STOP]
+        assert level(job) == [1, 2, 1, RecoveryLevel.STOP]
 
 
 def test_restarts_in_process_alone_are_bounded_too(tmp_path: Path) -> None:
@@ -231,13 +231,13 @@ for iteration in range(1, 1000):
 """
     with cluster(tmp_path, code, nproc=2, options=("--max-restarts=2",)) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [ExitReason.NO_PROGRESS]
-        assert rungs(job) == [1, 1, Rung.STOP]
+        assert level(job) == [1, 1, RecoveryLevel.STOP]
         assert cycles(job) == {0}
 
 
 @pytest.mark.slow
 def test_progress_renews_what_restarts_in_process_spent(tmp_path: Path) -> None:
-    """With a new durable generation before each, more restarts in process than --max-restarts are no reason to stop."""
+    """With a new durable checkpoint before each, more restarts in process than --max-restarts are no reason to stop."""
     code = """
 from outlast.monitor import RankMonitor
 arm()
@@ -255,7 +255,7 @@ finish(everybody)
 """
     with cluster(tmp_path, code, nproc=2, options=("--max-restarts=1",)) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
-        assert rungs(job) == [1] * 5 + [Rung.STOP]
+        assert level(job) == [1] * 5 + [RecoveryLevel.STOP]
 
 
 @pytest.mark.slow
@@ -272,12 +272,13 @@ finish((0, 1))
     with cluster(tmp_path, code, num_nodes=2, nproc=2) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0, 0]
         assert cycles(job) == {0}
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
 
 
 @pytest.mark.slow
 def test_ranks_lost_on_every_node_restart_the_workers(tmp_path: Path) -> None:
-    """When nobody is left anywhere, nothing was finished: the ladder's next rung follows, never success."""
+    """When nobody is left anywhere, nothing was finished: the recovery policy's next recovery level follows, never
+    success."""
     code = """
 arm()
 if cycle == 0:
@@ -287,7 +288,7 @@ finish(everybody)
     with cluster(tmp_path, code, num_nodes=2, nproc=1) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0, 0]
         assert cycles(job) == {0, 1}
-        assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
 
 
 def test_a_rank_that_fails_after_all_returned_is_a_failure(tmp_path: Path) -> None:
@@ -301,7 +302,7 @@ meet("end", everybody)
 """
     with cluster(tmp_path, code, nproc=2) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
-        assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
 
 
 def test_spares_and_ranks_that_leave_are_not_missed(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ finish((0,))
     with cluster(tmp_path, code) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert cycles(job) == {0}
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
 
 
 @pytest.mark.campaign
@@ -351,7 +352,7 @@ finish(everybody)
     options = ("--ft-rank-section-timeouts=step:3.0",)
     with cluster(tmp_path, code, nproc=2, options=options) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
-        assert rungs(job) == [1, 2, 1, Rung.STOP]
+        assert level(job) == [1, 2, 1, RecoveryLevel.STOP]
         assert len(re.findall(r"section 'step' exceeded 3\.0 s", job.agent(0).output())) >= 1
 
 
@@ -366,7 +367,7 @@ finish(everybody)
 """
     with cluster(tmp_path, code, nproc=2) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
-        assert rungs(job) == [Rung.RESTART_WORKERS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
         assert "restart inside the process exceeded 0.5 s" in job.agent(0).output()
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, Rung
+from outlast.incidents import EventKind, RecoveryLevel
 from outlast.testing import Cluster
 from outlast.testing.ranks import TOKEN, end_processes, free_port, processes_with
 
@@ -135,8 +135,8 @@ def parent(process: psutil.Process) -> int:
         return 0
 
 
-def rungs(job: Cluster) -> list[int]:
-    return [event.data["verdict"]["rung"] for event in job.events() if event.kind == EventKind.VERDICT]
+def level(job: Cluster) -> list[int]:
+    return [event.data["verdict"]["rung"] for event in job.events() if event.kind == EventKind.DECISION]
 
 
 @pytest.mark.extended
@@ -155,7 +155,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> N
     victim = int(fault.split(":")[1])
     with cluster(tmp_path, 4, fault) as job:
         assert job.wait(timeout_s=300) == [0]
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
         ended = ends(tmp_path, 0)
         assert {initial: end["rank"] for initial, end in ended.items()} == {
             **{rank: rank for rank in range(4) if rank != victim},
@@ -166,9 +166,9 @@ def test_a_spare_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> N
         assert all(end["iteration"] == 1 for end in ended.values())
         (restarted,) = [event for event in job.events() if event.kind == EventKind.RESTARTED_IN_PROCESS]
         assert (restarted.data["restart_iteration"], restarted.data["replaced"]) == (1, {str(victim): 4})
-        (verdict, _) = [event.data for event in job.events() if event.kind == EventKind.VERDICT]
-        assert verdict["incident"]["rank"] == victim
-        assert verdict["incident"]["kind"] == ("worker_hung" if "stopped" in fault else "worker_died")
+        (decision, _) = [event.data for event in job.events() if event.kind == EventKind.DECISION]
+        assert decision["incident"]["rank"] == victim
+        assert decision["incident"]["kind"] == ("worker_hung" if "stopped" in fault else "worker_died")
 
 
 @pytest.mark.slow
@@ -177,13 +177,13 @@ def test_what_ends_no_process_replaces_none(fault: str, tmp_path: Path) -> None:
     """An exception, or a hang that can be interrupted, is mended in the same processes and the same places."""
     with cluster(tmp_path, 4, fault) as job:
         assert job.wait(timeout_s=300) == [0]
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
         ended = ends(tmp_path, 0)
         assert {(initial, end["rank"], end["pid"]) for initial, end in ended.items()} == {
             (rank, rank, started(tmp_path, 0, rank)) for rank in range(4)
         }
         assert {end["digest"] for end in ended.values()} == {digest_of(4)}
-        incident = next(event.data["incident"] for event in job.events() if event.kind == EventKind.VERDICT)
+        incident = next(event.data["incident"] for event in job.events() if event.kind == EventKind.DECISION)
         assert incident["rank"] == int(fault.split(":")[1])  # the one that slept, not one that waited for it
         assert "train.py" in incident["evidence"]["summary"]
 
@@ -194,12 +194,12 @@ def test_spares_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:
     """The first loss takes the spare; after the second nobody is left: the next cycle finishes, with all ranks."""
     with cluster(tmp_path, 4, "killed:1:0:0", "killed:2:1:0") as job:
         assert job.wait(timeout_s=300) == [0]
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
         ended = ends(tmp_path, 1)
         assert {initial: end["rank"] for initial, end in ended.items()} == {rank: rank for rank in range(4)}
         assert {end["digest"] for end in ended.values()} == {digest_of(4)}
-        verdicts = [event.data for event in job.events() if event.kind == EventKind.VERDICT]
-        assert [verdict["incident"]["rank"] for verdict in verdicts[:2]] == [1, 2]
+        decisions = [event.data for event in job.events() if event.kind == EventKind.DECISION]
+        assert [decision["incident"]["rank"] for decision in decisions[:2]] == [1, 2]
 
 
 @pytest.mark.campaign
@@ -208,7 +208,7 @@ def test_giving_up_in_every_cycle_ends_with_93(tmp_path: Path) -> None:
     job = cluster(tmp_path, 2, "aborts:1:*", nproc_per_node=3, environment={"reports": "1"})
     with job:
         assert job.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
-        assert rungs(job) == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_a_spare_on_another_node_takes_the_place(tmp_path: Path) -> None:
     """On two nodes a rank of the first is lost; the spare on the second goes in, and both agents end with 0."""
     with cluster(tmp_path, 3, "killed:0:0", num_nodes=2, nproc_per_node=2) as job:
         assert job.wait(timeout_s=300) == [0, 0]
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS, Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
         ended = ends(tmp_path, 0)
         assert {initial: end["rank"] for initial, end in ended.items()} == {1: 1, 2: 2, 3: 0}
         assert {end["digest"] for end in ended.values()} == {digest_of(3)}
@@ -249,7 +249,7 @@ def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
         (tmp_path / "until").unlink()
         codes = {agent.name: agent.wait(60) for agent in job.agents if agent.name != first.node}
         assert set(codes.values()) == {0}
-        assert Rung.REPLACE_NODE in rungs(job)
+        assert RecoveryLevel.REPLACE_NODE in level(job)
         assert {end["digest"] for end in ends(tmp_path, 1).values()} == {digest_of(3)}
 
 
@@ -261,7 +261,7 @@ def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
     with cluster(tmp_path, 3, fault, nproc_per_node=4, environment={"calls": "2"}) as job:
         assert job.wait(timeout_s=300) == [0]
         num = 1 if "killed" in fault else 2
-        assert rungs(job) == [Rung.RESTART_IN_PROCESS] * num + [Rung.STOP]
+        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS] * num + [RecoveryLevel.STOP]
         ended = ends(tmp_path, 0)
         assert {end["iteration"] for end in ended.values()} == {num - 1}
         assert {end["digest"] for end in ended.values()} == {digest_of(3)}

@@ -9,7 +9,7 @@ import pytest
 
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.policy.ladder import LadderState
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process]
@@ -71,9 +71,9 @@ def test_within_the_window_the_next_cycle_is_told_what_not_to_load(nproc: int, t
     (incident,) = _untrusted(cluster)
     assert (incident.rank, incident.iteration) == (nproc - 1, 127)
     assert (incident.evidence["generation"], incident.evidence["tier"]) == (120, "replica")
-    verdict = next(event for event in cluster.events() if event.kind == EventKind.VERDICT)
-    assert verdict.data["incident"]["exit_code"] == 17
-    assert "is excluded" in verdict.data["verdict"]["reason"]
+    decision = next(event for event in cluster.events() if event.kind == EventKind.DECISION)
+    assert decision.data["incident"]["exit_code"] == 17
+    assert "is excluded" in decision.data["verdict"]["reason"]
     text = (tmp_path / "run" / "ladder.json").read_text()
     for fact in ('"generation": 120', '"attempt": "job-0-aa.1"', '"tier": "replica"', '"why": "an invalid result at'):
         assert fact in text
@@ -85,9 +85,9 @@ def test_beyond_the_window_the_run_stops(tmp_path: Path) -> None:
     assert codes == [ExitReason.FAILED_VALIDATION], cluster.tails()
     assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
     assert _untrusted(cluster) == []
-    state = msgspec.json.decode((tmp_path / "run" / "ladder.json").read_bytes(), type=LadderState)
-    assert state.distrusted == ()
-    assert [load.generation for load in state.loads] == [120]
+    state = msgspec.json.decode((tmp_path / "run" / "ladder.json").read_bytes(), type=RecoveryState)
+    assert state.excluded == ()
+    assert [load.checkpoint for load in state.loads] == [120]
 
 
 @pytest.mark.slow
@@ -106,10 +106,10 @@ for iteration in range(100, 200):
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
         assert cluster.wait(timeout_s=300) == [17], cluster.tails()
     assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
-    (verdict,) = (event.data["verdict"] for event in cluster.events() if event.kind == EventKind.VERDICT)
-    assert "NaN or infinity at iteration 107: loss of rank 1; 3 in a row" in verdict["reason"]
-    assert "people can look at the data" in verdict["reason"]
-    assert msgspec.json.decode((tmp_path / "run" / "ladder.json").read_bytes(), type=LadderState).node_faults == {}
+    (decision,) = (event.data["verdict"] for event in cluster.events() if event.kind == EventKind.DECISION)
+    assert "NaN or infinity at iteration 107: loss of rank 1; 3 in a row" in decision["reason"]
+    assert "people can look at the data" in decision["reason"]
+    assert msgspec.json.decode((tmp_path / "run" / "ladder.json").read_bytes(), type=RecoveryState).node_faults == {}
 
 
 @pytest.mark.slow

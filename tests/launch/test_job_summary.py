@@ -20,8 +20,8 @@ def test_lost_iterations_are_those_done_twice(tmp_path: Path) -> None:
                 journal.write(EventKind.RESTORED, cycle=cycle, rank=0, iteration=restored)
             journal.write(EventKind.CYCLE_ENDED, cycle=cycle, iterations={"0": reached, "1": reached - 1})
         for cycle in (0, 1):
-            journal.write(EventKind.VERDICT, cycle=cycle, incident={"kind": "worker_died"})
-        journal.write(EventKind.VERDICT, cycle=2, verdict={})
+            journal.write(EventKind.DECISION, cycle=cycle, incident={"kind": "worker_died"})
+        journal.write(EventKind.DECISION, cycle=2, verdict={})
         journal.close()
     assert describe_job(tmp_path, "ours") == "3 cycles, 2 incidents, 7 iterations lost"
 
@@ -56,7 +56,7 @@ class Told:
             self.journal.write(EventKind.RESTORED, cycle=number, rank=0, iteration=restored, tier=tier)
 
     def save(self, number: int, iteration: int, *tiers: str) -> None:
-        """Commit a generation."""
+        """Commit a checkpoint."""
         self.journal.write(EventKind.SAVE_COMMITTED, cycle=number, rank=0, iteration=iteration, tiers=list(tiers))
 
     def reach(self, number: int, iteration: int) -> None:
@@ -99,7 +99,7 @@ def test_job_that_saved_before_it_left_lost_nothing(tmp_path: Path) -> None:
 
 
 def test_job_that_loaded_and_saved_nothing_lost_what_it_did(tmp_path: Path) -> None:
-    """A generation of an earlier job holds what was done before it, and no more."""
+    """A checkpoint of an earlier job holds what was done before it, and no more."""
     told = Told(tmp_path)
     told.cycle(0, restored=100, tier="global")
     told.reach(0, 107)
@@ -140,7 +140,7 @@ def test_restart_in_process_does_not_hide_the_loss(tmp_path: Path) -> None:
 
 
 def test_run_that_begins_anew_lost_all(tmp_path: Path) -> None:
-    """Without a generation the next cycle begins at 0."""
+    """Without a checkpoint the next cycle begins at 0."""
     told = Told(tmp_path)
     told.cycle(0)
     told.reach(0, 44)

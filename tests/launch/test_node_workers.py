@@ -18,12 +18,12 @@ from outlast.launch.cycle import Cycle
 from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.workers import NodeWorkers, WorkerProcess
-from outlast.policy.culprit import find_culprit
 from outlast.policy.inprocess_protocol import InProcessState
+from outlast.policy.root_cause import find_root_cause
 from outlast.runtime.board import Board, InProcessFault, InProcessMark, MarkChanged, agent_address
 from outlast.runtime.event_loop import Timers
+from outlast.runtime.fork_server import Clear, Cleared, Exited, Started
 from outlast.runtime.postmortem import Postmortem
-from outlast.runtime.zygote import Clear, Cleared, Exited, Started
 
 
 def cycle_with(*, over: bool, num_workers: int = 1) -> Any:
@@ -70,7 +70,7 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
         board.retire(1)
         positions = cycle.examine(None)
         assert [one.global_rank for one in positions] == [0, 2]
-        assert "finished" not in find_culprit(positions).reason
+        assert "finished" not in find_root_cause(positions).reason
     finally:
         postmortem.close()
         board.close()
@@ -79,9 +79,9 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_a_zygote_that_dies_while_workers_are_ended_leaves_nothing_to_clear() -> None:
-    """The grace period of workers that died with their zygote ends for the new one's workers in nothing: they are not
-    killed, and the next cycle can start."""
+def test_a_fork_server_that_dies_while_workers_are_ended_leaves_nothing_to_clear() -> None:
+    """The grace period of workers that died with their fork server ends for the new one's workers in nothing: they are
+    not killed, and the next cycle can start."""
     first, second = Mock(pid=1, **{"receive.return_value": None}), Mock(**{"receive.return_value": Cleared()})
     workers = NodeWorkers(first, lambda: second)
     workers.begin_clearing(gently=True)
@@ -97,9 +97,9 @@ def test_a_zygote_that_dies_while_workers_are_ended_leaves_nothing_to_clear() ->
 
 
 @pytest.mark.parametrize("state", [AgentState.JOINING, AgentState.RUNNING])
-def test_what_waits_for_dying_workers_begins_when_their_zygote_dies(state: AgentState) -> None:
-    """Workers of a zygote that died are gone: a check of the GPUs which they held, and the wait for their memory, need
-    not wait any more."""
+def test_what_waits_for_dying_workers_begins_when_their_fork_server_dies(state: AgentState) -> None:
+    """Workers of a fork server that died are gone: a check of the GPUs which they held, and the wait for their memory,
+    need not wait any more."""
     agent: Any = Mock(_state=state)
     NodeAgent._on_workers_lost(agent)
     assert agent._end_cycle.called is (state == AgentState.RUNNING)

@@ -13,8 +13,8 @@ import pytest
 from outlast.launch import protocol as m
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.job_settings import JobSettings
-from outlast.policy.ladder import LadderState, Limits
 from outlast.policy.leadership import should_yield
+from outlast.policy.recovery_policy import Limits, RecoveryState
 
 SILENCE_S = 5.0
 
@@ -142,7 +142,7 @@ class Network:
             former_host=None if agent.job is None else agent.job[0],
             term=1 if agent.job is None else agent.job[1] + 1,
         )
-        coordinator = Coordinator(settings, LadderState())
+        coordinator = Coordinator(settings, RecoveryState())
         self.hosts[agent.endpoint] = host = Host(agent, coordinator, judged_s=self.now_s)
         return host
 

@@ -48,8 +48,8 @@ print("CUDA is untouched", flush=True)
 @pytest.mark.process
 @pytest.mark.cold
 def test_preloading_asks_no_device() -> None:
-    """Neither the modules that the zygote imports nor those of a session call anything that asks for devices or makes
-    a context, as they are imported; even a count of devices would keep forked workers from using CUDA."""
+    """Neither the modules that the fork server imports nor those of a session call anything that asks for devices or
+    makes a context, as they are imported; even a count of devices would keep forked workers from using CUDA."""
     ended = subprocess.run(
         [sys.executable, "-c", PRELOADS], timeout=250, check=False, text=True, stdout=subprocess.PIPE
     )

@@ -61,8 +61,9 @@ def _restored(cluster: Cluster) -> dict[int | None, Event]:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_global", [pytest.param(True, marks=pytest.mark.campaign), False])
 def test_training_goes_on_from_a_copy_that_does_not_descend_from_the_bad_one(has_global: bool, tmp_path: Path) -> None:
-    """Cycle 1 loads iteration 15 from a near tier, saves 20 to all tiers, and judges a result invalid at 22. Cycle 2
-    loads neither of the two, but an older one; the run ends with the state of a training that never saw cycle 1."""
+    """Cycle 1 loads iteration 15 from a node-local tier, saves 20 to all tiers, and judges a result invalid at 22.
+    Cycle 2 loads neither of the two, but an older one; the run ends with the state of a training that never saw cycle
+    1."""
     with _cluster(tmp_path, "once", has_global=has_global) as cluster:
         assert cluster.wait(timeout_s=300) == [0], cluster.tails()
         restored = _restored(cluster)

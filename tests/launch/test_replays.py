@@ -117,9 +117,9 @@ class Nodes(Cluster):
             joined.add(data["name"])
         return len(joined) == self._num_joined
 
-    def verdicts(self) -> list[dict[str, Any]]:
-        """Return what the coordinator wrote about each cycle's end: verdict and incident."""
-        return [event.data for event in self.events() if event.kind == EventKind.VERDICT]
+    def decisions(self) -> list[dict[str, Any]]:
+        """Return what the coordinator wrote about each cycle's end: decision and incident."""
+        return [event.data for event in self.events() if event.kind == EventKind.DECISION]
 
     def runners(self) -> list[str]:
         """Return which node ran each cycle of a world of one node."""
@@ -138,7 +138,7 @@ def test_persistent_fault_of_one_device_costs_its_node_the_slot(tmp_path: Path) 
         assert nodes.run() == [0, 0], nodes.tails()
         first, spare, last = nodes.runners()
         assert first != spare == last
-        replayed, found, finished = nodes.verdicts()
+        replayed, found, finished = nodes.decisions()
         assert replayed["verdict"]["hold_back"] == [first]
         assert "quarantine" not in replayed["verdict"]
         incident = replayed["incident"]
@@ -163,8 +163,8 @@ def test_a_correct_result_stops_the_run_with_its_diagnosis(tmp_path: Path) -> No
     with Nodes(tmp_path, "correct", num_spares=1) as nodes:
         assert nodes.run() == [ExitReason.FAILED_VALIDATION] * 2, nodes.tails()
         assert len(nodes.runners()) == 2
-        assert len(nodes.verdicts()) == 2
-        assert "quarantine" not in nodes.verdicts()[1]["verdict"]
+        assert len(nodes.decisions()) == 2
+        assert "quarantine" not in nodes.decisions()[1]["verdict"]
         for agent in nodes.agents:
             over = next(line for line in agent.output().splitlines() if "job over after" in line)
             for fact in ("exit code 17", "rank 1", "board-", "iteration 7", "batch 5f3a", "the data or the model"):
@@ -176,23 +176,23 @@ def test_without_another_device_two_tries_and_no_more(tmp_path: Path) -> None:
     """No spare waits: the same device replays twice, told which try it is, then the run stops with 17."""
     with Nodes(tmp_path, "never decided") as nodes:
         assert nodes.run() == [ExitReason.FAILED_VALIDATION], nodes.tails()
-        replays = [data["verdict"].get("replay") for data in nodes.verdicts()]
+        replays = [data["verdict"].get("replay") for data in nodes.decisions()]
         assert [replay and replay.get("tries", 0) for replay in replays] == [0, 1, None]
         assert len(nodes.runners()) == 3
-        assert nodes.verdicts()[-1]["verdict"]["exit_code"] == ExitReason.FAILED_VALIDATION
+        assert nodes.decisions()[-1]["verdict"]["exit_code"] == ExitReason.FAILED_VALIDATION
 
 
 @pytest.mark.slow
-def test_soon_after_a_near_load_the_copy_is_distrusted_first(tmp_path: Path) -> None:
+def test_soon_after_a_near_load_the_copy_is_excluded_first(tmp_path: Path) -> None:
     """Two iterations after a replica was loaded, with a spare waiting: no replay, the second cycle is told not to load
     that copy, on the same node, and finishes."""
     with Nodes(tmp_path, "near copy", num_spares=1) as nodes:
         assert nodes.run() == [0, 0], nodes.tails()
         assert len(nodes.runners()) == 2
         assert len(set(nodes.runners())) == 1
-        verdict = nodes.verdicts()[0]["verdict"]
-        assert "replay" not in verdict
-        assert "checkpoint 5 (replica tier" in verdict["reason"]
+        decision = nodes.decisions()[0]["verdict"]
+        assert "replay" not in decision
+        assert "checkpoint 5 (replica tier" in decision["reason"]
         assert json.loads((tmp_path / "run" / "ladder.json").read_text())["distrusted"][0]["attempt"] == "job-0-aa.1"
 
 
@@ -204,7 +204,7 @@ def test_the_cause_is_the_rank_that_saw_it(tmp_path: Path) -> None:
         assert nodes.run() == [0, 0, 0], nodes.tails()
         started = [event for event in nodes.events() if event.kind == EventKind.CYCLE_STARTED]
         seer = next(event.node for event in started if event.cycle == 0 and event.data["ranks"] == [1])
-        replayed, found, _ = nodes.verdicts()
+        replayed, found, _ = nodes.decisions()
         assert (replayed["incident"]["rank"], replayed["incident"]["node"]) == (1, seer)
         assert replayed["verdict"]["hold_back"] == [seer]
         assert found["verdict"]["quarantine"] == [seer]

@@ -77,8 +77,8 @@ def test_a_script_that_fails_at_once_restarts_at_growing_intervals(tmp_path: Pat
     ) as cluster:
         assert cluster.wait(WITHIN_S) == [ExitReason.FAILED], cluster.tails()
         output = cluster.agent(0).output()
-        verdicts = [event for event in cluster.events() if event.kind == EventKind.VERDICT]
-    delays = [event.data["verdict"].get("delay_s", 0.0) for event in verdicts]
+        decisions = [event for event in cluster.events() if event.kind == EventKind.DECISION]
+    delays = [event.data["verdict"].get("delay_s", 0.0) for event in decisions]
     assert delays == [0.0, 1.0, 5.0, 0.0]
     assert "restarting in 5 s" in output
     starts = [event for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED]

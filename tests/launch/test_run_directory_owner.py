@@ -161,8 +161,8 @@ def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
     script.write_text("import time\nprint('trains now', flush=True)\ntime.sleep(1000)\n")
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as job:
         job.wait_for("trains now", PATIENCE_S)
-        ladder = tmp_path / "run" / "ladder.json"
-        before = ladder.read_bytes() if ladder.exists() else None
+        recovery_state = tmp_path / "run" / "ladder.json"
+        before = recovery_state.read_bytes() if recovery_state.exists() else None
         other = LeaseOwner(token="other", process=this_process(), run="another")
         assert FolderRecords(tmp_path / "run").create(2, encode_owner(other))
         assert job.wait(PATIENCE_S) == [ExitReason.NO_PROGRESS], job.tails()
@@ -170,7 +170,7 @@ def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
         last = job.agent(0).output().splitlines()[-1]
     assert "exit code 93: run directory " in last
     assert f"was taken over by run another (pid {os.getpid()} on " in last
-    assert (ladder.read_bytes() if ladder.exists() else None) == before
+    assert (recovery_state.read_bytes() if recovery_state.exists() else None) == before
     assert FolderRecords(tmp_path / "run").numbers() == [2]
 
 

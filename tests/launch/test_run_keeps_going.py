@@ -80,8 +80,8 @@ def write(folder: Path, code: str) -> Path:
     return script
 
 
-def verdicts(cluster: Cluster) -> list[dict[str, Any]]:
-    return [event.data for event in cluster.events() if event.kind == EventKind.VERDICT]
+def decisions(cluster: Cluster) -> list[dict[str, Any]]:
+    return [event.data for event in cluster.events() if event.kind == EventKind.DECISION]
 
 
 def started_cycles(cluster: Cluster) -> set[int | None]:
@@ -185,14 +185,14 @@ def test_a_spare_replaces_the_node_of_every_failure_with_default_budgets(tmp_pat
         cluster.wait_for("is a spare", timeout_s=300)
         (tmp_path / "go").touch()
         assert cluster.wait(timeout_s=400) == [0, 0, 0], cluster.tails()
-        (replaced,) = [one["verdict"] for one in verdicts(cluster) if "quarantine" in one["verdict"]]
+        (replaced,) = [one["verdict"] for one in decisions(cluster) if "quarantine" in one["verdict"]]
         assert replaced["quarantine"] == [bad.read_text()]
         assert f"failures on node {bad.read_text()}" in replaced["reason"]
 
 
 @pytest.mark.slow
 def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
-    """Five crashes with a new durable generation before each are no reason to stop, with --max-restarts=1."""
+    """Five crashes with a new durable checkpoint before each are no reason to stop, with --max-restarts=1."""
     script = write(tmp_path, SESSION_LIKE)
     options = ["--max-restarts=1"]
     with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
@@ -284,14 +284,14 @@ def test_the_account_begins_with_the_agent(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", "holds the GIL", pytest.param("is stopped", marks=pytest.mark.campaign)])
-def test_hang_names_the_one_culprit(how: str, tmp_path: Path) -> None:
+def test_hang_names_the_one_root_cause(how: str, tmp_path: Path) -> None:
     """Of 4 ranks that all exceed the timeout the one that the others wait for is named, with its section, its
     iteration and the line it hangs on; its stacks are kept; the next cycle runs to its end."""
     script = write(tmp_path, HANGING)
     options = ["--ft-rank-section-timeouts=step:5"]
     with Cluster(script, how, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
         assert cluster.wait(timeout_s=300) == [0, 0]
-        first = verdicts(cluster)[0]
+        first = decisions(cluster)[0]
         incident = first["incident"]
         assert isinstance(incident, dict)
         assert (incident["kind"], incident["rank"], incident["iteration"]) == ("worker_hung", 2, 12)
@@ -337,7 +337,7 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dead_zygote_is_replaced(tmp_path: Path) -> None:
+def test_dead_fork_server_is_replaced(tmp_path: Path) -> None:
     """When the process that starts workers is killed, its workers die with it and a new one starts the next cycle."""
     leave = tmp_path / "leave"
     script = write(tmp_path, UNTIL_TOLD)
@@ -345,9 +345,9 @@ def test_dead_zygote_is_replaced(tmp_path: Path) -> None:
         cluster.wait_for("rank 0 runs", timeout_s=300)
         cluster.wait_for("rank 1 runs", timeout_s=300)
         cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=300)
-        zygote = psutil.Process(cluster.worker_pid(0)).parent()
-        assert zygote is not None
-        zygote.kill()
+        fork_server = psutil.Process(cluster.worker_pid(0)).parent()
+        assert fork_server is not None
+        fork_server.kill()
         cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == 1, timeout_s=300)
         leave.touch()
         assert cluster.wait(timeout_s=300) == [0]

@@ -236,7 +236,7 @@ def test_handlers_of_torchs_events_are_known() -> None:
 
 
 @pytest.mark.process
-def test_ladder_file_that_cannot_be_read_is_refused(script: str) -> None:
+def test_recovery_policy_file_that_cannot_be_read_is_refused(script: str) -> None:
     """A ladder.json that is none is named before anything starts, not taken for an empty one."""
     os.mkdir("run")
     Path("run", "ladder.json").write_text("{}x")

@@ -31,9 +31,9 @@ from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.policy.deadlines import Learned, Timeouts
 from outlast.runtime.board import Board
 from outlast.runtime.event_loop import Mailbox
+from outlast.runtime.fork_server import Exited
 from outlast.runtime.postmortem import Postmortem
 from outlast.runtime.run_key import RunKey
-from outlast.runtime.zygote import Exited
 from outlast.testing import Cluster
 
 # The loop and the file of "Getting started", with timeouts for a test.
@@ -160,10 +160,10 @@ class Watching:
 
     def __init__(self, cycle: Cycle) -> None:
         self.sent: list[Any] = []
-        self.mailbox, self.zygote = Mailbox[object](), Mailbox[Exited]()
+        self.mailbox, self.fork_server = Mailbox[object](), Mailbox[Exited]()
         self.on_receive = lambda: None
         """Called between the wait for news of the workers and the look at it."""
-        workers: Any = Mock(fileno=self.zygote.fileno, receive=self._receive)
+        workers: Any = Mock(fileno=self.fork_server.fileno, receive=self._receive)
         self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, run_dir="", torchrun=SimpleNamespace(max_restarts=3))
         options.workers_stop_timeout_s = 60.0
@@ -182,7 +182,7 @@ class Watching:
 
     def _receive(self) -> Exited:
         self.on_receive()
-        return self.zygote.take_all()[0]
+        return self.fork_server.take_all()[0]
 
     def go_on(self, cycle: Cycle) -> None:
         """Have another cycle run."""
@@ -210,7 +210,7 @@ def watch() -> Any:
     yield make
     for one in agents:
         one.mailbox.close()
-        one.zygote.close()
+        one.fork_server.close()
 
 
 def test_a_plain_script_is_told_once_that_its_hangs_are_not_noticed(
@@ -237,7 +237,7 @@ def test_a_plain_script_is_told_once_that_its_hangs_are_not_noticed(
 def test_a_worker_that_attaches_as_another_ends_is_noticed(make_cycle: Any, watch: Any) -> None:
     """What it sets is in force though its word comes as the agent looks at the end of another worker."""
     watching = watch(cycle := make_cycle())
-    watching.zygote.put(Exited(key=1, pid=1, exit_code=0, mono_ns=0))
+    watching.fork_server.put(Exited(key=1, pid=1, exit_code=0, mono_ns=0))
     watching.on_receive = lambda: attach_only(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
     watching.wait_once()
     assert enforced(cycle).heartbeat_s == 7.0

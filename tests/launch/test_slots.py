@@ -69,7 +69,7 @@ def test_cause_is_found_in_any_order(kinds: list[IncidentKind]) -> None:
     assert cause.kind == IncidentKind.NODE_LOST
 
 
-def test_a_verdict_of_its_own_is_no_effect() -> None:
+def test_a_decision_of_its_own_is_no_effect() -> None:
     """A worker that judged a result invalid is the cause, though a peer that missed it was told of first."""
     peer, judge = (
         Incident(kind=IncidentKind.WORKER_FAILED, rank=rank, exit_code=code) for rank, code in ((3, 1), (1, 17))
@@ -91,7 +91,7 @@ def test_the_rank_that_saw_an_invalid_result_is_the_cause_of_all_leaving() -> No
 
 @pytest.mark.parametrize(("finding", "is_cause"), [("persistent", True), ("correct", True), ("reproduced", False)])
 def test_what_was_found_out_comes_before_a_lost_node(finding: str, is_cause: bool) -> None:
-    """A verdict that a replay came to is not lost because a node is; a mere question can be asked again."""
+    """A decision that a replay came to is not lost because a node is; a mere question can be asked again."""
     lost, left = Incident(kind=IncidentKind.NODE_LOST), _left(1, finding, code=17)
     assert root_cause([lost, left]) == (left if is_cause else lost)
 

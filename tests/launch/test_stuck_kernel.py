@@ -239,8 +239,8 @@ print("held", sorted((fd, what) for fd, what in held.items() if fd > 2), flush=T
 @pytest.mark.cold
 @pytest.mark.parametrize("options", [[], ["--no-warm-start"], ["--no-python"], ["--redirects=3"]])
 def test_a_worker_holds_no_descriptor_that_is_not_its_own(tmp_path: Path, options: list[str]) -> None:
-    """However it is started, a worker has neither the zygote's channel nor anything else of its: beside its input and
-    output a forked one has the memory that outlast makes for it, another program nothing."""
+    """However it is started, a worker has neither the fork server's channel nor anything else of its: beside its input
+    and output a forked one has the memory that outlast makes for it, another program nothing."""
     (tmp_path / "train.py").write_text(LISTS)
     script = [sys.executable] if options == ["--no-python"] else []
     command = [sys.executable, "-m", "outlast", "run", "--standalone", "--nproc-per-node=1", *options]

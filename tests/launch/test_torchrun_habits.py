@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from outlast.errors import ConfigError
-from outlast.launch.ladder_file import save_ladder
 from outlast.launch.options import RunOptions, parse_options
+from outlast.launch.recovery_state_file import save_recovery_state
 from outlast.launch.run_parser import parse_command
-from outlast.policy.ladder import LadderState
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.testing.ranks import free_port
 
 
@@ -155,7 +155,7 @@ def test_a_command_line_of_torchrun_runs_as_often_as_it_is_given() -> None:
     environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}]: "
     run_dir = Path("outlast-runs/none")
     run_dir.mkdir(parents=True)
-    save_ladder(run_dir, LadderState(finished=True))  # as the first launch of this line left it
+    save_recovery_state(run_dir, RecoveryState(finished=True))  # as the first launch of this line left it
     done = subprocess.run(line, capture_output=True, text=True, timeout=250, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank0]: level ERROR, 1", "[rank1]: level ERROR, 1"]

@@ -14,7 +14,7 @@ import pytest
 from outlast.config import HealthConfig
 from outlast.errors import ConfigError, ExitReason
 from outlast.health.probing import CheckResult, Status
-from outlast.incidents import EventKind, Incident, Rung
+from outlast.incidents import EventKind, Incident, RecoveryLevel
 from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.node_health import NodeHealth
 from outlast.launch.options import parse_options
@@ -244,9 +244,14 @@ def test_node_that_falls_ill_while_training_is_replaced(tmp_path: Path) -> None:
             digests |= {line.rpartition(" ")[2] for line in lines}
             assert len(lines) == 2
             if is_disturbed:
-                (verdict,) = [e.data for e in cluster.events() if e.kind == EventKind.VERDICT and "incident" in e.data]
-                assert (verdict["verdict"]["rung"], verdict["verdict"]["quarantine"]) == (Rung.REPLACE_NODE, ["node-0"])
-                assert verdict["incident"]["kind"] == "node_unhealthy"
+                (decision,) = [
+                    e.data for e in cluster.events() if e.kind == EventKind.DECISION and "incident" in e.data
+                ]
+                assert (decision["verdict"]["rung"], decision["verdict"]["quarantine"]) == (
+                    RecoveryLevel.REPLACE_NODE,
+                    ["node-0"],
+                )
+                assert decision["incident"]["kind"] == "node_unhealthy"
                 assert "node node-0 is unhealthy: command" in cluster.agent("node-1").output()
     assert len(digests) == 1
 
@@ -293,8 +298,10 @@ def test_node_is_looked_at_before_it_gets_its_slot_back(has_spare: bool, tmp_pat
         (tmp_path / "go").touch()
         assert cluster.wait(timeout_s=300) == [0] * len(cluster.agents), cluster.tails()
         assert "node node-1 is unhealthy (after a fault): command" in cluster.agent("node-1").output()
-        verdicts = [e.data["verdict"] for e in cluster.events() if e.kind == EventKind.VERDICT and "incident" in e.data]
-        assert verdicts[-1]["rung"] == (Rung.REPLACE_NODE if has_spare else Rung.RESTART_WORKERS)
+        decisions = [
+            e.data["verdict"] for e in cluster.events() if e.kind == EventKind.DECISION and "incident" in e.data
+        ]
+        assert decisions[-1]["rung"] == (RecoveryLevel.REPLACE_NODE if has_spare else RecoveryLevel.RESTART_WORKERS)
         assert ("trained" in cluster.agent("node-1").output()) != has_spare
 
 

@@ -374,16 +374,16 @@ def test_a_local_tier_of_another_world_size_is_named(shell: Shell) -> None:
 
 
 def test_a_failed_training_ends_with_its_cause(shell: Shell) -> None:
-    """One rank's exception among two: its type, text and line stand last, in journal and ladder, and in a file with its
-    traceback and last output; ten lines of ours."""
+    """One rank's exception among two: its type, text and line stand last, in journal and recovery policy, and in a
+    file with its traceback and last output; ten lines of ours."""
     seen = shell.train(RAISES, options=("--max-restarts=0", "--run-dir=run"))
     assert seen.code == 1, seen
     cause = "rank 1 failed: IndexError: token 50257 out of range (train.py:5 in next_batch)"
     assert cause in seen.lines[-1], seen
     assert len(seen.ours) <= 10, seen
     assert "Traceback" in "\n".join(seen.lines)
-    ladder = json.loads((shell.folder / "run" / "ladder.json").read_text())
-    assert cause in ladder["history"][-1]["incident"]
+    recovery_state = json.loads((shell.folder / "run" / "ladder.json").read_text())
+    assert cause in recovery_state["history"][-1]["incident"]
     (path,) = (shell.folder / "run" / "failures").rglob("rank-1.txt")
     assert 'raise IndexError("token 50257 out of range")' in path.read_text()
     journal = "".join(one.read_text() for one in (shell.folder / "run" / "journal").iterdir())
@@ -393,8 +393,8 @@ def test_a_failed_training_ends_with_its_cause(shell: Shell) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_everywhere(shell: Shell) -> None:
-    """Where rank 1 is stopped and rank 0 waits for it, incident, cycle's end, verdict and last line say rank 1, and its
-    stack in the run directory begins with the script's own line."""
+    """Where rank 1 is stopped and rank 0 waits for it, incident, cycle's end, decision and last line say rank 1, and
+    its stack in the run directory begins with the script's own line."""
     options = ("--max-restarts=0", "--run-dir=run", "--ft-rank-section-timeouts=step:3")
     seen = shell.train(STOPS, options=options)
     assert seen.code == 1, seen
@@ -439,8 +439,8 @@ def test_a_reader_that_leaves_does_not_end_a_training(shell: Shell) -> None:
         assert process.stdout.readline()
         process.stdout.close()
         assert process.wait(timeout=240) == 0
-    ladder = json.loads((shell.folder / "run" / "ladder.json").read_text())
-    assert ladder["restarts_total"] == 0
+    recovery_state = json.loads((shell.folder / "run" / "ladder.json").read_text())
+    assert recovery_state["restarts_total"] == 0
 
 
 @pytest.mark.extended

@@ -1,4 +1,4 @@
-"""A rank of a DDP-like loop that hangs on purpose; run as a script by ``test_hang_names_culprit.py``.
+"""A rank of a DDP-like loop that hangs on purpose; run as a script by ``test_hang_root_cause.py``.
 
 Arguments: board, rendezvous file, rank that hangs, kind of hang, iteration of it.
 """

@@ -11,7 +11,7 @@ import pytest
 import outlast
 from outlast.monitor import stacks
 from outlast.monitor.examination import Books, count_collectives, waits_in
-from outlast.policy.culprit import Collective
+from outlast.policy.root_cause import Collective
 from outlast.runtime.processes import process_state
 
 DUMP = """main thread 0x00007f0000000001

@@ -45,7 +45,7 @@ def test_the_factors_of_holders_add_up_to_zero() -> None:
 def test_only_more_than_half_is_a_majority(
     digests: dict[int, int], num_replicas: int, expected: tuple[int, list[int]] | None
 ) -> None:
-    """A culprit is named only when more than half of all replicas agree with each other."""
+    """A root cause is named only when more than half of all replicas agree with each other."""
     assert find_minority(digests, num_replicas) == expected
 
 
@@ -105,7 +105,7 @@ def test_an_agreement_is_told_in_a_line() -> None:
     one = Replica(rank=3, node="b", device="b/cpu-1", tensor="model.weight")
     common = {"iteration": 12, "num_replicas": 4, "num_bytes": 80, "num_single_bytes": 20}
     good = Agreement(agrees=True, **common)
-    bad = Agreement(agrees=False, culprits=(one,), undecided=(one,), **common)
+    bad = Agreement(agrees=False, root_causes=(one,), undecided=(one,), **common)
     assert good.describe() == (
         "replicas agree at iteration 12: 80 bytes, up to 4 replicas; 20 bytes are on no other rank"
     )
@@ -155,7 +155,7 @@ def test_a_replica_that_trained_on_is_still_named(four_ranks: list[dict[str, Any
 
 
 @pytest.mark.process
-def test_two_replicas_differ_without_a_culprit() -> None:
+def test_two_replicas_differ_without_a_root_cause() -> None:
     """With two replicas the disagreement and its tensor are told, and nobody is blamed."""
     for scenes in run_ranks("replica_ranks", ["flips"], 2):
         for found in scenes["flips"]:

@@ -181,7 +181,8 @@ def test_spike_is_run_again_and_then_trained_on() -> None:
 
 
 def test_what_was_found_is_in_the_journal(tmp_path: Path) -> None:
-    """A transient fault is an incident at the ladder's lowest rung, with values, device and iteration."""
+    """A transient fault is an incident at the recovery policy's lowest recovery level, with values, device and
+    iteration."""
     journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
     Training(disturb=nan_at(2), journal=journal).steps(4)
     journal.close()

@@ -1,4 +1,4 @@
-"""One rank's invalid result concerns all: they run the step again together, and name the same culprit."""
+"""One rank's invalid result concerns all: they run the step again together, and name the same root cause."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_ranks_leave_with_the_same_diagnosis(told: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize(("case", "finding"), [("bad", "correct"), ("good", "persistent")])
-def test_all_ranks_judge_by_where_the_culprit_runs(told: list[dict[str, Any]], case: str, finding: str) -> None:
+def test_all_ranks_judge_by_where_the_root_cause_runs(told: list[dict[str, Any]], case: str, finding: str) -> None:
     """Rank 1 on another device: both ranks leave with 17 and the same finding about rank 1."""
     for one in (rank["reproduced"][case] for rank in told):
         assert (one["exit_code"], one["finding"], one["rank"]) == (17, finding, 1)
@@ -52,5 +52,5 @@ def test_all_ranks_go_on_when_the_same_device_clears_it(told: list[dict[str, Any
 
 
 def test_earliest_validation_is_named(told: list[dict[str, Any]]) -> None:
-    """When several ranks reject, the one whose validation came first in the step is the culprit; all are listed."""
+    """When several ranks reject, the one whose validation came first in the step is the root cause; all are listed."""
     assert [rank["earliest"] for rank in told] == [{"rank": 1, "call": 0, "ranks": [0, 1]}] * 2

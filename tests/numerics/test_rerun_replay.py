@@ -156,7 +156,7 @@ def test_replay_needs_no_more_than_what_the_launcher_says() -> None:
 
 @pytest.mark.parametrize(("drawn", "finding"), [(2.0, Finding.PERSISTENT), (3.0, Finding.UNREACHED)])
 def test_without_the_save_the_same_batch_decides(drawn: float, finding: Finding) -> None:
-    """Where training came to the step again from an older generation, its batch is the one that was rejected, and a
+    """Where training came to the step again from an older checkpoint, its batch is the one that was rejected, and a
     valid result clears it; with another batch nothing is cleared."""
     machine = RerunStateMachine()
     data = ReplayableIterator([torch.tensor([2.0])])

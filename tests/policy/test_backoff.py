@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, Incident, IncidentKind, RecoveryLevel
 from outlast.policy.backoff import LONG_CYCLE_S
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
+from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState, decide
 
 LIMITS = Limits(max_restarts=20, max_no_progress_cycles=100)
 
 
-def _fail(state: LadderState, *, limits: Limits = LIMITS, **facts: object) -> tuple[LadderState, Verdict]:
+def _fail(state: RecoveryState, *, limits: Limits = LIMITS, **facts: object) -> tuple[RecoveryState, Decision]:
     incident = Incident(kind=IncidentKind.WORKER_DIED, node="a", rank=0, exit_code=-9)
     facts = {"cycle": 1, "incident": incident, "progress_known": True, **facts}
     return decide(state, CycleEnd(**facts), limits)  # type: ignore[arg-type]
@@ -19,12 +19,12 @@ def _fail(state: LadderState, *, limits: Limits = LIMITS, **facts: object) -> tu
 
 def test_the_first_restart_does_not_wait_and_the_following_ones_wait_longer() -> None:
     """The delays grow up to a minute, and each line says how long."""
-    state, delays = LadderState(), []
+    state, delays = RecoveryState(), []
     for _ in range(8):
-        state, verdict = _fail(state)
-        assert verdict.rung == Rung.RESTART_WORKERS
-        assert (f"; restarting in {verdict.delay_s:g} s" in verdict.reason) == (verdict.delay_s > 0)
-        delays.append(verdict.delay_s)
+        state, decision = _fail(state)
+        assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS
+        assert (f"; restarting in {decision.delay_s:g} s" in decision.reason) == (decision.delay_s > 0)
+        delays.append(decision.delay_s)
     assert delays[0] == 0.0
     assert all(before <= after for before, after in pairwise(delays))
     assert delays[2] > delays[1] > 0.0
@@ -33,41 +33,41 @@ def test_the_first_restart_does_not_wait_and_the_following_ones_wait_longer() ->
 
 def test_progress_ends_the_delays() -> None:
     """After a cycle that committed a checkpoint at a higher iteration the next restart does not wait."""
-    state = LadderState()
+    state = RecoveryState()
     for _ in range(3):
-        state, verdict = _fail(state)
-    assert verdict.delay_s
-    state, verdict = _fail(state, durable_iteration=10)
-    assert verdict.delay_s == 0.0
-    state, verdict = _fail(state, durable_iteration=10)
-    assert verdict.delay_s > 0.0
+        state, decision = _fail(state)
+    assert decision.delay_s
+    state, decision = _fail(state, durable_iteration=10)
+    assert decision.delay_s == 0.0
+    state, decision = _fail(state, durable_iteration=10)
+    assert decision.delay_s > 0.0
 
 
 def test_a_failure_after_a_long_time_does_not_wait() -> None:
     """A run whose progress is not known, and that fails every few hours, loses nothing."""
-    state = LadderState()
+    state = RecoveryState()
     for _ in range(5):
-        state, verdict = _fail(state, progress_known=False, ran_s=LONG_CYCLE_S)
-        assert verdict.delay_s == 0.0
+        state, decision = _fail(state, progress_known=False, ran_s=LONG_CYCLE_S)
+        assert decision.delay_s == 0.0
 
 
 def test_a_restart_in_process_and_a_stop_do_not_wait() -> None:
     """A restart that has already happened, and the end of the job, have no delay."""
-    state = LadderState()
+    state = RecoveryState()
     for _ in range(4):
-        state, verdict = _fail(state, recovered_in_process=True)
-        assert (verdict.rung, verdict.delay_s) == (Rung.RESTART_IN_PROCESS, 0.0)
-    _, verdict = _fail(state, limits=Limits(max_restarts=4))
-    assert (verdict.rung, verdict.delay_s) == (Rung.STOP, 0.0)
+        state, decision = _fail(state, recovered_in_process=True)
+        assert (decision.recovery_level, decision.delay_s) == (RecoveryLevel.RESTART_IN_PROCESS, 0.0)
+    _, decision = _fail(state, limits=Limits(max_restarts=4))
+    assert (decision.recovery_level, decision.delay_s) == (RecoveryLevel.STOP, 0.0)
 
 
 def test_the_delay_is_bounded_by_its_limit() -> None:
     """A job whose agents wait for a shorter time delays no longer than that; 0 turns delays off."""
     for max_s in (3.0, 0.0):
-        state, delays, limits = LadderState(), [], Limits(max_restarts=20, max_restart_delay_s=max_s)
+        state, delays, limits = RecoveryState(), [], Limits(max_restarts=20, max_restart_delay_s=max_s)
         for _ in range(2):
-            state, verdict = _fail(state, limits=limits, progress_known=False)
+            state, decision = _fail(state, limits=limits, progress_known=False)
         for _ in range(4):
-            state, verdict = _fail(state, limits=limits, progress_known=False)
-            delays.append(verdict.delay_s)
+            state, decision = _fail(state, limits=limits, progress_known=False)
+            delays.append(decision.delay_s)
         assert max(delays) == max_s

@@ -1,4 +1,4 @@
-"""Whose a directory of generations is, whatever becomes of the hint, and whoever else begins there."""
+"""Whose a directory of checkpoints is, whatever becomes of the hint, and whoever else begins there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DAMAGE = st.sampled_from([None, "run-x", "run-A", "run-B"])
 
 @dataclass
 class Place:
-    """A directory: the hint, and the run of each generation, oldest first."""
+    """A directory: the hint, and the run of each checkpoint, oldest first."""
 
     hint: str | None = None
     runs: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Training:
 
     def steps(self) -> Iterator[None]:
         seen, owner, is_held = self.place.look(), self.place.owner(), False
-        self.run = owner.run if owner is not None and owner.is_proven else self.run
+        self.run = owner.run if owner is not None and owner.is_verified else self.run
         self.has_looked = True
         yield
         while True:
@@ -79,7 +79,7 @@ def test_of_two_runs_that_begin_together_one_saves_and_the_other_is_refused(
             next(programs[name], None)
     assert [first.is_refused, second.is_refused].count(True) == 1
     survivor = second if first.is_refused else first
-    assert place.owner() == DirectoryRun(survivor.run, is_proven=True)
+    assert place.owner() == DirectoryRun(survivor.run, is_verified=True)
     assert place.hint == survivor.run
     assert place.runs[-1] == survivor.run
 
@@ -97,7 +97,7 @@ def test_a_hint_that_is_lost_or_wrong_costs_a_run_nothing(damages: list[tuple[in
         for _ in range(count):
             next(program)
         place.hint = hint
-        assert place.owner() == DirectoryRun("run-A", is_proven=True)
+        assert place.owner() == DirectoryRun("run-A", is_verified=True)
     for _ in range(8):
         next(program)
     assert not training.is_refused
@@ -106,27 +106,27 @@ def test_a_hint_that_is_lost_or_wrong_costs_a_run_nothing(damages: list[tuple[in
 
 @given(st.sampled_from([None, "a", "b", "c"]), st.lists(st.sampled_from("ab")))
 def test_manifests_decide_and_the_hint_only_among_them(hint: str | None, runs: list[str]) -> None:
-    """The hint counts if a manifest names the same run, or there is none; otherwise the newest generation does."""
+    """The hint counts if a manifest names the same run, or there is none; otherwise the newest checkpoint does."""
     owner = find_owner(hint, iter(runs))
     if not runs:
-        assert owner == (DirectoryRun(hint, is_proven=False) if hint is not None else None)
+        assert owner == (DirectoryRun(hint, is_verified=False) if hint is not None else None)
     else:
-        assert owner == DirectoryRun(hint if hint in runs else runs[0], is_proven=True)
+        assert owner == DirectoryRun(hint if hint in runs else runs[0], is_verified=True)
 
 
 def test_no_more_manifests_are_read_than_are_needed() -> None:
-    """Where the newest generation agrees with the hint, no other is looked at."""
+    """Where the newest checkpoint agrees with the hint, no other is looked at."""
 
     def read() -> Iterator[str]:
         yield "a"
         raise AssertionError("an older manifest was read")
 
-    assert find_owner("a", read()) == DirectoryRun("a", is_proven=True)
+    assert find_owner("a", read()) == DirectoryRun("a", is_verified=True)
 
 
 def test_what_an_older_run_left_on_a_nodes_disk_is_taken_over() -> None:
-    """A spare that brings another run's generations costs nothing, unless that run goes on saving there."""
-    left = DirectoryRun("old", is_proven=True)
+    """A spare that brings another run's checkpoints costs nothing, unless that run goes on saving there."""
+    left = DirectoryRun("old", is_verified=True)
     assert judge_claim("new", left, "old", is_unchanged=True) is ClaimStep.WRITE
     assert judge_claim("new", left, "old", is_unchanged=False) is ClaimStep.REFUSE
 

@@ -82,7 +82,7 @@ def test_any_doubt_leads_to_the_tiers() -> None:
     assert "number of ranks" in reason(None, holding(1, world_size=3), None, None)
     assert "has the part of rank 1" in reason(*[holding(r, is_shared=False) if r != 1 else spare() for r in range(4)])
     assert "of rank 1" in reason(*[holding(r, own={r: (7,)}) if r != 1 else spare() for r in range(4)])
-    origin = Origin(generation=5, attempt="a", tiers=("local",) * 4)
+    origin = Origin(checkpoint=5, attempt="a", tiers=("local",) * 4)
     assert "different checkpoints" in reason(None, None, None, holding(3, has_loaded=origin))
     assert reason(*[holding(r, None, reason="torn") for r in range(4)]).startswith("rank 0: torn")
 

@@ -32,9 +32,9 @@ OTHERS = (times(1, 0.0105, 0.021, r2=0.001), times(2, 0.0098, 0.0195))
 def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, cause: SlownessCause) -> None:
     """A product or copy slower than the slower one of the others: the node, where all of it is slow in training, else
     the rank's process or GPU; messages to both: its link; else the work."""
-    verdict = judge_machine(suspect, OTHERS, node="n0", scope=Scope.NODE)
-    assert verdict.cause == cause
-    assert "on rank 1 and 2" in verdict.describe()
+    decision = judge_machine(suspect, OTHERS, node="n0", scope=Scope.NODE)
+    assert decision.cause == cause
+    assert "on rank 1 and 2" in decision.describe()
     of_rank = judge_machine(suspect, OTHERS, node="n0", scope=Scope.RANK)
     assert of_rank.cause == (SlownessCause.PROCESS if cause == SlownessCause.MACHINE else cause)
     assert "the node is slow" not in of_rank.describe()
@@ -53,9 +53,9 @@ def test_copies_within_a_shared_memory_show_nothing_about_a_rank() -> None:
 
 def test_with_one_other_rank_messages_are_not_judged() -> None:
     """Of two ranks nobody can tell whose end of the connection is slow."""
-    verdict = judge_machine(times(0, 0.02, 0.02, r1=0.5), OTHERS[1:], node="n0")
-    assert verdict.cause == SlownessCause.PROCESS
-    assert "messages" not in verdict.reason
+    decision = judge_machine(times(0, 0.02, 0.02, r1=0.5), OTHERS[1:], node="n0")
+    assert decision.cause == SlownessCause.PROCESS
+    assert "messages" not in decision.reason
 
 
 def test_with_nobody_to_compare_with_the_cause_is_unknown() -> None:

@@ -1,4 +1,4 @@
-"""Which generation all ranks go back to, and from which copies."""
+"""Which checkpoint all ranks go back to, and from which copies."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def _usable(table: list[set[Copy]], refused: dict[int, set[Copy]]) -> list[set[C
 def test_it_is_complete_and_no_better_one_existed(table: list[set[Copy]], refused: dict[int, set[Copy]]) -> None:
     """Every rank has its part of the chosen attempt, unrefused; no newer attempt is complete; no part is nearer."""
     usable = _usable(table, refused)
-    complete = set.intersection(*({(c.generation, c.attempt) for c in held} for held in usable)) if usable else set()
+    complete = set.intersection(*({(c.checkpoint, c.attempt) for c in held} for held in usable)) if usable else set()
     point = choose_recovery_point(table, refused)
     if point is None:
         assert not complete
         return
-    assert (point.generation, point.attempt) in complete
-    assert point.generation == max(generation for generation, _ in complete)
+    assert (point.checkpoint, point.attempt) in complete
+    assert point.checkpoint == max(checkpoint for checkpoint, _ in complete)
     for copy, held in zip(point.copies, usable, strict=True):
-        mine = [c for c in held if (c.generation, c.attempt) == (point.generation, point.attempt)]
+        mine = [c for c in held if (c.checkpoint, c.attempt) == (point.checkpoint, point.attempt)]
         assert copy in mine
         assert copy.tier == min(c.tier for c in mine)
 
@@ -48,20 +48,20 @@ def test_all_ranks_choose_the_same(table: list[set[Copy]], refused: dict[int, se
 def test_refusing_every_choice_comes_to_an_end(table: list[set[Copy]]) -> None:
     """With each refusal the choice gets no newer, no refused copy is chosen again, and in the end there is none."""
     refused: dict[int, set[Copy]] = {rank: set() for rank in range(len(table))}
-    generations = []
+    checkpoints = []
     while (point := choose_recovery_point(table, refused)) is not None:
-        generations.append(point.generation)
+        checkpoints.append(point.checkpoint)
         assert point.copies[0] not in refused[0]
         refused[0].add(point.copies[0])
-    assert generations == sorted(generations, reverse=True)
+    assert checkpoints == sorted(checkpoints, reverse=True)
 
 
 @given(TABLE)
-def test_generations_are_never_mixed(table: list[set[Copy]]) -> None:
+def test_checkpoints_are_never_mixed(table: list[set[Copy]]) -> None:
     """All chosen copies are of one iteration and one attempt."""
     point = choose_recovery_point(table)
     if point is not None:
-        assert {(c.generation, c.attempt) for c in point.copies} == {(point.generation, point.attempt)}
+        assert {(c.checkpoint, c.attempt) for c in point.copies} == {(point.checkpoint, point.attempt)}
 
 
 def test_of_two_attempts_at_one_iteration_the_nearer_is_chosen() -> None:
@@ -83,12 +83,12 @@ KEYS = st.sets(st.tuples(st.integers(0, 5), st.sampled_from("ab")))
 def test_what_is_not_finite_is_chosen_only_where_nothing_else_is(
     table: list[set[Copy]], refused: dict[int, set[Copy]], data: st.DataObject, not_finite: set[tuple[int, str]]
 ) -> None:
-    """The choice is the newest finite generation that is complete, else the newest; among the finite, and among the
+    """The choice is the newest finite checkpoint that is complete, else the newest; among the finite, and among the
     others, doubtful copies come last. Something is chosen whenever anything is complete."""
     doubtful = [data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set() for held in table]
     chosen = choose_best_point(table, refused, doubtful=doubtful, not_finite=not_finite)
     usable = _usable(table, refused)
-    finite = [{copy for copy in held if (copy.generation, copy.attempt) not in not_finite} for held in usable]
+    finite = [{copy for copy in held if (copy.checkpoint, copy.attempt) not in not_finite} for held in usable]
     sound = [[copies - unsure for copies, unsure in zip(one, doubtful, strict=True)] for one in (finite, usable)]
     expected = next(filter(None, map(choose_recovery_point, (sound[0], finite, sound[1], usable))), None)
     assert chosen == expected
@@ -98,17 +98,17 @@ def test_what_is_not_finite_is_chosen_only_where_nothing_else_is(
 
 
 @given(TABLE, KEYS)
-def test_a_generation_is_put_off_only_for_an_older_finite_one(
+def test_a_checkpoint_is_put_off_only_for_an_older_finite_one(
     table: list[set[Copy]], not_finite: set[tuple[int, str]]
 ) -> None:
-    """Where every complete generation holds infinities, as with masks, the newest is chosen."""
+    """Where every complete checkpoint holds infinities, as with masks, the newest is chosen."""
     newest = choose_recovery_point(table)
     chosen = choose_best_point(table, {}, not_finite=not_finite)
     assert (newest is None) == (chosen is None)
     if newest is not None and chosen is not None and chosen != newest:
-        assert (newest.generation, newest.attempt) in not_finite
-        assert (chosen.generation, chosen.attempt) not in not_finite
-        assert chosen.generation <= newest.generation
+        assert (newest.checkpoint, newest.attempt) in not_finite
+        assert (chosen.checkpoint, chosen.attempt) not in not_finite
+        assert chosen.checkpoint <= newest.checkpoint
 
 
 @given(TABLE, REFUSED, st.data())

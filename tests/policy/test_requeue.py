@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.policy.requeue import TOLD_TO_LEAVE, JobEnd, RequeueState, rule
+from outlast.policy.requeue import SHUTDOWN_SIGNALS, JobEnd, RequeueState, rule
 
 FRESH = RequeueState()
 
@@ -28,7 +28,7 @@ def test_what_needs_a_person_counts_even_behind_another_tasks_code(stopped_with:
     assert f"exit code {stopped_with}" in ruling.reason
 
 
-@pytest.mark.parametrize("exit_code", [75, *TOLD_TO_LEAVE])
+@pytest.mark.parametrize("exit_code", [75, *SHUTDOWN_SIGNALS])
 def test_who_was_told_to_leave_comes_back_as_often_as_it_takes(exit_code: int) -> None:
     """Being told to leave is charged to no budget."""
     state = FRESH
@@ -55,7 +55,7 @@ def test_failures_have_a_budget(exit_code: int) -> None:
 
 
 def test_progress_gives_retries_back_and_time_does_not() -> None:
-    """A durable generation at a higher iteration than ever resets the budget; the same one again does not."""
+    """A durable checkpoint at a higher iteration than ever resets the budget; the same one again does not."""
     spent = RequeueState(failures=2, best_durable=100)
     same = rule(spent, JobEnd(exit_code=1, durable_iteration=100), num_job_retries_on_failure=2)
     assert not same.requeue
@@ -98,7 +98,7 @@ def test_no_history_of_jobs_loops(ends: list[JobEnd], limit: int) -> None:
             assert not ruling.requeue
         if end.durable_iteration is not None and (best is None or end.durable_iteration > best):
             failures = 0
-        if ruling.requeue and end.exit_code not in (75, *TOLD_TO_LEAVE):
+        if ruling.requeue and end.exit_code not in (75, *SHUTDOWN_SIGNALS):
             failures += 1
         assert failures <= limit
         state = ruling.state

@@ -70,7 +70,7 @@ def test_every_outcome_has_an_answer(state: StepRun, outcome: RunOutcome) -> Non
     leaves = transition.state is StepRun.LEFT
     assert leaves == (transition.action.exit_code is not None)
     assert not leaves or transition.finding is not None
-    assert transition.action is not Action.SAVE_AND_LEAVE or state is StepRun.SECOND_RUN
+    assert transition.action is not Action.SAVE_AND_EXIT or state is StepRun.SECOND_RUN
 
 
 def test_nothing_follows_the_end() -> None:

@@ -40,7 +40,7 @@ def test_replay_survives_the_environment() -> None:
 
 
 def test_description_names_everything() -> None:
-    """One line names rank, node, device, iteration, validation, both values, the batch and the verdict."""
+    """One line names rank, node, device, iteration, validation, both values, the batch and the decision."""
     line = Diagnosis(
         finding=Finding.PERSISTENT,
         rank=3,

@@ -79,13 +79,13 @@ class Hub:
 
 
 def running(num_active: int, num: int, limits: RestartLimits = LIMITS) -> Hub:
-    hub = Hub(begin(num, 0.0), limits)
+    coordinator = Hub(begin(num, 0.0), limits)
     for rank in range(num):
-        hub.come(rank)
-    hub.ready(0, range(num))
-    hub.assign({rank: rank if rank < num_active else None for rank in range(num)})
-    assert hub.state.phase == RestartPhase.RUNNING
-    return hub
+        coordinator.come(rank)
+    coordinator.ready(0, range(num))
+    coordinator.assign({rank: rank if rank < num_active else None for rank in range(num)})
+    assert coordinator.state.phase == RestartPhase.RUNNING
+    return coordinator
 
 
 def only(actions: list[Send]) -> tuple[tuple[int, ...], o.Order]:
@@ -95,14 +95,14 @@ def only(actions: list[Send]) -> tuple[tuple[int, ...], o.Order]:
 
 def test_first_iteration_begins_when_all_are_ready() -> None:
     """Nobody goes before the last one is ready; then the lowest rank is asked, and all go with its answer."""
-    hub = Hub(begin(3, 0.0))
+    coordinator = Hub(begin(3, 0.0))
     for rank in range(3):
-        assert hub.come(rank) == []
-    assert hub.ready(0, [2, 0]) == []
-    to, order = only(hub.ready(0, [1]))
+        assert coordinator.come(rank) == []
+    assert coordinator.ready(0, [2, 0]) == []
+    to, order = only(coordinator.ready(0, [1]))
     assert to == (0,)
     assert isinstance(order, o.Assign)
-    to, order = only(hub.assign({0: 1, 1: 0, 2: None}))
+    to, order = only(coordinator.assign({0: 1, 1: 0, 2: None}))
     assert to == (0, 1, 2)
     assert isinstance(order, o.Go)
     assert (order.active_world_size, order.store_address) == (2, "host 1")
@@ -110,117 +110,117 @@ def test_first_iteration_begins_when_all_are_ready() -> None:
 
 def test_fault_restarts_everybody_once() -> None:
     """The first fault orders all out of the function; others of the same call only add to what is known."""
-    hub = running(3, 4)
-    to, order = only(hub.fault(1, 0))
+    coordinator = running(3, 4)
+    to, order = only(coordinator.fault(1, 0))
     assert to == (0, 1, 2, 3)
     assert isinstance(order, o.Restart)
     assert order.restart_count == 1
-    assert hub.fault(2, 0, is_consequence=True) == []
-    assert [fault.initial_rank for fault in hub.state.faults] == [1, 2]
+    assert coordinator.fault(2, 0, is_consequence=True) == []
+    assert [fault.initial_rank for fault in coordinator.state.faults] == [1, 2]
 
 
 def test_stale_reports_change_nothing() -> None:
     """What is said of an older call is dropped."""
-    hub = running(2, 2)
-    hub.fault(0, 0)
-    hub.ready(1, [0, 1])
-    hub.assign({0: 0, 1: 1})
-    before = copy.deepcopy(hub.state)
-    assert hub.fault(1, 0) == []
-    assert hub.ready(1, [1]) == []
-    assert hub.hear(1, o.Completed(restart_count=0)) == []
-    assert hub.hear(1, o.Assigned(ordinal=1, ranks={0: None, 1: 0})) == []
-    assert hub.state == before
+    coordinator = running(2, 2)
+    coordinator.fault(0, 0)
+    coordinator.ready(1, [0, 1])
+    coordinator.assign({0: 0, 1: 1})
+    before = copy.deepcopy(coordinator.state)
+    assert coordinator.fault(1, 0) == []
+    assert coordinator.ready(1, [1]) == []
+    assert coordinator.hear(1, o.Completed(restart_count=0)) == []
+    assert coordinator.hear(1, o.Assigned(ordinal=1, ranks={0: None, 1: 0})) == []
+    assert coordinator.state == before
 
 
 def test_members_are_finished_together() -> None:
     """The last active rank's completion ends it for all, the spares too."""
-    hub = running(2, 3)
-    assert hub.hear(0, o.Completed(restart_count=0)) == []
-    to, order = only(hub.hear(1, o.Completed(restart_count=0)))
+    coordinator = running(2, 3)
+    assert coordinator.hear(0, o.Completed(restart_count=0)) == []
+    to, order = only(coordinator.hear(1, o.Completed(restart_count=0)))
     assert (to, order) == ((0, 1, 2), o.Finish(restart_count=0))
-    assert hub.state.phase == RestartPhase.FINISHED
+    assert coordinator.state.phase == RestartPhase.FINISHED
 
 
 def test_spares_exit_with_the_code_of_active_ranks_that_exit_together() -> None:
     """Where the function ends by an orderly exit instead of a return, the last order has its code, for spares too."""
-    hub = running(2, 3)
-    hub.hear(0, o.Completed(restart_count=0, exit_code=75))
-    _, order = only(hub.hear(1, o.Completed(restart_count=0, exit_code=75)))
+    coordinator = running(2, 3)
+    coordinator.hear(0, o.Completed(restart_count=0, exit_code=75))
+    _, order = only(coordinator.hear(1, o.Completed(restart_count=0, exit_code=75)))
     assert order == o.Finish(restart_count=0, exit_code=75)
 
 
 def test_completed_rank_may_die() -> None:
     """A rank that has completed counts as completed when it dies before the others have."""
-    hub = running(2, 2)
-    hub.hear(0, o.Completed(restart_count=0))
-    assert hub.die(0) == []
-    assert only(hub.hear(1, o.Completed(restart_count=0))) == ((1,), o.Finish(restart_count=0))
+    coordinator = running(2, 2)
+    coordinator.hear(0, o.Completed(restart_count=0))
+    assert coordinator.die(0) == []
+    assert only(coordinator.hear(1, o.Completed(restart_count=0))) == ((1,), o.Finish(restart_count=0))
 
 
 def test_fault_restarts_completed_ranks_too() -> None:
     """Those that had completed take part in the next call like all others."""
-    hub = running(2, 2)
-    hub.hear(0, o.Completed(restart_count=0))
-    assert only(hub.fault(1, 0))[0] == (0, 1)
-    hub.ready(1, [0, 1])
-    hub.assign({0: 0, 1: 1})
-    assert hub.hear(1, o.Completed(restart_count=1)) == []
-    assert hub.state.phase == RestartPhase.RUNNING
+    coordinator = running(2, 2)
+    coordinator.hear(0, o.Completed(restart_count=0))
+    assert only(coordinator.fault(1, 0))[0] == (0, 1)
+    coordinator.ready(1, [0, 1])
+    coordinator.assign({0: 0, 1: 1})
+    assert coordinator.hear(1, o.Completed(restart_count=1)) == []
+    assert coordinator.state.phase == RestartPhase.RUNNING
 
 
 def test_late_completion_is_a_fault() -> None:
     """Who has not completed long after the first is faulted, and all restart."""
-    hub = running(3, 3)
-    hub.hear(0, o.Completed(restart_count=0))
-    hub.wait()
-    assert hub.now_s == LIMITS.completion_timeout_s
-    assert {(f.initial_rank, f.kind) for f in hub.state.faults} == {
+    coordinator = running(3, 3)
+    coordinator.hear(0, o.Completed(restart_count=0))
+    coordinator.wait()
+    assert coordinator.now_s == LIMITS.completion_timeout_s
+    assert {(f.initial_rank, f.kind) for f in coordinator.state.faults} == {
         (1, o.RankFaultKind.COMPLETION_TIMEOUT),
         (2, o.RankFaultKind.COMPLETION_TIMEOUT),
     }
-    assert (hub.state.phase, hub.state.restart_count) == (RestartPhase.FORMING, 1)
+    assert (coordinator.state.phase, coordinator.state.restart_count) == (RestartPhase.FORMING, 1)
 
 
 def test_only_consequences_wait_for_their_cause() -> None:
     """Where all faults are lost connections, the cause has a moment to be told; when it comes, nobody waits longer."""
-    hub = running(3, 3)
-    hub.fault(0, 0, is_consequence=True)
-    assert hub.ready(1, [0, 1, 2]) == []
-    assert next_deadline_s(hub.state, LIMITS) == LIMITS.last_call_wait_s
-    (action,) = hub.die(2)
+    coordinator = running(3, 3)
+    coordinator.fault(0, 0, is_consequence=True)
+    assert coordinator.ready(1, [0, 1, 2]) == []
+    assert next_deadline_s(coordinator.state, LIMITS) == LIMITS.last_call_wait_s
+    (action,) = coordinator.die(2)
     assert isinstance(action.order, o.Assign)
 
 
 def test_cause_that_never_comes_is_waited_for_once() -> None:
     """After the last call they go on with the consequences alone."""
-    hub = running(2, 2)
-    hub.fault(0, 0, is_consequence=True)
-    hub.ready(1, [0, 1])
-    (action,) = hub.wait()
+    coordinator = running(2, 2)
+    coordinator.fault(0, 0, is_consequence=True)
+    coordinator.ready(1, [0, 1])
+    (action,) = coordinator.wait()
     assert isinstance(action.order, o.Assign)
-    assert hub.state.fault_counts == {}
+    assert coordinator.state.fault_counts == {}
 
 
 def test_known_cause_is_never_waited_for() -> None:
     """With one cause known, the ranks are asked for at once."""
-    hub = running(2, 2)
-    hub.fault(0, 0)
-    (action,) = hub.ready(1, [0, 1])
+    coordinator = running(2, 2)
+    coordinator.fault(0, 0)
+    (action,) = coordinator.ready(1, [0, 1])
     assert isinstance(action.order, o.Assign)
 
 
 def test_soft_timeouts_around_a_stuck_rank_are_consequences() -> None:
     """Ranks that waited for one that had to be ended are not blamed for it."""
-    hub = running(3, 4)
+    coordinator = running(3, 4)
     for rank in (0, 2):
         kind = o.RankFaultKind.SOFT_TIMEOUT
-        hub.hear(rank, o.RankFault(initial_rank=rank, restart_count=0, kind=kind))
-    hub.ready(1, [0, 2, 3])
-    hub.on(MemberLost(initial_rank=1, kind=o.RankFaultKind.HARD_TIMEOUT, summary="stopped", at_s=0.0))
-    _, order = only(hub.assign({0: 0, 2: 2, 3: 1}))
+        coordinator.hear(rank, o.RankFault(initial_rank=rank, restart_count=0, kind=kind))
+    coordinator.ready(1, [0, 2, 3])
+    coordinator.on(MemberLost(initial_rank=1, kind=o.RankFaultKind.HARD_TIMEOUT, summary="stopped", at_s=0.0))
+    _, order = only(coordinator.assign({0: 0, 2: 2, 3: 1}))
     assert isinstance(order, o.Go)
-    (restart,) = [sent.order for sent in hub.orders if isinstance(sent.order, o.Restart)]
+    (restart,) = [sent.order for sent in coordinator.orders if isinstance(sent.order, o.Restart)]
     assert (0, o.RankFaultKind.SOFT_TIMEOUT) not in {(one.initial_rank, one.kind) for one in order.faults}
     order = add_earlier_faults(order, restart)
     assert order.fault_counts == {1: 1}
@@ -229,11 +229,11 @@ def test_soft_timeouts_around_a_stuck_rank_are_consequences() -> None:
 
 def test_members_that_are_late_are_expelled() -> None:
     """Who is not ready in time counts as dead; the others go on without."""
-    hub = running(3, 4)
-    hub.fault(0, 0)
-    hub.ready(1, [0, 2, 3])
-    expelled, asked = hub.wait()
-    assert hub.now_s == LIMITS.barrier_timeout_s
+    coordinator = running(3, 4)
+    coordinator.fault(0, 0)
+    coordinator.ready(1, [0, 2, 3])
+    expelled, asked = coordinator.wait()
+    assert coordinator.now_s == LIMITS.barrier_timeout_s
     assert expelled.to == (1,)
     assert isinstance(expelled.order, o.Expel)
     assert isinstance(asked.order, o.Assign)
@@ -242,10 +242,10 @@ def test_members_that_are_late_are_expelled() -> None:
 
 def test_silence_on_the_question_is_bounded() -> None:
     """One that does not assign the ranks in time is expelled, and the next one is asked."""
-    hub = running(2, 2)
-    hub.fault(1, 0)
-    hub.ready(1, [0, 1])
-    expelled, asked = hub.wait()
+    coordinator = running(2, 2)
+    coordinator.fault(1, 0)
+    coordinator.ready(1, [0, 1])
+    expelled, asked = coordinator.wait()
     assert (expelled.to, asked.to) == ((0,), (1,))
     assert isinstance(expelled.order, o.Expel)
 
@@ -253,44 +253,44 @@ def test_silence_on_the_question_is_bounded() -> None:
 @pytest.mark.parametrize("ranks", [{}, {0: None, 1: None}, {0: 0, 1: 0}, {0: 1, 1: 2}, {0: 0, 7: 1}])
 def test_assignments_without_sense_stop_all(ranks: dict[int, int | None]) -> None:
     """Active ranks are 0, 1, 2, ... of living members, or nobody goes."""
-    hub = running(2, 2)
-    hub.fault(1, 0)
-    hub.ready(1, [0, 1])
-    to, order = only(hub.assign(ranks))
+    coordinator = running(2, 2)
+    coordinator.fault(1, 0)
+    coordinator.ready(1, [0, 1])
+    to, order = only(coordinator.assign(ranks))
     assert to == (0, 1)
     assert isinstance(order, o.Abort)
 
 
 def test_restarts_are_bounded() -> None:
     """After ``max_iterations`` restarts the next fault stops all, with the counts."""
-    hub = running(2, 2, msgspec.structs.replace(LIMITS, max_iterations=1))
-    hub.fault(1, 0)
-    hub.ready(1, [0, 1])
-    hub.assign({0: 0, 1: 1})
-    _, order = only(hub.fault(1, 1))
+    coordinator = running(2, 2, msgspec.structs.replace(LIMITS, max_iterations=1))
+    coordinator.fault(1, 0)
+    coordinator.ready(1, [0, 1])
+    coordinator.assign({0: 0, 1: 1})
+    _, order = only(coordinator.fault(1, 1))
     assert isinstance(order, o.Abort)
     assert (order.restart_count, order.fault_counts) == (1, {1: 2})
 
 
-def fail_at(hub: Hub, iteration: int) -> o.Order:
+def fail_at(coordinator: Hub, iteration: int) -> o.Order:
     """Have rank 1 fail, both ranks get ready after so many steps, and enter the next call; return the last order."""
-    restart_count = hub.state.restart_count + 1
-    hub.fault(1, restart_count - 1)
+    restart_count = coordinator.state.restart_count + 1
+    coordinator.fault(1, restart_count - 1)
     for rank in (0, 1):
         ready = o.RankReady(restart_count=restart_count, store_address="host 1", iteration=iteration - rank)
-        hub.hear(rank, ready)
-    if hub.state.question is not None:
-        hub.assign({0: 0, 1: 1})
-    return hub.orders[-1].order
+        coordinator.hear(rank, ready)
+    if coordinator.state.question is not None:
+        coordinator.assign({0: 0, 1: 1})
+    return coordinator.orders[-1].order
 
 
 @pytest.mark.parametrize("reached", [-1, 40])
 def test_restarts_in_a_row_without_progress_are_bounded(reached: int) -> None:
     """Where no rank gets beyond the highest iteration before, or none is known, the limit of restarts stops all."""
-    hub = running(2, 2, msgspec.structs.replace(LIMITS, max_no_progress_restarts=3))
+    coordinator = running(2, 2, msgspec.structs.replace(LIMITS, max_no_progress_restarts=3))
     for _ in range(3):
-        assert isinstance(fail_at(hub, reached), o.Go)
-    order = fail_at(hub, reached)
+        assert isinstance(fail_at(coordinator, reached), o.Go)
+    order = fail_at(coordinator, reached)
     assert isinstance(order, o.Abort)
     assert "3 restarts in a row made no progress (max_no_progress_restarts=3)" in order.reason
     assert ("beyond iteration 40" in order.reason) == (reached == 40)
@@ -298,56 +298,56 @@ def test_restarts_in_a_row_without_progress_are_bounded(reached: int) -> None:
 
 def test_restarts_with_progress_are_not_bounded() -> None:
     """A call that gets further than any before starts the count again; one that repeats earlier steps does not."""
-    hub = running(2, 2, msgspec.structs.replace(LIMITS, max_no_progress_restarts=2))
+    coordinator = running(2, 2, msgspec.structs.replace(LIMITS, max_no_progress_restarts=2))
     for iteration in range(0, 100, 10):
-        assert isinstance(fail_at(hub, iteration), o.Go)
-        assert isinstance(fail_at(hub, iteration // 2), o.Go)
-    assert isinstance(fail_at(hub, 90), o.Abort)
+        assert isinstance(fail_at(coordinator, iteration), o.Go)
+        assert isinstance(fail_at(coordinator, iteration // 2), o.Go)
+    assert isinstance(fail_at(coordinator, 90), o.Abort)
 
 
 def test_fatal_leave_stops_all() -> None:
     """All stop with its reason when one rank gives up for all; it gets the order, too, for the counts of all ranks."""
-    hub = running(2, 3)
+    coordinator = running(2, 3)
     order = o.Abort(reason="enough", restart_count=0)
-    assert only(hub.hear(2, o.Left(reason="enough", fatal=True))) == ((0, 1, 2), order)
+    assert only(coordinator.hear(2, o.Left(reason="enough", fatal=True))) == ((0, 1, 2), order)
 
 
 def test_who_is_left_out_is_a_member_no_more() -> None:
     """A member that the assignment leaves out hears so in the order to go, and is not waited for afterwards."""
-    hub = running(3, 3)
-    hub.fault(1, 0)
-    hub.ready(1, [0, 1, 2])
-    assert only(hub.assign({0: 0, 2: 1}))[0] == (0, 1, 2)
-    hub.fault(0, 1)
-    (action,) = hub.ready(2, [0, 2])
+    coordinator = running(3, 3)
+    coordinator.fault(1, 0)
+    coordinator.ready(1, [0, 1, 2])
+    assert only(coordinator.assign({0: 0, 2: 1}))[0] == (0, 1, 2)
+    coordinator.fault(0, 1)
+    (action,) = coordinator.ready(2, [0, 2])
     assert isinstance(action.order, o.Assign)
 
 
 def test_member_that_comes_back_hears_what_it_missed() -> None:
     """An order that was given while a member's link was broken is given again when it comes back."""
-    hub = running(2, 2)
-    hub.fault(1, 0)
+    coordinator = running(2, 2)
+    coordinator.fault(1, 0)
     here = o.MemberStanding(restart_count=0, runs=o.rank_runs({0: 0, 1: 1}))
-    assert only(hub.come(0, here))[1] == o.Restart(restart_count=1, faults=hub.state.faults)
-    hub.ready(1, [0, 1])
-    hub.assign({0: 0, 1: 1})
-    assert isinstance(only(hub.come(0, here))[1], o.Go)
-    hub.hear(0, o.Completed(restart_count=1))
-    hub.hear(1, o.Completed(restart_count=1))
-    assert only(hub.come(0, here))[1] == o.Finish(restart_count=1)
+    assert only(coordinator.come(0, here))[1] == o.Restart(restart_count=1, faults=coordinator.state.faults)
+    coordinator.ready(1, [0, 1])
+    coordinator.assign({0: 0, 1: 1})
+    assert isinstance(only(coordinator.come(0, here))[1], o.Go)
+    coordinator.hear(0, o.Completed(restart_count=1))
+    coordinator.hear(1, o.Completed(restart_count=1))
+    assert only(coordinator.come(0, here))[1] == o.Finish(restart_count=1)
 
 
 def test_dead_stay_dead() -> None:
     """One that was given up and comes back is ended."""
-    hub = running(2, 3)
-    hub.die(1)
-    assert isinstance(only(hub.come(1))[1], o.Expel)
+    coordinator = running(2, 3)
+    coordinator.die(1)
+    assert isinstance(only(coordinator.come(1))[1], o.Expel)
 
 
 def test_isolated_hub_stops_its_members() -> None:
     """Where most members may still train elsewhere, those here stop."""
-    hub = running(3, 3)
-    assert isinstance(only(hub.on(Isolated(reason="alone", at_s=0.0)))[1], o.Abort)
+    coordinator = running(3, 3)
+    assert isinstance(only(coordinator.on(Isolated(reason="alone", at_s=0.0)))[1], o.Abort)
 
 
 def test_next_hub_goes_on_with_what_runs() -> None:
@@ -359,10 +359,14 @@ def test_next_hub_goes_on_with_what_runs() -> None:
         )
         for rank in ranks
     }
-    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 3, 0.0))
-    assert [hub.come(rank, standing) for rank, standing in standings.items()] == [[], [], []]
-    assert (hub.state.phase, hub.state.restart_count, dict(hub.state.fault_counts)) == (RestartPhase.RUNNING, 3, {0: 3})
-    assert isinstance(only(hub.hear(0, o.Completed(restart_count=3)))[1], o.Finish)
+    coordinator = Hub(follow(standings, dict.fromkeys(ranks, "n"), 3, 0.0))
+    assert [coordinator.come(rank, standing) for rank, standing in standings.items()] == [[], [], []]
+    assert (coordinator.state.phase, coordinator.state.restart_count, dict(coordinator.state.fault_counts)) == (
+        RestartPhase.RUNNING,
+        3,
+        {0: 3},
+    )
+    assert isinstance(only(coordinator.hear(0, o.Completed(restart_count=3)))[1], o.Finish)
 
 
 def test_next_hub_restarts_where_only_some_went() -> None:
@@ -374,8 +378,8 @@ def test_next_hub_restarts_where_only_some_went() -> None:
             restart_count=0, runs=o.rank_runs(ranks), restart=1, ready=o.RankReady(restart_count=1, store_address="b 1")
         ),
     }
-    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
-    orders = [only(hub.come(rank, standing))[1] for rank, standing in standings.items()]
+    coordinator = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
+    orders = [only(coordinator.come(rank, standing))[1] for rank, standing in standings.items()]
     assert orders == [o.Restart(restart_count=2), o.Restart(restart_count=2)]
 
 
@@ -391,25 +395,25 @@ def test_answers_to_the_old_hub_are_not_taken() -> None:
         )
         for rank in ranks
     }
-    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 7.0))
+    coordinator = Hub(follow(standings, dict.fromkeys(ranks, "n"), 2, 7.0))
     for rank, standing in standings.items():
-        hub.come(rank, standing)
-    assert hub.hear(0, o.Assigned(ordinal=1, ranks={0: 1, 1: 0})) == []
-    assert isinstance(only(hub.assign({0: 0, 1: 1}))[1], o.Go)
+        coordinator.come(rank, standing)
+    assert coordinator.hear(0, o.Assigned(ordinal=1, ranks={0: 1, 1: 0})) == []
+    assert isinstance(only(coordinator.assign({0: 0, 1: 1}))[1], o.Go)
 
 
 def test_member_that_has_seen_more_takes_all_along() -> None:
     """A hub that knows of no call restarts beyond the one that a member is in, instead of waiting for it."""
-    hub = Hub(begin(2, 0.0))
-    hub.come(1)
-    hub.ready(0, [1])
+    coordinator = Hub(begin(2, 0.0))
+    coordinator.come(1)
+    coordinator.ready(0, [1])
     to, order = only(
-        hub.come(
+        coordinator.come(
             0, o.MemberStanding(restart_count=2, runs=o.rank_runs({0: 0, 1: None}), restart=2, fault_counts={0: 2})
         )
     )
     assert (to, order) == ((0, 1), o.Restart(restart_count=3))
-    assert hub.state.fault_counts == {0: 2}
+    assert coordinator.state.fault_counts == {0: 2}
 
 
 def test_a_rank_is_at_fault_once_in_an_iteration() -> None:
@@ -447,38 +451,38 @@ def count_lines(num: int) -> dict[str, int]:
 
 def lead_through_everything(num: int, end: Callable[[str], None]) -> None:
     """Have ``num`` members join, report, fail, come back and complete; call ``end`` after each part."""
-    hub, ranks = Hub(begin(num, 0.0)), range(num)
+    coordinator, ranks = Hub(begin(num, 0.0)), range(num)
     for rank in ranks:
-        hub.come(rank)
+        coordinator.come(rank)
     end("join")
-    hub.ready(0, ranks)
-    hub.assign({rank: rank for rank in ranks})
-    assert hub.state.phase == RestartPhase.RUNNING
+    coordinator.ready(0, ranks)
+    coordinator.assign({rank: rank for rank in ranks})
+    assert coordinator.state.phase == RestartPhase.RUNNING
     end("ready, and go")
     for rank in ranks:
-        hub.fault(rank, 0, is_consequence=rank > 0)
+        coordinator.fault(rank, 0, is_consequence=rank > 0)
     end("fault")
     for rank in ranks:
-        hub.come(rank, o.MemberStanding(restart_count=0))
+        coordinator.come(rank, o.MemberStanding(restart_count=0))
     end("come back")
     for rank in ranks[: num // 2]:
-        hub.die(rank)
+        coordinator.die(rank)
     end("half of them die")
     rest = ranks[num // 2 :]
-    hub.ready(1, rest)
-    hub.assign({rank: rank - rest[0] for rank in rest})
-    assert hub.state.phase == RestartPhase.RUNNING
+    coordinator.ready(1, rest)
+    coordinator.assign({rank: rank - rest[0] for rank in rest})
+    assert coordinator.state.phase == RestartPhase.RUNNING
     end("ready, and go again")
     for rank in rest:
-        hub.hear(rank, o.Completed(restart_count=1))
-    assert hub.state.phase == RestartPhase.FINISHED
+        coordinator.hear(rank, o.Completed(restart_count=1))
+    assert coordinator.state.phase == RestartPhase.FINISHED
     end("complete")
     gone = o.rank_runs({rank: rank for rank in ranks})
     standings = {rank: o.MemberStanding(restart_count=0, restart=1, runs=gone) for rank in ranks}
-    hub = Hub(follow(standings, dict.fromkeys(ranks, "n"), num, 0.0))
+    coordinator = Hub(follow(standings, dict.fromkeys(ranks, "n"), num, 0.0))
     for rank in reversed(ranks):
-        hub.come(rank, standings[rank])
-        hub.fault(rank, 0)
+        coordinator.come(rank, standings[rank])
+        coordinator.fault(rank, 0)
     end("join the next hub")
 
 
@@ -494,15 +498,15 @@ def test_an_event_costs_the_same_among_many_members() -> None:
 
 def test_a_fault_is_sent_once() -> None:
     """The order to go has only those faults that the order to restart had not; who missed that gets all of them."""
-    hub = running(3, 4)
-    (restart,) = hub.fault(1, 0)
-    hub.fault(2, 0, is_consequence=True)
-    hub.ready(1, range(4))
+    coordinator = running(3, 4)
+    (restart,) = coordinator.fault(1, 0)
+    coordinator.fault(2, 0, is_consequence=True)
+    coordinator.ready(1, range(4))
     assert isinstance(restart.order, o.Restart)
-    _, go = only(hub.assign({0: 0, 1: 1, 2: 2, 3: None}))
+    _, go = only(coordinator.assign({0: 0, 1: 1, 2: 2, 3: None}))
     assert isinstance(go, o.Go)
     assert [fault.initial_rank for fault in go.faults] == [2]
     assert [fault.initial_rank for fault in add_earlier_faults(go, restart.order).faults] == [1, 2]
-    _, again = only(hub.come(3, o.MemberStanding(restart_count=0)))
+    _, again = only(coordinator.come(3, o.MemberStanding(restart_count=0)))
     assert isinstance(again, o.Go)
     assert [fault.initial_rank for fault in again.faults] == [1, 2]

@@ -1,4 +1,4 @@
-"""Which generations stay when room is made."""
+"""Which checkpoints stay when room is made."""
 
 from __future__ import annotations
 
@@ -16,67 +16,67 @@ GAPS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 
 
 @given(ITERATIONS, st.integers(1, 8), st.integers(0, 50), st.integers(0, 100))
-def test_the_newest_are_kept(generations: list[int], k: int, interval: int, window: int) -> None:
+def test_the_newest_are_kept(checkpoints: list[int], k: int, interval: int, window: int) -> None:
     """The K newest are always kept, and nothing is named that is not there."""
-    kept = choose_kept(generations, most_recent_k=k, retain_interval=interval, suspect_window=window)
-    assert kept >= set(sorted(set(generations))[-k:])
-    assert kept <= set(generations)
+    kept = choose_kept(checkpoints, most_recent_k=k, retain_interval=interval, suspect_window=window)
+    assert kept >= set(sorted(set(checkpoints))[-k:])
+    assert kept <= set(checkpoints)
 
 
 @given(ITERATIONS, st.integers(1, 8), st.integers(1, 50))
-def test_multiples_are_kept_for_ever(generations: list[int], k: int, interval: int) -> None:
+def test_multiples_are_kept_for_ever(checkpoints: list[int], k: int, interval: int) -> None:
     """Every multiple of the retain interval stays, however old."""
-    kept = choose_kept(generations, most_recent_k=k, retain_interval=interval)
-    assert kept >= {generation for generation in generations if generation % interval == 0}
+    kept = choose_kept(checkpoints, most_recent_k=k, retain_interval=interval)
+    assert kept >= {checkpoint for checkpoint in checkpoints if checkpoint % interval == 0}
 
 
 @given(ITERATIONS, st.integers(1, 8), st.integers(0, 100))
-def test_no_more_than_two_beyond_the_newest(generations: list[int], k: int, window: int) -> None:
-    """The suspect window costs the room of at most two generations."""
-    assert len(choose_kept(generations, most_recent_k=k, suspect_window=window)) <= k + 2
+def test_no_more_than_two_beyond_the_newest(checkpoints: list[int], k: int, window: int) -> None:
+    """The suspect window costs the room of at most two checkpoints."""
+    assert len(choose_kept(checkpoints, most_recent_k=k, suspect_window=window)) <= k + 2
 
 
 @given(ITERATIONS, st.sets(st.integers(0, 500)), st.integers(1, 8), st.integers(0, 100))
-def test_the_newest_finite_one_is_kept(generations: list[int], not_finite: set[int], k: int, window: int) -> None:
-    """However many newer ones hold infinities or NaN; it costs the room of one generation."""
-    kept = choose_kept(generations, most_recent_k=k, suspect_window=window, not_finite=not_finite)
-    finite = set(generations) - not_finite
+def test_the_newest_finite_one_is_kept(checkpoints: list[int], not_finite: set[int], k: int, window: int) -> None:
+    """However many newer ones hold infinities or NaN; it costs the room of one checkpoint."""
+    kept = choose_kept(checkpoints, most_recent_k=k, suspect_window=window, not_finite=not_finite)
+    finite = set(checkpoints) - not_finite
     assert not finite or max(finite) in kept
     assert len(kept) <= k + 3
 
 
 @given(ITERATIONS, st.integers(1, 8), st.integers(0, 100))
-def test_one_older_than_the_window_is_kept(generations: list[int], k: int, window: int) -> None:
-    """If any generation is older than the suspect window, the newest such is kept."""
-    kept = choose_kept(generations, most_recent_k=k, suspect_window=window)
-    old = [generation for generation in generations if max(generations) - generation > window]
+def test_one_older_than_the_window_is_kept(checkpoints: list[int], k: int, window: int) -> None:
+    """If any checkpoint is older than the suspect window, the newest such is kept."""
+    kept = choose_kept(checkpoints, most_recent_k=k, suspect_window=window)
+    old = [checkpoint for checkpoint in checkpoints if max(checkpoints) - checkpoint > window]
     assert not old or max(old) in kept
 
 
 @given(GAPS, st.integers(1, 5), st.integers(0, 60))
 def test_one_older_than_the_window_survives_every_save(gaps: list[int], k: int, window: int) -> None:
-    """Applied after each save of a run, a generation older than the window is always there once the run is that old,
+    """Applied after each save of a run, a checkpoint older than the window is always there once the run is that old,
     and never older than two windows and two intervals."""
     present: set[int] = set()
     saves = list(accumulate(gaps))
     for newest in saves:
         present = set(choose_kept({*present, newest}, most_recent_k=k, suspect_window=window))
-        old = [generation for generation in present if newest - generation > window]
+        old = [checkpoint for checkpoint in present if newest - checkpoint > window]
         assert bool(old) == (newest - saves[0] > window)
         assert not old or newest - max(old) <= 2 * (window + max(gaps))
 
 
 @given(ITERATIONS, st.integers(1, 8), st.integers(0, 50), st.integers(0, 100))
-def test_keeping_twice_keeps_the_same(generations: list[int], k: int, interval: int, window: int) -> None:
-    """Without a new generation a second cleaning removes nothing."""
-    once = choose_kept(generations, most_recent_k=k, retain_interval=interval, suspect_window=window)
+def test_keeping_twice_keeps_the_same(checkpoints: list[int], k: int, interval: int, window: int) -> None:
+    """Without a new checkpoint a second cleaning removes nothing."""
+    once = choose_kept(checkpoints, most_recent_k=k, retain_interval=interval, suspect_window=window)
     assert choose_kept(once, most_recent_k=k, retain_interval=interval, suspect_window=window) == once
 
 
 @given(ITERATIONS)
-def test_minus_one_keeps_all(generations: list[int]) -> None:
-    """-1 keeps every generation."""
-    assert choose_kept(generations, most_recent_k=-1) == set(generations)
+def test_minus_one_keeps_all(checkpoints: list[int]) -> None:
+    """-1 keeps every checkpoint."""
+    assert choose_kept(checkpoints, most_recent_k=-1) == set(checkpoints)
 
 
 @pytest.mark.parametrize(("k", "interval", "window"), [(0, 0, 0), (-2, 0, 0), (1, -1, 0), (1, 0, -1)])
@@ -90,38 +90,36 @@ def test_senseless_numbers_are_refused(k: int, interval: int, window: int) -> No
 def test_what_is_removed_is_older_and_not_kept(
     present: set[int], valid: set[int], newest: int, k: int, window: int
 ) -> None:
-    """Nothing that is as new as the newest that counts is removed, nor what the rules keep of the valid generations;
+    """Nothing that is as new as the newest that counts is removed, nor what the rules keep of the valid checkpoints;
     what is older and not valid goes, whole or not."""
     rules = RetentionRules(most_recent_k=k, suspect_window=window)
     removed = set(choose_removed(sorted(present), valid, committed=newest, rules=rules, not_finite=()))
     newest_counted = max((present & valid) | {newest})
-    assert all(generation < newest_counted for generation in removed)
+    assert all(checkpoint < newest_counted for checkpoint in removed)
     kept = choose_kept((present & valid) | {newest}, most_recent_k=k, suspect_window=window)
     if newest in valid:
         assert not removed & kept
-    assert {generation for generation in present - valid if generation < newest_counted} - {newest} <= removed
+    assert {checkpoint for checkpoint in present - valid if checkpoint < newest_counted} - {newest} <= removed
 
 
 def test_a_newest_one_that_is_not_known_to_be_valid_displaces_no_finite_one() -> None:
-    """A newer generation may be torn: the newest that is known to be finite stays beside it."""
+    """A newer checkpoint may be torn: the newest that is known to be finite stays beside it."""
     rules = RetentionRules(most_recent_k=1)
     assert choose_removed([5, 4, 3], {4, 3}, committed=5, rules=rules, not_finite=()) == [3]
 
 
 @given(FEW, FEW, st.integers(0, 60), st.integers(1, 5), st.integers(0, 9))
-def test_what_is_distrusted_takes_no_place(
-    valid: set[int], distrusted: set[int], newest: int, k: int, window: int
-) -> None:
-    """What is removed of the valid generations is the same, whatever else lies there."""
+def test_what_is_excluded_takes_no_place(valid: set[int], excluded: set[int], newest: int, k: int, window: int) -> None:
+    """What is removed of the valid checkpoints is the same, whatever else lies there."""
     rules = RetentionRules(most_recent_k=k, suspect_window=window)
 
     def removed(present: set[int]) -> set[int]:
         return set(choose_removed(present, valid | {newest}, committed=newest, rules=rules, not_finite=()))
 
-    assert removed(valid | distrusted | {newest}) & valid == removed(valid | {newest}) & valid
+    assert removed(valid | excluded | {newest}) & valid == removed(valid | {newest}) & valid
 
 
-def test_after_a_rollback_newer_generations_do_not_count() -> None:
+def test_after_a_rollback_newer_checkpoints_do_not_count() -> None:
     """A rollback from 2000 to 1000 with two to keep: 1000 stays beside 1100, and 2000 stays for whoever looks."""
     rules = RetentionRules(most_recent_k=2)
     assert choose_removed([2000, 1100, 1000, 900], {900, 1000, 1100}, committed=1100, rules=rules, not_finite=()) == [

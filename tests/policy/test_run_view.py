@@ -83,7 +83,7 @@ def test_one_decision_stands_for_all_that_follow_from_its_incident() -> None:
         for rank in range(4)
     ]
     assert [one.num_reports for one in RunView.of(events).jobs[0].incidents] == [1, 4, 1, 1, 1]
-    decided = event(EventKind.VERDICT, 9, cycle=0, incident=events[2].data["incident"], verdict={"rung": 2})
+    decided = event(EventKind.DECISION, 9, cycle=0, incident=events[2].data["incident"], verdict={"rung": 2})
     incidents = RunView.of([*events, decided]).jobs[0].incidents
     assert [(one.num_reports, one.time_s) for one in incidents] == [(4, 0.0), (4, 2.0)]
 

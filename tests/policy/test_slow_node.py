@@ -1,4 +1,4 @@
-"""What the ladder does about a slow rank for whose sake all ranks left."""
+"""What the recovery policy does about a slow rank for whose sake all ranks left."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ladder_properties import ends, follow, histories, is_restart, limits_strategy
+from test_recovery_properties import ends, follow, histories, is_restart, limits_strategy
 
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.incidents import Incident, IncidentKind, RecoveryLevel
 from outlast.policy.causes import root_cause
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState, begin_job, decide
 from outlast.policy.requeue import JobEnd, RequeueState, rule
 from outlast.policy.rerun import Diagnosis, Finding
 
@@ -53,8 +53,12 @@ def end_of(cycle: int = 0, *, durable: int | None = 40, num_spares: int = 1, nod
 def test_a_spare_takes_the_slot_of_the_slow_ranks_node() -> None:
     """The node is quarantined and charged, and the run goes on from where it left; the reason says all of it."""
     end = dataclasses.replace(end_of(), diagnosis=SLOW)
-    state, verdict = decide(LadderState(), end, Limits())
-    assert (verdict.rung, verdict.quarantine, verdict.exit_code) == (Rung.REPLACE_NODE, ("b",), None)
+    state, decision = decide(RecoveryState(), end, Limits())
+    assert (decision.recovery_level, decision.quarantine, decision.exit_code) == (
+        RecoveryLevel.REPLACE_NODE,
+        ("b",),
+        None,
+    )
     assert (state.quarantined, state.node_faults, state.best_durable) == (("b",), {"b": 1}, 40)
     for part in (
         "rank 1 on node b",
@@ -63,18 +67,18 @@ def test_a_spare_takes_the_slot_of_the_slow_ranks_node() -> None:
         "a spare takes the slot of node b",
         "iteration 40",
     ):
-        assert part in verdict.reason
+        assert part in decision.reason
 
 
 def test_without_a_spare_the_run_stops_with_18() -> None:
     """The code is one that nothing else has; the node is remembered for whoever starts the next job."""
-    state, verdict = decide(LadderState(), end_of(num_spares=0), Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.STRAGGLER)
-    assert "no spare waits for the slot of node b" in verdict.reason
+    state, decision = decide(RecoveryState(), end_of(num_spares=0), Limits())
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.STRAGGLER)
+    assert "no spare waits for the slot of node b" in decision.reason
     assert state.stopped_with == ExitReason.STRAGGLER
     ruling = rule(
         RequeueState(),
-        JobEnd(exit_code=verdict.exit_code or 0, durable_iteration=40, quarantined=state.quarantined),
+        JobEnd(exit_code=decision.exit_code or 0, durable_iteration=40, quarantined=state.quarantined),
         num_job_retries_on_failure=2,
     )
     assert (ruling.requeue, ruling.state.excluded) == (True, ("b",))
@@ -84,19 +88,23 @@ def test_without_a_spare_the_run_stops_with_18() -> None:
 def test_nobody_is_blamed_where_nobody_said_who_is_slow() -> None:
     """The exit code alone names no node: every rank left with it. The run stops, and no node is quarantined."""
     end = dataclasses.replace(end_of(), diagnosis=None)
-    state, verdict = decide(LadderState(), end, Limits())
-    assert (verdict.rung, verdict.exit_code, verdict.quarantine) == (Rung.STOP, ExitReason.STRAGGLER, ())
+    state, decision = decide(RecoveryState(), end, Limits())
+    assert (decision.recovery_level, decision.exit_code, decision.quarantine) == (
+        RecoveryLevel.STOP,
+        ExitReason.STRAGGLER,
+        (),
+    )
     assert (state.quarantined, state.node_faults) == ((), {})
 
 
 def test_one_slow_node_after_the_other_is_replaced_as_long_as_there_are_spares() -> None:
     """Each one is found after progress, which gives the restarts back; then the run stops with 18."""
-    state = LadderState()
+    state = RecoveryState()
     for cycle, node in enumerate("abcde"):
         end = end_of(cycle, durable=100 * (cycle + 1), num_spares=4 - cycle, node=node)
-        state, verdict = decide(state, end, Limits(max_restarts=1))
-    assert [step.rung for step in state.history] == [Rung.REPLACE_NODE] * 4 + [Rung.STOP]
-    assert (verdict.exit_code, state.quarantined) == (ExitReason.STRAGGLER, ("a", "b", "c", "d", "e"))
+        state, decision = decide(state, end, Limits(max_restarts=1))
+    assert [step.recovery_level for step in state.history] == [RecoveryLevel.REPLACE_NODE] * 4 + [RecoveryLevel.STOP]
+    assert (decision.exit_code, state.quarantined) == (ExitReason.STRAGGLER, ("a", "b", "c", "d", "e"))
 
 
 def test_the_slow_rank_is_the_cause_among_all_that_left() -> None:
@@ -124,22 +132,22 @@ def _slow(diagnosis: Diagnosis) -> Diagnosis:
 @given(histories, slow_ends, limits_strategy)
 def test_a_slow_rank_leads_to_another_node_or_to_the_end(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
     """Whatever came before: either its node is quarantined and a spare takes its slot, or the run stops with a
-    code that is neither success nor a failure without a name. No copy is distrusted, and nothing is replayed."""
+    code that is neither success nor a failure without a name. No copy is excluded, and nothing is replayed."""
     before = follow(past, limits)
     if before.finished:
         return
-    state, verdict = decide(before, end, limits)
+    state, decision = decide(before, end, limits)
     node = end.diagnosis.node if end.diagnosis is not None else ""
-    assert verdict.quarantine == ((node,) if node else ())
-    if verdict.rung == Rung.REPLACE_NODE:
+    assert decision.quarantine == ((node,) if node else ())
+    if decision.recovery_level == RecoveryLevel.REPLACE_NODE:
         assert end.num_spares > 0
         assert node
         assert state.restarts_total == before.restarts_total + 1
     else:
-        assert verdict.rung == Rung.STOP
-        assert verdict.exit_code in (ExitReason.STRAGGLER, ExitReason.NO_PROGRESS)
-    assert len(state.distrusted) == len(before.distrusted)
-    assert (state.replay, verdict.replay, verdict.hold_back) == (None, None, ())
+        assert decision.recovery_level == RecoveryLevel.STOP
+        assert decision.exit_code in (ExitReason.STRAGGLER, ExitReason.NO_PROGRESS)
+    assert len(state.excluded) == len(before.excluded)
+    assert (state.replay, decision.replay, decision.hold_back) == (None, None, ())
 
 
 @given(histories, st.lists(slow_ends, min_size=1, max_size=60), limits_strategy)
@@ -147,8 +155,8 @@ def test_slow_ranks_without_progress_are_bounded(past: list[CycleEnd], ends: lis
     """However many are named one after the other: without progress in between no more restarts than anything gets."""
     state, restarts = begin_job(follow(past, limits)), 0
     for end in ends:
-        state, verdict = decide(state, dataclasses.replace(end, durable_iteration=None), limits)
-        if not is_restart(verdict.rung):
+        state, decision = decide(state, dataclasses.replace(end, durable_iteration=None), limits)
+        if not is_restart(decision.recovery_level):
             break
         restarts += 1
     assert restarts <= limits.max_restarts

@@ -48,16 +48,16 @@ def test_a_rank_slowed_1_3_times_is_named_within_three_windows(seed: int, num_ra
     made = MadeRanks(num_ranks=num_ranks, seed=seed, meet_in={"backward": everybody})
     calm = judge_windows(made, 5)
     assert not any(findings.named for findings in calm)
-    culprit = seed % num_ranks
-    found = judge_windows(made, 6, slowed={(culprit, "*"): 1.3}, busy_chance=0)
-    assert all(set(findings.named_ranks) <= {culprit} for findings in found)
+    root_cause = seed % num_ranks
+    found = judge_windows(made, 6, slowed={(root_cause, "*"): 1.3}, busy_chance=0)
+    assert all(set(findings.named_ranks) <= {root_cause} for findings in found)
     bases = {one.basis for one in found[2].named}
     # Of two ranks one is all that there is to compare a slowdown with: its own jitter may hide it.
     assert bases == {Basis.RELATIVE, Basis.INDIVIDUAL} if num_ranks > 2 else Basis.RELATIVE in bases
-    assert found[2].newly_named == (culprit,)
+    assert found[2].newly_named == (root_cause,)
     assert found[3].newly_named == ()
     assert not found[1].named
-    assert found[1].suspects[0].rank == culprit
+    assert found[1].suspects[0].rank == root_cause
 
 
 def test_the_worst_score_is_the_slow_ranks() -> None:
@@ -87,14 +87,14 @@ def test_if_everybody_is_slow_nobody_is_named(factor: float) -> None:
 def test_a_rank_that_waits_for_a_slow_one_is_not_named(seed: int, pair: tuple[int, int]) -> None:
     """Two ranks meet in ``backward`` and one of them is slow in ``forward``: the other one's ``backward`` takes as much
     longer, and it is said to wait."""
-    culprit, victim = pair if seed % 2 else reversed(pair)
+    root_cause, victim = pair if seed % 2 else reversed(pair)
     others = [[rank] for rank in range(4) if rank not in pair]
     made = MadeRanks(seed=seed, meet_in={"backward": [pair, *others]})
     judge_windows(made, 5)
-    found = judge_windows(made, 5, slowed={(culprit, "forward"): 1.8})
-    assert [findings.named_ranks for findings in found[2:]] == [(culprit,)] * 3
+    found = judge_windows(made, 5, slowed={(root_cause, "forward"): 1.8})
+    assert [findings.named_ranks for findings in found[2:]] == [(root_cause,)] * 3
     waiting = {(one.rank, one.section, one.for_rank, one.in_section) for findings in found for one in findings.waiting}
-    assert (victim, "backward", culprit, "forward") in waiting
+    assert (victim, "backward", root_cause, "forward") in waiting
 
 
 @settings(max_examples=60)
@@ -109,17 +109,17 @@ def test_of_one_slow_rank_no_other_is_ever_named(
     seed: int, num_ranks: int, section: str, factor: float, data: st.DataObject
 ) -> None:
     """Whoever is slow, in whatever section, and whoever waits for it in a later one: no other rank is named."""
-    culprit = data.draw(st.integers(0, num_ranks - 1))
+    root_cause = data.draw(st.integers(0, num_ranks - 1))
     later = list(SECTIONS)[list(SECTIONS).index(section) + 1 :]
     meet_in = {}
     if later:
         with_whom = data.draw(st.sets(st.integers(0, num_ranks - 1)))
-        rest = [[rank] for rank in range(num_ranks) if rank not in with_whom | {culprit}]
-        meet_in = {data.draw(st.sampled_from(later)): [sorted(with_whom | {culprit}), *rest]}
+        rest = [[rank] for rank in range(num_ranks) if rank not in with_whom | {root_cause}]
+        meet_in = {data.draw(st.sampled_from(later)): [sorted(with_whom | {root_cause}), *rest]}
     made = MadeRanks(num_ranks=num_ranks, seed=seed, meet_in=meet_in)
     judge_windows(made, 4)
-    found = judge_windows(made, 4, slowed={(culprit, section): factor})
-    assert all(set(findings.named_ranks) <= {culprit} for findings in found)
+    found = judge_windows(made, 4, slowed={(root_cause, section): factor})
+    assert all(set(findings.named_ranks) <= {root_cause} for findings in found)
 
 
 def test_waiting_for_a_slow_rank_costs_no_score() -> None:

@@ -169,8 +169,8 @@ def judge(folder: Path, number: int, codes: list[int], expected: int, told_ns: i
         wrong.append(f"ranks ended at iterations {ends}")
     if expected and restored != {expected}:
         wrong.append(f"restored {restored}, not {expected}")
-    for generation in look_into(str(folder / "ckpt")).found:
-        verified = verify(generation, num_threads=1).entry
+    for checkpoint in look_into(str(folder / "ckpt")).found:
+        verified = verify(checkpoint, num_threads=1).entry
         if not verified.valid or verified.problems:
             wrong.append(f"generation {verified.iteration}: {verified.problems}")
         ends.discard(verified.iteration)

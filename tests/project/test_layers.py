@@ -274,7 +274,7 @@ def test_no_error_is_swallowed_whole() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "module",
-    ["outlast", "outlast.config.sources", "outlast.policy.ladder", "outlast.cli.main"],
+    ["outlast", "outlast.config.sources", "outlast.policy.recovery_policy", "outlast.cli.main"],
 )
 def test_import_is_light(module: str) -> None:
     """The root, the settings, the policy and the command line are imported without torch or numpy."""

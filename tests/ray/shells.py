@@ -63,10 +63,10 @@ class Trainer(TrainActor):
                 handle.wait(LIMIT_S)
         return float(sum(parameter.detach().sum() for parameter in self.model.parameters())), self.seen
 
-    def save_without(self, culprit: int, iteration: int) -> None:
-        """Have all ranks but the culprit wait for the commit of a save."""
+    def save_without(self, root_cause: int, iteration: int) -> None:
+        """Have all ranks but the root cause wait for the commit of a save."""
         with self.section("step"):
-            if self.place.rank == culprit:
+            if self.place.rank == root_cause:
                 time.sleep(1000)
             handle = self.save(iteration, now=True)
             assert handle is not None
@@ -85,18 +85,18 @@ class Trainer(TrainActor):
             found[axis] = float(mine)
         return found
 
-    def hang(self, how: str, culprit: int) -> str:
-        """Have all ranks but the culprit wait for it."""
+    def hang(self, how: str, root_cause: int) -> str:
+        """Have all ranks but the root cause wait for it."""
         with self.section("step"):
-            if self.place.rank == culprit:
+            if self.place.rank == root_cause:
                 time.sleep(1000)
             match how:
                 case "all_reduce":
                     dist.all_reduce(torch.ones(100_000))
                 case "receive":
-                    dist.recv(torch.ones(1000), src=culprit)
+                    dist.recv(torch.ones(1000), src=root_cause)
                 case "send":
-                    dist.send(torch.ones(30_000_000), dst=culprit)
+                    dist.send(torch.ones(30_000_000), dst=root_cause)
                 case "new_group":
                     dist.new_group(list(range(self.place.world_size)))
                 case "compute":
@@ -139,12 +139,12 @@ class Wrapped(Trainer):
     def state(self) -> dict[str, Any]:
         return {"model": self.wrapped if hasattr(self, "wrapped") else self.model, "optimizer": self.optimizer}
 
-    def train_wrapped(self, iteration: int, culprit: int) -> None:
-        """Do one step; the culprit sleeps instead of taking part in the gradients' all-reduce."""
+    def train_wrapped(self, iteration: int, root_cause: int) -> None:
+        """Do one step; the root cause sleeps instead of taking part in the gradients' all-reduce."""
         with self.section("step"):
             self.optimizer.zero_grad()
             loss = (self.wrapped(torch.randn(4, 8) + self.place.dp) ** 2).mean()
-            if self.place.rank == culprit:
+            if self.place.rank == root_cause:
                 time.sleep(1000)
             loss.backward()
             with self.update(iteration):

@@ -109,7 +109,7 @@ def test_only_the_killed_actor_is_replaced(group: ActorGroup, folder: Path) -> N
     report = recover_from(group, folder, {2: "kill"}, "begin")
     assert [one.kind for one in report.lost] == [LossKind.DIED]
     assert report.loaded == (2,)
-    assert report.generation == report.iteration
+    assert report.checkpoint == report.iteration
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_an_exception_costs_no_process(group: ActorGroup, folder: Path) -> None:
 
 
 def test_a_state_torn_in_the_update_is_loaded_again(group: ActorGroup, folder: Path) -> None:
-    """Who dies in its update leaves peers with newer state than the generation: all come back to the same."""
+    """Who dies in its update leaves peers with newer state than the checkpoint: all come back to the same."""
     report = recover_from(group, folder, {1: "kill"}, "update")
     assert 1 in report.loaded
 

@@ -103,7 +103,7 @@ def test_actors_leave_a_drained_node_before_it_goes(ray_cluster: Cluster, tmp_pa
         assert [(one.rank, one.kind) for one in report.lost] == [(rank, LossKind.DRAINED)]
         assert "its node is drained, and goes in" in report.lost[0].evidence
         assert report.kept == {1 - rank: before[1 - rank]}
-        assert (report.loaded, report.generation, report.iteration) == ((rank,), 3, 3)
+        assert (report.loaded, report.checkpoint, report.iteration) == ((rank,), 3, 3)
         assert set(group.nodes.values()) == {other.node_id}
         train(group, 1)
         ray_cluster.remove_node(spot, allow_graceful=False)

@@ -54,7 +54,7 @@ def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path)
         assert group.pids == {0: kept}
         report = group.recoveries[-1]
         assert (report.mesh_before["dp"], report.mesh_after["dp"]) == (2, 1)
-        assert (report.loaded, report.generation, report.iteration) == ((0,), 2, 2)
+        assert (report.loaded, report.checkpoint, report.iteration) == ((0,), 2, 2)
         weights = group.run("weights", dispatch="pass_through")
         torch.testing.assert_close(weights, weights_after(3, dp=1, tp=1), rtol=0, atol=1e-12)
         deadline = clock.now_s() + 60
@@ -85,7 +85,7 @@ def test_without_spares_another_actor_is_started(ray_cluster: Cluster, tmp_path:
         kept = group.pids[0]
         group.run("train_step", batch_of(3), 3)
         report = group.recoveries[-1]
-        assert (report.kept, report.loaded, report.generation, report.repeated) == ({0: kept}, (1,), 2, True)
+        assert (report.kept, report.loaded, report.checkpoint, report.repeated) == ({0: kept}, (1,), 2, True)
         weights = group.run("weights", dispatch="pass_through")
         assert all(torch.equal(one, weights_after(3, dp=2, tp=1)[0]) for one in weights)
     assert not leaked()

@@ -72,7 +72,7 @@ def test_survivors_keep_their_state_and_only_the_new_actor_loads(
     joined = crew.join(has=[aborted.iteration, None])
     assert [one.origin for one in joined] == ["kept", "global"]
     assert [one.loaded for one in joined] == [False, True]
-    assert [(one.iteration, one.generation) for one in joined] == [(2, 2), (2, 2)]
+    assert [(one.iteration, one.checkpoint) for one in joined] == [(2, 2), (2, 2)]
     assert crew.pids()[0] == before[0]
     crew.call("train", 3)
 
@@ -156,7 +156,7 @@ def test_nothing_grows_while_state_is_kept(crews: list[Crew], config: Checkpoint
 
 
 @pytest.mark.campaign
-def test_without_a_generation_all_start_over_unless_all_have_the_same_state(
+def test_without_a_checkpoint_all_start_over_unless_all_have_the_same_state(
     crews: list[Crew], undisturbed: list[Any]
 ) -> None:
     """State that was never saved is kept where nobody lacks it; where somebody does, nobody goes on from it."""
@@ -169,7 +169,7 @@ def test_without_a_generation_all_start_over_unless_all_have_the_same_state(
     crew.outcomes(crew.begin_call("fail", 1))
     assert [one.iteration for one in crew.abort([0, 1])] == [2, 2]
     joined = crew.join(has=[2, 2])
-    assert [(one.origin, one.iteration, one.generation) for one in joined] == [("kept", 2, None)] * 2
+    assert [(one.origin, one.iteration, one.checkpoint) for one in joined] == [("kept", 2, None)] * 2
     crew.call("train", 3)
     assert [(weights, seen) for weights, seen, _ in crew.call("look")] == expected
 

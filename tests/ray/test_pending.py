@@ -77,7 +77,7 @@ def test_a_report_says_who_why_and_what_was_kept() -> None:
         kept={0: 10, 1: 11},
         replaced={3: 13},
         loaded=(3,),
-        generation=6,
+        checkpoint=6,
         begun_at=6,
         iteration=6,
         mesh_before={"dp": 4},

@@ -1,4 +1,5 @@
-"""Ray Train with outlast: hung workers are found and ended, what is loaded is proven, and nothing goes on for ever."""
+"""Ray Train with outlast: hung workers are found and ended, what is loaded is verified, and nothing goes on for
+ever."""
 
 from __future__ import annotations
 
@@ -182,8 +183,9 @@ def test_hung_workers_are_replaced_and_training_ends_as_if_undisturbed(disturbed
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_damaged_generation_is_passed_over_and_a_hopeless_run_is_stopped(disturbed, tmp_path):
-    """The newest directory is loaded only if every byte is proven; a run that gets no further ends, with the reason."""
+def test_damaged_checkpoint_is_passed_over_and_a_hopeless_run_is_stopped(disturbed, tmp_path):
+    """The newest directory is loaded only if every byte is verified; a run that gets no further ends, with the
+    reason."""
     shutil.copytree(disturbed / "checkpoints", tmp_path / "checkpoints")
     shard = max((tmp_path / "checkpoints" / "step-10").glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())

@@ -77,7 +77,7 @@ def let_hang(workers, posts, ranks):
 
 
 @pytest.mark.process
-def test_culprit_is_found_on_another_machine_than_the_first_report(watches, workers, tmp_path):
+def test_root_cause_is_found_on_another_machine_than_the_first_report(watches, workers, tmp_path):
     """Whoever reports first, the rank that is behind is named, on its machine, and ended; the others are kept."""
     posts = begin(watches, workers, meet=watches)
     let_hang(workers, posts, range(2))

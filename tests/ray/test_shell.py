@@ -40,11 +40,11 @@ def test_each_axis_has_its_group_and_recovery_leaves_processes_alone(crew: Crew)
     assert [(sums["pp"], sums["cp"]) for sums in crew.call("sums")] == [(0, 0), (1, 1), (2, 2), (3, 3)]
 
     before = crew.pids()
-    culprit = 2
+    root_cause = 2
     for how in ("all_reduce", "receive", "send", "new_group", "compute", "swallow"):
-        calls = crew.begin_call("hang", how, culprit)
+        calls = crew.begin_call("hang", how, root_cause)
         crew.wait_in_sections()
-        crew.replace(culprit)
+        crew.replace(root_cause)
         others = [0, 1, 3]
         aborted = crew.abort(others)
         assert all(one.call_ended for one in aborted), (how, aborted)
@@ -57,7 +57,7 @@ def test_each_axis_has_its_group_and_recovery_leaves_processes_alone(crew: Crew)
         crew.join()
         now = crew.pids()
         assert [now[rank] for rank in others] == [before[rank] for rank in others], how
-        assert now[culprit] != before[culprit]
+        assert now[root_cause] != before[root_cause]
         before = now
         assert [sums["dp"] for sums in crew.call("sums")] == [2.0, 4.0, 2.0, 4.0]
 
@@ -78,9 +78,9 @@ def test_what_hangs_is_seen_from_beside_it(crew: Crew) -> None:
     assert [one.global_rank for one in positions] == [0, 1, 2, 3]
     assert [one.waits_in_collective for one in positions] == [True, False, True, True]
     assert "time.sleep" not in str(positions[0].stack_line)
-    from outlast.policy.culprit import find_culprit
+    from outlast.policy.root_cause import find_root_cause
 
-    assert find_culprit(positions).position.global_rank == 1
+    assert find_root_cause(positions).position.global_rank == 1
 
 
 def test_a_join_can_be_left_and_what_is_stale_is_refused(crew: Crew) -> None:

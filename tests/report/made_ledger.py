@@ -25,7 +25,7 @@ from outlast.goodput.account import (
     Warned,
 )
 from outlast.goodput.ledger import Ledger
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, Event, EventKind, Incident, IncidentKind, RecoveryLevel
 
 _CYCLE_S = 600.0
 _PARTS = (
@@ -189,13 +189,30 @@ def _incident(number: int, at_s: float, ranks: int, ranks_each: int, hostile: st
     parts = {"detection": 15.0, "restart": 5.0, "redone": 50.0, "rendezvous": 5.0, "start_up": 20.0, "load": 5.0}
     parts["detection"] += number % 7
     return IncidentCost(
-        index=number, kind="worker_hung", text=text, rung="restart_workers", reason=reason, job="job-1", cycle=number,
-        node=node, rank=rank, iteration=100 * number + 110, at_s=at_s, since_s=at_s - 15, recovered_s=at_s + 35,
-        resumed_iteration=100 * (number + 1), lost_iterations=10, parts=parts, cost_s=sum(parts.values()),
-        simulated=hostile, incident=incident,
-        verdict=Verdict(rung=Rung.RESTART_WORKERS, reason=reason, quarantine=(f"node-009{hostile}",)),
+        index=number,
+        kind="worker_hung",
+        text=text,
+        recovery_level="restart_workers",
+        reason=reason,
+        job="job-1",
+        cycle=number,
+        node=node,
+        rank=rank,
+        iteration=100 * number + 110,
+        at_s=at_s,
+        since_s=at_s - 15,
+        recovered_s=at_s + 35,
+        resumed_iteration=100 * (number + 1),
+        lost_iterations=10,
+        parts=parts,
+        cost_s=sum(parts.values()),
+        simulated=hostile,
+        incident=incident,
+        decision=Decision(
+            recovery_level=RecoveryLevel.RESTART_WORKERS, reason=reason, quarantine=(f"node-009{hostile}",)
+        ),
         evidence={**evidence, "exited": {"pid": 4711, "exit_code": -9, "killed_by_us": True}},
-    )  # fmt: skip
+    )
 
 
 def write_run_files(run_dir: Path, *, cycle: int = 0, rank: int = 1, text: str = "", pid: int = 4711) -> None:
@@ -220,7 +237,7 @@ def write_journal(run_dir: Path, *, text: str = "", is_over: bool = True) -> Pat
         "kind": "worker_died", "job": "job-1", "cycle": 0, "node": "n0", "rank": 1, "pid": 4711, "exit_code": -9,
         "iteration": 40, "evidence": {"summary": f"out of luck{text}"},
     }  # fmt: skip
-    verdict = {"rung": 2, "reason": f"restarting the workers{text}"}
+    decision = {"rung": 2, "reason": f"restarting the workers{text}"}
     agent, ranks = ("agent", None), [("rank-0", 0), ("rank-1", 1)]
     cycle = {"node_rank": 0, "ranks": [0, 1], "pids": [4710, 4711], "world_size": 2}
     session = {"world_size": 2, "launcher": "outlast"}
@@ -234,7 +251,7 @@ def write_journal(run_dir: Path, *, text: str = "", is_over: bool = True) -> Pat
         (11, kind.PROGRESS, ranks, 0, 1, {"step_s": 1.0, "loss": 3.0}),
         (50, kind.INCIDENT, [agent], 0, None, {"incident": incident}),
         (51, kind.CYCLE_ENDED, [agent], 0, None, ended),
-        (52, kind.VERDICT, [("coordinator", None)], 0, None, {"verdict": verdict, "incident": incident}),
+        (52, kind.DECISION, [("coordinator", None)], 0, None, {"verdict": decision, "incident": incident}),
         (55, kind.CYCLE_STARTED, [agent], 1, None, cycle),
         (56, kind.SESSION_STARTED, ranks, 1, None, session),
         (60, kind.STEPS_STARTED, ranks, 1, 0, {}),

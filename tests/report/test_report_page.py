@@ -214,7 +214,9 @@ def test_a_run_with_next_to_nothing_makes_a_page() -> None:
 def test_an_unfinished_incident_and_an_uncommitted_save_are_shown_as_such() -> None:
     """What is not known is null, not 0."""
     ledger = make_ledger()
-    cost = IncidentCost(index=0, kind="node_lost", text="node x is lost", rung="", job="job-1", cycle=0, at_s=5.0)
+    cost = IncidentCost(
+        index=0, kind="node_lost", text="node x is lost", recovery_level="", job="job-1", cycle=0, at_s=5.0
+    )
     saves = (SaveSpan(job="job-1", cycle=0, iteration=5, at_s=9.0),)
     shown = contents(make_page(msgspec.structs.replace(ledger, incidents=(cost,), saves=saves, loads=())))
     assert shown["incidents"][0]["recovered"] is None

@@ -60,9 +60,9 @@ def test_reader_sees_what_was_loaded(board, page):
     says that it loaded something, or whose attempt has too long a name, tells of none."""
     page.set_restored()
     assert (board.read(1).restored, board.read(1).loaded) == (True, None)
-    page.set_restored(LoadedCopy(generation=5, attempt="x" * 300, tier=Tier.LOCAL, suspect_window=20))
+    page.set_restored(LoadedCopy(checkpoint=5, attempt="x" * 300, tier=Tier.LOCAL, suspect_window=20))
     assert board.read(1).loaded is None
-    loaded = LoadedCopy(generation=120, attempt="job-1f-3-ab12.7", tier=Tier.MEMORY, suspect_window=20)
+    loaded = LoadedCopy(checkpoint=120, attempt="job-1f-3-ab12.7", tier=Tier.MEMORY, suspect_window=20)
     page.set_restored(loaded)
     for number in range(layout.MAX_NAMES + 2):
         page.enter(f"section {number}")
@@ -190,7 +190,7 @@ def test_what_a_manager_reported_outlives_the_attachment_of_a_monitor(board):
     """A checkpoint manager may report before a monitor attaches, as in a script that creates it first: iteration,
     committed and loaded checkpoint stay. A second attachment, as after a restart in process, keeps them too: the agent
     may read the page only then. A lower commit never replaces a higher one."""
-    loaded = LoadedCopy(generation=5, attempt="job-0-aa.1", tier=Tier.LOCAL, suspect_window=20)
+    loaded = LoadedCopy(checkpoint=5, attempt="job-0-aa.1", tier=Tier.LOCAL, suspect_window=20)
     manager = board.rank(0)
     manager.set_iteration(7)
     manager.set_durable_iteration(5)

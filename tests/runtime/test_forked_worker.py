@@ -13,32 +13,32 @@ from pathlib import Path
 
 import pytest
 
-from outlast.runtime.zygote import Clear, Cleared, Exited, Spawn, Zygote, ZygoteReady
+from outlast.runtime.fork_server import Clear, Cleared, Exited, ForkServer, ForkServerReady, Spawn
 
 KEYS = count()
 pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 
-def ready_zygote(*preload: str, own: str = "", folder: str = "", **variables: str) -> Zygote:
-    zygote = Zygote(
+def ready_fork_server(*preload: str, own: str = "", folder: str = "", **variables: str) -> ForkServer:
+    fork_server = ForkServer(
         preload=preload,
         own_preload=[own] if own else [],
         folder=folder,
         env={**os.environ, "TMPDIR": "/tmp", **variables},
     )
-    assert select.select([zygote], [], [], 90)[0]
-    assert isinstance(zygote.receive(), ZygoteReady)
-    return zygote
+    assert select.select([fork_server], [], [], 90)[0]
+    assert isinstance(fork_server.receive(), ForkServerReady)
+    return fork_server
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    zygote = ready_zygote()
-    yield zygote
-    zygote.close()
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ready_fork_server()
+    yield fork_server
+    fork_server.close()
 
 
-def run(zygote: Zygote, folder: Path, code: str, *args: str, **variables: str) -> tuple[int, str]:
+def run(fork_server: ForkServer, folder: Path, code: str, *args: str, **variables: str) -> tuple[int, str]:
     """Run a script to its end; return its exit code and what it printed."""
     script, out = folder / "script.py", folder / "out"
     script.write_text(code)
@@ -47,19 +47,19 @@ def run(zygote: Zygote, folder: Path, code: str, *args: str, **variables: str) -
     argv = tuple(map(os.fsencode, (os.path.relpath(script), *args)))
     with open(out, "ab") as file:
         request = Spawn(key=next(KEYS), argv=argv, env=environment, stdout=True, stderr=True)
-        zygote.send(request, [file.fileno(), file.fileno()])
-    return end(zygote), out.read_text()
+        fork_server.send(request, [file.fileno(), file.fileno()])
+    return end(fork_server), out.read_text()
 
 
-def end(zygote: Zygote) -> int:
+def end(fork_server: ForkServer) -> int:
     """Return the exit code of the worker once it has ended and is reaped."""
     code = None
     while True:
-        assert select.select([zygote], [], [], 90)[0]
-        news = zygote.receive()
+        assert select.select([fork_server], [], [], 90)[0]
+        news = fork_server.receive()
         if isinstance(news, Exited):
             code = news.exit_code
-            zygote.send(Clear())
+            fork_server.send(Clear())
         elif isinstance(news, Cleared):
             assert code is not None
             return code
@@ -82,11 +82,11 @@ def test_every_worker_draws_its_own_numbers_and_is_heeded_by_torch(tmp_path: Pat
     """Seeds and keys differ from worker to worker, those of a seeded script do not; torch appears when the script
     imports it, with the threads that the script asked for before, and what comes too late is said in one line."""
     (tmp_path / "own_module.py").write_text("")
-    zygote = ready_zygote("torch", own="own_module", folder=str(tmp_path), OMP_NUM_THREADS="1")
+    fork_server = ready_fork_server("torch", own="own_module", folder=str(tmp_path), OMP_NUM_THREADS="1")
     try:
-        runs = [run(zygote, tmp_path, NUMBERS, OMP_NUM_THREADS="1", TMPDIR="/tmp") for _ in range(2)]
+        runs = [run(fork_server, tmp_path, NUMBERS, OMP_NUM_THREADS="1", TMPDIR="/tmp") for _ in range(2)]
     finally:
-        zygote.close()
+        fork_server.close()
     assert [code for code, _ in runs] == [0, 0], runs
     (first, second) = ([line for line in text.splitlines() if "TORCH_LOGS" not in line] for _, text in runs)
     assert first[:2] == second[:2] == ["False False", "2 /var/tmp torch.nn.functional"]
@@ -111,10 +111,10 @@ print(json.dumps([__file__, sys.argv, sys.orig_argv[1:], sys.path, os.getcwd(), 
 """
 
 
-def test_script_starts_as_it_was_written(zygote: Zygote, tmp_path: Path) -> None:
+def test_script_starts_as_it_was_written(fork_server: ForkServer, tmp_path: Path) -> None:
     """Nothing of ours is in force in it (annotations are types); its file is absolute, its first folder is its own
     and the working directory is not searched."""
-    code, text = run(zygote, tmp_path, START, "--lr", "1")
+    code, text = run(fork_server, tmp_path, START, "--lr", "1")
     assert code == 0, text
     file, argv, original, path, cwd, is_type, spec, package, loader, is_main = json.loads(text)
     assert os.path.isabs(file)
@@ -150,10 +150,10 @@ if sys.argv[2] == "fails":
 
 
 @pytest.mark.parametrize("how", ["ends", "daemon", "fails"])
-def test_what_a_script_leaves_open_is_written(zygote: Zygote, tmp_path: Path, how: str) -> None:
+def test_what_a_script_leaves_open_is_written(fork_server: ForkServer, tmp_path: Path, how: str) -> None:
     """Files, archives and what C has printed reach their place, threads end and objects are deleted, also when the
     script fails or a daemon thread is left."""
-    code, text = run(zygote, tmp_path, LEFT, str(tmp_path), how)
+    code, text = run(fork_server, tmp_path, LEFT, str(tmp_path), how)
     assert code == (1 if how == "fails" else 0), text
     assert (tmp_path / "plain").read_text() == "sixteen bytes 16"
     assert (tmp_path / "kept").read_bytes() == b"bytes and more"
@@ -176,29 +176,31 @@ if __name__ == "__main__":
 """
 
 
-def test_objects_come_back_from_spawned_children(zygote: Zygote, tmp_path: Path) -> None:
+def test_objects_come_back_from_spawned_children(fork_server: ForkServer, tmp_path: Path) -> None:
     """Children that `spawn` and `forkserver` start send objects of the script's classes, and they arrive as such."""
-    assert run(zygote, tmp_path, SPAWNED) == (0, "spawn True 4\nforkserver True 4\n")
+    assert run(fork_server, tmp_path, SPAWNED) == (0, "spawn True 4\nforkserver True 4\n")
 
 
-def test_ends_of_scripts_are_those_of_an_interpreter(zygote: Zygote, tmp_path: Path) -> None:
+def test_ends_of_scripts_are_those_of_an_interpreter(fork_server: ForkServer, tmp_path: Path) -> None:
     """An interrupted script prints where and ends by SIGINT; one that is not there is exit code 2; a hook that fails
     is named, and output that cannot be written is 120."""
-    code, text = run(zygote, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()")
+    code, text = run(fork_server, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()")
     assert code == -signal.SIGINT
     assert text.startswith("Traceback")
     assert text.endswith("KeyboardInterrupt\n")
-    code, text = run(zygote, tmp_path, "import sys\nsys.excepthook = lambda *_: 1 / 0\nraise ValueError('first')")
+    code, text = run(fork_server, tmp_path, "import sys\nsys.excepthook = lambda *_: 1 / 0\nraise ValueError('first')")
     assert code == 1
     assert text.startswith("Error in sys.excepthook:\nTraceback")
     assert text.index("ZeroDivisionError") < text.index("Original exception was:") < text.index("ValueError: first")
     assert "forked_worker" not in text
-    code, _ = run(zygote, tmp_path, "import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x', end='')")
+    code, _ = run(
+        fork_server, tmp_path, "import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x', end='')"
+    )
     assert code == 120
     with open(tmp_path / "missing", "ab") as file:
         request = Spawn(key=next(KEYS), argv=(b"no_such.py",), env=dict(os.environb), stderr=True)
-        zygote.send(request, [file.fileno()])
-    assert end(zygote) == 2
+        fork_server.send(request, [file.fileno()])
+    assert end(fork_server) == 2
     assert "no_such.py': [Errno 2] No such file" in (tmp_path / "missing").read_text()
 
 
@@ -225,9 +227,9 @@ def test_a_model_frees_its_process_group_last(tmp_path: Path) -> None:
     """A DistributedDataParallel that outlives destroy_process_group() frees its gloo group last, by a reference of
     Python's, for which torch releases the global lock. A reducer that frees the group does it with the lock, and waits
     without end for a thread of the group that needs the lock: the worker never exits."""
-    zygote = ready_zygote("torch", "torch._dynamo")
+    fork_server = ready_fork_server("torch", "torch._dynamo")
     try:
-        code, printed = run(zygote, tmp_path, ENDS_GROUP, MEETING=str(tmp_path / "meeting"))
+        code, printed = run(fork_server, tmp_path, ENDS_GROUP, MEETING=str(tmp_path / "meeting"))
     finally:
-        zygote.close()
+        fork_server.close()
     assert (code, printed.split()) == (0, ["logger", "reducer", "group"])

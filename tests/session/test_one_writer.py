@@ -1,4 +1,4 @@
-"""A checkpoint directory has one live writer; another run's generations are gone on from where that is asked for."""
+"""A checkpoint directory has one live writer; another run's checkpoints are gone on from where that is asked for."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def config(folder: Path, *lines: str) -> str:
     return str(path)
 
 
-def generations(folder: Path) -> set[int]:
-    """Return the iterations of the generations that are committed."""
+def checkpoints(folder: Path) -> set[int]:
+    """Return the iterations of the checkpoints that are committed."""
     return {found.entry.iteration for found in look_into(str(folder / "ckpt")).found}
 
 
@@ -67,7 +67,7 @@ def play(folder: Path, *faults: str) -> tuple[set[str], list[int], str]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_trainer_that_is_killed_goes_on_bit_identically(tmp_path: Path) -> None:
-    """The documentation's example, killed in its twelfth step, goes on from a generation and ends with the very weights
+    """The documentation's example, killed in its twelfth step, goes on from a checkpoint and ends with the very weights
     of a run that was never killed."""
     undisturbed, begins, _ = play(tmp_path / "undisturbed")
     assert len(undisturbed) == 1
@@ -83,7 +83,7 @@ def test_a_trainer_that_is_killed_goes_on_bit_identically(tmp_path: Path) -> Non
 
 @pytest.mark.process
 def test_a_trainer_that_is_told_to_leave_saves_as_agreed(tmp_path: Path) -> None:
-    """SIGTERM at one rank: all ranks leave with 75 after the same iteration, whose generation is whole; started again
+    """SIGTERM at one rank: all ranks leave with 75 after the same iteration, whose checkpoint is whole; started again
     the trainer goes on from there."""
     script = example(tmp_path)
     told = config(tmp_path, f'run_dir = "{tmp_path}/run"')
@@ -95,7 +95,7 @@ def test_a_trainer_that_is_told_to_leave_saves_as_agreed(tmp_path: Path) -> None
     assert codes == [ExitReason.PREEMPTED] * 2, "\n".join(outputs)
     (left_after,) = {e.iteration for e in read(tmp_path / "run") if e.kind == EventKind.SESSION_ENDED}
     assert left_after is not None
-    assert max(generations(tmp_path)) == left_after
+    assert max(checkpoints(tmp_path)) == left_after
     with Ranks(script, told, str(left_after + 2), world_size=2) as ranks:
         codes, outputs = ranks.end()
     assert codes == [0, 0], "\n".join(outputs)
@@ -170,7 +170,7 @@ def test_replicas_that_differ_stop_the_loop_and_are_not_saved(tmp_path: Path) ->
     assert codes == [ExitReason.RESUME_TO_DISAMBIGUATE] * 2, "\n".join(outputs)
     for output in outputs:
         assert "stopped at 6 for RESUME_TO_DISAMBIGUATE None" in output
-    assert max(generations(tmp_path)) == 4
+    assert max(checkpoints(tmp_path)) == 4
 
 
 # -- in one process ------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_a_decision_says_what_is_due(tmp_path: Path) -> None:
             found.append((decision.iteration, decision.save, decision.stop, handle is not None))
         run.finish(state)
     assert found == [(n, "all" if n % 2 == 0 else None, False, n % 2 == 0) for n in range(1, 6)]
-    assert generations(tmp_path) >= {4, 5}
+    assert checkpoints(tmp_path) >= {4, 5}
     again = {"weight": torch.zeros(1)}
     with session(tmp_path) as run:
         assert run.restore(again) == run.iteration == 5
@@ -254,7 +254,7 @@ def test_a_requested_save_goes_as_far_as_was_asked(tmp_path: Path, has_near: boo
             state["weight"] += 1
             found.append(run.end_step().save)
             assert (run.save_due(state) is not None) == (found[-1] is not None)
-            assert (run.iteration in generations(tmp_path)) == (found[-1] == "all")
+            assert (run.iteration in checkpoints(tmp_path)) == (found[-1] == "all")
         run.finish(state)
     assert found == ["near" if has_near else "all", "all", "all", "all", "all", "all", None]
 
@@ -275,7 +275,7 @@ def test_a_notice_is_a_decision_to_stop(tmp_path: Path) -> None:
         with pytest.raises(SystemExit) as leaving:
             run.finish(state)
         assert leaving.value.code == ExitReason.PREEMPTED
-    assert generations(tmp_path) == {1}
+    assert checkpoints(tmp_path) == {1}
     with session(tmp_path) as run:
         run.restore(state)
         signal.raise_signal(signal.SIGTERM)
@@ -360,23 +360,23 @@ def test_figures_reach_the_logger_under_their_documented_names(tmp_path: Path) -
     straggler = outlast.StragglerDetectionConfig(enabled=True, report_time_interval=1e-9)
     weight = torch.zeros(1, requires_grad=True)
     state = {"weight": weight}
-    log = lambda figures, iteration: logged.append((figures, iteration))  # noqa: E731
+    log = lambda metrics, iteration: logged.append((metrics, iteration))  # noqa: E731
     with session(tmp_path, log_metrics=log, fault_plan=str(plan), straggler_detection=straggler) as run:
         for _ in run.steps(state, total=40):
             for attempt in run.attempts():
                 with run.section("forward"):
                     attempt.validate((weight + 1).sum())
-    steps = [(figures, iteration) for figures, iteration in logged if "outlast/step_time_s" in figures]
-    saves = [(figures, iteration) for figures, iteration in logged if "outlast/save_stall_s" in figures]
+    steps = [(metrics, iteration) for metrics, iteration in logged if "outlast/step_time_s" in metrics]
+    saves = [(metrics, iteration) for metrics, iteration in logged if "outlast/save_stall_s" in metrics]
     assert [iteration for _, iteration in steps] == [*range(1, 41)]
     assert [iteration for _, iteration in saves] == [*range(2, 41, 2)]
-    assert all(figures["outlast/restart_count"] == 0 for figures, _ in steps)
-    assert all(figures["outlast/step_time_s"] > 0 for figures, _ in steps)
-    assert all(figures["outlast/save_stall_s"] > 0 for figures, _ in saves)
+    assert all(metrics["outlast/restart_count"] == 0 for metrics, _ in steps)
+    assert all(metrics["outlast/step_time_s"] > 0 for metrics, _ in steps)
+    assert all(metrics["outlast/save_stall_s"] > 0 for metrics, _ in saves)
     assert "outlast/incidents/invalid_result" not in steps[0][0]
     assert steps[-1][0]["outlast/incidents/invalid_result"] == 1
-    assert any("outlast/gpu_individual_perf/min" in figures for figures, _ in steps)
-    names = {re.sub(r"incidents/.*", "incidents/<kind>", name) for figures, _ in logged for name in figures}
+    assert any("outlast/gpu_individual_perf/min" in metrics for metrics, _ in steps)
+    names = {re.sub(r"incidents/.*", "incidents/<kind>", name) for metrics, _ in logged for name in metrics}
     assert names <= documented()
     of_several_ranks = {f"outlast/gpu_relative_perf/{which}" for which in ("min", "median", "max")}
     assert documented() - names == of_several_ranks
@@ -385,7 +385,7 @@ def test_figures_reach_the_logger_under_their_documented_names(tmp_path: Path) -
 def test_a_logger_that_raises_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A logger's trouble ends no training, and fills no log."""
 
-    def log(figures: dict[str, float], iteration: int) -> None:
+    def log(metrics: dict[str, float], iteration: int) -> None:
         raise RuntimeError("no network")
 
     with session(tmp_path, log_metrics=log) as run:

@@ -68,7 +68,7 @@ def test_a_transient_nan_changes_no_bit(tmp_path: Path, world_size: int) -> None
 
 @pytest.mark.slow
 def test_a_reproducible_result_is_saved_for_diagnosis_and_ends_the_process(tmp_path: Path) -> None:
-    """The same bad batch gives the same NaN: all ranks leave with 16, no generation and no tracker is touched, and what
+    """The same bad batch gives the same NaN: all ranks leave with 16, no checkpoint and no tracker is touched, and what
     lies in suspect/ holds the state of before the step."""
     codes, output = train(tmp_path / "run", 2, bad_batch=6)
     assert codes == [ExitReason.RESUME_TO_DISAMBIGUATE] * 2, output

@@ -127,7 +127,7 @@ def test_under_the_launcher_nothing_but_the_dead_rank_is_lost(tmp_path: Path, ca
 @pytest.mark.parametrize("fault", ["torn", "late"])
 def test_a_torn_state_is_loaded_from_the_tiers(tmp_path: Path, calm: set[tuple[str, float]], fault: str) -> None:
     """Left within an optimizer's step, or after it in the same iteration, nothing of memory is trusted: all ranks load
-    the newest generation, and end with the same bits."""
+    the newest checkpoint, and end with the same bits."""
     played = Played(tmp_path, 4, {"fault": fault})
     assert played.codes == [0] * 4, played.tails
     assert {begins for begins, _ in played.at(1).values()} == {5}, played.tails
@@ -138,7 +138,7 @@ def test_a_torn_state_is_loaded_from_the_tiers(tmp_path: Path, calm: set[tuple[s
 @pytest.mark.campaign
 @pytest.mark.process
 def test_objects_that_are_made_anew_are_loaded(tmp_path: Path, calm: set[tuple[str, float]]) -> None:
-    """Without handle.keep() each call has a model of its own: it is loaded from the newest generation."""
+    """Without handle.keep() each call has a model of its own: it is loaded from the newest checkpoint."""
     played = Played(tmp_path, 4, {"fault": "raise", "keeps": False})
     assert played.codes == [0] * 4, played.tails
     assert {begins for begins, _ in played.at(1).values()} == {5}, played.tails
@@ -148,7 +148,7 @@ def test_objects_that_are_made_anew_are_loaded(tmp_path: Path, calm: set[tuple[s
 @pytest.mark.campaign
 @pytest.mark.process
 def test_what_is_torn_and_not_saved_is_given_up(tmp_path: Path) -> None:
-    """Without a generation a torn model is never trained on: the restart is left to the launcher."""
+    """Without a checkpoint a torn model is never trained on: the restart is left to the launcher."""
     played = Played(tmp_path, 2, {"fault": "torn", "saves": False})
     assert 0 not in played.codes
     assert not played.ends

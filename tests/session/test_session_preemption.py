@@ -1,4 +1,4 @@
-"""Told to leave, all ranks stop after the same iteration, leave a whole generation, and are gone in time."""
+"""Told to leave, all ranks stop after the same iteration, leave a whole checkpoint, and are gone in time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _events(tmp_path: Path, kind: EventKind) -> list[Event]:
 
 
 def _newest_whole(tmp_path: Path) -> int:
-    """Return the newest generation; all that there are have every byte right."""
+    """Return the newest checkpoint; all that there are have every byte right."""
     iterations = []
     for found in look_into(str(tmp_path / "ckpt")).found:
         entry = verify(found, num_threads=1).entry
@@ -104,7 +104,7 @@ def _restored(tmp_path: Path, world_size: int) -> int:
 def test_a_signal_to_one_rank_in_c_stops_all_after_the_same_iteration(
     tmp_path: Path, what: str, world_size: int
 ) -> None:
-    """All main threads sit in C; the signal is noticed meanwhile, and one whole generation is what all leave behind."""
+    """All main threads sit in C; the signal is noticed meanwhile, and one whole checkpoint is what all leave behind."""
     told = world_size - 1
     with Ranks(_script(tmp_path), str(tmp_path), what, "120", world_size=world_size) as ranks:
         for rank in range(world_size):
@@ -136,8 +136,8 @@ def _wait_for(tmp_path: Path, kind: EventKind, count: int) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_deadline_shorter_than_the_save_keeps_the_earlier_generation(tmp_path: Path) -> None:
-    """The save never ends; the ranks do, with 75, say what is lost, and the next start has the earlier generation."""
+def test_a_deadline_shorter_than_the_save_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
+    """The save never ends; the ranks do, with 75, say what is lost, and the next start has the earlier checkpoint."""
     with Ranks(_script(tmp_path), str(tmp_path), "wait", "8", world_size=2) as ranks:
         for rank in range(2):
             ranks.wait_for_line(rank, "running")
@@ -212,7 +212,7 @@ def test_the_end_of_slurms_time_limit_is_a_notice(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_file_seen_by_one_rank_stops_all(tmp_path: Path) -> None:
-    """One rank of the node looks for the file; all leave with one generation."""
+    """One rank of the node looks for the file; all leave with one checkpoint."""
     leave = tmp_path / "leave"
     with Ranks(_script(tmp_path), str(tmp_path), "train", "60", f"notice_file={leave}", world_size=2) as ranks:
         ranks.wait_for_line(1, "running")

@@ -43,9 +43,9 @@ class Played:
         return sorted(map(json.loads, lines), key=lambda begin: (begin["cycle"], begin["rank"]))
 
     @property
-    def verdicts(self) -> list[dict[str, Any]]:
-        """The launcher's verdicts, in order."""
-        return [event.data["verdict"] for event in self.events if event.kind == EventKind.VERDICT]
+    def decisions(self) -> list[dict[str, Any]]:
+        """The launcher's decisions, in order."""
+        return [event.data["verdict"] for event in self.events if event.kind == EventKind.DECISION]
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
@@ -132,7 +132,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest
 
 
-def generations(folder: Path) -> list[str]:
+def checkpoints(folder: Path) -> list[str]:
     """Return what is committed in a store."""
     return sorted(path.parent.name for path in folder.glob("step-*/manifest.json"))
 
@@ -152,8 +152,8 @@ def test_a_broken_device_is_told_by_another_and_loses_its_slot(tmp_path: Path, c
         ("persistent", 5, 1),
     ]
     assert played.diagnoses[1].node == broken, played.diagnoses
-    assert played.verdicts[0]["hold_back"] == [broken]
-    assert played.verdicts[1]["quarantine"] == [broken]
+    assert played.decisions[0]["hold_back"] == [broken]
+    assert played.decisions[1]["quarantine"] == [broken]
     assert played.begins[2]["iteration"] == 5, "the replay goes on from what was saved for diagnosis"
     assert broken not in {begin["node"] for begin in played.begins if begin["cycle"] > 0}
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 2] == [4, 4]
@@ -173,20 +173,20 @@ def test_a_bad_batch_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
     assert (correct.finding, correct.rank, correct.call, correct.iteration) == ("correct", 0, 0, 5)
     assert correct.batch
     assert correct.replayed_on != correct.device
-    last = played.verdicts[-1]
+    last = played.decisions[-1]
     assert last["exit_code"] == ExitReason.FAILED_VALIDATION
     for fact in (correct.batch, "rank 0", "iteration 5", "validation 0"):
         assert fact in last["reason"], last["reason"]
     store = tmp_path / "run" / "global"
     assert (store / "latest").read_text().strip() == "step-4"
-    assert generations(store) == ["step-4"]
+    assert checkpoints(store) == ["step-4"]
     assert [path.name for path in (store / "suspect").glob("step-*")] == ["step-5"]
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_without_another_device_the_same_one_tries_twice(tmp_path: Path) -> None:
-    """The first run and two replays of what was saved, never more; then the ladder's end, with 17."""
+    """The first run and two replays of what was saved, never more; then the recovery policy's end, with 17."""
     played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, bad_batch=6)
     assert played.codes == [ExitReason.FAILED_VALIDATION], played.tails
     assert played.cycles == 3, played.tails
@@ -198,8 +198,8 @@ def test_without_another_device_the_same_one_tries_twice(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_replica_nan_loop_ends_by_itself(tmp_path: Path, calm: str) -> None:
-    """A near generation was bad before it was digested. A node dies, the copies verify, and lead to NaN again and
-    again: the second cycle after the death loads the global generation and completes, bit-identical."""
+    """A near checkpoint was bad before it was digested. A node dies, the copies verify, and lead to NaN again and
+    again: the second cycle after the death loads the global checkpoint and completes, bit-identical."""
     stop = {"kind": "stop", "rank": 1, "iteration": 7}
     settings = {"prefer_finite": False}  # else it is not even loaded
     played = play(tmp_path / "run", num_spares=1, plan=[stop], poisoned_save=6, checkpoint=settings, kills=1)
@@ -230,22 +230,22 @@ def test_a_flipped_bit_costs_its_node_the_slot(tmp_path: Path) -> None:
     assert (diagnosis.finding, diagnosis.rank, diagnosis.iteration) == ("persistent", 1, 6)
     flipped = played.node_of(0, 1)
     assert diagnosis.node == flipped
-    assert played.verdicts[0]["quarantine"] == [flipped]
+    assert played.decisions[0]["quarantine"] == [flipped]
     assert flipped not in {begin["node"] for begin in played.begins if begin["cycle"] == 1}
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_two_replicas_that_differ_go_back(tmp_path: Path, calm: str) -> None:
-    """No culprit among two: the run goes back to the last generation, once, and completes bit-identical."""
+    """No root cause among two: the run goes back to the last checkpoint, once, and completes bit-identical."""
     played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[FLIP], digest=1)
     assert played.result is not None, played.tails
     assert played.result["digest"] == calm
     assert played.cycles == 2
     first, *_ = played.diagnoses
     assert (first.finding, first.rejected_ranks, first.iteration) == ("split", (0, 1), 6)
-    assert "replicas differ at iteration 6" in played.verdicts[0]["reason"]
-    assert "root cause unknown" in played.verdicts[0]["reason"]
+    assert "replicas differ at iteration 6" in played.decisions[0]["reason"]
+    assert "root cause unknown" in played.decisions[0]["reason"]
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [4, 4]
 
 
@@ -253,7 +253,7 @@ def test_two_replicas_that_differ_go_back(tmp_path: Path, calm: str) -> None:
 @pytest.mark.slow
 def test_a_replay_without_its_save_still_decides(tmp_path: Path, calm: str) -> None:
     """There is a local tier only, and the spare has nothing of what was saved for diagnosis: it trains from the newest
-    generation up to the iteration, and tells the broken device all the same."""
+    checkpoint up to the iteration, and tells the broken device all the same."""
     settings = {"directory": None}
     played = play(tmp_path / "run", num_spares=1, plan=[ON_ONE_DEVICE], checkpoint=settings)
     assert played.result is not None, played.tails
@@ -262,13 +262,13 @@ def test_a_replay_without_its_save_still_decides(tmp_path: Path, calm: str) -> N
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [4, 4]
     assert [one.finding for one in played.diagnoses] == ["reproduced", "persistent"]
     broken = played.node_of(0, 1)
-    assert played.verdicts[1]["quarantine"] == [broken]
+    assert played.decisions[1]["quarantine"] == [broken]
     assert broken not in {begin["node"] for begin in played.begins if begin["cycle"] > 0}
 
 
 @pytest.mark.slow
 def test_a_script_that_finds_nan_itself_rolls_back(tmp_path: Path, calm: str) -> None:
-    """``NonFiniteDetector`` with ``run.roll_back()``: the launcher restarts the ranks once, from the last generation,
+    """``NonFiniteDetector`` with ``run.roll_back()``: the launcher restarts the ranks once, from the last checkpoint,
     and the run completes, bit-identical."""
     transient = {"kind": "nan", "target": "activation", "iteration": 7, "rank": 0}
     played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[transient], detector=True)
@@ -281,7 +281,7 @@ def test_a_script_that_finds_nan_itself_rolls_back(tmp_path: Path, calm: str) ->
 @pytest.mark.extended
 @pytest.mark.slow
 def test_half_the_ranks_go_on_from_what_all_had_saved(tmp_path: Path) -> None:
-    """A generation of four ranks is loaded from the global tier by two: weights, moments, losses, position and what
+    """A checkpoint of four ranks is loaded from the global tier by two: weights, moments, losses, position and what
     the session keeps for itself are those that were saved."""
     transient = {"kind": "nan", "target": "activation", "iteration": 5, "rank": 0}
     saved = start(tmp_path / "run", 4, total=8, plan=[transient])

@@ -1,4 +1,4 @@
-"""Told to leave, all ranks stop after the same iteration and leave one generation behind."""
+"""Told to leave, all ranks stop after the same iteration and leave one checkpoint behind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _ends(tmp_path: Path) -> dict[int | None, Event]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_sigterm_to_one_rank_under_torchrun_stops_all_after_the_same_iteration(tmp_path: Path) -> None:
-    """One rank is told; both save one generation, leave with 75, and the next start goes on from there."""
+    """One rank is told; both save one checkpoint, leave with 75, and the next start goes on from there."""
     arguments = ("--standalone", "--nproc-per-node=2", str(_script(tmp_path)), str(tmp_path), "train")
     with RankProcesses("torch.distributed.run", *arguments, world_size=1, module=True) as torchrun:
         torchrun.wait_for("running", PATIENCE_S, times=2)

@@ -12,7 +12,7 @@ from ranks import Ranks
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.journal import read
-from outlast.policy.recovery_point import Distrusted
+from outlast.policy.recovery_point import Exclusion
 
 pytestmark = [pytest.mark.process]
 
@@ -46,15 +46,15 @@ def _train(tmp_path: Path, total: int, settings: dict[str, object], **environmen
     return codes[0], outputs[0]
 
 
-def _generations(folder: Path) -> list[int]:
+def _checkpoints(folder: Path) -> list[int]:
     return sorted(
         int(one.name.removeprefix("step-")) for one in folder.glob("step-*") if (one / "manifest.json").exists()
     )
 
 
 def test_near_saves_stay_near_and_the_last_goes_everywhere(tmp_path: Path) -> None:
-    """Every 2nd iteration is saved to the near tiers alone, every 5th and the last to the global tier too; a suspect
-    save is found in neither. The run goes on from the global tier when its node is gone."""
+    """Every 2nd iteration is saved to the node-local tiers alone, every 5th and the last to the global tier too; a
+    suspect save is found in neither. The run goes on from the global tier when its node is gone."""
     settings: dict[str, object] = {
         "directory": "global",
         "local_directory": "local",
@@ -66,9 +66,9 @@ def test_near_saves_stay_near_and_the_last_goes_everywhere(tmp_path: Path) -> No
     code, output = _train(tmp_path, 12, settings)
     assert code == 0, output
     (node,) = (tmp_path / "local").iterdir()
-    assert _generations(node) == [2, 4, 5, 6, 8, 10, 12]
-    assert _generations(tmp_path / "global") == [5, 10, 12]
-    assert _generations(tmp_path / "global" / "suspect") == [3]
+    assert _checkpoints(node) == [2, 4, 5, 6, 8, 10, 12]
+    assert _checkpoints(tmp_path / "global") == [5, 10, 12]
+    assert _checkpoints(tmp_path / "global" / "suspect") == [3]
     node.rename(tmp_path / "gone")
     code, output = _train(tmp_path, 14, settings)
     assert code == 0, output
@@ -85,7 +85,7 @@ def test_local_saves_need_no_global_tier(tmp_path: Path) -> None:
     code, output = _train(tmp_path, 10, settings)
     assert code == 0, output
     (node,) = (tmp_path / "local").iterdir()
-    assert _generations(node) == [4, 8, 10]
+    assert _checkpoints(node) == [4, 8, 10]
     code, output = _train(tmp_path, 12, settings)
     assert code == 0, output
     assert "at 12 12.0 True" in output
@@ -93,8 +93,8 @@ def test_local_saves_need_no_global_tier(tmp_path: Path) -> None:
     assert restored == [10]
 
 
-def test_a_distrusted_generation_is_passed_over_and_without_another_the_run_stops(tmp_path: Path) -> None:
-    """Told that the newest generation is not to be trusted, a worker loads the one before; when all are distrusted, it
+def test_a_excluded_checkpoint_is_passed_over_and_without_another_the_run_stops(tmp_path: Path) -> None:
+    """Told that the newest checkpoint is not to be trusted, a worker loads the one before; when all are excluded, it
     ends with 17 and names them, and begins nothing afresh."""
     settings: dict[str, object] = {
         "local_directory": "local",
@@ -109,7 +109,7 @@ def test_a_distrusted_generation_is_passed_over_and_without_another_the_run_stop
         for number in (4, 8)
     }
     bad = {
-        number: Distrusted(generation=number, attempt=attempt, tier="local", tainted=("no-1",))
+        number: Exclusion(checkpoint=number, attempt=attempt, tier="local", tainted=("no-1",))
         for number, attempt in attempts.items()
     }
     code, output = _train(tmp_path, 8, settings, OUTLAST_UNTRUSTED=msgspec.json.encode([bad[4], bad[8]]).decode())

@@ -1,5 +1,5 @@
 """A node with a slow rank gives its slot to a spare, and the run ends as if nothing had happened: the whole way, with
-the session, the ladder and `outlast run`."""
+the session, the recovery policy and `outlast run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ranks import Ranks
 from slowed import SCRIPT
 
 from outlast.errors import ExitReason
-from outlast.incidents import Event, EventKind, IncidentKind, Rung
+from outlast.incidents import Event, EventKind, IncidentKind, RecoveryLevel
 from outlast.testing import Cluster
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -46,8 +46,8 @@ def stragglers(cluster: Cluster) -> list[dict[str, Any]]:
     return [incident for incident in incidents if incident["kind"] == IncidentKind.STRAGGLER]
 
 
-def verdicts(cluster: Cluster) -> list[dict[str, Any]]:
-    return [event.data["verdict"] for event in cluster.events() if event.kind == EventKind.VERDICT]
+def decisions(cluster: Cluster) -> list[dict[str, Any]]:
+    return [event.data["verdict"] for event in cluster.events() if event.kind == EventKind.DECISION]
 
 
 @pytest.mark.slow
@@ -66,10 +66,10 @@ def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Pat
         assert cluster.wait(timeout_s=300) == [0, 0, 0], cluster.tails()
         (incident,) = stragglers(cluster)
         assert (incident["rank"], incident["section"]) == (1, "forward")
-        replaced, finished = verdicts(cluster)
-        assert (replaced["rung"], replaced["quarantine"]) == (Rung.REPLACE_NODE, [incident["node"]])
+        replaced, finished = decisions(cluster)
+        assert (replaced["rung"], replaced["quarantine"]) == (RecoveryLevel.REPLACE_NODE, [incident["node"]])
         assert f"a spare takes the slot of node {incident['node']}" in replaced["reason"]
-        assert (finished["rung"], finished["exit_code"]) == (Rung.STOP, ExitReason.FINISHED)
+        assert (finished["rung"], finished["exit_code"]) == (RecoveryLevel.STOP, ExitReason.FINISHED)
         nodes: dict[int | None, set[str]] = {}
         restored = set()
         left_after = set()
@@ -96,10 +96,10 @@ def test_without_a_spare_the_run_stops_with_a_code_of_its_own(tmp_path: Path) ->
         open_gate(cluster, tmp_path, 1)
         assert cluster.wait(timeout_s=300) == [ExitReason.STRAGGLER], cluster.tails()
         (incident,) = stragglers(cluster)
-        (verdict,) = verdicts(cluster)
-        assert (verdict["rung"], verdict["exit_code"]) == (Rung.STOP, ExitReason.STRAGGLER)
-        assert "no spare waits for the slot of node node-0" in verdict["reason"]
+        (decision,) = decisions(cluster)
+        assert (decision["rung"], decision["exit_code"]) == (RecoveryLevel.STOP, ExitReason.STRAGGLER)
+        assert "no spare waits for the slot of node node-0" in decision["reason"]
         assert "no spare waits for the slot of node node-0" in cluster.agent(0).output()
-        ladder = json.loads((tmp_path / "run" / "ladder.json").read_text())
-        assert (ladder["quarantined"], ladder["stopped_with"]) == (["node-0"], ExitReason.STRAGGLER)
+        recovery_state = json.loads((tmp_path / "run" / "ladder.json").read_text())
+        assert (recovery_state["quarantined"], recovery_state["stopped_with"]) == (["node-0"], ExitReason.STRAGGLER)
         assert (tmp_path / "ckpt" / f"step-{incident['iteration']}").is_dir()

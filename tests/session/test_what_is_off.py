@@ -12,7 +12,7 @@ from outlast.checkpoint import CheckpointManager
 from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
-from outlast.session.environment import has_near_tier, warn_of_missing_protection
+from outlast.session.environment import has_node_local_tier, warn_of_missing_protection
 
 
 def test_near_saves_without_a_near_tier_are_said_to_be_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,9 +31,9 @@ def test_near_saves_without_a_near_tier_are_said_to_be_off(caplog: pytest.LogCap
 def test_an_agents_memory_is_a_near_tier() -> None:
     """Under an agent near saves need no folder; without one they do."""
     checkpoint = CheckpointConfig(directory="x", non_persistent_save_interval=5)
-    assert has_near_tier(checkpoint, WorkerEnv(writer="name"))
-    assert not has_near_tier(checkpoint, WorkerEnv())
-    assert has_near_tier(CheckpointConfig(local_directory="x"), WorkerEnv())
+    assert has_node_local_tier(checkpoint, WorkerEnv(writer="name"))
+    assert not has_node_local_tier(checkpoint, WorkerEnv())
+    assert has_node_local_tier(CheckpointConfig(local_directory="x"), WorkerEnv())
 
 
 def test_fully_parallel_is_said_to_mean_atomic(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ class Scene:
         return trained
 
     def saved(self, total: int = 9, *, at: str = "", **settings: Any) -> list[int]:
-        """Train with these settings of checkpoints, and return the generations that a folder holds then."""
+        """Train with these settings of checkpoints, and return the checkpoints that a folder holds then."""
         # Each save is awaited: the next one, a few milliseconds later, would take the place of one that waits.
         settings = {"directory": str(self.folder / "global"), "save_interval": 2, "async_save": False, **settings}
         assert self.train(Config(checkpoint=CheckpointConfig(**settings)), total=total).exit_code is None

@@ -40,7 +40,7 @@ PROOFS: dict[type, dict[str, Proof]] = {
     RerunStateMachineConfig: training_proofs.RERUN,
     StragglerDetectionConfig: restarting_proofs.STRAGGLER,
 }
-"""The settings whose effect is proven here."""
+"""The settings whose effect is verified here."""
 REFUSED = "ground/test_config_values.py::test_bad_value_is_refused_when_made"
 WAITS = "checkpoint/test_restore_waits.py::test_"
 SAVES = "checkpoint/test_saves.py::test_"
@@ -188,8 +188,8 @@ def test_every_field_has_a_proof() -> None:
     assert PROOFS.keys() == ELSEWHERE.keys() == configs()
     for cls in PROOFS:
         fields = {field.name for field in dataclasses.fields(cls)}
-        proven = [*PROOFS[cls], *ELSEWHERE[cls]]
-        assert sorted(proven) == sorted(fields), f"{cls.__name__}: {set(proven) ^ fields}"
+        verified = [*PROOFS[cls], *ELSEWHERE[cls]]
+        assert sorted(verified) == sorted(fields), f"{cls.__name__}: {set(verified) ^ fields}"
 
 
 def test_every_proof_of_another_folder_exists() -> None:

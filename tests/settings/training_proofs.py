@@ -40,7 +40,7 @@ from outlast.session.inprocess_scope import InProcessScope
 
 
 def saves_where_it_is_told(name: str) -> Proof:
-    """Return the proof that generations come into being in the folder that a setting names."""
+    """Return the proof that checkpoints come into being in the folder that a setting names."""
 
     def proof(scene: Scene) -> None:
         for folder in (scene.folder / "one", scene.folder / "other"):

@@ -16,7 +16,7 @@ import pytest
 from outlast import clock
 from outlast.goodput import Ledger
 from outlast.incidents import EventKind
-from outlast.policy.ladder import Limits
+from outlast.policy.recovery_policy import Limits
 from outlast.simulate.run import simulate
 from outlast.simulate.scenario import RecoveryCosts, Scenario
 from outlast.testing import Cluster

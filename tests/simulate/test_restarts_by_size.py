@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.launch.options import check_values
-from outlast.policy.ladder import Limits, failures_in_a_row
+from outlast.policy.recovery_policy import Limits, failures_in_a_row
 from outlast.simulate.run import simulate
 from outlast.simulate.scenario import Scenario
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.policy.ladder import Limits
+from outlast.policy.recovery_policy import Limits
 from outlast.simulate import (
     DrawnFault,
     FaultSchedule,
@@ -190,7 +190,7 @@ def test_a_dead_worker_costs_the_way_back() -> None:
     assert parts["redone"] == 7.5
     assert run.lost_iterations == 7
     assert run.loads == {"memory": 1}
-    assert run.verdicts == {"restart_workers": 1}
+    assert run.decisions == {"restart_workers": 1}
 
 
 def test_a_hang_costs_its_timeout() -> None:
@@ -201,7 +201,7 @@ def test_a_hang_costs_its_timeout() -> None:
 
 @pytest.mark.parametrize(("save_s", "kept"), [(0.0, 120), (5.0, 120), (9.0, 110)])
 def test_what_is_not_committed_is_lost(save_s: float, kept: int) -> None:
-    """A generation counts once it is committed: a failure before that goes back to the one before it."""
+    """A checkpoint counts once it is committed: a failure before that goes back to the one before it."""
     run = simulate(scenario(save_s=save_s), faults=struck((127.0, SimulatedFault.PROCESS, 0)))
     assert run.lost_iterations == 127 - kept
 
@@ -211,7 +211,7 @@ def test_a_lost_node_loads_from_its_partner() -> None:
     run = simulate(scenario(), faults=struck((127.0, SimulatedFault.NODE, 1)))
     assert run.loads == {"replica": 1}
     assert run.lost_iterations == 7
-    assert run.verdicts == {"replace_node": 1}
+    assert run.decisions == {"replace_node": 1}
 
 
 def test_without_replicas_a_lost_node_loads_from_the_global_tier() -> None:
@@ -229,7 +229,8 @@ def test_partners_in_the_same_rack_go_with_it(jump: int | None, tier: str) -> No
 
 
 def test_two_partners_in_short_succession() -> None:
-    """A spare holds no copies of others until the next save: if its partner is lost before that, the near tiers are."""
+    """A spare holds no copies of others until the next save: if its partner is lost before that, the node-local
+    tiers are."""
     faults = ((127.0, SimulatedFault.NODE, 1), (129.0, SimulatedFault.NODE, 0))
     assert simulate(scenario(), faults=struck(*faults)).loads == {"replica": 1, "global": 1}
     later = (faults[0], (145.0, SimulatedFault.NODE, 0))
@@ -277,18 +278,19 @@ def test_a_repaired_node_is_a_spare() -> None:
 
 
 def test_a_node_that_fails_too_often_gives_its_slot_away() -> None:
-    """The ladder's bound of faults is obeyed: a spare takes the slot, which then loads from a partner."""
+    """The recovery policy's bound of faults is obeyed: a spare takes the slot, which then loads from a partner."""
     faults = struck(*((200.0 * number, SimulatedFault.PROCESS, 1) for number in (1, 2, 3)))
     run = simulate(scenario(limits=Limits(max_node_faults=3)), faults=faults)
-    assert run.verdicts == {"replace_node": 1, "restart_workers": 2}
+    assert run.decisions == {"replace_node": 1, "restart_workers": 2}
     assert run.loads == {"memory": 2, "replica": 1}
 
 
-# -- the ladder --------------------------------------------------------------------------------------------------------
+# -- the recovery policy -----------------------------------------------------------------------------------------------
 
 
-def test_the_ladder_stops_a_run_without_progress() -> None:
-    """Where no failure leaves time for a save, the run stops with the ladder's reason, and does not restart forever."""
+def test_the_recovery_policy_stops_a_run_without_progress() -> None:
+    """Where no failure leaves time for a save, the run stops with the recovery policy's reason, and does not
+    restart forever."""
     one = scenario(
         failure_every_s=20.0, start_up_s=60.0, process_share=1.0, hang_share=0.0, node_share=0.0, rack_share=0.0
     )
@@ -297,7 +299,7 @@ def test_the_ladder_stops_a_run_without_progress() -> None:
     assert stop.exit_code == 93
     assert "in a row got no further than" in stop.reason
     assert "max_no_progress_cycles=3" in stop.reason
-    assert sum(run.verdicts.values()) < 10
+    assert sum(run.decisions.values()) < 10
     assert run.partition["queued"] == pytest.approx(one.duration_s - stop.at_s)
 
 
@@ -305,7 +307,7 @@ def test_no_restart_where_none_is_allowed() -> None:
     """With --max-restarts=0 the first failure ends the run; what was saved until then still counts."""
     one = scenario(max_restarts=0, restart_stopped_s=None)
     run = simulate(one, faults=struck((127.0, SimulatedFault.PROCESS, 0)))
-    assert run.verdicts == {"stop": 1}
+    assert run.decisions == {"stop": 1}
     assert "--max-restarts=0" in run.stops[0].reason
     assert run.num_iterations == 120
     assert run.partition["queued"] == pytest.approx(3600.0 - 127.0)
@@ -325,7 +327,7 @@ def test_a_preempted_run_saves_and_waits() -> None:
     """A request to leave loses nothing that was finished: the job saves, waits in the queue, and goes on from there."""
     one = scenario(global_save_s=30.0, queue_s=400.0)
     run = simulate(one, faults=struck((127.0, SimulatedFault.PREEMPTION, 0)))
-    assert run.verdicts == {"requeue_job": 1}
+    assert run.decisions == {"requeue_job": 1}
     assert run.lost_iterations == 0
     assert run.partition["queued"] == 400.0
     assert run.partition["save_stall"] == 30.0

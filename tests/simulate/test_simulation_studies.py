@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from outlast.errors import ConfigError
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, Event, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.policy.checkpoint_plan import optimal_interval_s
-from outlast.policy.ladder import Limits
+from outlast.policy.recovery_policy import Limits
 from outlast.simulate import RecoveryCosts, Scenario, SimulatedFault, read_trace, run_study, simulate
 from outlast.simulate.costs import read_costs
 
@@ -88,7 +88,7 @@ def test_a_large_world_takes_seconds() -> None:
     """A month of 131,072 ranks is as many events as it has failures: none is made for a rank or a step."""
     run = simulate(Scenario(num_ranks=131072, restart_stopped_s=0.0), 0)
     assert run.num_failures > 2500
-    assert sum(run.verdicts.values()) <= run.num_failures
+    assert sum(run.decisions.values()) <= run.num_failures
 
 
 # -- scenarios ---------------------------------------------------------------------------------------------------------
@@ -138,11 +138,11 @@ def test_costs_come_from_bench_files(tmp_path: Path) -> None:
     durable = {"name": "durable_vs_dcp_save", "value": 0.5, "unit": "x", "peer": "dcp.save (s)", "peer_value": 3.0}
     unknown = {"name": "of_tomorrow", "value": 5, "unit": "s"}
     missing = {"name": "load_verified_vs_torch_load", "value": None, "unit": "x", "peer": "t (s)", "peer_value": None}
-    noticed = {"name": "death_noticed_ms", "value": 20.0, "unit": "ms"}
+    detected = {"name": "death_noticed_ms", "value": 20.0, "unit": "ms"}
     restart = {"name": "restart_vs_torchrun_2", "value": 0.1, "unit": "x", "peer": "torchrun (s)", "peer_value": 4.0}
     files = [
         write_result(tmp_path / "save.json", "save", stall, durable, unknown, missing),
-        write_result(tmp_path / "restart.json", "restart", noticed, restart),
+        write_result(tmp_path / "restart.json", "restart", detected, restart),
     ]
     found = read_costs(files)
     assert found == RecoveryCosts(
@@ -242,7 +242,7 @@ def test_a_run_directory_is_a_trace(tmp_path: Path) -> None:
     peer = Incident(kind=IncidentKind.WORKER_FAILED, job="j", node="a", rank=0)
     lost = Incident(kind=IncidentKind.NODE_LOST, job="j", cycle=1, node="a")
     slow = Incident(kind=IncidentKind.STRAGGLER, job="j", cycle=1, node="a", rank=0)
-    verdict = Verdict(rung=Rung.RESTART_WORKERS, reason="so")
+    decision = Decision(recovery_level=RecoveryLevel.RESTART_WORKERS, reason="so")
     (tmp_path / "journal").mkdir()
     lines = [
         event(EventKind.JOB_STARTED, 1000.0),
@@ -256,7 +256,7 @@ def test_a_run_directory_is_a_trace(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines))
     assert [(one.time_s, one.kind, one.slot) for one in read_trace(tmp_path)] == expected
     judged = [
-        event(EventKind.VERDICT, at, incident=one, verdict=verdict) for at, one in ((1100.2, died), (1200.0, lost))
+        event(EventKind.DECISION, at, incident=one, verdict=decision) for at, one in ((1100.2, died), (1200.0, lost))
     ]
     path.write_bytes(b"".join(lines + judged))
     assert [one.kind for one in read_trace(tmp_path)] == [kind for _, kind, _ in expected]

@@ -109,7 +109,7 @@ class Training(Job):
         return [one.iteration for one in self.ran(rank, start)]
 
     def wait_for(self, start: int, iteration: int) -> None:
-        """Wait until a start of the job has run an iteration, and a generation is there to go on from."""
+        """Wait until a start of the job has run an iteration, and a checkpoint is there to go on from."""
 
         def is_there() -> bool:
             has_saved = any(self.folder.glob("checkpoints/step-*/manifest.json"))

@@ -367,7 +367,7 @@ def test_options_of_the_job_behind_the_script_get_a_hint(tmp_path: Path, monkeyp
 
 
 def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:
-    """A new job of a run keeps away from what the ladder and earlier jobs' ends exclude."""
+    """A new job of a run keeps away from what the recovery policy and earlier jobs' ends exclude."""
     (tmp_path / "ladder.json").write_text('{"quarantined": ["n3"]}')
     (tmp_path / "requeue.json").write_text('{"excluded": ["n2", "n3"]}')
     rendered, _ = prepare(script(run_dir=str(tmp_path), exclude=("n1",)))

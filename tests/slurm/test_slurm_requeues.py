@@ -63,11 +63,11 @@ def test_what_is_done_or_needs_a_person_does_not_come_back(
 @pytest.mark.extended
 @pytest.mark.slow
 def test_quarantined_node_is_excluded(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """A node that the run's ladder quarantined gets none of its later jobs, re-queued or submitted."""
-    ladder = tmp_path / "run" / "ladder.json"
+    """A node that the run's recovery policy quarantined gets none of its later jobs, re-queued or submitted."""
+    recovery_state = tmp_path / "run" / "ladder.json"
     body = f"""
 if [ "$attempt" = 0 ] && [ ! -e {tmp_path}/again ]; then
-  echo '{{"quarantined": ["'$SLURMD_NODENAME'"]}}' > {ladder}
+  echo '{{"quarantined": ["'$SLURMD_NODENAME'"]}}' > {recovery_state}
   touch {tmp_path}/again
   exit 18
 fi

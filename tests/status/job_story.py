@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung, Verdict
-from outlast.policy.ladder import LadderState
+from outlast.incidents import Decision, Event, EventKind, Incident, IncidentKind, RecoveryLevel
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.policy.run_view import RunView
 from outlast.status.evidence import Evidence, JobProcess, processes_in
 from outlast.status.facts import judge
@@ -130,11 +130,16 @@ class Story:
         """Add an incident."""
         return self.add(EventKind.INCIDENT, on, proc=proc, cycle=incident.cycle, incident=as_dict(incident))
 
-    def rule(self, incident: Incident, rung: Rung = Rung.RESTART_WORKERS, reason: str = "restarting") -> Story:
-        """Add a verdict on an incident."""
-        verdict = as_dict(Verdict(rung=rung, reason=f"{incident.describe()}; {reason}"))
+    def rule(
+        self,
+        incident: Incident,
+        recovery_level: RecoveryLevel = RecoveryLevel.RESTART_WORKERS,
+        reason: str = "restarting",
+    ) -> Story:
+        """Add a decision on an incident."""
+        decision = as_dict(Decision(recovery_level=recovery_level, reason=f"{incident.describe()}; {reason}"))
         found = as_dict(incident)
-        return self.add(EventKind.VERDICT, proc="coordinator", cycle=incident.cycle, verdict=verdict, incident=found)
+        return self.add(EventKind.DECISION, proc="coordinator", cycle=incident.cycle, decision=decision, incident=found)
 
     def end_cycle(self, number: int, *names: str, reason: str = "rank 0 died", **iterations: int) -> Story:
         """End a cycle on some nodes; ``iterations`` by rank as ``r0=57``."""
@@ -155,7 +160,7 @@ class Story:
         living: dict[JobProcess, bool | None] = dict.fromkeys(processes_in(view.job(self.job)), alive)
         living |= {one: given["nodes"][one.node] for one in living if one.node in given.get("nodes", {})}
         given.pop("nodes", None)
-        given.setdefault("ladder", LadderState())
+        given.setdefault("ladder", RecoveryState())
         return Evidence(run_dir="/runs/r", job=self.job, view=view, living=living, **given)
 
     def judge(self, *, after_s: float = 0.0, alive: bool | None = True, **given: Any) -> StatusReport:
@@ -163,7 +168,7 @@ class Story:
         return judge(self.evidence(alive=alive, **given), round((self.now_s + after_s) * 1e9))
 
 
-def as_dict(value: Incident | Verdict) -> dict[str, Any]:
+def as_dict(value: Incident | Decision) -> dict[str, Any]:
     """Return what the journal holds of it."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
     return found

@@ -83,7 +83,7 @@ def look_until(outlast: Command, target: object, is_met: Callable[[dict[str, Any
 
 
 def saved_in(told: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(one["tier"], one["iteration"]) for one in told["generations"]]
+    return [(one["tier"], one["iteration"]) for one in told["checkpoints"]]
 
 
 @pytest.mark.slow
@@ -114,9 +114,9 @@ def test_run_is_told_from_its_first_second_to_its_violent_end(tmp_path: Path, ou
             assert told["local_directory"] == str(saves)
         psutil.Process(cluster.worker_pid(1)).kill()
         told = look_until(outlast, run_dir, lambda told: told["cycle"] == 1 and told["iteration"] == 5)
-        (trouble,) = told["incidents"]
-        assert (trouble["kind"], trouble["rank"], trouble["remedy"]) == ("worker_died", 1, "restart_workers")
-        assert "was ended by SIGKILL" in trouble["text"]
+        (episode,) = told["incidents"]
+        assert (episode["kind"], episode["rank"], episode["remedy"]) == ("worker_died", 1, "restart_workers")
+        assert "was ended by SIGKILL" in episode["text"]
         assert told["budgets"]["restarts_in_a_row"]["left"] == 2
         cluster.close()
     told = look_until(outlast, run_dir, lambda _: True)

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_story import Story, died, names_of
 
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.launch.protocol import LiveBudgets, LiveLack, LiveNode, LiveStatus
-from outlast.policy.ladder import LadderState
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.status.evidence import Evidence
 from outlast.status.facts import judge
-from outlast.status.report import GenerationReport, RunState, StatusReport, render
+from outlast.status.report import CheckpointReport, RunState, StatusReport, render
 
 
 def running() -> Story:
@@ -123,7 +123,7 @@ def test_node_whose_workers_have_finished_waits_for_the_others() -> None:
 def test_spares_and_excluded_nodes_are_told_apart() -> None:
     """A spare waits for a slot; a quarantined node gets none."""
     story = Story(num_nodes=1).start_agents("a", "b", "c").start_cycle(0, "b")
-    report = story.judge(ladder=LadderState(job="job-1", quarantined=("a",)))
+    report = story.judge(recovery_state=RecoveryState(job="job-1", quarantined=("a",)))
     assert (report.spares, report.excluded) == (["c"], ["a"])
     assert names_of(report, "training") == ["b"]
 
@@ -167,7 +167,7 @@ def test_iteration_goes_back_with_the_cycle() -> None:
     """After a restart the iteration is that of the newest cycle, and the rate that of its lines."""
     story = running().end_cycle(0, "a", "b", r0=25, r1=25).start_cycle(1, "a", "b")
     assert story.judge().iteration == 25
-    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", generation=20)
+    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", checkpoint=20)
     assert (story.judge().iteration, story.judge().rate) == (20, None)
 
 
@@ -193,17 +193,17 @@ def test_slow_steps_have_a_rate_too() -> None:
 
 
 def tiers(report: StatusReport) -> dict[str, int]:
-    return {one.tier: one.iteration for one in report.generations}
+    return {one.tier: one.iteration for one in report.checkpoints}
 
 
-def test_newest_generation_of_each_tier_is_named() -> None:
-    """Each tier has its own newest generation, with its age."""
+def test_newest_checkpoint_of_each_tier_is_named() -> None:
+    """Each tier has its own newest checkpoint, with its age."""
     story = running().tell(EventKind.SAVE_COMMITTED, 10, tiers=["memory", "local", "global"])
     story.tell(EventKind.SAVE_COMMITTED, 20, tiers=["memory", "local"])
     report = story.judge(after_s=60)
     assert tiers(report) == {"memory": 20, "local": 20, "global": 10}
-    assert isinstance(report.generations[0], GenerationReport)
-    assert report.generations[0].age_s == 60
+    assert isinstance(report.checkpoints[0], CheckpointReport)
+    assert report.checkpoints[0].age_s == 60
     assert report.directory == "/shared/ckpt"
 
 
@@ -222,30 +222,32 @@ def test_what_an_earlier_job_saved_is_there_for_the_next() -> None:
     """A job that has saved nothing yet goes on from what the one before left in files."""
     before = Story("job-0").tell(EventKind.SAVE_COMMITTED, 40, tiers=["memory", "global"])
     report = Story().start_agents("a").judge(earlier=before.events)
-    assert [(one.tier, one.iteration, one.job) for one in report.generations] == [("global", 40, "job-0")]
+    assert [(one.tier, one.iteration, one.job) for one in report.checkpoints] == [("global", 40, "job-0")]
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------
 
 
 def test_budgets_are_the_jobs_own() -> None:
-    """What the ladder has granted in this job is taken off; what it had granted in the last one is not."""
-    spent = LadderState(job="job-1", restarts_without_progress=2, restarts_total=5, progress_known=True)
-    budgets = running().judge(ladder=spent).budgets
+    """What the recovery policy has granted in this job is taken off; what it had granted in the last one is not."""
+    spent = RecoveryState(job="job-1", restarts_without_progress=2, restarts_total=5, progress_known=True)
+    budgets = running().judge(recovery_state=spent).budgets
     assert budgets is not None
     assert (budgets.restarts_in_a_row.left, budgets.restarts_total.left, budgets.restarts_total.used) == (1, None, 5)
-    budgets = running().judge(ladder=msgspec.structs.replace(spent, job="job-0")).budgets
+    budgets = running().judge(recovery_state=msgspec.structs.replace(spent, job="job-0")).budgets
     assert budgets is not None
     assert (budgets.restarts_in_a_row.left, budgets.restarts_total.used) == (3, 5)
 
 
 def test_budgets_are_fresh_once_the_job_has_made_progress() -> None:
-    """A generation beyond those that the newest decision knew of resets the budgets, also before the next decision."""
-    spent = LadderState(
+    """A checkpoint beyond those that the newest decision knew of resets the budgets, also before the next decision."""
+    spent = RecoveryState(
         job="job-1", restarts_without_progress=3, restarts_total=3, cycles_without_progress=2, best_durable=10
     )
     for iteration, used in ((10, (3, 2)), (11, (0, 0))):
-        budgets = running().tell(EventKind.SAVE_COMMITTED, iteration, tiers=["global"]).judge(ladder=spent).budgets
+        budgets = (
+            running().tell(EventKind.SAVE_COMMITTED, iteration, tiers=["global"]).judge(recovery_state=spent).budgets
+        )
         assert budgets is not None
         assert (budgets.restarts_in_a_row.used, budgets.cycles_without_progress.used) == used
         assert budgets.restarts_total.used == 3
@@ -266,9 +268,9 @@ def test_journal_of_an_earlier_version_has_no_budgets_and_is_read() -> None:
 def test_cause_of_a_cycles_end_stands_once_with_what_was_decided() -> None:
     """What it did to peers is counted with it."""
     story = running().see(died(1, on="b"), on="b").see(died(0)).end_cycle(0, "a", "b").rule(died(1, on="b"))
-    (trouble,) = story.judge().incidents
-    assert trouble.text == "rank 1 on node b was ended by SIGKILL at iteration 12"
-    assert (trouble.remedy, trouble.decision, trouble.num_reports) == ("restart_workers", "restarting", 2)
+    (episode,) = story.judge().incidents
+    assert episode.text == "rank 1 on node b was ended by SIGKILL at iteration 12"
+    assert (episode.remedy, episode.decision, episode.num_reports) == ("restart_workers", "restarting", 2)
 
 
 def test_newest_trouble_comes_first_and_all_are_counted() -> None:
@@ -286,18 +288,18 @@ def test_failed_saves_of_many_ranks_are_one_trouble() -> None:
     for rank in range(4):
         failed = Incident(kind=IncidentKind.SAVE_FAILED, cycle=0, node="a", rank=rank, iteration=10)
         story.see(failed, proc=f"rank-{rank}")
-    (trouble,) = story.judge().incidents
-    assert (trouble.num_reports, trouble.remedy) == (4, None)
+    (episode,) = story.judge().incidents
+    assert (episode.num_reports, episode.remedy) == (4, None)
 
 
 def test_step_that_was_run_again_says_so() -> None:
     """What a worker decided at once stands with its incident."""
     story = running()
-    verdict = {"rung": int(Rung.RERUN_STEP), "reason": "the step is run again"}
+    decision = {"rung": int(RecoveryLevel.RERUN_STEP), "reason": "the step is run again"}
     incident = {"kind": "invalid_result", "node": "a", "rank": 0, "iteration": 7}
-    story.add(EventKind.INCIDENT, proc="rank-0", cycle=0, incident=incident, verdict=verdict)
-    (trouble,) = story.judge().incidents
-    assert (trouble.remedy, trouble.decision) == ("rerun_step", "the step is run again")
+    story.add(EventKind.INCIDENT, proc="rank-0", cycle=0, incident=incident, decision=decision)
+    (episode,) = story.judge().incidents
+    assert (episode.remedy, episode.decision) == ("rerun_step", "the step is run again")
 
 
 def test_kind_of_another_version_is_told_as_it_is() -> None:
@@ -354,9 +356,9 @@ def whole_story() -> list[Event]:
     story = running().tell(EventKind.SAVE_COMMITTED, 20, tiers=["memory", "local"])
     story.see(died(1, on="b"), on="b").end_cycle(0, "a", "b", r0=25, r1=24).rule(died(1, on="b"))
     story.start_cycle(1, "a", "b").start_sessions(1, "a", "b")
-    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", generation=20).tell(EventKind.PROGRESS, 21, cycle=1)
+    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", checkpoint=20).tell(EventKind.PROGRESS, 21, cycle=1)
     lost = Incident(kind=IncidentKind.NODE_LOST, job="job-1", cycle=1, node="b")
-    story.see(lost, proc="coordinator").end_cycle(1, "a", r0=33).rule(lost, Rung.REPLACE_NODE)
+    story.see(lost, proc="coordinator").end_cycle(1, "a", r0=33).rule(lost, RecoveryLevel.REPLACE_NODE)
     story.start_agents("c").start_cycle(2, "a", "c").tell(EventKind.PROGRESS, 40, cycle=2)
     story.end_cycle(2, "a", "c", reason="finished", r0=50).end_agents("a", "c")
     return story.events

@@ -12,7 +12,7 @@ import pytest
 
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
-from outlast.policy.ladder import LadderState
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.status import evidence
@@ -115,16 +115,16 @@ def test_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.M
     assert look(tmp_path).iteration == 2000
 
 
-def test_ladder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_recovery_policy_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     """A damaged ladder.json costs the budgets, and nothing else."""
     write_job(tmp_path)
     (tmp_path / "ladder.json").write_text("{")
     report = look(tmp_path)
     assert (report.state, report.budgets) == (RunState.RUNNING, None)
     assert report.problems[0].startswith("ladder.json cannot be used")
-    assert gather(tmp_path).ladder is None
+    assert gather(tmp_path).recovery_state is None
     (tmp_path / "ladder.json").write_text('{"restarts_total": 2, "history": [{"cycle": 0, "rung": 2, "reason": "x"}]}')
-    assert isinstance(gather(tmp_path).ladder, LadderState), "a file of an earlier version"
+    assert isinstance(gather(tmp_path).recovery_state, RecoveryState), "a file of an earlier version"
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:

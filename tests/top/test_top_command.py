@@ -24,7 +24,7 @@ import pytest
 
 from outlast import clock
 from outlast.incidents import EventKind
-from outlast.runtime.injection import DiskTrouble, Injection, armed_in_children
+from outlast.runtime.injection import DiskFault, Injection, armed_in_children
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
 from outlast.testing import Cluster
@@ -278,10 +278,10 @@ def test_keys_end_the_screen_and_restore_the_terminal(tmp_path: Path) -> None:
     """In a terminal the view fills it and follows its size; q ends it with 0, Ctrl-C with 130, SIGTERM with 143, also
     while the run directory hangs, and each leaves the terminal as it was; Ctrl-Z gives it back for the time being."""
     with waiting_run(tmp_path, num_nodes=1) as (cluster, _):
-        troubles, hangs = tmp_path / "troubles", DiskTrouble(folder=str(cluster.run_dir), delay_s=1e6)
+        episodes, hangs = tmp_path / "troubles", DiskFault(folder=str(cluster.run_dir), delay_s=1e6)
         (tmp_path / "hangs").write_bytes(msgspec.json.encode([hangs]))
         for keys, code in ((b"q", 0), (b"\x03", 130), (None, 143)):
-            with armed_in_children(Injection(point="journal.read", do="disk", path=str(troubles))):
+            with armed_in_children(Injection(point="journal.read", do="disk", path=str(episodes))):
                 terminal = Terminal(cluster.run_dir)
             try:
                 terminal.read_until(SCREEN)
@@ -297,7 +297,7 @@ def test_keys_end_the_screen_and_restore_the_terminal(tmp_path: Path) -> None:
                     terminal.read_until(r"q: end")
                     stop_and_continue(terminal)
                 if keys == b"\x03":
-                    os.link(tmp_path / "hangs", troubles)
+                    os.link(tmp_path / "hangs", episodes)
                     terminal.read_until(r"no reply   .*the run directory: no response for")
                 if keys is None:
                     terminal.process.terminate()
@@ -310,7 +310,7 @@ def test_keys_end_the_screen_and_restore_the_terminal(tmp_path: Path) -> None:
                 assert termios.tcgetattr(terminal.theirs) == terminal.before
             finally:
                 terminal.close()
-                troubles.unlink(missing_ok=True)
+                episodes.unlink(missing_ok=True)
 
 
 def stop_and_continue(terminal: Terminal) -> None:

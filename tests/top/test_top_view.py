@@ -26,7 +26,7 @@ from outlast.runtime.journal import Journal
 from outlast.runtime.processes import _started, _stat, this_process
 from outlast.status.evidence import Evidence, gather
 from outlast.status.facts import judge
-from outlast.status.report import NodeReport, NodeState, RunState, StatusReport, Trouble
+from outlast.status.report import IncidentReport, NodeReport, NodeState, RunState, StatusReport
 from outlast.top import look
 from outlast.top.look import Looker, RankLine, TopReport, Unanswered
 from outlast.top.view import describe_others, plain, rank_badness, show
@@ -130,11 +130,11 @@ def test_a_thousand_ranks_fit_into_any_terminal(tmp_path: Path) -> None:
 
 def test_few_ranks_are_all_there_by_node(tmp_path: Path) -> None:
     """In the order of the ranks, each node's name at its first one; incidents have the lines that are left."""
-    trouble = Trouble(
+    episode = IncidentReport(
         time="t", age_s=5.0, cycle=0, kind="worker_died", node="node-0", rank=0, iteration=3, text="rank 0 died",
         remedy=None, decision="restarting the workers", num_reports=1,
     )  # fmt: skip
-    status = make_status(tmp_path, incidents=[trouble] * 9, num_incidents=9)
+    status = make_status(tmp_path, incidents=[episode] * 9, num_incidents=9)
     lines = plain(show(make_report(status, [make_line(rank) for rank in range(16)]), width=120, height=40)).splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("RANK"))
     rows = [line.split() for line in lines[at + 1 : at + 17]]

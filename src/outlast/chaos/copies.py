@@ -39,7 +39,7 @@ class StoredCopy:
 
     path: str
     tier: str
-    generation: int
+    checkpoint: int
     node: str = ""
     """Empty in the global tier."""
     rank: int | None = None
@@ -50,23 +50,23 @@ class StoredCopy:
     def describe(self) -> str:
         whose = "" if self.rank is None else f" of rank {self.rank}"
         where = f" on {self.node}" if self.node else ""
-        return f"checkpoint {self.generation}{whose} in the {self.tier} tier{where}"
+        return f"checkpoint {self.checkpoint}{whose} in the {self.tier} tier{where}"
 
 
-def find_copies(sight: Sight, tier: str, generation: int | None) -> list[StoredCopy]:
+def find_copies(sight: Sight, tier: str, checkpoint: int | None) -> list[StoredCopy]:
     """Return the copies in a tier, in a fixed order; ``generation=None``: of the newest committed checkpoint found."""
     stored = _stored(sight, tier)
-    found = [one for one in _copies_in(sight, tier) if one.generation in stored]
-    wanted = max((one.generation for one in found), default=-1) if generation is None else generation
+    found = [one for one in _copies_in(sight, tier) if one.checkpoint in stored]
+    wanted = max((one.checkpoint for one in found), default=-1) if checkpoint is None else checkpoint
     return sorted(
-        (one for one in found if one.generation == wanted), key=lambda one: (one.node, one.rank or 0, one.path)
+        (one for one in found if one.checkpoint == wanted), key=lambda one: (one.node, one.rank or 0, one.path)
     )
 
 
 def _stored(sight: Sight, tier: str) -> set[int]:
     """Return the iterations of the checkpoints stored in a tier, without those just being written."""
     if tier == FaultTier.MEMORY:  # after a restart, the same iteration may be staged again
-        return sight.committed_now - {generation for _, generation in sight.awaits_global}
+        return sight.committed_now - {checkpoint for _, checkpoint in sight.awaits_global}
     # A replica is part of what its owner commits.
     return sight.committed.get(FaultTier.LOCAL if tier == FaultTier.REPLICA else tier, set())
 
@@ -170,7 +170,7 @@ def damage_copy(kind: str, copy: StoredCopy) -> str | None:
         size = os.fstat(fd).st_size
         if size == 0:
             return None
-        if copy.tier == FaultTier.MEMORY and _read_identity(copy.path) != (copy.rank, copy.generation, copy.attempt):
+        if copy.tier == FaultTier.MEMORY and _read_identity(copy.path) != (copy.rank, copy.checkpoint, copy.attempt):
             return None  # it is being staged again
         if kind == FaultKind.TRUNCATE_COPY:
             os.ftruncate(fd, size // 2)

@@ -37,7 +37,7 @@ from outlast.chaos.sight import Sight
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind
 from outlast.journal import JournalTail
-from outlast.runtime.injection import DiskTrouble, Injection
+from outlast.runtime.injection import DiskFault, Injection
 from outlast.runtime.journal import Journal
 
 log = logging.getLogger(__name__)
@@ -62,15 +62,15 @@ class _Later:
 
 def disk_injection(run_dir: str | os.PathLike[str]) -> Injection:
     """Return the injection for agents whose disks can be full or slow."""
-    return Injection(point="checkpoint.file.made", do="disk", path=os.fspath(_troubles_path(run_dir)))
+    return Injection(point="checkpoint.file.made", do="disk", path=os.fspath(_disk_faults_path(run_dir)))
 
 
 def clear_leftovers(run_dir: str | os.PathLike[str]) -> None:
     """Remove the file of an injector that was killed, which would impair the disks of a later run."""
-    _troubles_path(run_dir).unlink(missing_ok=True)
+    _disk_faults_path(run_dir).unlink(missing_ok=True)
 
 
-def _troubles_path(run_dir: str | os.PathLike[str]) -> Path:
+def _disk_faults_path(run_dir: str | os.PathLike[str]) -> Path:
     return Path(run_dir).absolute() / "faults" / "disks.json"
 
 
@@ -119,7 +119,7 @@ class Injector:
         """Deadlines of released faults that no rank has recorded yet, by fault id."""
         self._later: list[_Later] = []
         self._stopped: dict[str, int] = {}
-        self._troubles: list[DiskTrouble] = []
+        self._disk_faults: list[DiskFault] = []
         self._journals: dict[str, Journal] = {}
 
     @property
@@ -266,7 +266,7 @@ class Injector:
         assert fault.tier is not None
         copies = [
             copy
-            for copy in find_copies(self.sight, fault.tier, fault.generation)
+            for copy in find_copies(self.sight, fault.tier, fault.checkpoint)
             if fault.node in (None, copy.node) and fault.rank in (None, copy.rank)
         ]
         if not copies:
@@ -280,7 +280,7 @@ class Injector:
         if done is None:
             return False
         self._claim(one)
-        self._record(one, copy.describe(), done=done, tier=copy.tier, generation=copy.generation, node=copy.node)
+        self._record(one, copy.describe(), done=done, tier=copy.tier, generation=copy.checkpoint, node=copy.node)
         return True
 
     def _impair_disk(self, one: PlannedFault) -> bool:
@@ -295,12 +295,12 @@ class Injector:
                 return False
             node = nodes[one.draw(len(nodes), "node")]
             folder = os.fspath(node_folder(self.sight.local_directory, node))
-        trouble = DiskTrouble(folder=folder, delay_s=fault.delay_s or 0.0)
+        disk_fault = DiskFault(folder=folder, delay_s=fault.delay_s or 0.0)
         return self._impair(
             one,
             folder,
-            lambda: self._set_troubles([*self._troubles, trouble]),
-            lambda: self._set_troubles([other for other in self._troubles if other is not trouble]),
+            lambda: self._set_disk_faults([*self._disk_faults, disk_fault]),
+            lambda: self._set_disk_faults([other for other in self._disk_faults if other is not disk_fault]),
             tier=fault.tier,
             node=node,
         )
@@ -339,15 +339,15 @@ class Injector:
     def _note_faulted(self) -> None:
         self._faulted_cycle, self._faulted_s = self._cycle, clock.now_s()
 
-    def _set_troubles(self, troubles: Collection[DiskTrouble]) -> None:
-        self._troubles = list(troubles)
-        path = _troubles_path(self.run_dir)
-        if not troubles:
+    def _set_disk_faults(self, disk_faults: Collection[DiskFault]) -> None:
+        self._disk_faults = list(disk_faults)
+        path = _disk_faults_path(self.run_dir)
+        if not disk_faults:
             path.unlink(missing_ok=True)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(self._troubles))
+        new.write_bytes(msgspec.json.encode(self._disk_faults))
         new.rename(path)
 
     def _undo_in(self, duration_s: float, undo: Callable[[], object]) -> None:

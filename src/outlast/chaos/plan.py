@@ -232,7 +232,7 @@ class Fault:
     """Tier in which a copy is damaged: memory, local, replica or global; tier whose disk is full or slow: local or
     global."""
 
-    generation: int | None = None
+    checkpoint: int | None = None
     """Iteration of the checkpoint whose copy is damaged; none = the newest committed one."""
 
     delay_s: float | None = None
@@ -265,7 +265,7 @@ class Fault:
         self._check_victim()
         self._check_moment()
         if not FaultKind(self.kind).is_outside:
-            self._check_absent("tier", "generation", "delay_s", "share")
+            self._check_absent("tier", "checkpoint", "delay_s", "share")
         for name in ("name", "section", "tensor", "node", "device"):
             text = getattr(self, name)
             require(text is None or (text != "" and text.isprintable()), f"{name}={text!r} must be a printable text")
@@ -340,7 +340,7 @@ class Fault:
         if kind in _OF_COORDINATORS or self.tier == FaultTier.GLOBAL:
             self._check_absent("node")
         if not kind.is_of_copies:
-            self._check_absent("rank", "generation")
+            self._check_absent("rank", "checkpoint")
         if kind not in _STOPPED | _PASSING:
             self._check_absent("duration_s")
         if not (kind.is_of_copies or kind.is_of_disks):
@@ -360,7 +360,7 @@ class Fault:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value} must be above 0")
         require(self.share is None or 0 < self.share <= 1, f"share={self.share} must be above 0 and at most 1")
-        require(self.generation is None or self.generation >= 0, f"generation={self.generation} must not be negative")
+        require(self.checkpoint is None or self.checkpoint >= 0, f"generation={self.checkpoint} must not be negative")
         if self.tier is not None:
             require(self.tier in _TIERS, f"tier={self.tier!r} is unknown; {nearest(self.tier, _TIERS)}")
             can_be = {FaultTier.LOCAL, FaultTier.GLOBAL} if kind.is_of_disks else set(FaultTier)

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from outlast.chaos.plan import FaultKind, FaultPlan, planned_faults
-from outlast.incidents import Event, EventKind, IncidentKind, Rung
+from outlast.incidents import Event, EventKind, IncidentKind, RecoveryLevel
 from outlast.policy.run_view import RunView, WorkersStart
 
 _HANGING = frozenset({FaultKind.STOP, FaultKind.SLEEP, FaultKind.HOLD_GIL})
 _OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
 _EITHER_SIDE = _OF_COORDINATORS | {FaultKind.PARTITION}
-_NOTICED_AS: dict[FaultKind, tuple[IncidentKind, ...]] = {
+_DETECTED_AS: dict[FaultKind, tuple[IncidentKind, ...]] = {
     FaultKind.KILL: (IncidentKind.WORKER_DIED,),
     FaultKind.EXCEPTION: (IncidentKind.WORKER_FAILED,),
     FaultKind.EXIT: (IncidentKind.WORKER_FAILED,),
@@ -40,7 +40,7 @@ class FaultOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Highest iteration of the ranks at the injection."""
     target: str = ""
     """Where it was injected."""
-    noticed_as: str | None = None
+    detected_as: str | None = None
     """Kind of the incident, or the event; ``taken over``: another coordinator leads; ``... elsewhere``: the cycle ended
     because of another rank or node; ``None``: not detected, or it did not have to be."""
     detected_after_s: float | None = None
@@ -57,8 +57,8 @@ class KindOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     planned: int
     fired: int
-    noticed_as: dict[str, int]
-    """Number of outcomes by :attr:`FaultOutcome.noticed_as`."""
+    detected_as: dict[str, int]
+    """Number of outcomes by :attr:`FaultOutcome.detected_as`."""
     detected_median_s: float | None = None
     recovered_median_s: float | None = None
     lost_iterations: int = 0
@@ -91,13 +91,13 @@ def by_kind(rows: Iterable[FaultOutcome]) -> list[KindOutcome]:
     for kind in FaultKind:
         if not (of_kind := [row for row in all_rows if row.kind == kind]):
             continue
-        names = [row.noticed_as for row in of_kind if row.noticed_as is not None]
+        names = [row.detected_as for row in of_kind if row.detected_as is not None]
         found.append(
             KindOutcome(
                 kind=kind,
                 planned=len(of_kind),
                 fired=sum(row.fired for row in of_kind),
-                noticed_as={name: names.count(name) for name in dict.fromkeys(names)},
+                detected_as={name: names.count(name) for name in dict.fromkeys(names)},
                 detected_median_s=_median(row.detected_after_s for row in of_kind),
                 recovered_median_s=_median(row.recovered_after_s for row in of_kind),
                 lost_iterations=sum(row.lost_iterations or 0 for row in of_kind),
@@ -121,16 +121,16 @@ def _reckon_one(
 ) -> FaultOutcome:
     if strike is None:
         return FaultOutcome(index=index, kind=kind, planned=planned, fired=False)
-    noticed = next(_notices(kind, strike, events), None) or next(_notices_elsewhere(kind, strike, events), None)
-    name = None if noticed is None else noticed[0]
-    detected_s = None if noticed is None else (noticed[1].mono_ns - strike.mono_ns) / 1e9
+    detected = next(_detections(kind, strike, events), None) or next(_detections_elsewhere(kind, strike, events), None)
+    name = None if detected is None else detected[0]
+    detected_s = None if detected is None else (detected[1].mono_ns - strike.mono_ns) / 1e9
     recovered_ns: int | None = None
     lost = None
     if kind.is_numeric or not kind.is_gentle:
         recovered_ns = _rerun_ns(kind, strike, events)
         if recovered_ns is None and (found := _next_start(strike, starts)) is not None:
             ended, after = found
-            is_over = noticed is not None or _ended_soon(strike, events)
+            is_over = detected is not None or _ended_soon(strike, events)
             recovered_ns = after.trained_ns if is_over else None
             lost = max(0, max(ended.reached, strike.iteration or 0) - after.restored) if is_over else None
     return FaultOutcome(
@@ -140,14 +140,14 @@ def _reckon_one(
         fired=True,
         iteration=strike.iteration,
         target=str(strike.data.get("target", "")),
-        noticed_as=name,
+        detected_as=name,
         detected_after_s=detected_s,
         recovered_after_s=None if recovered_ns is None else (recovered_ns - strike.mono_ns) / 1e9,
         lost_iterations=lost,
     )
 
 
-def _notices(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
+def _detections(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
     """Yield the names under which a fault was detected, and the events, in order."""
     for event in events:
         if event.mono_ns < strike.mono_ns:
@@ -158,14 +158,14 @@ def _notices(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterato
         elif kind == FaultKind.SLOW and event.kind == EventKind.STRAGGLER_REPORT and is_same:
             if strike.rank in event.data.get("named", ()):
                 yield str(IncidentKind.STRAGGLER), event
-        elif event.kind in (EventKind.INCIDENT, EventKind.VERDICT) and event.data.get("incident"):
+        elif event.kind in (EventKind.INCIDENT, EventKind.DECISION) and event.data.get("incident"):
             incident = event.data["incident"]
             if _fits(kind, strike, incident, is_same=is_same):
                 name = IncidentKind.INVALID_RESULT if kind.is_numeric else incident["kind"]
                 yield str(name), event
 
 
-def _notices_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
+def _detections_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
     """Yield indirect detections: a successor of the coordinator, or another cause of the cycle's end."""
     if kind.is_gentle:
         return
@@ -177,7 +177,7 @@ def _notices_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) 
         is_heir = event.proc == "coordinator" and event.node != strike.data.get("node")
         if kind in _OF_COORDINATORS and is_heir and event.kind == EventKind.NODE_JOINED and event.job == strike.job:
             yield "taken over", event
-        elif event.kind == EventKind.VERDICT and is_same and incident:
+        elif event.kind == EventKind.DECISION and is_same and incident:
             yield f"{incident['kind']} elsewhere", event
 
 
@@ -189,7 +189,7 @@ def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_sam
         tier = evidence.get("tier") if isinstance(evidence, dict) else None
         return found == IncidentKind.COPY_REJECTED and tier in (None, strike.data.get("tier"))
     if kind.is_of_disks:
-        return found in _NOTICED_AS.get(kind, ())
+        return found in _DETECTED_AS.get(kind, ())
     if kind.is_outside:
         # A coordinator that was stopped or cut off declares the other nodes lost.
         is_its = kind in _EITHER_SIDE or incident.get("node") == strike.data.get("node")
@@ -201,7 +201,7 @@ def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_sam
         evidence = incident.get("evidence")
         has_diagnosis = isinstance(evidence, dict) and "diagnosis" in evidence
         return found == IncidentKind.INVALID_RESULT or has_diagnosis
-    return found in _NOTICED_AS.get(kind, ())
+    return found in _DETECTED_AS.get(kind, ())
 
 
 def _rerun_ns(kind: FaultKind, strike: Event, events: Sequence[Event]) -> int | None:
@@ -209,17 +209,17 @@ def _rerun_ns(kind: FaultKind, strike: Event, events: Sequence[Event]) -> int | 
     if not kind.is_numeric:
         return None
     for event in events:
-        verdict = event.data.get("verdict")
+        decision = event.data.get("verdict")
         is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
-        if is_same and event.mono_ns >= strike.mono_ns and isinstance(verdict, dict):
-            return event.mono_ns if verdict.get("rung") == Rung.RERUN_STEP else None
+        if is_same and event.mono_ns >= strike.mono_ns and isinstance(decision, dict):
+            return event.mono_ns if decision.get("rung") == RecoveryLevel.RERUN_STEP else None
     return None
 
 
 def _ended_soon(strike: Event, events: Sequence[Event]) -> bool:
     """Return whether the cycle of the injection ended by a later decision."""
     return any(
-        event.kind == EventKind.VERDICT
+        event.kind == EventKind.DECISION
         and event.mono_ns >= strike.mono_ns
         and (event.job, event.cycle) == (strike.job, strike.cycle)
         and FaultKind(str(strike.data.get("fault_kind", FaultKind.KILL))).is_outside

@@ -203,7 +203,9 @@ def find_gaps(events: Sequence[Event]) -> list[str]:
     """Return the gaps in a journal: missing ends of jobs and cycles, and lost events."""
     starts = [event for event in events if event.kind == EventKind.CYCLE_STARTED]
     ended = {event.job for event in events if event.kind == EventKind.JOB_ENDED}
-    decided = {(event.job, event.cycle) for event in events if event.kind in (EventKind.CYCLE_ENDED, EventKind.VERDICT)}
+    decided = {
+        (event.job, event.cycle) for event in events if event.kind in (EventKind.CYCLE_ENDED, EventKind.DECISION)
+    }
     jobs = dict.fromkeys(event.job for event in starts)
     cycles = dict.fromkeys((event.job, event.cycle) for event in starts)
     found = [f"the journal has no end of job {job}" for job in jobs if job not in ended]

@@ -50,7 +50,7 @@ RUN = "run.json"
 """Names the run of a directory; a hint, since it has no digest."""
 SUSPECT = "suspect"
 TRACKER = "latest"
-_GENERATION = re.compile(r"step-(\d+)")
+_CHECKPOINT = re.compile(r"step-(\d+)")
 MAX_TRIES = 3
 """Attempts to make the claim while other processes try, too."""
 NAMELESS_S = 1.0
@@ -144,9 +144,9 @@ class ClaimedPlace(ABC):
         """The place of saves for diagnosis, which never count as the newest checkpoint."""
         return type(self)(f"{self.url}/{SUSPECT}")
 
-    def generations(self) -> list[int]:
+    def checkpoints(self) -> list[int]:
         """Return the iterations with a folder of a committed name, newest first, intact or damaged."""
-        found = (_GENERATION.fullmatch(name) for name in self.names())
+        found = (_CHECKPOINT.fullmatch(name) for name in self.names())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def hint(self) -> str | None:
@@ -163,7 +163,7 @@ class ClaimedPlace(ABC):
     def named_runs(self) -> Iterator[str]:
         """Yield the runs that manifests name, newest checkpoint first, those for diagnosis last."""
         for place in (self, self.suspects):
-            for iteration in place.generations():
+            for iteration in place.checkpoints():
                 try:
                     run = run_of(place.read(f"step-{iteration}/{MANIFEST}"), iteration)
                 except OSError as error:
@@ -195,7 +195,7 @@ class ClaimedPlace(ABC):
 @dataclass(frozen=True, slots=True)
 class DirectoryContent:
     hint: str | None = None
-    generations: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
 
 class _RunHint(msgspec.Struct, frozen=True):
@@ -210,7 +210,7 @@ def decode_hint(data: bytes) -> str | None:
 
 
 def look_at(place: ClaimedPlace) -> DirectoryContent:
-    return DirectoryContent(place.hint(), tuple(place.generations()))
+    return DirectoryContent(place.hint(), tuple(place.checkpoints()))
 
 
 def owner_of(place: ClaimedPlace) -> DirectoryRun | None:
@@ -364,7 +364,7 @@ class Claim:
         if is_same and (not set(before.names).isdisjoint(self._own.names) or before.run == self._own.run):
             return own
         owner = owner_of(self._place)
-        if owner is None or not owner.is_proven or owner.run != self._own.series:
+        if owner is None or not owner.is_verified or owner.run != self._own.series:
             return self._own  # this run would not take any checkpoint there for its own
         what = f"{self._place.url} holds what {_name(before, self._own)} saved"
         if is_same:
@@ -444,12 +444,12 @@ def part_name(key: CopyKey) -> str:
     return shard_name(key.rank) if key.part == SHARD_PART else f"{clean_name(key.part)}-{key.rank:05d}.bin"
 
 
-class GenerationFolder(ClaimedPlace):
+class CheckpointFolder(ClaimedPlace):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
         self.url = os.fspath(self.path)
 
-    def generation(self, iteration: int) -> Path:
+    def checkpoint(self, iteration: int) -> Path:
         return self.path / f"step-{iteration}"
 
     def temporary(self, iteration: int, attempt: SaveAttempt | str) -> Path:
@@ -479,7 +479,7 @@ class GenerationFolder(ClaimedPlace):
             self.read(name)
         return False
 
-    def generations(self) -> list[int]:
+    def checkpoints(self) -> list[int]:
         for iteration, name in self.wait_for_names().items():
             log.warning(
                 "%s/step-%d is skipped until a run that saves there resumes: its replacement was interrupted before "
@@ -488,7 +488,7 @@ class GenerationFolder(ClaimedPlace):
                 iteration,
                 name,
             )
-        return super().generations()
+        return super().checkpoints()
 
     def wait_for_names(self) -> dict[int, str]:
         """Wait for checkpoints that have no name at the moment, because another process replaces them.
@@ -505,13 +505,13 @@ class GenerationFolder(ClaimedPlace):
             names = self.names()
             matches = filter(None, map(_UNDER_WAY.fullmatch, names))
             aside = {int(match["iteration"]): match[0] for match in matches if match["kind"] == "aside"}
-            nameless = {one: name for one, name in aside.items() if self.generation(one).name not in names}
+            nameless = {one: name for one, name in aside.items() if self.checkpoint(one).name not in names}
             if not nameless or clock.now_s() > end_s:
                 return nameless
             time.sleep(_LOOK_S)  # a shared file system does not notify
 
     def promote(self, iteration: int, attempt: SaveAttempt) -> None:
-        temporary, final = self.temporary(iteration, attempt), self.generation(iteration)
+        temporary, final = self.temporary(iteration, attempt), self.checkpoint(iteration)
         aside = self.path / f"step-{iteration}.aside-{attempt}"
         try:
             os.rename(temporary, final)  # the name is free
@@ -531,7 +531,7 @@ class GenerationFolder(ClaimedPlace):
             is_replaced = (
                 match is not None
                 and (match["kind"], match["token"]) == ("aside", attempt.token)
-                and self.generation(int(match["iteration"])).exists()
+                and self.checkpoint(int(match["iteration"])).exists()
             )
             is_doomed = _DOOMED.fullmatch(name) is not None and holds_own_files(self.path / name)
             if is_doomed or is_replaced or attempt.makes_stale(match):
@@ -557,10 +557,10 @@ class GenerationFolder(ClaimedPlace):
                 if match is None or match["token"] == token:
                     continue
                 # A checkpoint whose replacement was interrupted, on a file system that cannot swap names.
-                is_orphan = match["kind"] == "aside" and not place.generation(int(match["iteration"])).exists()
+                is_orphan = match["kind"] == "aside" and not place.checkpoint(int(match["iteration"])).exists()
                 _move(
                     path,
-                    place.generation(int(match["iteration"])) if is_orphan else trash / f"{place.path.name}-{name}",
+                    place.checkpoint(int(match["iteration"])) if is_orphan else trash / f"{place.path.name}-{name}",
                 )
         fsync_folder(self.path)
 
@@ -570,12 +570,12 @@ class GenerationFolder(ClaimedPlace):
             reach("checkpoint.retire")
             check_folder(self._trash(number))
             gone = self._trash(number) / f"step-{iteration}-{secrets.token_hex(4)}"
-            os.rename(self.generation(iteration), gone)
+            os.rename(self.checkpoint(iteration), gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     def is_own(self, iteration: int) -> bool:
         try:  # the manifest is written before the folder's final name; a crash of the machine may leave zeros in it
-            with open(open_file(self.generation(iteration) / MANIFEST), "rb") as file:
+            with open(open_file(self.checkpoint(iteration) / MANIFEST), "rb") as file:
                 head = file.read(len(SEALED))
         except OSError:
             return False
@@ -602,7 +602,7 @@ class GenerationFolder(ClaimedPlace):
 
     def remove(self, iteration: int) -> None:
         """Delete a checkpoint, renaming it first so that readers never see a part of it."""
-        path = self.generation(iteration)
+        path = self.checkpoint(iteration)
         doomed = path.with_name(f"{path.name}.doomed")
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
@@ -654,10 +654,10 @@ def _age_ns(path: Path) -> int:
         return 0
 
 
-class Directory(GenerationFolder):
+class Directory(CheckpointFolder):
     def manifest(self, iteration: int) -> tuple[Manifest, str]:
         """Return a checkpoint's manifest and its SHA-256. Raises: CheckpointError, when it is missing or invalid."""
-        path = self.generation(iteration) / MANIFEST
+        path = self.checkpoint(iteration) / MANIFEST
         try:
             data = read_file(path)
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """A lane writes saves to some of their tiers, in a separate thread, in step with the same lane of all ranks.
 
-:class:`~outlast.checkpoint.near_lane.MemoryLane` gets every save first and passes it on to
-:class:`~outlast.checkpoint.near_lane.LocalLane` and :class:`~outlast.checkpoint.dcp.global_lane.GlobalLane`, which do
+:class:`~outlast.checkpoint.node_lanes.MemoryLane` gets every save first and passes it on to
+:class:`~outlast.checkpoint.node_lanes.LocalLane` and :class:`~outlast.checkpoint.dcp.global_lane.GlobalLane`, which do
 not wait for each other. All share the thread, the exchange between the ranks, the claim to a directory, the outcome,
 which is the same on all ranks, and the work after a commit (tracker, retention, cleaning up).
 
@@ -556,20 +556,20 @@ class Lane(ABC):
     def _remove_old(self, save: Save, place: ClaimedPlace) -> None:
         assert self._claim is not None  # only ranks with a claim commit
         removed = choose_removed(
-            place.generations(),
-            self._committed.generations(self._tier),
+            place.checkpoints(),
+            self._committed.checkpoints(self._tier),
             committed=save.iteration,
             rules=self._retention,
             not_finite=self._committed.not_finite,
         )
-        foreign = {generation for generation in removed if not place.is_own(generation)}
-        for generation in sorted(foreign - self._foreign):
-            log.warning("%s/step-%d is not a checkpoint of outlast: it is never removed", place.url, generation)
+        foreign = {checkpoint for checkpoint in removed if not place.is_own(checkpoint)}
+        for checkpoint in sorted(foreign - self._foreign):
+            log.warning("%s/step-%d is not a checkpoint of outlast: it is never removed", place.url, checkpoint)
         self._foreign |= foreign
-        removed = [generation for generation in removed if generation not in foreign]
+        removed = [checkpoint for checkpoint in removed if checkpoint not in foreign]
         self._claim.retire(removed)
-        for generation in removed:
-            log.debug("removed checkpoint %d from %s", generation, place.url)
+        for checkpoint in removed:
+            log.debug("removed checkpoint %d from %s", checkpoint, place.url)
 
 
 class RetryingLane(Lane):

@@ -23,7 +23,7 @@ from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import Claim, DirectoryRefused, Refusal, SaveAttempt
 from outlast.checkpoint.infinities import infinite_buffers
 from outlast.checkpoint.lane import GRACE_S, Lane
-from outlast.checkpoint.near_lane import LocalLane, MemoryLane
+from outlast.checkpoint.node_lanes import LocalLane, MemoryLane
 from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import (
     Claims,
@@ -34,7 +34,7 @@ from outlast.checkpoint.places import (
     agreement_timeout_s,
     warn_of_copies,
 )
-from outlast.checkpoint.recovery import CheckpointRecovery, ProvenGeneration
+from outlast.checkpoint.recovery import CheckpointRecovery, VerifiedCheckpoint
 from outlast.checkpoint.save import Save, SaveHandle, SaveResult
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, capture, flatten, without_collection
@@ -47,7 +47,7 @@ from outlast.errors import CheckpointError, ConfigError, DeadlineExceeded
 from outlast.policy.checkpoint_plan import RetentionRules
 from outlast.policy.durability import Durability
 from outlast.policy.lineage import Lineage, processes_of
-from outlast.policy.recovery_point import Tier, decode_distrusted
+from outlast.policy.recovery_point import Tier, decode_excluded
 from outlast.runtime.exits import at_exit, forget_at_exit
 from outlast.runtime.journal import Journal
 from outlast.runtime.process_groups import current_place, is_initialised
@@ -148,7 +148,7 @@ class CheckpointEngine:
         )
         self._guard = CopyGuard()
         self._ordinal = 0
-        self._may_save = not places.generations and places.global_error is None
+        self._may_save = not places.checkpoints and places.global_error is None
         self._newest: SaveHandle | None = None
         self._pending: list[SaveHandle] = []
         self._safe_since: tuple[SaveHandle, int] | None = None
@@ -272,8 +272,8 @@ class CheckpointEngine:
             raise CheckpointError("load_latest() comes before the first save(); make another manager to load again")
         started_ns = clock.now_ns()
         keeps = check_missing(self.config.missing if missing is None else missing) == "keep"
-        distrusted = decode_distrusted(self._place.untrusted)
-        loaded, is_ours = self._recovery.newest(state, distrusted, has, keeps_missing=keeps)
+        excluded = decode_excluded(self._place.untrusted)
+        loaded, is_ours = self._recovery.newest(state, excluded, has, keeps_missing=keeps)
         if loaded is not None:
             self._restore(loaded, state, started_ns, is_ours=is_ours)
         else:
@@ -295,9 +295,9 @@ class CheckpointEngine:
         Collective: all ranks, before the first save.
         Blocks: until all ranks have listed the checkpoints.
         """
-        committed = self._recovery.committed(iteration, decode_distrusted(self._place.untrusted))
+        committed = self._recovery.committed(iteration, decode_excluded(self._place.untrusted))
         self._restored = None if origin is None else dataclasses.replace(origin, iteration=iteration)
-        source = None if origin is None else (origin.attempt, origin.generation)
+        source = None if origin is None else (origin.attempt, origin.checkpoint)
         self._branch = self._recovery.branches.resume(self._processes, source, iteration)
         if self._restored is not None:
             self._outcomes.report_origin(self._restored)
@@ -322,7 +322,7 @@ class CheckpointEngine:
         Blocks: until all ranks have read and verified their parts.
         """
         started_ns = clock.now_ns()
-        loaded = self._recovery.suspect(state, iteration, decode_distrusted(self._place.untrusted))
+        loaded = self._recovery.suspect(state, iteration, decode_excluded(self._place.untrusted))
         if loaded is None:
             return None
         self._restore(loaded, state, started_ns, is_ours=True)
@@ -370,7 +370,7 @@ class CheckpointEngine:
         if restored is not None and iteration == restored.iteration and not suspect and wanted <= self._restored_tiers:
             log.debug("iteration %d is committed already; it is not written again", iteration)
             handle = SaveHandle(iteration, limit_s=self._limit_s, attempt=restored.attempt)
-            handle.succeed(SaveResult(generation=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
+            handle.succeed(SaveResult(checkpoint=iteration, num_bytes=0, duration_s=0.0, stall_s=0.0))
             return handle
         if not suspect:
             self._outcomes.saving(iteration, wanted)
@@ -385,7 +385,7 @@ class CheckpointEngine:
             stall_s=0.0,
             tiers=wanted,
             suspect=suspect,
-            restored_from=restored.generation if restored is not None else None,
+            restored_from=restored.checkpoint if restored is not None else None,
             restored_attempt=restored.attempt if restored is not None else None,
             branch=self._branch,
             infinite=self._infinite,
@@ -513,14 +513,14 @@ class CheckpointEngine:
 
     # -- loading -----------------------------------------------------------------------------------------------
 
-    def _restore(self, loaded: ProvenGeneration, state: Mapping[str, Any], started_ns: int, *, is_ours: bool) -> None:
+    def _restore(self, loaded: VerifiedCheckpoint, state: Mapping[str, Any], started_ns: int, *, is_ours: bool) -> None:
         loaded.restore(state)
         load_s = (clock.now_ns() - started_ns) / 1e9
         self._restored = restored = loaded.describe(self._place.global_rank, load_s=load_s)
         attempt = restored.attempt if is_ours else None
-        self._branch = self._recovery.branches.begin(self._processes, attempt, restored.generation)
+        self._branch = self._recovery.branches.begin(self._processes, attempt, restored.checkpoint)
         if is_ours:
-            self._start_from(loaded.committed, restored.generation)
+            self._start_from(loaded.committed, restored.checkpoint)
         self._outcomes.skipped(restored)
         if self._reports_loads:
             self._outcomes.loaded(restored)
@@ -544,7 +544,7 @@ class CheckpointEngine:
         if not self._may_save and not suspect:
             # Checkpoints that were not loaded would count as newer than those that this training saves, and be loaded
             # instead.
-            newest = max(self._places.generations, default="unknown")
+            newest = max(self._places.checkpoints, default="unknown")
             raise CheckpointError(
                 f"there are checkpoints (newest: {newest}) that this training did not load; call load_latest() first, "
                 "or give an empty directory"

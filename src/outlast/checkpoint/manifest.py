@@ -186,7 +186,7 @@ class CopyKey(msgspec.Struct, frozen=True, order=True):
         return f"{self.part or 'the shard'} of rank {self.rank} of checkpoint {self.iteration} ({self.attempt})"
 
     @property
-    def generation(self) -> tuple[int, str]:
+    def checkpoint(self) -> tuple[int, str]:
         return self.iteration, self.attempt
 
 

@@ -286,8 +286,8 @@ class Outcomes:
         for rejection in restored.rejected:
             if rejection.rank == self._place.global_rank:
                 log.warning("skipped: %s", rejection)
-                evidence = {"generation": rejection.generation, "tier": rejection.tier, "file": rejection.file}
-                self._write_incident(IncidentKind.COPY_REJECTED, rejection.generation, str(rejection), **evidence)
+                evidence = {"generation": rejection.checkpoint, "tier": rejection.tier, "file": rejection.file}
+                self._write_incident(IncidentKind.COPY_REJECTED, rejection.checkpoint, str(rejection), **evidence)
 
     def loaded(self, restored: Restored, *, suspect_window: int | None = None) -> None:
         """Report that training continues from a checkpoint.
@@ -303,12 +303,12 @@ class Outcomes:
             log.warning(
                 "the loaded checkpoint %d contains numbers that are infinite or NaN: there is no older one without "
                 "them, or prefer_finite is off; unless they are expected, training resumes from a broken state",
-                restored.generation,
+                restored.checkpoint,
             )
         self._write(
             EventKind.RESTORED,
             restored.iteration,
-            generation=restored.generation,
+            generation=restored.checkpoint,
             attempt=restored.attempt,
             tier=restored.tier,
             bytes_read=restored.bytes_read,
@@ -327,7 +327,7 @@ class Outcomes:
             if read:
                 self._page.set_restored(
                     LoadedCopy(
-                        generation=restored.generation,
+                        checkpoint=restored.checkpoint,
                         attempt=restored.attempt,
                         tier=Tier[tier_of_load(read).upper()],
                         suspect_window=self._suspect_window if suspect_window is None else suspect_window,
@@ -339,7 +339,7 @@ class Outcomes:
         job.
         """
         far = set(restored.tiers) == {str(Tier.GLOBAL)}
-        return Durability(restored.generation, *(2 * (restored.generation,) if far else ()))
+        return Durability(restored.checkpoint, *(2 * (restored.checkpoint,) if far else ()))
 
     def leaving(self, iteration: int, exit_code: int) -> None:
         with self._lock:

@@ -180,7 +180,7 @@ class Places:
     leaders: tuple[int, ...]
     targets: dict[str, Target]
     """Address of each node's writer for copies; empty without replication."""
-    generations: frozenset[int]
+    checkpoints: frozenset[int]
     """Checkpoints that some rank sees in some tier, intact or damaged."""
     global_error: str | None
     """Error of listing the global tier at the start; ``None`` = none, or there is no global tier."""
@@ -249,7 +249,7 @@ class _RankView(msgspec.Struct, kw_only=True):
     of_job: bool = False
     far: RunEvidence | None = None
     """From the global tier, on rank 0."""
-    generations: set[int] = set()
+    checkpoints: set[int] = set()
     host: str = ""
     port: int = 0
     error: str | None = None
@@ -353,7 +353,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
         nodes=nodes,
         leaders=leaders,
         targets=targets,
-        generations=frozenset(generation for one in everyone for generation in one.generations),
+        checkpoints=frozenset(checkpoint for one in everyone for checkpoint in one.checkpoints),
         global_error=_global_error(everyone),
         local_error=everyone[peers.rank].local.error,
         folders={nodes[rank]: everyone[rank].folder for rank in leaders if everyone[rank].folder},
@@ -526,7 +526,7 @@ class _PlacesLook:
         try:
             if (found := self.calls.run(directory.url, look, operation="list")) is not None:
                 view.far, self.seen_global = found
-                view.generations.update(self.seen_global.generations)
+                view.checkpoints.update(self.seen_global.checkpoints)
             if self.place.local_rank == 0:
                 view.lacks_probe, view.newest = self.calls.run(directory.url, compare, operation="list")
         except (CheckpointError, OSError) as error:
@@ -543,7 +543,7 @@ class _PlacesLook:
             seen = look_at(local)
             ranks = sorted({int(name.removeprefix(prefix).split(".")[0]) for name in names if name.startswith(prefix)})
             of_job = False
-            for newest in seen.generations[:1]:
+            for newest in seen.checkpoints[:1]:
                 with contextlib.suppress(CheckpointError):
                     attempt, durable = local.manifest(newest)[0].attempt, self.place.durable_iteration
                     of_job = is_newest_of_run(newest, attempt, job=clean_name(self.place.job), durable=durable)
@@ -555,7 +555,7 @@ class _PlacesLook:
             self._note_local(view, error)
             view.ranks = []
             return
-        view.generations.update(self.seen_local.generations)
+        view.checkpoints.update(self.seen_local.checkpoints)
         if self.peers.rank not in view.ranks:
             view.ranks = []
         if self.peers.rank == min(view.ranks) if view.ranks else self.place.local_rank == 0:
@@ -567,9 +567,9 @@ class _PlacesLook:
         try:
             if writer.outlives_worker:
                 held, _ = writer.ask(f.List(), f.Listed, timeout_s=SERVE_TIMEOUT_S)
-                found = [decode_manifest(one.manifest)[0] for one in held.generations]
+                found = [decode_manifest(one.manifest)[0] for one in held.checkpoints]
                 manifests = [manifest for manifest in found if manifest.home == self.home]
-                view.generations.update(manifest.iteration for manifest in manifests)
+                view.checkpoints.update(manifest.iteration for manifest in manifests)
                 view.near += [RunEvidence(None, manifest.run, manifest.iteration) for manifest in manifests[-1:]]
                 job, durable = clean_name(self.place.job), self.place.durable_iteration
                 view.of_job |= any(
@@ -747,13 +747,13 @@ _NOTHING = (-1, "")
 
 def _find_newest(directory: GlobalDirectory) -> tuple[int, str]:
     """Return iteration and run of the newest checkpoint in a directory. Raises: CheckpointError, OSError."""
-    generations = directory.generations()
-    for iteration in generations:
+    checkpoints = directory.checkpoints()
+    for iteration in checkpoints:
         with contextlib.suppress(FileNotFoundError):  # in an object store: a save under way
             run = run_of(directory.read(f"{directory.folder(iteration)}/{MANIFEST}"), iteration)
             if run is not None:
                 return iteration, run
-    return max(generations, default=-1), ""
+    return max(checkpoints, default=-1), ""
 
 
 def _agree_newest(
@@ -794,7 +794,7 @@ def _agree_newest(
 
 def _describe_content(url: str) -> str:
     try:
-        iterations = GlobalDirectory.open(url).generations()
+        iterations = GlobalDirectory.open(url).checkpoints()
     except (CheckpointError, OSError) as error:
         if is_outage(error):
             raise
@@ -827,8 +827,8 @@ def _check_same_places(kinds: Sequence[str]) -> None:
 def _evidence(seen: DirectoryContent, runs: Iterator[str]) -> RunEvidence:
     """Return a directory's evidence of its run, from its content and the runs that its manifests name."""
     owner = find_owner(seen.hint, runs)
-    proven = owner.run if owner is not None and owner.is_proven else None
-    return RunEvidence(seen.hint, proven, max(seen.generations, default=0))
+    verified = owner.run if owner is not None and owner.is_verified else None
+    return RunEvidence(seen.hint, verified, max(seen.checkpoints, default=0))
 
 
 def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...]:
@@ -913,7 +913,7 @@ class Claims:
         self.near = claim(places.local, places.seen_local, leads=places.is_leader(place.global_rank))
         self.far = claim(places.directory, places.seen_global, leads=place.global_rank == 0)
         self._calls = storage_calls(config, rank=place.global_rank, node=places.node)
-        self._is_near_reachable = places.local_error is None
+        self._is_node_reachable = places.local_error is None
         self._is_far_reachable = places.global_error is None
 
     def acquire(self, *, again: bool = False) -> DirectoryRefused | None:
@@ -924,7 +924,7 @@ class Claims:
         Blocks: to find out whether an owner on another machine is alive: 10 s, 50 s in an object store; up
             to ``response_timeout`` longer for each directory that does not respond.
         """
-        for claim, is_reachable in ((self.near, self._is_near_reachable), (self.far, self._is_far_reachable)):
+        for claim, is_reachable in ((self.near, self._is_node_reachable), (self.far, self._is_far_reachable)):
             if claim is None or not (again or is_reachable):
                 continue
             try:
@@ -1015,12 +1015,12 @@ class Committed:
     def add(self, iteration: int, tiers: frozenset[Tier]) -> None:
         self.tiers.setdefault(iteration, set()).update(tiers)
 
-    def generations(self, tier: Tier) -> set[int]:
-        return {generation for generation, tiers in self.tiers.items() if tier in tiers}
+    def checkpoints(self, tier: Tier) -> set[int]:
+        return {checkpoint for checkpoint, tiers in self.tiers.items() if tier in tiers}
 
     def note_finite(self, iteration: int, *, finite: bool) -> None:
         (self.not_finite.discard if finite else self.not_finite.add)(iteration)
 
     def copy(self) -> Committed:
-        tiers = {generation: set(tiers) for generation, tiers in self.tiers.items()}
+        tiers = {checkpoint: set(tiers) for checkpoint, tiers in self.tiers.items()}
         return Committed(tiers=tiers, held=self.held, not_finite=set(self.not_finite))

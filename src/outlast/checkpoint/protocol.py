@@ -101,7 +101,7 @@ class InMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    generations: tuple[InMemory, ...]
+    checkpoints: tuple[InMemory, ...]
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):

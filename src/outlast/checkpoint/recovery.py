@@ -36,7 +36,7 @@ from outlast.checkpoint.places import (
     raise_outage,
     storage_calls,
 )
-from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, ProvenCopy
+from outlast.checkpoint.restore import OPEN_TIMEOUT_S, CopyProver, VerifiedCopy
 from outlast.checkpoint.tiers import PARITY, UNLISTED, Rejection, Restored, Table, gather_copies, reject
 from outlast.checkpoint.writer_client import WriterClient
 from outlast.config import CheckpointConfig
@@ -53,13 +53,13 @@ from outlast.errors import (
 from outlast.policy.lineage import Lineage
 from outlast.policy.recovery_point import (
     Copy,
-    Distrusted,
+    Exclusion,
     RecoveryPoint,
     Tier,
     choose_best_point,
     choose_recovery_point,
-    is_distrusted,
     is_doubtful,
+    is_excluded,
     is_last_resort,
 )
 from outlast.runtime.random_numbers import restore_random
@@ -71,9 +71,9 @@ _LIVE_STATE = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProvenGeneration:
+class VerifiedCheckpoint:
     point: RecoveryPoint
-    copy: ProvenCopy
+    copy: VerifiedCopy
     rejected: list[Rejection]
     finite: bool
     committed: Committed
@@ -92,8 +92,8 @@ class ProvenGeneration:
     def describe(self, rank: int, *, load_s: float) -> Restored:
         tiers = tuple("kept" if is_kept(copy) else str(copy.tier) for copy in self.point.copies)
         return Restored(
-            iteration=self.point.generation,
-            generation=self.point.generation,
+            iteration=self.point.checkpoint,
+            checkpoint=self.point.checkpoint,
             attempt=self.point.attempt,
             tier=tiers[rank],
             tiers=tiers,
@@ -140,11 +140,11 @@ class CheckpointRecovery:
     def newest(
         self,
         state: Mapping[str, Any],
-        distrusted: Sequence[Distrusted],
+        excluded: Sequence[Exclusion],
         has: tuple[int, str] | None = None,
         *,
         keeps_missing: bool = False,
-    ) -> tuple[ProvenGeneration | None, bool]:
+    ) -> tuple[VerifiedCheckpoint | None, bool]:
         """Verify the newest checkpoint that all ranks have.
 
         If nothing can be loaded because saves into memory were interrupted (by a restart before all ranks had it, or by
@@ -175,7 +175,7 @@ class CheckpointRecovery:
             table = self._gather(places)
             self.branches = table.branches
             kept = gather_kept(has, table, self._peers)
-            if (away := self._unlisted(table)) and not self._holds_newest(table, kept, distrusted):
+            if (away := self._unlisted(table)) and not self._holds_newest(table, kept, excluded):
                 if wait.pause(str(away[0])):
                     continue
                 if self._peers.rank == 0:
@@ -187,11 +187,11 @@ class CheckpointRecovery:
             if not table.seen:
                 break
             rejected = list(table.rejected)
-            proven = self._agree(table, places, state, distrusted, rejected, kept, keeps_missing=keeps_missing)
-            if proven is not None:
+            verified = self._agree(table, places, state, excluded, rejected, kept, keeps_missing=keeps_missing)
+            if verified is not None:
                 if places.memory:
-                    self._inform_writer(f.KeepPart, proven.point)
-                return proven, True
+                    self._inform_writer(f.KeepPart, verified.point)
+                return verified, True
             if blocked := _blocked(rejected):
                 if self._is_new(table):
                     break
@@ -214,25 +214,25 @@ class CheckpointRecovery:
             other = self._other_place(self._config.load)
             table = self._gather(other)
             rejected = list(table.rejected)
-            proven = self._agree(table, other, state, distrusted, rejected, keeps_missing=keeps_missing)
-            if proven is None and (blocked := _blocked(rejected)):
+            verified = self._agree(table, other, state, excluded, rejected, keeps_missing=keeps_missing)
+            if verified is None and (blocked := _blocked(rejected)):
                 self._wait_or_raise(wait, blocked)
                 continue
-            if proven is None and table.seen:
+            if verified is None and table.seen:
                 raise _nothing_left(other, rejected)
-            return proven, False
+            return verified, False
 
     def _unlisted(self, table: Table) -> list[Rejection]:
         """Return the places that could not be listed and may hold a newer checkpoint than the others.
 
         That is the global tier; without one, any node's folder.
         """
-        away = [one for one in table.rejected if one.generation == UNLISTED and one.kind == Unavailable.__name__]
+        away = [one for one in table.rejected if one.checkpoint == UNLISTED and one.kind == Unavailable.__name__]
         if self._places.directory is not None:
             return [one for one in away if one.tier == str(Tier.GLOBAL)]
         return away
 
-    def _holds_newest(self, table: Table, kept: Sequence[Copy | None], distrusted: Sequence[Distrusted]) -> bool:
+    def _holds_newest(self, table: Table, kept: Sequence[Copy | None], excluded: Sequence[Exclusion]) -> bool:
         """Return whether all ranks can load a node-local checkpoint that must be the newest one.
 
         If the launcher knows the newest durable iteration, the checkpoint must not be older; if none was durable, it
@@ -243,13 +243,13 @@ class CheckpointRecovery:
             {copy for copy in copies if copy.tier != Tier.GLOBAL} | ({own} if own is not None else set())
             for copies, own in zip(table.copies, kept or [None] * len(table.copies), strict=True)
         ]
-        refused = _distrusted_copies(dataclasses.replace(table, copies=held), distrusted)
+        refused = _excluded_copies(dataclasses.replace(table, copies=held), excluded)
         point = choose_recovery_point(held, refused)
         job, durable = self._places.job, self._places.durable_iteration
-        if point is None or not is_newest_of_run(point.generation, point.attempt, job=job, durable=durable):
+        if point is None or not is_newest_of_run(point.checkpoint, point.attempt, job=job, durable=durable):
             return False
         # A newer incomplete checkpoint, whose save was interrupted, is not in the global tier either.
-        return durable is not None or point.generation >= max(table.seen, default=UNLISTED)
+        return durable is not None or point.checkpoint >= max(table.seen, default=UNLISTED)
 
     def _is_new(self, table: Table) -> bool:
         """Return whether nothing was ever committed, although a node's folder could not be listed.
@@ -261,7 +261,7 @@ class CheckpointRecovery:
         )
         return (
             is_listed
-            and all(one.generation == UNLISTED and one.tier == str(Tier.LOCAL) for one in _blocked(table.rejected))
+            and all(one.checkpoint == UNLISTED and one.tier == str(Tier.LOCAL) for one in _blocked(table.rejected))
             and not any(table.copies)
             and table.seen <= {UNLISTED}
         )
@@ -273,7 +273,7 @@ class CheckpointRecovery:
         an object store may have just returned.
         """
         first = blocked[0]
-        ranks = sorted({one.rank for one in blocked if one.tier == first.tier and one.generation != UNLISTED})
+        ranks = sorted({one.rank for one in blocked if one.tier == first.tier and one.checkpoint != UNLISTED})
         blamed = [] if not ranks or len(ranks) == self._peers.world_size else ranks
         problem = str(first)
         if blamed:
@@ -288,20 +288,20 @@ class CheckpointRecovery:
 
     def _inform_writer(self, request: type[f.KeepPart | f.DropPart], about: RecoveryPoint | Copy) -> None:
         """Have the writer keep or drop this rank's part in memory; after an error, the next save or load does so."""
-        part = CopyKey(about.generation, about.attempt, self._peers.rank)
+        part = CopyKey(about.checkpoint, about.attempt, self._peers.rank)
         try:
             self._writer.ask(request(key=part), f.Done, timeout_s=OPEN_TIMEOUT_S)
         except CheckpointError as error:
-            log.debug("the writer did not take %s of iteration %d: %s", request.__name__, about.generation, error)
+            log.debug("the writer did not take %s of iteration %d: %s", request.__name__, about.checkpoint, error)
 
     def suspect(
-        self, state: Mapping[str, Any], iteration: int, distrusted: Sequence[Distrusted]
-    ) -> ProvenGeneration | None:
+        self, state: Mapping[str, Any], iteration: int, excluded: Sequence[Exclusion]
+    ) -> VerifiedCheckpoint | None:
         """Verify the save for diagnosis of ``iteration``; ``None`` when not all ranks have it.
 
         Raises: CheckpointError, when it does not fit the live state; PeerLost. Collective: all ranks.
         """
-        committed = self.committed(iteration, distrusted)
+        committed = self.committed(iteration, excluded)
         places = self._places
         local = Directory(places.local.path / SUSPECT) if places.local is not None else None
         directory = places.directory.suspects if places.directory is not None else None
@@ -309,22 +309,22 @@ class CheckpointRecovery:
         table = gather_copies(places, self._peers, self._writer, self._calls)  # any branch
         table.not_finite.clear()  # these saves may be not finite
         for copies in table.copies:
-            copies.intersection_update([copy for copy in copies if copy.generation == iteration])
+            copies.intersection_update([copy for copy in copies if copy.checkpoint == iteration])
         try:
             rejected = list(table.rejected)
-            proven = self._agree(table, places, state, (), rejected)
-            if proven is None and table.seen:
+            verified = self._agree(table, places, state, (), rejected)
+            if verified is None and table.seen:
                 raise _nothing_left(places, rejected)
         except CheckpointError as error:
             log.warning("the state that was saved for diagnosis is unavailable: %s", error)
             return None
-        return None if proven is None else dataclasses.replace(proven, committed=committed)
+        return None if verified is None else dataclasses.replace(verified, committed=committed)
 
-    def committed(self, newest: int, distrusted: Sequence[Distrusted]) -> Committed:
+    def committed(self, newest: int, excluded: Sequence[Exclusion]) -> Committed:
         """Return the committed checkpoints up to ``newest`` that all ranks could load. Raises: PeerLost. Collective."""
         table = self._gather(self._places)
         self.branches = table.branches
-        return _committed(table, _distrusted_copies(table, distrusted), newest)
+        return _committed(table, _excluded_copies(table, excluded), newest)
 
     def _gather(self, places: Places) -> Table:
         table = gather_copies(places, self._peers, self._writer, self._calls)
@@ -341,12 +341,12 @@ class CheckpointRecovery:
         table: Table,
         places: Places,
         state: Mapping[str, Any],
-        distrusted: Sequence[Distrusted],
+        excluded: Sequence[Exclusion],
         rejected: list[Rejection],
         kept: Sequence[Copy | None] = (),
         *,
         keeps_missing: bool = False,
-    ) -> ProvenGeneration | None:
+    ) -> VerifiedCheckpoint | None:
         """Find the newest checkpoint that all ranks can verify, and return this rank's verified copy.
 
         Args:
@@ -360,13 +360,13 @@ class CheckpointRecovery:
         Collective: all ranks.
         Blocks: until all ranks have read their copies.
         """
-        committed, refused = table, _distrusted_copies(table, distrusted)
+        committed, refused = table, _excluded_copies(table, excluded)
         for rank, copies in refused.items():
             for copy in sorted(copies):
                 error = Untrusted("led to invalid results, or descends from what did")
-                rejected.append(reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}"))
+                rejected.append(reject(error, copy.checkpoint, copy.tier, rank, f"attempt {copy.attempt}"))
         if any(kept):
-            trusted = [{one} if one and not is_distrusted(one, table.lineage, distrusted) else set() for one in kept]
+            trusted = [{one} if one and not is_excluded(one, table.lineage, excluded) else set() for one in kept]
             with_kept = [held | own for held, own in zip(table.copies, trusted, strict=True)]
             table = dataclasses.replace(table, copies=with_kept)
         prover = CopyProver(
@@ -381,37 +381,37 @@ class CheckpointRecovery:
             keeps_missing=keeps_missing,
         )
         resharded: set[str] = set()
-        doubtful = [{copy for copy in copies if is_doubtful(copy, distrusted)} for copies in table.copies]
+        doubtful = [{copy for copy in copies if is_doubtful(copy, excluded)} for copies in table.copies]
         put_off = table.not_finite if self._config.prefer_finite else set[tuple[int, str]]()
-        last = [{copy for copy in copies if is_last_resort(copy, distrusted)} for copies in table.copies]
+        last = [{copy for copy in copies if is_last_resort(copy, excluded)} for copies in table.copies]
         while (
             point := choose_best_point(table.copies, refused, doubtful=doubtful, not_finite=put_off, last=last)
         ) is not None:
-            proven, vote = self._prove_and_vote(prover, point, reshard=point.attempt in resharded)
+            verified, vote = self._prove_and_vote(prover, point, reshard=point.attempt in resharded)
             with contextlib.ExitStack() as unused:  # closed also when a peer leaves, or the checkpoint does not fit
-                if proven is not None:
-                    unused.callback(proven.close)
+                if verified is not None:
+                    unused.callback(verified.close)
                 votes: list[_Vote] = self._peers.gather(_Vote, vote)
                 against = [(rank, vote.rejection) for rank, vote in enumerate(votes) if vote.rejection is not None]
                 if not against:
                     for rank, vote in enumerate(votes):
                         if vote.fatal is not None:
-                            text = f"generation {point.generation} does not fit rank {rank}: {vote.fatal}"
+                            text = f"generation {point.checkpoint} does not fit rank {rank}: {vote.fatal}"
                             raise Mismatch(text, rank=rank)
-                    assert proven is not None
+                    assert verified is not None
                     unused.pop_all()
                     if self._peers.rank == 0:
-                        _warn_of_missing(point.generation, votes)
+                        _warn_of_missing(point.checkpoint, votes)
                     rejected += _put_last(last, point)
-                    if (point.generation, point.attempt) not in put_off:
+                    if (point.checkpoint, point.attempt) not in put_off:
                         rejected += _not_finite(table, refused, point, put_off)
-                    newer = [rejection for rejection in rejected if rejection.generation >= point.generation]
-                    return ProvenGeneration(
+                    newer = [rejection for rejection in rejected if rejection.checkpoint >= point.checkpoint]
+                    return VerifiedCheckpoint(
                         point=point,
-                        copy=proven,
-                        finite=(point.generation, point.attempt) not in committed.not_finite,
-                        rejected=sorted(newer, key=lambda one: (-one.generation, one.rank, one.tier)),
-                        committed=_committed(committed, refused, point.generation),
+                        copy=verified,
+                        finite=(point.checkpoint, point.attempt) not in committed.not_finite,
+                        rejected=sorted(newer, key=lambda one: (-one.checkpoint, one.rank, one.tier)),
+                        committed=_committed(committed, refused, point.checkpoint),
                     )
             has_other_layout = any(vote.other_layout for vote in votes)
             for rank, rejection in against:
@@ -437,17 +437,17 @@ class CheckpointRecovery:
 
     def _prove_and_vote(
         self, prover: CopyProver, point: RecoveryPoint, *, reshard: bool
-    ) -> tuple[ProvenCopy | None, _Vote]:
+    ) -> tuple[VerifiedCopy | None, _Vote]:
         """Verify this rank's copy, or, with ``reshard``, its part in the live state's layout."""
         rank = self._peers.rank
         copy = point.copies[rank]
 
         def no(error: CheckpointError) -> Rejection:
             node = self._places.node
-            return reject(error, copy.generation, copy.tier, rank, _where(copy, rank), node=node)
+            return reject(error, copy.checkpoint, copy.tier, rank, _where(copy, rank), node=node)
 
         try:
-            proven = ProvenCopy() if is_kept(copy) else prover.prove(copy, reshard)
+            verified = VerifiedCopy() if is_kept(copy) else prover.prove(copy, reshard)
         except CheckpointError as error:
             return None, _Vote(no(error), other_layout=isinstance(error, OtherLayout))
         except (OSError, MemoryError, RuntimeError, ValueError) as error:  # lack of memory is a RuntimeError in torch
@@ -459,20 +459,20 @@ class CheckpointRecovery:
         except Exception as error:  # noqa: BLE001 - resharding calls the live state, as below
             return None, _Vote(fatal=f"{type(error).__name__}: {error}")
         try:
-            proven.check(prover.state)
+            verified.check(prover.state)
         except OtherLayout as error:
-            return proven, _Vote(no(error), other_layout=True)
+            return verified, _Vote(no(error), other_layout=True)
         except Exception as error:  # noqa: BLE001 - a state_dict() may raise anything; the peers wait for the vote
             kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-            return proven, _Vote(fatal=f"{kind}{error}")
-        return proven, _Vote(missing=tuple(proven.missing))
+            return verified, _Vote(fatal=f"{kind}{error}")
+        return verified, _Vote(missing=tuple(verified.missing))
 
 
-def _warn_of_missing(generation: int, votes: Sequence[_Vote]) -> None:
+def _warn_of_missing(checkpoint: int, votes: Sequence[_Vote]) -> None:
     if names := list(dict.fromkeys(name for vote in votes for name in vote.missing)):
         log.warning(
             'the checkpoint of iteration %d has no value for %s; present values are kept (missing="keep")',
-            generation,
+            checkpoint,
             listed(names),
         )
 
@@ -492,7 +492,7 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
     Collective: all ranks.
     """
     everyone = peers.gather(tuple[int, str] | None, has)
-    committed = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
+    committed = {(copy.checkpoint, copy.attempt) for copies in table.copies for copy in copies}
     return [
         Copy(one[0], one[1], Tier.MEMORY, _LIVE_STATE)
         if one is not None and one in committed and table.world_sizes.get(one[1], peers.world_size) == peers.world_size
@@ -501,9 +501,9 @@ def gather_kept(has: tuple[int, str] | None, table: Table, peers: Peers) -> list
     ]
 
 
-def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[int, set[Copy]]:
+def _excluded_copies(table: Table, excluded: Sequence[Exclusion]) -> dict[int, set[Copy]]:
     return {
-        rank: {copy for copy in copies if is_distrusted(copy, table.lineage, distrusted)}
+        rank: {copy for copy in copies if is_excluded(copy, table.lineage, excluded)}
         for rank, copies in enumerate(table.copies)
     }
 
@@ -511,18 +511,18 @@ def _distrusted_copies(table: Table, distrusted: Sequence[Distrusted]) -> dict[i
 def _committed(table: Table, refused: dict[int, set[Copy]], newest: int) -> Committed:
     def shared(tiers: frozenset[Tier]) -> set[int]:
         held = [
-            {(c.generation, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
+            {(c.checkpoint, c.attempt) for c in copies - refused[rank] if c.tier in tiers}
             for rank, copies in enumerate(table.copies)
         ]
-        return {generation for generation, _ in set.intersection(*held) if generation <= newest}
+        return {checkpoint for checkpoint, _ in set.intersection(*held) if checkpoint <= newest}
 
-    committed = Committed(not_finite={generation for generation, _ in table.not_finite})
+    committed = Committed(not_finite={checkpoint for checkpoint, _ in table.not_finite})
     for tiers in (frozenset({Tier.MEMORY, Tier.LOCAL, Tier.REPLICA}), frozenset({Tier.GLOBAL})):
-        for generation in shared(tiers):
-            committed.add(generation, tiers)
+        for checkpoint in shared(tiers):
+            committed.add(checkpoint, tiers)
     for tier in Tier:
-        for generation in shared(frozenset({tier})):
-            committed.held.setdefault(generation, set()).add(tier)
+        for checkpoint in shared(frozenset({tier})):
+            committed.held.setdefault(checkpoint, set()).add(tier)
     return committed
 
 
@@ -532,27 +532,27 @@ def _put_last(last: Sequence[set[Copy]], point: RecoveryPoint) -> Iterator[Rejec
         for copy in sorted(copies):
             if point.copies[rank] not in copies:
                 error = Untrusted("the same failure followed its load twice at the same iteration")
-                yield reject(error, copy.generation, copy.tier, rank, f"attempt {copy.attempt}")
+                yield reject(error, copy.checkpoint, copy.tier, rank, f"attempt {copy.attempt}")
 
 
 def _not_finite(
     table: Table, refused: dict[int, set[Copy]], point: RecoveryPoint, put_off: set[tuple[int, str]]
 ) -> Iterator[Rejection]:
     """Report the newer checkpoints that were not loaded only because they contain infinities or NaN."""
-    for generation, attempt in sorted(put_off):
-        if generation <= point.generation:
+    for checkpoint, attempt in sorted(put_off):
+        if checkpoint <= point.checkpoint:
             continue
         these = [
-            {copy for copy in held if (copy.generation, copy.attempt) == (generation, attempt)} for held in table.copies
+            {copy for copy in held if (copy.checkpoint, copy.attempt) == (checkpoint, attempt)} for held in table.copies
         ]
         if (left := choose_recovery_point(these, refused)) is None:
             continue
         yield Rejection(
-            generation=generation,
+            checkpoint=checkpoint,
             tier=str(left.copies[0].tier),
             rank=0,
-            file=f"step-{generation}/manifest.json",
-            reason=f"contains numbers that are infinite or NaN, and checkpoint {point.generation} contains none; "
+            file=f"step-{checkpoint}/manifest.json",
+            reason=f"contains numbers that are infinite or NaN, and checkpoint {point.checkpoint} contains none; "
             "if they are expected, set prefer_finite=false",
             kind=NotFinite.__name__,
         )
@@ -562,14 +562,14 @@ def _where(copy: Copy, rank: int) -> str:
     place = ""
     if copy.tier == Tier.REPLICA:
         place = " rebuilt by parity" if copy.holder == PARITY else f" on node {copy.holder}"
-    return f"step-{copy.generation}/rank-{rank:05d}{place}"
+    return f"step-{copy.checkpoint}/rank-{rank:05d}{place}"
 
 
 def _reasons(rejected: list[Rejection]) -> str:
     first: dict[int, Rejection] = {}
     for rejection in rejected:
-        first.setdefault(rejection.generation, rejection)
-    return "; ".join(str(first[generation]) for generation in sorted(first, reverse=True))
+        first.setdefault(rejection.checkpoint, rejection)
+    return "; ".join(str(first[checkpoint]) for checkpoint in sorted(first, reverse=True))
 
 
 def _blocked(rejected: Sequence[Rejection]) -> list[Rejection]:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 30.0
 
 
-class ProvenCopy:
+class VerifiedCopy:
     """A verified copy; the base class represents the live state itself, which is not changed."""
 
     num_bytes_read = 0
@@ -75,7 +75,7 @@ class ProvenCopy:
         return saved
 
 
-class _ShardCopy(ProvenCopy):
+class _ShardCopy(VerifiedCopy):
     """A shard in a file or in shared memory.
 
     Args:
@@ -162,7 +162,7 @@ class _ShardCopy(ProvenCopy):
         return torch.empty((), dtype=TORCH_TYPES[span.dtype]).expand(span.shape)
 
 
-class _GlobalCopy(ProvenCopy):
+class _GlobalCopy(VerifiedCopy):
     def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any], *, keeps_missing: bool) -> None:
         self.keeps_missing = keeps_missing
         self._unfit: Exception | None = None
@@ -189,7 +189,7 @@ class _GlobalCopy(ProvenCopy):
         return dict(self._saved["random"])
 
 
-class _ReshardedCopy(ProvenCopy):
+class _ReshardedCopy(VerifiedCopy):
     """A checkpoint of another number of ranks or layout, loaded for this state into separate tensors."""
 
     def __init__(self, resharded: Resharded) -> None:
@@ -218,7 +218,7 @@ class CopyProver:
     keeps_missing: bool
     """What a copy lacks of the live state keeps its present value."""
 
-    def prove(self, copy: Copy, reshard: bool) -> ProvenCopy:
+    def prove(self, copy: Copy, reshard: bool) -> VerifiedCopy:
         """Compare every byte of a copy with its digest.
 
         Args:
@@ -245,9 +245,9 @@ class CopyProver:
 
     def _from_memory(self, copy: Copy) -> _ShardCopy:
         listed, _ = self.writer.ask(f.List(), f.Listed, timeout_s=OPEN_TIMEOUT_S)
-        for held in listed.generations:
+        for held in listed.checkpoints:
             manifest, _ = decode_manifest(held.manifest)
-            if (manifest.iteration, manifest.attempt) == (copy.generation, copy.attempt):
+            if (manifest.iteration, manifest.attempt) == (copy.checkpoint, copy.attempt):
                 self._checked(manifest, copy)
                 _, fd = self.writer.ask(f.Open(key=self._key(copy)), f.Done, timeout_s=OPEN_TIMEOUT_S)
                 if fd is not None:
@@ -257,11 +257,11 @@ class CopyProver:
     def _from_disk(self, copy: Copy) -> _ShardCopy:
         local = self.places.local
         assert local is not None
-        path = local.generation(copy.generation) / shard_name(self.peers.rank)
+        path = local.checkpoint(copy.checkpoint) / shard_name(self.peers.rank)
         bound = BoundedReading(self.calls, local.url, os.fspath(path))
 
         def open_copy() -> tuple[Manifest, int]:
-            manifest = self._checked(local.manifest(copy.generation)[0], copy)
+            manifest = self._checked(local.manifest(copy.checkpoint)[0], copy)
             return manifest, open_file(path)
 
         manifest, fd = self.calls.run(
@@ -299,7 +299,7 @@ class CopyProver:
         return self._fetch(copy, manifest, data, problem, members=parities)
 
     def _fetch_manifest(self, copy: Copy, target: Target) -> tuple[Manifest, bytes]:
-        part = CopyKey(copy.generation, copy.attempt, 0, MANIFEST_PART)
+        part = CopyKey(copy.checkpoint, copy.attempt, 0, MANIFEST_PART)
         request = f.GetPart(key=part, target=target, timeout_s=self.config.replication_timeout)
         data = self.writer.ask(request, f.GotPart, timeout_s=self.config.save_timeout)[0].data
         return self._checked(decode_manifest(data)[0], copy), data
@@ -343,16 +343,16 @@ class CopyProver:
         finally:
             self.arenas.give_back(arena)
 
-    def _from_global(self, copy: Copy, reshard: bool) -> ProvenCopy:
+    def _from_global(self, copy: Copy, reshard: bool) -> VerifiedCopy:
         directory = self.places.directory
         assert directory is not None
         same = self.table.world_sizes.get(copy.attempt) == self.peers.world_size and not reshard
         files, problem = None, ""
         try:
-            folder = directory.folder(copy.generation)
+            folder = directory.folder(copy.checkpoint)
             manifest = self.calls.run(
                 directory.url,
-                lambda: directory.manifest(copy.generation),
+                lambda: directory.manifest(copy.checkpoint),
                 operation="read",
                 target=lambda: f"{directory.url}/{folder}/{MANIFEST}",
             )
@@ -376,11 +376,11 @@ class CopyProver:
         return _ReshardedCopy(load_resharded(files, self.state, keeps_missing=self.keeps_missing))
 
     def _key(self, copy: Copy) -> CopyKey:
-        return CopyKey(copy.generation, copy.attempt, self.peers.rank)
+        return CopyKey(copy.checkpoint, copy.attempt, self.peers.rank)
 
     def _checked(self, manifest: Manifest, copy: Copy) -> Manifest:
         check_manifest(manifest, self.places)
-        if (manifest.iteration, manifest.attempt) != (copy.generation, copy.attempt):
+        if (manifest.iteration, manifest.attempt) != (copy.checkpoint, copy.attempt):
             raise Untrusted(f"is of attempt {manifest.attempt} at iteration {manifest.iteration}")
         return manifest
 

@@ -29,7 +29,7 @@ class Replaced(CheckpointError):
 class SaveResult:
     """A committed save."""
 
-    generation: int
+    checkpoint: int
     num_bytes: int
     """Bytes of this rank's shard."""
     duration_s: float
@@ -164,5 +164,5 @@ class Save:
     def result(self) -> SaveResult:
         duration_s = (clock.now_ns() - self.started_ns) / 1e9
         return SaveResult(
-            generation=self.iteration, num_bytes=self.num_bytes, duration_s=duration_s, stall_s=self.stall_s
+            checkpoint=self.iteration, num_bytes=self.num_bytes, duration_s=duration_s, stall_s=self.stall_s
         )

@@ -34,7 +34,7 @@ PARITY = "parity"
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     """A rejected copy, and the reason."""
 
-    generation: int
+    checkpoint: int
     tier: str
     rank: int
     file: str
@@ -47,9 +47,9 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     """The rank's node, if its place does not respond."""
 
     def __str__(self) -> str:
-        if self.generation == UNLISTED:
+        if self.checkpoint == UNLISTED:
             return f"tier {self.tier}, rank {self.rank}, {self.file} cannot be listed: {self.reason}"
-        return f"generation {self.generation}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
+        return f"generation {self.checkpoint}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Restored:
 
     iteration: int
     """Number of optimizer steps that the loaded state had done."""
-    generation: int
+    checkpoint: int
     attempt: str
     """The attempt that had saved it."""
     tier: str
@@ -75,8 +75,8 @@ class Restored:
     """Whether no number in the checkpoint is infinite or NaN, on any rank."""
 
 
-class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
-    generation: int
+class HeldCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: int
     attempt: str
     restored_attempt: str | None
     tier: Tier
@@ -90,7 +90,7 @@ class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Listing(msgspec.Struct):
-    held: list[HeldGeneration] = []
+    held: list[HeldCheckpoint] = []
     rejected: list[Rejection] = []
     is_durable: bool = False
     """Whether a directory shows that a checkpoint was, or may have been, committed to it."""
@@ -155,10 +155,10 @@ class Table:
         points = {attempt: self.branches.saved[attempt] for attempt in superseded}
         others = {point.iteration for attempt, point in self.branches.saved.items() if attempt not in superseded}
         only = {point.iteration for point in points.values()} - others
-        self.rejected = [rejection for rejection in self.rejected if rejection.generation not in only]
+        self.rejected = [rejection for rejection in self.rejected if rejection.checkpoint not in only]
         self.rejected += [
             Rejection(
-                generation=point.iteration,
+                checkpoint=point.iteration,
                 tier=str(tiers.get(attempt, Tier.GLOBAL if point.is_global else Tier.LOCAL)),
                 rank=0,
                 file=f"attempt {attempt}",
@@ -194,7 +194,7 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: Sto
         lineage={held.attempt: held.restored_attempt for one in listings for held in one.held},
         world_sizes={held.attempt: held.world_size for held in listings[0].held if held.tier == Tier.GLOBAL},
         rejected=[rejection for one in listings for rejection in one.rejected],
-        not_finite={(held.generation, held.attempt) for one in listings for held in one.held if not held.finite},
+        not_finite={(held.checkpoint, held.attempt) for one in listings for held in one.held if not held.finite},
     )
     for rank, listing in enumerate(listings):
         gives_copies = places.is_leader(rank) and places.nodes[rank] in places.targets
@@ -204,8 +204,8 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: Sto
             _note_members(table, listing.held, places.nodes[rank])
     for held in (held for one in listings for held in one.held):
         _enter_rebuildable(table, held)
-    table.seen = {held.generation for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
-    table.seen |= {rejection.generation for rejection in table.rejected}
+    table.seen = {held.checkpoint for one in listings for held in one.held if held.ranks or held.tier == Tier.GLOBAL}
+    table.seen |= {rejection.checkpoint for rejection in table.rejected}
     table.is_durable = any(one.is_durable for one in listings) or any(table.lineage.values())
     table.branches = Lineage.of(
         [point for one in listings for point in one.saved],
@@ -215,20 +215,20 @@ def gather_copies(places: Places, peers: Peers, writer: WriterClient, calls: Sto
     return table
 
 
-def _enter(table: Table, held: HeldGeneration, rank: int, places: Places, *, gives_copies: bool) -> None:
+def _enter(table: Table, held: HeldCheckpoint, rank: int, places: Places, *, gives_copies: bool) -> None:
     if held.tier == Tier.GLOBAL:
         for copies in table.copies:
-            copies.add(Copy(held.generation, held.attempt, Tier.GLOBAL))
+            copies.add(Copy(held.checkpoint, held.attempt, Tier.GLOBAL))
         return
     node = places.nodes[rank]
     if rank in held.ranks:
-        table.copies[rank].add(Copy(held.generation, held.attempt, held.tier, node))
+        table.copies[rank].add(Copy(held.checkpoint, held.attempt, held.tier, node))
     for other in held.ranks if gives_copies else ():
         if other < len(table.copies) and places.nodes[other] != node:
-            table.copies[other].add(Copy(held.generation, held.attempt, Tier.REPLICA, node))
+            table.copies[other].add(Copy(held.checkpoint, held.attempt, Tier.REPLICA, node))
 
 
-def _note_members(table: Table, helds: list[HeldGeneration], node: str) -> None:
+def _note_members(table: Table, helds: list[HeldCheckpoint], node: str) -> None:
     """Record ranks whose shard and parity are both on a node, which rebuilding needs."""
     shards = {(held.attempt, rank) for held in helds for rank in held.ranks}
     for held in helds:
@@ -237,12 +237,12 @@ def _note_members(table: Table, helds: list[HeldGeneration], node: str) -> None:
                 table.members.setdefault(held.attempt, {})[rank] = node
 
 
-def _enter_rebuildable(table: Table, held: HeldGeneration) -> None:
+def _enter_rebuildable(table: Table, held: HeldCheckpoint) -> None:
     there = table.members.get(held.attempt, {})
     for group in set(held.groups.values()):
         for rank in group:
             if rank < len(table.copies) and all(other in there for other in group if other != rank):
-                table.copies[rank].add(Copy(held.generation, held.attempt, Tier.REPLICA, PARITY))
+                table.copies[rank].add(Copy(held.checkpoint, held.attempt, Tier.REPLICA, PARITY))
 
 
 def _list_memory(mine: _Listing, places: Places, writer: WriterClient, *, leads: bool) -> None:
@@ -252,9 +252,9 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient, *, leads:
         listed, _ = writer.ask(f.List(), f.Listed, timeout_s=LIST_TIMEOUT_S)
     except CheckpointError:
         return  # a writer that died holds nothing
-    for generation in listed.generations:
+    for checkpoint in listed.checkpoints:
         try:
-            manifest, _ = decode_manifest(generation.manifest)
+            manifest, _ = decode_manifest(checkpoint.manifest)
             if manifest.home != places.home:
                 continue  # of another session of these processes, which has other directories
             if leads and manifest.run == places.run:
@@ -262,8 +262,8 @@ def _list_memory(mine: _Listing, places: Places, writer: WriterClient, *, leads:
             check_manifest(manifest, places)
         except CheckpointError:
             continue  # of another run or number of ranks; not reported for memory
-        ranks = tuple(sorted(part.rank for part in generation.parts if part.part == SHARD_PART))
-        parities = [part.rank for part in generation.parts if part.part == PARITY_PART]
+        ranks = tuple(sorted(part.rank for part in checkpoint.parts if part.part == SHARD_PART))
+        parities = [part.rank for part in checkpoint.parts if part.part == PARITY_PART]
         mine.held.append(_held(manifest, Tier.MEMORY, ranks, parities))
 
 
@@ -288,19 +288,19 @@ def _list_local(mine: _Listing, progress: CallProgress, *, places: Places, own: 
     assert places.local is not None
     leads, node = places.is_leader(own), places.nodes[own]
     mine.is_durable = (places.local.path / TRACKER).exists()
-    for generation in places.local.generations():
+    for checkpoint in places.local.checkpoints():
         progress.add()
-        file = f"step-{generation}/manifest.json"
+        file = f"step-{checkpoint}/manifest.json"
         try:
-            manifest, _ = places.local.manifest(generation)
-            check_origin(manifest, iteration=generation, run=None)
+            manifest, _ = places.local.manifest(checkpoint)
+            check_origin(manifest, iteration=checkpoint, run=None)
             if leads and manifest.run == places.run:
                 mine.note_saved(manifest)
             check_manifest(manifest, places)
         except CheckpointError as error:
-            mine.rejected.append(reject(error, generation, Tier.LOCAL, own, file, node=node))
+            mine.rejected.append(reject(error, checkpoint, Tier.LOCAL, own, file, node=node))
             continue
-        folder = places.local.generation(generation)
+        folder = places.local.checkpoint(checkpoint)
         is_own_here = not manifest.nodes or manifest.nodes[own] == places.node
         present = []
         for rank in range(manifest.world_size) if leads else [own]:
@@ -311,30 +311,30 @@ def _list_local(mine: _Listing, progress: CallProgress, *, places: Places, own: 
                 present.append(rank)
             except CheckpointError as error:
                 if rank == own and (is_own_here or not isinstance(error, Incomplete) or path.exists()):
-                    file = f"step-{generation}/{shard_name(rank)}"
-                    mine.rejected.append(reject(error, generation, Tier.LOCAL, rank, file, node=node))
+                    file = f"step-{checkpoint}/{shard_name(rank)}"
+                    mine.rejected.append(reject(error, checkpoint, Tier.LOCAL, rank, file, node=node))
         parities = []
         if leads and manifest.parity:
-            keys = [CopyKey(generation, manifest.attempt, rank, PARITY_PART) for rank in range(manifest.world_size)]
+            keys = [CopyKey(checkpoint, manifest.attempt, rank, PARITY_PART) for rank in range(manifest.world_size)]
             parities = [key.rank for key in keys if (folder / part_name(key)).exists()]
         mine.held.append(_held(manifest, Tier.LOCAL, tuple(present), parities))
 
 
 def _list_global(mine: _Listing, progress: CallProgress, *, directory: GlobalDirectory, places: Places) -> None:
-    def look(generation: int) -> GlobalManifest | Rejection:
+    def look(checkpoint: int) -> GlobalManifest | Rejection:
         progress.add()
         try:
-            manifest = directory.manifest(generation)
-            check_origin(manifest, iteration=generation, run=places.run)
+            manifest = directory.manifest(checkpoint)
+            check_origin(manifest, iteration=checkpoint, run=places.run)
             return manifest
         except (CheckpointError, OSError) as error:
             if is_outage(error):
                 raise  # an older checkpoint must not be loaded because the newest one is unreadable at the moment
-            return reject(error, generation, Tier.GLOBAL, 0, f"step-{generation}/manifest.json")
+            return reject(error, checkpoint, Tier.GLOBAL, 0, f"step-{checkpoint}/manifest.json")
 
-    generations = directory.generations()
-    mine.is_durable |= bool(generations) or TRACKER in directory.names()
-    for found in in_threads(look, generations, num_threads=NUM_LISTERS, name="outlast-list"):
+    checkpoints = directory.checkpoints()
+    mine.is_durable |= bool(checkpoints) or TRACKER in directory.names()
+    for found in in_threads(look, checkpoints, num_threads=NUM_LISTERS, name="outlast-list"):
         if isinstance(found, Rejection):
             mine.rejected.append(found)
         else:
@@ -356,23 +356,23 @@ def check_manifest(manifest: Manifest, places: Places) -> None:
         raise Untrusted(f"was saved by ranks of topology {manifest.topology}, these have {places.topology}")
 
 
-def reject(error: Exception, generation: int, tier: Tier, rank: int, file: str, *, node: str = "") -> Rejection:
+def reject(error: Exception, checkpoint: int, tier: Tier, rank: int, file: str, *, node: str = "") -> Rejection:
     kind = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     if is_outage(error):
         kind = Unavailable.__name__
     return Rejection(
-        generation=generation, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind, node=node
+        checkpoint=checkpoint, tier=str(tier), rank=rank, file=file, reason=str(error), kind=kind, node=node
     )
 
 
 def _held(
     found: Manifest | GlobalManifest, tier: Tier, ranks: tuple[int, ...] = (), parities: Sequence[int] = ()
-) -> HeldGeneration:
+) -> HeldCheckpoint:
     groups = {}
     if isinstance(found, Manifest) and found.parity:
         groups = {rank: group_of(found.nodes, found.parity, rank) for rank in parities}
-    return HeldGeneration(
-        generation=found.iteration,
+    return HeldCheckpoint(
+        checkpoint=found.iteration,
         attempt=found.attempt,
         restored_attempt=found.restored_attempt,
         tier=tier,
@@ -385,12 +385,12 @@ def _held(
 
 def _lacking(table: Table) -> Iterator[Rejection]:
     """Report the ranks that lack a checkpoint which others have."""
-    named = {(rejection.generation, rejection.rank) for rejection in table.rejected}
-    known = {(copy.generation, copy.attempt) for copies in table.copies for copy in copies}
-    for generation, attempt in sorted(known):
+    named = {(rejection.checkpoint, rejection.rank) for rejection in table.rejected}
+    known = {(copy.checkpoint, copy.attempt) for copies in table.copies for copy in copies}
+    for checkpoint, attempt in sorted(known):
         for rank, copies in enumerate(table.copies):
-            have = {copy.attempt for copy in copies if copy.generation == generation}
-            if attempt in have or (generation, rank) in named:
+            have = {copy.attempt for copy in copies if copy.checkpoint == checkpoint}
+            if attempt in have or (checkpoint, rank) in named:
                 continue
             reason = f"has another attempt than {attempt}" if have else "this rank has no copy"
-            yield reject(Incomplete(reason), generation, Tier.LOCAL, rank, f"step-{generation}/{shard_name(rank)}")
+            yield reject(Incomplete(reason), checkpoint, Tier.LOCAL, rank, f"step-{checkpoint}/{shard_name(rank)}")

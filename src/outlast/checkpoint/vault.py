@@ -73,7 +73,7 @@ class Image:
 
 
 @dataclass(slots=True)
-class _MemoryGeneration:
+class _MemoryCheckpoint:
     manifest: bytes
     facts: Manifest
     is_committed: bool = False
@@ -89,7 +89,7 @@ class Vault:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._images: list[Image] = []
-        self._generations: dict[tuple[int, str], _MemoryGeneration] = {}
+        self._checkpoints: dict[tuple[int, str], _MemoryCheckpoint] = {}
         self._folder: Directory | None = None
 
     # -- staging -----------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ class Vault:
     def prepare(self, key: CopyKey, manifest: bytes) -> None:
         facts, _ = decode_manifest(manifest)
         with self._lock:
-            self._generations.setdefault(key.generation, _MemoryGeneration(manifest, facts))
-            for image in self._of(key.generation):
+            self._checkpoints.setdefault(key.checkpoint, _MemoryCheckpoint(manifest, facts))
+            for image in self._of(key.checkpoint):
                 image.kept = True
 
     def keep(self, key: CopyKey, *, in_memory: bool) -> None:
@@ -187,10 +187,10 @@ class Vault:
             in_memory: The image remains a copy; otherwise it becomes free.
         """
         with self._lock:
-            generation = self._generations.get(key.generation)
-            if generation is not None and not generation.is_committed:
-                generation.is_committed = True
-                self._generations[key.generation] = self._generations.pop(key.generation)  # in the order of the commits
+            checkpoint = self._checkpoints.get(key.checkpoint)
+            if checkpoint is not None and not checkpoint.is_committed:
+                checkpoint.is_committed = True
+                self._checkpoints[key.checkpoint] = self._checkpoints.pop(key.checkpoint)  # in the order of the commits
             for image in self._images:
                 if image.key == key and in_memory:
                     image.kept = True
@@ -206,7 +206,7 @@ class Vault:
 
     def discard(self, iteration: int, attempt: str) -> None:
         with self._lock:
-            self._generations.pop((iteration, attempt), None)
+            self._checkpoints.pop((iteration, attempt), None)
             for image in self._of((iteration, attempt)):
                 if image.rank is None:
                     self._remove(image)
@@ -216,8 +216,8 @@ class Vault:
     def list(self) -> tuple[InMemory, ...]:
         with self._lock:
             return tuple(
-                InMemory(manifest=generation.manifest, parts=parts)
-                for identity, generation in self._generations.items()
+                InMemory(manifest=checkpoint.manifest, parts=parts)
+                for identity, checkpoint in self._checkpoints.items()
                 if (parts := tuple(sorted(image.key for image in self._of(identity) if image.kept and image.key)))
             )
 
@@ -248,9 +248,9 @@ class Vault:
     def open(self, key: CopyKey) -> tuple[int, int] | None:
         with self._lock:
             folder = self._folder
-            generation = self._generations.get(key.generation)
-            if key.part == MANIFEST_PART and generation is not None:
-                return _in_memory(generation.manifest)
+            checkpoint = self._checkpoints.get(key.checkpoint)
+            if key.part == MANIFEST_PART and checkpoint is not None:
+                return _in_memory(checkpoint.manifest)
             for image in self._images:
                 if image.key == key and image.kept:
                     return os.dup(image.fd), image.length
@@ -270,21 +270,21 @@ class Vault:
     # -- within ------------------------------------------------------------------------------------------------
 
     def _of(self, identity: tuple[int, str]) -> Sequence[Image]:
-        return [image for image in self._images if image.key is not None and image.key.generation == identity]
+        return [image for image in self._images if image.key is not None and image.key.checkpoint == identity]
 
     def _worth(self, image: Image) -> tuple[bool, bool, int]:
         assert image.key is not None
-        generation = self._generations.get(image.key.generation)
-        if generation is None:
+        checkpoint = self._checkpoints.get(image.key.checkpoint)
+        if checkpoint is None:
             return False, False, image.key.iteration
-        return generation.is_committed, generation.is_replicated, image.key.iteration
+        return checkpoint.is_committed, checkpoint.is_replicated, image.key.iteration
 
     def _drop_old(self) -> None:
         """Drop checkpoints that newer ones replace, in the order of their commits, and those only prepared."""
-        order = [identity for identity, generation in self._generations.items() if generation.is_committed]
+        order = [identity for identity, checkpoint in self._checkpoints.items() if checkpoint.is_committed]
         needed = set(order[-1:])
-        needed.update([identity for identity in order if self._generations[identity].is_replicated][-1:])
-        for identity in list(self._generations):
+        needed.update([identity for identity in order if self._checkpoints[identity].is_replicated][-1:])
+        for identity in list(self._checkpoints):
             if identity not in needed:
                 self.discard(*identity)
 
@@ -308,7 +308,7 @@ class Vault:
                 if other.rank is None and other.key == key:
                     self._remove(other)
             image.key = key
-            image.kept = key.generation in self._generations
+            image.kept = key.checkpoint in self._checkpoints
             self._images.append(image)
 
     def _forget(self, image: Image) -> None:
@@ -389,7 +389,7 @@ def _open_file(folder: Directory, key: CopyKey) -> tuple[int, int] | None:
         return None
     name = MANIFEST if key.part == MANIFEST_PART else part_name(key)
     try:
-        fd = open_file(folder.generation(key.iteration) / name)
+        fd = open_file(folder.checkpoint(key.iteration) / name)
     except OSError:
         return None
     return fd, os.fstat(fd).st_size

@@ -119,7 +119,7 @@ class Writer:
                 case f.Discard():
                     self._vault.discard(request.iteration, request.attempt)
                 case f.List():
-                    return f.Listed(generations=self._vault.list()), None
+                    return f.Listed(checkpoints=self._vault.list()), None
                 case f.Open():
                     found = self._vault.open(request.key)
                     return f.Done(), None if found is None else found[0]

@@ -201,7 +201,7 @@ def _show_faults(rows: Sequence[FaultOutcome]) -> None:
         table.add_row(
             row.planned,
             f"iteration {row.iteration}" if row.fired else "not injected",
-            row.noticed_as or "-",
+            row.detected_as or "-",
             format_seconds(row.detected_after_s),
             format_seconds(row.recovered_after_s),
             "-" if row.lost_iterations is None else str(row.lost_iterations),

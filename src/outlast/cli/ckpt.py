@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from outlast.checkpoint.catalogue.entries import (
+        Checkpoint,
         DirectoryListing,
-        Generation,
         Leftover,
-        ListedGeneration,
+        ListedCheckpoint,
         ListedLeftover,
         ListedPlace,
         Plan,
@@ -62,7 +62,7 @@ def ckpt() -> None:
 @ckpt.command("ls", short_help="What is there, and whether it can be loaded.")
 @_directories
 @json_option
-def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
+def list_checkpoints(directories: tuple[str, ...], as_json: bool) -> int:
     """List checkpoints: where their parts are stored, and whether they can be loaded.
 
     The check is quick: manifests, sizes and headers. `verify` reads every byte.
@@ -72,7 +72,7 @@ def list_generations(directories: tuple[str, ...], as_json: bool) -> int:
     Examples:
       outlast ckpt ls /nvme/run
       outlast ckpt ls /nvme/run s3://bucket/run
-      outlast ckpt ls s3://bucket/run --json | jq '.places[].generations[] | select(.valid) | .iteration'
+      outlast ckpt ls s3://bucket/run --json | jq '.places[].checkpoints[] | select(.valid) | .iteration'
     """
     looked, code = _look_into(directories)
     if as_json:
@@ -106,7 +106,7 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
     Examples:
       outlast ckpt verify /nvme/run
       outlast ckpt verify s3://bucket/run --iteration 12000
-      outlast ckpt verify /nvme/run --json | jq '.places[].generations[].problems[]'
+      outlast ckpt verify /nvme/run --json | jq '.places[].checkpoints[].problems[]'
     """
     import msgspec
 
@@ -130,11 +130,11 @@ def verify(directories: tuple[str, ...], iterations: tuple[int, ...], threads: i
                 verified = read_all(found, num_threads=threads, on_read=partial(progress.advance, task))
                 entries.append(verified.entry)
                 num_bytes_read += verified.num_bytes_read
-            places.append(msgspec.structs.replace(one.entry, generations=tuple(entries)))
+            places.append(msgspec.structs.replace(one.entry, checkpoints=tuple(entries)))
     ok = not code and all(
-        place.generations
+        place.checkpoints
         and not place.problems
-        and all(entry.valid and not entry.problems for entry in place.generations)
+        and all(entry.valid and not entry.problems for entry in place.checkpoints)
         for place in places
     )
     if as_json:
@@ -222,7 +222,7 @@ def prune(
     if not as_json:
         for one, plan in zip(looked, plans, strict=True):
             _print(*render_plan(one.entry, plan, is_done=dry_run))
-    anything = any(plan.generations or plan.remains for plan in plans)
+    anything = any(plan.checkpoints or plan.remains for plan in plans)
     if anything and not dry_run and not yes and sys.stdin.isatty():
         click.confirm("Delete this?", abort=True, err=True)
     reports = [_carry_out(one, plan, dry_run=dry_run) for one, plan in zip(looked, plans, strict=True)]
@@ -235,11 +235,11 @@ def prune(
 def _carry_out(looked: DirectoryListing, plan: Plan, *, dry_run: bool) -> dict[str, object]:
     """Execute a plan; report what cannot be deleted, and continue."""
     errors = []
-    report: dict[str, list[object]] = {"generations": [], "suspects": [], "leftovers": []}
+    report: dict[str, list[object]] = {"checkpoints": [], "suspects": [], "leftovers": []}
     num_bytes = 0
-    doomed: list[tuple[ListedGeneration | ListedLeftover, str, int | str]] = [
-        (found, "suspects" if found.entry.suspect else "generations", found.entry.iteration)
-        for found in plan.generations
+    doomed: list[tuple[ListedCheckpoint | ListedLeftover, str, int | str]] = [
+        (found, "suspects" if found.entry.suspect else "checkpoints", found.entry.iteration)
+        for found in plan.checkpoints
     ]
     doomed += [(remains, "leftovers", remains.entry.name) for remains in plan.remains]
     for one, kind, name in doomed:
@@ -305,21 +305,21 @@ def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Itera
     """Yield the output of ``verify``."""
     for place in places:
         yield from _render_place(place, word="verified")
-    generations = [entry for place in places for entry in place.generations]
-    num_generations = len(generations)
-    num_bad = sum(not entry.valid or bool(entry.problems) for entry in generations)
-    if not num_generations:
+    checkpoints = [entry for place in places for entry in place.checkpoints]
+    num_checkpoints = len(checkpoints)
+    num_bad = sum(not entry.valid or bool(entry.problems) for entry in checkpoints)
+    if not num_checkpoints:
         yield "[red]there is no checkpoint[/red]"
     elif num_bad:
-        bad = f"{num_bad} of {count(num_generations, 'checkpoint')} with bad or missing parts"
+        bad = f"{num_bad} of {count(num_checkpoints, 'checkpoint')} with bad or missing parts"
         yield f"[red]{bad}[/red], {_size(num_bytes_read)} read"
     elif any(place.problems for place in places):
         right = "the checkpoints are correct, but their directories have other problems"
         yield f"[yellow]{right}[/yellow], {_size(num_bytes_read)} read"
     else:
-        right = f"every byte of {count(num_generations, 'checkpoint')} is correct"
+        right = f"every byte of {count(num_checkpoints, 'checkpoint')} is correct"
         yield f"[green]{right}[/green], {_size(num_bytes_read)} read"
-    unverified = [name for entry in generations for name in entry.unverified]
+    unverified = [name for entry in checkpoints for name in entry.unverified]
     if unverified:
         more = f" and {len(unverified) - 1} more" if len(unverified) > 1 else ""
         yield f"not compared, since an earlier version kept no digest: {escape(unverified[0])}{more}"
@@ -327,12 +327,12 @@ def render_verified(places: Sequence[ListedPlace], num_bytes_read: int) -> Itera
 
 def render_plan(place: ListedPlace, plan: Plan, *, is_done: bool) -> Iterator[str]:
     """Yield the output of ``prune`` before its confirmation."""
-    if not plan.generations and not plan.remains:
+    if not plan.checkpoints and not plan.remains:
         yield f"[bold]{escape(place.path)}[/bold]: nothing to delete"
         return
     would = "would be deleted" if is_done else "to be deleted"
     yield f"[bold]{escape(place.path)}[/bold]: {_size(plan.num_bytes)} {would}"
-    for found in plan.generations:
+    for found in plan.checkpoints:
         entry = found.entry
         kind = "valid" if entry.valid else "not valid"
         if entry.suspect or entry.abandoned is not None:
@@ -351,7 +351,7 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
     yield f"[bold]{escape(place.path)}[/bold]  {escape(', '.join(facts) if place.tier != 'empty' else 'empty')}"
     for problem in place.problems:
         yield f"  [yellow]{escape(str(problem))}[/yellow]"
-    if not place.generations:
+    if not place.checkpoints:
         yield "  no checkpoint"
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -362,7 +362,7 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
         table.add_column("where (+ copies of other nodes' ranks)", overflow="fold")
     else:
         table.add_column("files", justify="right")
-    for entry in place.generations:
+    for entry in place.checkpoints:
         table.add_row(
             str(entry.iteration),
             _state(entry, word),
@@ -374,7 +374,7 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
             escape(_where(entry)) if place.tier == "local" else str(entry.num_files),
         )
     yield table
-    for entry in place.generations:
+    for entry in place.checkpoints:
         if entry.abandoned is not None:
             yield f"  [yellow]{entry.iteration}[/]: {escape(entry.abandoned)}"
         for problem in entry.problems[:MAX_PROBLEMS]:
@@ -383,7 +383,7 @@ def _render_place(place: ListedPlace, *, word: str) -> Iterator[Table | str]:
             yield f"  {entry.iteration}: and {len(entry.problems) - MAX_PROBLEMS} more; --json names all"
 
 
-def _state(entry: Generation, word: str) -> str:
+def _state(entry: Checkpoint, word: str) -> str:
     good = "[yellow]degraded[/yellow]" if entry.problems else f"[green]{word}[/green]"
     state = good if entry.valid else "[red]bad[/red]"
     if entry.abandoned is not None:
@@ -391,7 +391,7 @@ def _state(entry: Generation, word: str) -> str:
     return f"{state}, suspect" if entry.suspect else state
 
 
-def _ranks(entry: Generation) -> str:
+def _ranks(entry: Checkpoint) -> str:
     if entry.world_size is None:
         return "?"
     num_here = entry.world_size - len(entry.missing) - len(entry.elsewhere) - len(entry.rebuildable)
@@ -403,7 +403,7 @@ def _ranks(entry: Generation) -> str:
     return f"{num_here} of {entry.world_size}, {', '.join(lacks)}"
 
 
-def _where(entry: Generation) -> str:
+def _where(entry: Checkpoint) -> str:
     parts = []
     for one in entry.held:
         own = _ranges(one.own) or "-"

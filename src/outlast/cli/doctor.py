@@ -101,8 +101,8 @@ def doctor(
         print_json({"schema": SCHEMA, "node": node, "ok": not failed, "checks": results})
     else:
         open_console(width=160).print(_table(results))
-        verdict = f"{node} is unhealthy: {len(failed)} of {len(results)} checks failed"
-        echo(verdict if failed else f"{node} is healthy")
+        decision = f"{node} is unhealthy: {len(failed)} of {len(results)} checks failed"
+        echo(decision if failed else f"{node} is healthy")
     return int(ExitReason.FAILED if failed else ExitReason.FINISHED)
 
 

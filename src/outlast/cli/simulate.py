@@ -290,7 +290,7 @@ def _make_scenario(
     uses_memory: bool,
 ) -> Scenario:
     from outlast.config.base import as_written
-    from outlast.policy.ladder import Limits
+    from outlast.policy.recovery_policy import Limits
     from outlast.simulate.costs import read_costs
     from outlast.simulate.failures import read_trace
     from outlast.simulate.scenario import RecoveryCosts, Scenario

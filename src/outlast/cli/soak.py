@@ -298,7 +298,7 @@ def _show_kinds(rows: Sequence[KindOutcome]) -> None:
         table.add_row(
             row.kind,
             f"{row.fired} of {row.planned}",
-            ", ".join(f"{name} {number}" for name, number in row.noticed_as.items()) or "-",
+            ", ".join(f"{name} {number}" for name, number in row.detected_as.items()) or "-",
             format_seconds(row.detected_median_s),
             format_seconds(row.recovered_median_s),
             str(row.lost_iterations),

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from outlast.incidents import Event, Incident, Verdict
+from outlast.incidents import Decision, Event, Incident
 
 
 class Part(StrEnum):
@@ -111,7 +111,7 @@ class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """As in :class:`outlast.incidents.IncidentKind`; ``preempted`` for a requested shutdown."""
     text: str
     """One line: who, what, where."""
-    rung: str
+    recovery_level: str
     """Name of the recovery level in lower case; empty = no decision."""
     reason: str = ""
     job: str
@@ -139,7 +139,7 @@ class IncidentCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fault: Event | None = None
     """The event of that fault."""
     incident: Incident | None = None
-    verdict: Verdict | None = None
+    decision: Decision | None = None
     evidence: dict[str, Any] = {}
     """The incident's evidence, and from the journal: ``exited`` (the end of its worker)."""
 

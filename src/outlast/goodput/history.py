@@ -16,7 +16,7 @@ import msgspec
 
 from outlast.decoding import convert
 from outlast.errors import ExitReason
-from outlast.incidents import CYCLE_ENDING, Event, EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import CYCLE_ENDING, Decision, Event, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.policy.run_view import CycleView, JobView, RunView
 
 
@@ -32,18 +32,16 @@ class Episode:
     """When the fault happened; ``None`` = not known."""
     cycle: int = 0
     incident: Incident | None = None
-    verdict: Verdict | None = None
+    decision: Decision | None = None
     text: str = ""
     simulated: str = ""
     fault: Event | None = None
     """The injected fault that caused it."""
-    decision: Event | None = None
-    """The event with the decision."""
 
     @property
-    def rung(self) -> str:
+    def recovery_level(self) -> str:
         """Name of the recovery level in lower case; empty = no decision."""
-        return "" if self.verdict is None else self.verdict.rung.name.lower()
+        return "" if self.decision is None else self.decision.recovery_level.name.lower()
 
     @property
     def began_s(self) -> float:
@@ -69,7 +67,7 @@ class Life:
     """Whether its first and last iterations are known."""
     points: list[tuple[float, int]] = field(default_factory=list)
     """Time and iterations done; both ascending."""
-    trouble: Episode | None = None
+    episode: Episode | None = None
     """The incident that ended it; ``None`` = it ended by itself, or continues."""
     back_s: float | None = None
     """When the processes were back in the script after an in-process recovery."""
@@ -91,7 +89,7 @@ class JobHistory:
     num_reporting: int = 0
     """Number of ranks that report steps."""
     lives: dict[int, list[Life]] = field(default_factory=dict)
-    troubles: list[Episode] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
     """Incidents that caused a decision, by time."""
 
 
@@ -102,7 +100,7 @@ def settle(view: RunView) -> list[JobHistory]:
         history = JobHistory(job, job.num_reporting)
         for _, cycle in sorted(job.cycles.items()):
             _settle(history, cycle)
-        history.troubles.sort(key=lambda trouble: trouble.at_s)
+        history.episodes.sort(key=lambda episode: episode.at_s)
         found.append(history)
     return found
 
@@ -113,8 +111,8 @@ def settle(view: RunView) -> list[JobHistory]:
 
 def _settle(job: JobHistory, cycle: CycleView) -> None:
     """Find a cycle's incidents and training periods, once all its events are known."""
-    troubles = sorted(_find_troubles(job.view, cycle), key=lambda trouble: trouble.at_s)
-    job.troubles += troubles
+    episodes = sorted(_find_episodes(job.view, cycle), key=lambda episode: episode.at_s)
+    job.episodes += episodes
     lives = job.lives[cycle.number] = list[Life]()
     began_s = cycle.started_s
     if began_s is None:
@@ -122,19 +120,23 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
     if began_s is None:
         return
     bounds = [began_s, *_find_returns(cycle)]
-    mended = [one for one in troubles if one.verdict is not None and one.verdict.rung == Rung.RESTART_IN_PROCESS]
-    ending = next((one for one in reversed(troubles) if _ends_cycle(one)), None)
+    mended = [
+        one
+        for one in episodes
+        if one.decision is not None and one.decision.recovery_level == RecoveryLevel.RESTART_IN_PROCESS
+    ]
+    ending = next((one for one in reversed(episodes) if _ends_cycle(one)), None)
     for place, begin_s in enumerate(bounds):
         life = Life(job=job.view.name, cycle=cycle.number, began_s=begin_s)
         is_last = place + 1 == len(bounds)
         until_s = float("inf") if is_last else bounds[place + 1]
         if is_last:
-            life.trouble = ending
+            life.episode = ending
         else:
             inside = [one for one in mended if begin_s <= one.at_s]
-            life.trouble = next((one for one in inside if one.began_s <= until_s), None)
-            if life.trouble is not None:
-                mended.remove(life.trouble)
+            life.episode = next((one for one in inside if one.began_s <= until_s), None)
+            if life.episode is not None:
+                mended.remove(life.episode)
             life.back_s = until_s
         least = min(cycle.world_size, job.num_reporting) if not lives else 1
         _fill(cycle, life, least, begin_s, until_s)
@@ -153,10 +155,10 @@ def _find_returns(cycle: CycleView) -> list[float]:
     return back if len(back) >= len(sessions) else sessions
 
 
-def _ends_cycle(trouble: Episode) -> bool:
-    if trouble.verdict is None:
-        return trouble.kind in CYCLE_ENDING
-    return trouble.verdict.rung not in (Rung.RERUN_STEP, Rung.RESTART_IN_PROCESS)
+def _ends_cycle(episode: Episode) -> bool:
+    if episode.decision is None:
+        return episode.kind in CYCLE_ENDING
+    return episode.decision.recovery_level not in (RecoveryLevel.RERUN_STEP, RecoveryLevel.RESTART_IN_PROCESS)
 
 
 def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: float) -> None:
@@ -182,9 +184,9 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
     if until_s == float("inf"):
         for _, event in cycle.ends.values():
             reached += [int(value) for value in (event.data.get("iterations") or {}).values()]
-    if life.trouble is not None:
-        life.end_s = life.trouble.began_s
-        reached += [one.iteration or 0 for one in (life.trouble.incident, life.trouble.fault) if one is not None]
+    if life.episode is not None:
+        life.end_s = life.episode.began_s
+        reached += [one.iteration or 0 for one in (life.episode.incident, life.episode.fault) if one is not None]
     elif until_s != float("inf"):
         data = next((e.data for time_s, e in cycle.of(EventKind.RESTARTED_IN_PROCESS) if time_s == until_s), {})
         life.end_s = until_s - float(data.get("duration_s") or 0.0)
@@ -209,14 +211,14 @@ def _fill(cycle: CycleView, life: Life, least: int, begin_s: float, until_s: flo
     life.points = points
 
 
-def _find_troubles(job: JobView, cycle: CycleView) -> Iterator[Episode]:
+def _find_episodes(job: JobView, cycle: CycleView) -> Iterator[Episode]:
     """Yield a cycle's incidents with decisions, with the times of detection and, where known, of the fault."""
     faults = cycle.of(EventKind.FAULT_SIMULATED)
-    for trouble in (*_decided(cycle), *_undecided(job, cycle)):
-        if trouble.incident is not None and trouble.incident.detected_after_s is not None:
-            trouble.since_s = trouble.at_s - trouble.incident.detected_after_s
-        _match_fault(trouble, faults)
-        yield trouble
+    for episode in (*_decided(cycle), *_undecided(job, cycle)):
+        if episode.incident is not None and episode.incident.detected_after_s is not None:
+            episode.since_s = episode.at_s - episode.incident.detected_after_s
+        _match_fault(episode, faults)
+        yield episode
 
 
 def _decided(cycle: CycleView) -> Iterator[Episode]:
@@ -227,14 +229,14 @@ def _decided(cycle: CycleView) -> Iterator[Episode]:
         about = _about(raw)
         after_s = decided_before.get(about, float("-inf"))
         decided_before[about] = decided_s
-        noticed = [
+        detected = [
             time_s
             for time_s, other in cycle.incidents
             if after_s < time_s <= decided_s and _about(other.data.get("incident") or {}) == about
         ]
-        trouble = _episode(_kind_of(raw), raw, cycle, min(noticed, default=decided_s), decided_s)
-        trouble.verdict, trouble.decision = decode(event.data.get("verdict"), Verdict), event
-        yield trouble
+        episode = _episode(_kind_of(raw), raw, cycle, min(detected, default=decided_s), decided_s)
+        episode.decision = decode(event.data.get("verdict"), Decision)
+        yield episode
 
 
 def _episode(kind: str, raw: dict[str, Any], cycle: CycleView, at_s: float, decided_s: float) -> Episode:
@@ -246,9 +248,12 @@ def _episode(kind: str, raw: dict[str, Any], cycle: CycleView, at_s: float, deci
 def _undecided(job: JobView, cycle: CycleView) -> Iterator[Episode]:
     """Yield what ended a cycle, or a call in process, without a decision: without an agent the recovery policy is not
     run."""
-    verdicts = [event.data.get("verdict") for _, event in cycle.decisions]
-    decided = [verdict.get("rung") if isinstance(verdict, dict) else int(Rung.RESTART_WORKERS) for verdict in verdicts]
-    num_mended = sum(rung == Rung.RESTART_IN_PROCESS for rung in decided)
+    decisions = [event.data.get("verdict") for _, event in cycle.decisions]
+    decided = [
+        decision.get("rung") if isinstance(decision, dict) else int(RecoveryLevel.RESTART_WORKERS)
+        for decision in decisions
+    ]
+    num_mended = sum(recovery_level == RecoveryLevel.RESTART_IN_PROCESS for recovery_level in decided)
     for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)[num_mended:]:
         fault = (event.data.get("faults") or [{}])[0]
         began_s = time_s - float(event.data.get("duration_s") or 0.0)
@@ -258,9 +263,12 @@ def _undecided(job: JobView, cycle: CycleView) -> Iterator[Episode]:
             began_s,
             cycle=cycle.number,
             text=f"rank {fault.get('rank', '?')}: {fault.get('summary', 'a fault within the process')}",
-            verdict=Verdict(rung=Rung.RESTART_IN_PROCESS, reason="restarted within the processes"),
+            decision=Decision(recovery_level=RecoveryLevel.RESTART_IN_PROCESS, reason="restarted within the processes"),
         )
-    if any(rung not in (None, int(Rung.RERUN_STEP), int(Rung.RESTART_IN_PROCESS)) for rung in decided):
+    if any(
+        recovery_level not in (None, int(RecoveryLevel.RERUN_STEP), int(RecoveryLevel.RESTART_IN_PROCESS))
+        for recovery_level in decided
+    ):
         return
     for time_s, event in cycle.incidents:
         raw = event.data.get("incident") or {}
@@ -273,12 +281,12 @@ def _undecided(job: JobView, cycle: CycleView) -> Iterator[Episode]:
         yield Episode(str(IncidentKind.WORKER_FAILED), cycle.last_s, cycle.last_s, cycle=cycle.number, text=text)
 
 
-def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
+def _match_fault(episode: Episode, free: list[tuple[float, Event]]) -> None:
     """Find the injected fault that caused it: the newest before it of the same rank or node."""
-    incident = trouble.incident
+    incident = episode.incident
     for pair in reversed(free):
         time_s, event = pair
-        if time_s > trouble.at_s or (expected := event.data.get("expected")) not in (None, trouble.kind):
+        if time_s > episode.at_s or (expected := event.data.get("expected")) not in (None, episode.kind):
             continue
         node = event.data.get("node") or (event.node if event.rank is not None else None)
         if incident is None or incident.rank is None:
@@ -287,8 +295,8 @@ def _match_fault(trouble: Episode, free: list[tuple[float, Event]]) -> None:
             hits = event.rank == incident.rank or (event.rank is None and node == incident.node)
         if hits and (expected is None or incident is None or event.rank is not None or node == incident.node):
             free.remove(pair)
-            trouble.since_s, trouble.fault = time_s, event
-            trouble.simulated = str(event.data.get("fault", ""))
+            episode.since_s, episode.fault = time_s, event
+            episode.simulated = str(event.data.get("fault", ""))
             return
 
 
@@ -340,5 +348,5 @@ def never_trained(life: Life, job: JobHistory, jobs: Iterable[JobHistory]) -> bo
         if cycle.started_s is not None
         for time_s, _ in cycle.of(EventKind.SESSION_STARTED)
     ]
-    has_failed = life.trouble is not None or job.view.exit_code not in (None, ExitReason.FINISHED)
+    has_failed = life.episode is not None or job.view.exit_code not in (None, ExitReason.FINISHED)
     return bool(starts_s) and has_failed and life.end_s - life.began_s <= max(STARTS_WITHIN_S, *starts_s)

@@ -48,7 +48,7 @@ from outlast.goodput.spans import (
     find_warned,
     job_span,
 )
-from outlast.incidents import Event, EventKind, Rung
+from outlast.incidents import Event, EventKind, RecoveryLevel
 from outlast.journal import MAX_JOURNAL_BYTES, decode_events, list_files
 from outlast.policy.goodput import goodput
 from outlast.policy.recovery_point import Tier
@@ -164,15 +164,15 @@ class _Walk:
             view.take(one.event, one.time_ns)
         self._run_id = view.run_id
         self._jobs = settle(view)
-        self._troubles: list[tuple[JobHistory, Episode]] = []
+        self._episodes: list[tuple[JobHistory, Episode]] = []
         self._causes: dict[int, int] = {}
         """Incident's identity to its index in the list."""
         self._shutdowns = [_shutdown_of(job) for job in self._jobs]
         """Of each job."""
         for job, shutdown in zip(self._jobs, self._shutdowns, strict=True):
-            for trouble in (*job.troubles, *shutdown):
-                self._causes[id(trouble)] = len(self._troubles)
-                self._troubles.append((job, trouble))
+            for episode in (*job.episodes, *shutdown):
+                self._causes[id(episode)] = len(self._episodes)
+                self._episodes.append((job, episode))
         self._segments: list[Segment] = []
         self._now_s = 0.0
         self._active: int | None = None
@@ -228,7 +228,7 @@ class _Walk:
             num_iterations=None if ends_unobserved else 0 if newest is None else newest.to_iteration,
             lost_iterations=num_lost,
             lost_is_minimum=is_minimum,
-            num_in_process=sum(one.rung == "restart_in_process" for one in incidents),
+            num_in_process=sum(one.recovery_level == "restart_in_process" for one in incidents),
             num_spared=sum(len(cycle.spared) for job in self._jobs for cycle in job.view.cycles.values()),
             jobs=tuple(job_span(job.view) for job in self._jobs),
             cycles=tuple(cycle_span(job, cycle) for job in self._jobs for _, cycle in sorted(job.view.cycles.items())),
@@ -273,7 +273,9 @@ class _Walk:
                 self._walk_life(job, cycle, life)
         part = Part.START_UP if any(job.lives.values()) else Part.RENDEZVOUS
         stops = ("stop", "requeue_job")
-        stopped_by = next((self._causes[id(one)] for one in reversed(job.troubles) if one.rung in stops), None)
+        stopped_by = next(
+            (self._causes[id(one)] for one in reversed(job.episodes) if one.recovery_level in stops), None
+        )
         leaving = next((self._causes[id(one)] for one in shutdown), None)
         if stopped_by is not None:
             part = Part.RESTART
@@ -298,12 +300,12 @@ class _Walk:
 
     def _walk_life(self, history: JobHistory, cycle: CycleView, life: Life) -> None:
         number, job = cycle.number, history.view
-        trouble = life.trouble
-        caused = -1 if trouble is None else self._causes[id(trouble)]
+        episode = life.episode
+        caused = -1 if episode is None else self._causes[id(episode)]
         if life.steps_start_s is None:
             is_known = has_session(history) or never_trained(life, history, self._jobs)
             part = Part.START_UP if is_known else Part.UNOBSERVED
-            on = self._active if self._active is not None or trouble is None else caused
+            on = self._active if self._active is not None or episode is None else caused
             self._spend(life.end_s, part, job, number, on=on if is_known else None)
             if not is_known:
                 self._unobserved.add(id(life))
@@ -313,10 +315,10 @@ class _Walk:
             self._spend(life.steps_start_s, Part.START_UP, job, number, on=self._active)
             self._note_resumed(life.steps_start_s, life.from_iteration)
             self._spend(life.end_s, Part.PRODUCTIVE, job, number)
-        if trouble is not None:
+        if episode is not None:
             self._begin(caused)
-            self._spend(trouble.at_s, Part.DETECTION, job, number, on=caused)
-            back_s = life.back_s if life.back_s is not None else _until_restart(job, cycle, trouble)
+            self._spend(episode.at_s, Part.DETECTION, job, number, on=caused)
+            back_s = life.back_s if life.back_s is not None else _until_restart(job, cycle, episode)
             self._spend(back_s, Part.RESTART, job, number, on=caused)
         elif life.back_s is not None:
             self._spend(life.back_s, Part.RESTART, job, number)
@@ -352,28 +354,28 @@ class _Walk:
                 self._cut_back(stack, life.from_iteration, cause)
                 stack.append([life, life.to_iteration, life.end_s])
                 cause = None
-            if life.trouble is not None:
-                cause = self._causes[id(life.trouble)] if cause is None else cause
+            if life.episode is not None:
+                cause = self._causes[id(life.episode)] if cause is None else cause
         if self._jobs[-1].view.exit_code not in (None, ExitReason.FINISHED) and stack:
             self._cut_back(stack, _durable(self._jobs), cause)
         for job in self._jobs:
-            for trouble in job.troubles:
-                if trouble.verdict is not None and trouble.verdict.rung == Rung.RERUN_STEP:
-                    step_s = _step_s(job, trouble.cycle, trouble.at_s)
-                    self._redone.append((trouble.at_s - step_s, trouble.at_s, self._causes[id(trouble)]))
+            for episode in job.episodes:
+                if episode.decision is not None and episode.decision.recovery_level == RecoveryLevel.RERUN_STEP:
+                    step_s = _step_s(job, episode.cycle, episode.at_s)
+                    self._redone.append((episode.at_s - step_s, episode.at_s, self._causes[id(episode)]))
 
     def _cut_back(self, stack: list[list[Any]], iteration: int, cause: int | None) -> None:
         """Discard what was done beyond an iteration."""
         for entry in reversed(stack):
             life, reached, until_s = entry
-            failed = life.trouble is not None and until_s == life.end_s
+            failed = life.episode is not None and until_s == life.end_s
             if reached <= iteration and not failed:
                 continue
             kept = max(min(iteration, reached), life.from_iteration)
             from_s = min(life.when_done(kept), until_s)
             if kept < reached:
                 self._lost[-1 if cause is None else cause] += reached - kept
-            own = self._causes[id(life.trouble)] if life.trouble is not None else None
+            own = self._causes[id(life.episode)] if life.episode is not None else None
             if from_s < until_s and (kept < reached or failed):
                 self._redone.append((from_s, until_s, cause if kept < reached and cause is not None else own))
             entry[1], entry[2] = kept, from_s
@@ -392,47 +394,47 @@ class _Walk:
             for _, event in cycle.of(EventKind.WORKER_EXITED)
         }
         return tuple(
-            self._cost(job, trouble, index, dict(parts[index]), exits)
-            for index, (job, trouble) in enumerate(self._troubles)
+            self._cost(job, episode, index, dict(parts[index]), exits)
+            for index, (job, episode) in enumerate(self._episodes)
         )
 
     def _cost(
-        self, job: JobHistory, trouble: Episode, index: int, parts: dict[str, float], exits: dict[Any, dict[str, Any]]
+        self, job: JobHistory, episode: Episode, index: int, parts: dict[str, float], exits: dict[Any, dict[str, Any]]
     ) -> IncidentCost:
-        incident = trouble.incident
-        life = next((one for one in job.lives.get(trouble.cycle, ()) if one.trouble is trouble), None)
+        incident = episode.incident
+        life = next((one for one in job.lives.get(episode.cycle, ()) if one.episode is episode), None)
         iteration = incident.iteration if incident is not None else None
         if life is not None:
             iteration = max(life.to_iteration, iteration or 0)
         recovered_s, resumed = self._resumed.get(index, (None, None))
-        if trouble.verdict is not None and trouble.verdict.rung == Rung.RERUN_STEP:
-            recovered_s, resumed = trouble.at_s, iteration
+        if episode.decision is not None and episode.decision.recovery_level == RecoveryLevel.RERUN_STEP:
+            recovered_s, resumed = episode.at_s, iteration
         evidence = dict(incident.evidence) if incident is not None else {}
         rank = incident.rank if incident is not None else None
-        if (ended := exits.get((job.view.name, trouble.cycle, rank))) is not None and rank is not None:
+        if (ended := exits.get((job.view.name, episode.cycle, rank))) is not None and rank is not None:
             evidence["exited"] = ended
         return IncidentCost(
             index=index,
-            kind=trouble.kind,
-            text=trouble.text,
-            rung=trouble.rung,
-            reason=trouble.verdict.reason if trouble.verdict is not None else "",
+            kind=episode.kind,
+            text=episode.text,
+            recovery_level=episode.recovery_level,
+            reason=episode.decision.reason if episode.decision is not None else "",
             job=job.view.name,
-            cycle=trouble.cycle,
+            cycle=episode.cycle,
             node=incident.node if incident is not None else "",
             rank=rank,
             iteration=iteration,
-            at_s=trouble.at_s,
-            since_s=trouble.since_s,
+            at_s=episode.at_s,
+            since_s=episode.since_s,
             recovered_s=recovered_s,
             resumed_iteration=resumed,
             lost_iterations=None if not self._is_observed or id(life) in self._unobserved else self._lost[index],
             parts=parts,
             cost_s=sum(parts.values()),
-            simulated=trouble.simulated,
-            fault=trouble.fault,
+            simulated=episode.simulated,
+            fault=episode.fault,
             incident=incident,
-            verdict=trouble.verdict,
+            decision=episode.decision,
             evidence=evidence,
         )
 
@@ -468,20 +470,20 @@ def _shutdown_of(history: JobHistory) -> list[Episode]:
         number = event.cycle if event.cycle is not None else number
         faults = job.cycles[number].of(EventKind.FAULT_SIMULATED) if number in job.cycles else []
         fault = next((one for one in reversed(faults) if one[0] <= at_s and one[1].rank in (None, event.rank)), None)
-    trouble = Episode(PREEMPTED, at_s, at_s, cycle=number, text=text)
-    if fault is not None and not any(one.fault is fault[1] for one in history.troubles):
-        trouble.since_s, trouble.fault, trouble.simulated = fault[0], fault[1], str(fault[1].data.get("fault", ""))
-    return [trouble]
+    episode = Episode(PREEMPTED, at_s, at_s, cycle=number, text=text)
+    if fault is not None and not any(one.fault is fault[1] for one in history.episodes):
+        episode.since_s, episode.fault, episode.simulated = fault[0], fault[1], str(fault[1].data.get("fault", ""))
+    return [episode]
 
 
-def _until_restart(job: JobView, cycle: CycleView, trouble: Episode) -> float:
+def _until_restart(job: JobView, cycle: CycleView, episode: Episode) -> float:
     """Return when the next cycle could begin: the decision's time plus its delay, unless it began or the job ended
     earlier."""
-    delay_s = trouble.verdict.delay_s if trouble.verdict is not None else 0.0
+    delay_s = episode.decision.delay_s if episode.decision is not None else 0.0
     following = job.cycles.get(cycle.number + 1)
     started_s = following.started_s if following is not None else None
     end_s = job.end_s if started_s is None else started_s
-    return max(trouble.decided_s, min(trouble.decided_s + delay_s, end_s))
+    return max(episode.decided_s, min(episode.decided_s + delay_s, end_s))
 
 
 def _durable(jobs: Sequence[JobHistory]) -> int:
@@ -557,7 +559,7 @@ def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:
     for one in incidents:
         for found, name, after_s in (
             (detected, one.kind, one.detected_after_s),
-            (recovered, one.rung or one.kind, one.recovered_after_s),
+            (recovered, one.recovery_level or one.kind, one.recovered_after_s),
         ):
             if after_s is not None:
                 for each in (name,) if one.kind == PREEMPTED else (name, "all"):
@@ -566,7 +568,7 @@ def _average(incidents: Sequence[IncidentCost], running_s: float) -> Statistics:
         num_incidents=dict(num),
         mtbf_s={kind: running_s / number for kind, number in num.items() if number},
         mttd_s={kind: fmean(values) for kind, values in detected.items()},
-        mttr_s={rung: fmean(values) for rung, values in recovered.items()},
+        mttr_s={recovery_level: fmean(values) for recovery_level, values in recovered.items()},
     )
 
 

@@ -150,7 +150,7 @@ def find_warned(jobs: Sequence[JobHistory]) -> tuple[Warned, ...]:
         for one in job.view.incidents:
             raw, cycle_number = one.incident, one.event.cycle
             kind, node, rank = str(raw.get("kind", "")), raw.get("node"), raw.get("rank")
-            if one.verdict is not None or kind in CYCLE_ENDING or (cycle_number or 0, kind, node, rank) in decided:
+            if one.decision is not None or kind in CYCLE_ENDING or (cycle_number or 0, kind, node, rank) in decided:
                 continue
             incident = decode(raw, Incident)
             found.append(

@@ -1,8 +1,8 @@
 """The in-process restart coordinator without ``outlast run``: a part of one agent process.
 
 Each node's agent process has one connection to it (:mod:`outlast.inprocess.agent_link`) for the reports of the node's
-relay and for orders. :class:`outlast.launch.rank_hub.RankHub` makes all decisions about ranks; decided here is only
-which nodes are unreachable: a node whose connection broke has ``RECONNECT_S`` to reconnect.
+relay and for orders. :class:`outlast.launch.in_process_restarts.InProcessRestarts` makes all decisions about ranks;
+decided here is only which nodes are unreachable: a node whose connection broke has ``RECONNECT_S`` to reconnect.
 
 A coordinator that follows another one first waits for the standings of all members of the last call. Every node gets
 the list of the few agent processes that may follow. Nothing here imports torch.
@@ -21,7 +21,7 @@ import msgspec
 from outlast import clock
 from outlast.inprocess.protocol import MonitorTask
 from outlast.launch import protocol as m
-from outlast.launch.rank_hub import RankHub
+from outlast.launch.in_process_restarts import InProcessRestarts
 from outlast.launch.rank_relay import RECONNECT_S
 from outlast.runtime.wire import BufferedChannel, SelectedChannel
 
@@ -87,7 +87,7 @@ class RankCoordinator:
         self, selector: selectors.BaseSelector, task: MonitorTask, own: JoinCoordinator, *, term: int, patience_s: float
     ) -> None:
         self._selector, self._task, self._own, self._term = selector, task, own, term
-        self._hub = RankHub()
+        self._restarts = InProcessRestarts()
         self._nodes: dict[str, _LinkedNode] = {}
         self._absent: dict[str, float] = {}
         """Time limits of nodes whose connection broke."""
@@ -102,8 +102,8 @@ class RankCoordinator:
         due = [self._next_silence_check_s, *self._absent.values()]
         if not self._has_begun and clock.now_s() < self._patience_end_s:
             due.append(self._patience_end_s)
-        if (hub_s := self._hub.deadline_s) is not None:
-            due.append(hub_s)
+        if (restarts_s := self._restarts.deadline_s) is not None:
+            due.append(restarts_s)
         if clock.now_s() < self._end_s:
             due.append(self._end_s)
         return min(due)
@@ -113,7 +113,7 @@ class RankCoordinator:
         if clock.now_s() >= self._end_s:
             return False
         others = (self._nodes.keys() | self._absent.keys()) - {self._own.life}
-        return bool(others) or (self._has_begun and self._hub.is_waiting())
+        return bool(others) or (self._has_begun and self._restarts.is_waiting())
 
     def adopt(self, channel: NodeChannel, join: JoinCoordinator) -> None:
         if (old := self._nodes.pop(join.life, None)) is not None:
@@ -131,9 +131,9 @@ class RankCoordinator:
         if any(now_s >= until_s for until_s in self._absent.values()):
             lost = {life for life, until_s in self._absent.items() if now_s + _TOGETHER_S >= until_s}
             self._absent = {life: until_s for life, until_s in self._absent.items() if life not in lost}
-            self._hub.lose(lost, now_s)
+            self._restarts.lose(lost, now_s)
         self._begin_if_complete(now_s)
-        self._hub.look(now_s)
+        self._restarts.look(now_s)
         self._deliver()
 
     def discount_pause(self) -> None:
@@ -157,9 +157,9 @@ class RankCoordinator:
                 case m.RankStandings() | m.RankReports():
                     message = msgspec.structs.replace(message, node=join.node, epoch=join.life)
                     if self._has_begun:
-                        self._hub.take(message, clock.now_s())
+                        self._restarts.take(message, clock.now_s())
                     else:
-                        self._hub.keep(message)
+                        self._restarts.keep(message)
                 case other:
                     self._on_broken(join, link, ConnectionAbortedError(f"it sent {type(other).__name__}"))
                     return
@@ -172,7 +172,7 @@ class RankCoordinator:
         if node is None or node.link is not link:
             return
         del self._nodes[join.life]
-        if self._hub.is_home(join.life):
+        if self._restarts.is_home(join.life):
             log.info("the connection to the agent process of node %s broke: %s", join.node, error)
             self._absent[join.life] = clock.now_s() + RECONNECT_S
         self._choose_successors()
@@ -205,15 +205,19 @@ class RankCoordinator:
 
     def _begin_if_complete(self, now_s: float) -> None:
         """Begin, or resume from the standings, once all members of the last call have sent theirs."""
-        if self._has_begun or not self._hub.has_kept or (self._hub.missing() and now_s < self._patience_end_s):
+        if (
+            self._has_begun
+            or not self._restarts.has_kept
+            or (self._restarts.missing() and now_s < self._patience_end_s)
+        ):
             return
         self._has_begun = True
-        self._hub.take_over(self._task.cycle, self._term, None, now_s)
+        self._restarts.take_over(self._task.cycle, self._term, None, now_s)
 
     def _deliver(self) -> None:
-        orders, self._hub.out = self._hub.out, []
+        orders, self._restarts.out = self._restarts.out, []
         for _, life, order in orders:
             if (node := self._nodes.get(life)) is not None:  # else it gets the order when it reconnects
                 node.link.send(order)
-        if self._has_begun and self._hub.is_over:
+        if self._has_begun and self._restarts.is_over:
             self._end_s = min(self._end_s, clock.now_s() + _END_S)

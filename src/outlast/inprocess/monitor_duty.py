@@ -72,7 +72,7 @@ class _MonitorDuty:
         self._self_report: p.RankFault | None = None
         self._link, self._known = link, m.Coordinators(addresses=())
         relay = task.relay if link is None else link.relay_address
-        self._hub = RelayClient(self._selector, task, relay, on_order=self._on_order)
+        self._coordinator = RelayClient(self._selector, task, relay, on_order=self._on_order)
         rank.setblocking(False)
         self._selector.register(rank, selectors.EVENT_READ, self._on_rank)
         self._selector.register(pidfd, selectors.EVENT_READ, self._on_death)
@@ -81,14 +81,14 @@ class _MonitorDuty:
         if self._link is not None:
             self._send_to_rank(m.Listening(address=self._link.address, offer=self._link.offer))
         try:
-            while not (self._rank_is_gone and self._hub.is_over):
+            while not (self._rank_is_gone and self._coordinator.is_over):
                 due_s = self._look()
                 for key, events in self._selector.select(max(0.0, due_s - clock.now_s())):
                     # An event before this one may have closed it, and its number may be in use again.
                     if self._selector.get_map().get(key.fd) is key:
                         key.data(events)
         finally:
-            self._hub.close()
+            self._coordinator.close()
             self._rank.close()
             os.close(self._pidfd)
             self._selector.close()
@@ -103,7 +103,7 @@ class _MonitorDuty:
         due = [now_s + self._task.process_interval_s]
         if not self._rank_is_gone:
             due += self._look_at_rank(now_s)
-        due.append(self._hub.look(now_s))
+        due.append(self._coordinator.look(now_s))
         return min(due)
 
     # -- the rank ----------------------------------------------------------------------------------------------
@@ -122,12 +122,12 @@ class _MonitorDuty:
             else:
                 due.append(self._kill_s)
         if self._self_report is not None:
-            self._hub.report(self._self_report)
+            self._coordinator.report(self._self_report)
             self._self_report = None
         found, next_ns = self._watch.look(clock.now_ns())
         if found is not None and found.kind == p.RankFaultKind.SOFT_TIMEOUT:
             log.warning("rank %d: %s", self._task.initial_rank, found.summary)
-            self._hub.report(self._add_position(found))
+            self._coordinator.report(self._add_position(found))
         elif found is not None and self._stuck is None:
             log.warning("rank %d is ended: %s", self._task.initial_rank, found.summary)
             self._stuck = found
@@ -139,7 +139,7 @@ class _MonitorDuty:
     def _on_rank(self, _: int) -> None:
         if self._take_report() is False:
             self._selector.unregister(self._rank)
-            self._closed_s = clock.now_s() + (0.0 if self._hub.is_over or self._has_left else _CLOSED_S)
+            self._closed_s = clock.now_s() + (0.0 if self._coordinator.is_over or self._has_left else _CLOSED_S)
 
     def _take_report(self) -> bool | None:
         """Process a packet of the rank; return ``False`` at the end of the socket, ``None`` without a packet."""
@@ -159,18 +159,18 @@ class _MonitorDuty:
             case m.Connect() as order:
                 if self._link is not None:
                     self._link.connect(order, is_new=False)
-                self._hub.connect()
+                self._coordinator.connect()
             case m.Reconnect() as known:
                 if known.final_report is not None:
                     self._note_left()
                 if self._link is not None:
                     self._link.connect(known.connect, is_new=True)
-                self._hub.reconnect(known)
+                self._coordinator.reconnect(known)
             case report:
                 if isinstance(report, p.Left):
                     self._note_left()
                 if self._stuck is None:  # else it is being ended, and must not be in the next call
-                    self._hub.report(report)
+                    self._coordinator.report(report)
 
     def _note_left(self) -> None:
         self._has_left = True
@@ -179,11 +179,11 @@ class _MonitorDuty:
     def _on_death(self, _: int) -> None:
         while self._take_report():
             pass  # sent before it ended
-        if not self._hub.is_over and not self._has_left:
+        if not self._coordinator.is_over and not self._has_left:
             log.info("rank %d (pid %d) is gone", self._task.initial_rank, self._task.pid)
         fault = p.RankFault(
             initial_rank=self._task.initial_rank,
-            restart_count=self._hub.restart_count,
+            restart_count=self._coordinator.restart_count,
             kind=p.RankFaultKind.DIED,
         )
         self._lose_rank(m.Gone(fault=self._stuck or fault))
@@ -195,7 +195,7 @@ class _MonitorDuty:
         for watched in (self._pidfd, self._rank):
             with suppress(KeyError):  # the socket ended before
                 self._selector.unregister(watched)
-        self._hub.end(final_report)
+        self._coordinator.end(final_report)
 
     def _on_order(self, order: p.Order) -> None:
         now_ns = clock.now_ns()

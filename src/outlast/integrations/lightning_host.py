@@ -906,11 +906,11 @@ class TrainerHost:
                 ", ".join(sorted(kinds)),
             )
 
-    def _log_scores(self, figures: dict[str, float], iteration: int) -> None:
+    def _log_scores(self, metrics: dict[str, float], iteration: int) -> None:
         """Pass scores of slow ranks to the trainer's loggers."""
         if self.session.global_rank:
             return
-        scores = {name.removeprefix("outlast/"): value for name, value in figures.items() if "_perf/" in name}
+        scores = {name.removeprefix("outlast/"): value for name, value in metrics.items() if "_perf/" in name}
         if scores:
             for logger in self._trainer.loggers:
                 logger.log_metrics(scores, step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)

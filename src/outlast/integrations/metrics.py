@@ -99,7 +99,7 @@ class BackgroundSink(ABC):
 
     # -- the training loop's side ----------------------------------------------------------------------------------
 
-    def __call__(self, figures: Mapping[str, float], iteration: int) -> None:
+    def __call__(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Queue metrics. Blocks: never."""
         if self._run is None:  # called by the script's own function, which only passes metrics
             place = env.read_worker()
@@ -114,7 +114,7 @@ class BackgroundSink(ABC):
             self._log_once("%s cannot keep up: metrics are dropped, training continues")
             return
         # Convert now: the script may change a tensor or array before the sink's thread reads it.
-        numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in figures.items()}
+        numbers = {name: float(value) if hasattr(value, "__float__") else value for name, value in metrics.items()}
         self._queue.append((numbers, iteration))
         self._wake.set()
 
@@ -172,7 +172,7 @@ class BackgroundSink(ABC):
         """Open the sink for a run; retried later if it raises."""
 
     @abstractmethod
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Write the metrics of one iteration; an iteration may be written again after a restart."""
 
     def _flush(self) -> None:  # noqa: B027  not each sink buffers
@@ -246,14 +246,14 @@ class _SinkThread:
             self._try(self._sink._close)
 
     def _hand_on(self) -> None:
-        figures, iteration = self._queue[0]
+        metrics, iteration = self._queue[0]
         if self._is_open and self._failing_since_s is not None and clock.now_s() - self._failing_since_s >= RETRY_S:
             self._try(self._sink._close)
             self._is_open, self._tried_s = False, None
             self._of = replace(self._of, iteration=max(0, iteration - 1))
         if not self._is_open:
             self._open()
-        if self._is_open and self._try(lambda: self._sink._write(figures, iteration)):
+        if self._is_open and self._try(lambda: self._sink._write(metrics, iteration)):
             self._failing_since_s = None
         else:
             self._sink.num_failed += 1
@@ -292,10 +292,10 @@ class SeveralSinks:
     def __init__(self, *sinks: Callable[[dict[str, float], int], object]) -> None:
         self.sinks = [sink if isinstance(sink, MetricsSink) else CallableSink(sink) for sink in sinks]
 
-    def __call__(self, figures: dict[str, float], iteration: int) -> None:
+    def __call__(self, metrics: dict[str, float], iteration: int) -> None:
         """Queue metrics. Blocks: never, unless a sink of your own does."""
         for sink in self.sinks:
-            sink(figures, iteration)
+            sink(metrics, iteration)
 
     def begin_run(self, run: MetricsRun) -> None:
         """Start all sinks.
@@ -349,8 +349,8 @@ class CallableSink(BackgroundSink):
     def _open(self, run: MetricsRun) -> None:
         """There is nothing to open."""
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
-        self._function(dict(figures), iteration)
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
+        self._function(dict(metrics), iteration)
 
 
 class TensorBoardSink(BackgroundSink):
@@ -386,8 +386,8 @@ class TensorBoardSink(BackgroundSink):
         suffix = f".{clock.now_ns():020d}"
         self._writer = self._writer_type(str(folder), purge_step=purge, filename_suffix=suffix)
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
-        for name, value in figures.items():
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, iteration)
 
     def _flush(self) -> None:
@@ -461,8 +461,8 @@ class WandbSink(BackgroundSink):
         self._wandb_run.define_metric("outlast/iteration", hidden=True)
         self._wandb_run.define_metric("outlast/*", step_metric="outlast/iteration")
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
-        self._wandb_run.log({**figures, "outlast/iteration": iteration})
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
+        self._wandb_run.log({**metrics, "outlast/iteration": iteration})
 
     def _close(self) -> None:
         if self._is_own:
@@ -523,10 +523,10 @@ class MLflowSink(BackgroundSink):
             self._mlflow_run_id = made.info.run_id
         self._client = client
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
         now_ms = self._mlflow.utils.time.get_current_time_millis()
-        metrics = [self._mlflow.entities.Metric(name, value, now_ms, iteration) for name, value in figures.items()]
-        self._client.log_batch(self._mlflow_run_id, metrics=metrics)
+        rows = [self._mlflow.entities.Metric(name, value, now_ms, iteration) for name, value in metrics.items()]
+        self._client.log_batch(self._mlflow_run_id, metrics=rows)
 
     def _close(self) -> None:
         self._client.set_terminated(self._mlflow_run_id)
@@ -611,12 +611,12 @@ class PrometheusSink(BackgroundSink):
             self.url = f"http://{host}:{self._server.server_port}/metrics"
             log.info("serving metrics for Prometheus at %s", self.url)
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
         failure: Exception | None = None
         zeros = (
             {} if "outlast_incidents" in self._gauges else {f"outlast/incidents/{kind}": 0.0 for kind in IncidentKind}
         )
-        for name, value in {**zeros, **figures, "outlast/iteration": float(iteration)}.items():
+        for name, value in {**zeros, **metrics, "outlast/iteration": float(iteration)}.items():
             try:
                 self._set(name, value)
             except Exception as error:  # noqa: BLE001 - the other metrics are still exported
@@ -690,8 +690,8 @@ class OpenTelemetrySink(BackgroundSink):
         self._provider = provider
         self._attributes = {"outlast.run_id": run.run_id, "outlast.rank": run.global_rank}
 
-    def _write(self, figures: Mapping[str, float], iteration: int) -> None:
-        for name, value in {**figures, "outlast/iteration": float(iteration)}.items():
+    def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
+        for name, value in {**metrics, "outlast/iteration": float(iteration)}.items():
             base, label, text = _split(name)
             if base not in self._gauges:
                 unit = "s" if base.endswith("_s") else "1"

@@ -216,7 +216,7 @@ class TrainerProtection(TrainerCallback):
         self.is_used = True
         self._given = resume_from_checkpoint or None
         self._ignored_keys = kwargs.get("ignore_keys_for_eval", args[1] if len(args) > 1 else None)
-        self._host = HostedSession(self._config, log_metrics=self._take_figures)
+        self._host = HostedSession(self._config, log_metrics=self._take_metrics)
         self._random = self._host.random
         with self._host.session as self._run:
             self._setup.enter_context(self._run.section("setup"))
@@ -632,10 +632,10 @@ class TrainerProtection(TrainerCallback):
 
     # -- metrics ---------------------------------------------------------------------------------------------------
 
-    def _take_figures(self, figures: dict[str, float], iteration: int) -> None:
-        self._figures.update(figures)
+    def _take_metrics(self, metrics: dict[str, float], iteration: int) -> None:
+        self._figures.update(metrics)
 
-    def _log_with_figures(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    def _log_with_metrics(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Log the session's metrics with the training loss."""
         if "loss" in logs:
             # The Trainer logs a NaN loss as 0, unless its logging_nan_inf_filter is off.

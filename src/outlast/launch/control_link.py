@@ -35,8 +35,8 @@ from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.rank_relay import RankRelay
 from outlast.launch.run_records import RunRecords
-from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership, should_change_job, should_yield
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.runtime.addresses import Endpoint, listening_addresses, parse_endpoint
 from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.run_key import describe_difference
@@ -149,7 +149,7 @@ class ControlLink:
         """Why the coordinator was not found; empty: no attempt has failed."""
         self.count = 0
         """How often the agent's main loop has run its timer; advanced by the agent."""
-        self.ladder: LadderState | None = None
+        self.recovery_state: RecoveryState | None = None
         """State of the recovery policy after its last decision; set by the agent."""
         self.server: CoordinatorServer | None = None
         """The coordinator while this agent hosts it."""
@@ -379,7 +379,7 @@ class ControlLink:
         """Deliver the job's end if it ended without this agent; return whether it did."""
         if self._records is None:
             return False
-        stop = self._records.find_end(None if self._job is None else self._job.job, self.ladder)
+        stop = self._records.find_end(None if self._job is None else self._job.job, self.recovery_state)
         if stop is not None:
             self._deliver(stop)
         return stop is not None

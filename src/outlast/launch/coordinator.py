@@ -32,18 +32,14 @@ from types import MappingProxyType
 import msgspec
 
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, Rung, Verdict
+from outlast.incidents import Decision, EventKind, RecoveryLevel
 from outlast.launch import protocol as m
-from outlast.launch.excluded_nodes import ExcludedNodes
-from outlast.launch.job_settings import JobSettings
-from outlast.launch.membership import Adoption, Forming, Node, Nodes, Outbox, Quorum, why_it_waits
-from outlast.launch.rank_hub import RankHub
-from outlast.launch.verdicts import (
+from outlast.launch.decisions import (
     CycleEnding,
     Effects,
-    LadderClient,
     Learn,
     Record,
+    RecoveryStateClient,
     RestartReports,
     departure,
     describe_notice,
@@ -51,8 +47,12 @@ from outlast.launch.verdicts import (
     highest_durable,
     observations,
 )
-from outlast.policy.ladder import CycleEnd, LadderState, Limits
+from outlast.launch.excluded_nodes import ExcludedNodes
+from outlast.launch.in_process_restarts import InProcessRestarts
+from outlast.launch.job_settings import JobSettings
+from outlast.launch.membership import Adoption, Forming, Node, Nodes, Outbox, Quorum, why_it_waits
 from outlast.policy.leadership import Leadership
+from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Coordinator:
     def __init__(
         self,
         settings: JobSettings,
-        state: LadderState,
+        state: RecoveryState,
         *,
         tell_time: Callable[[], str] = str,
         stop: m.Stop | None = None,
@@ -101,7 +101,7 @@ class Coordinator:
         self.settings = settings
         self.nodes = Nodes(settings.num_slots)
         self._effects: Effects = []
-        self._ladder = LadderClient(
+        self._recovery_state = RecoveryStateClient(
             state, _limits(settings), nodes=self.nodes, effects=self._effects, tell_time=tell_time
         )
         self.cycle = 0
@@ -130,16 +130,16 @@ class Coordinator:
         self._started: set[str] = set()
         self._newest_trained = -1
         """The newest cycle in which a rank completed a step."""
-        self._ranks = RankHub()
+        self._ranks = InProcessRestarts()
         self._members = _Members()
         self._phase_since_s: float | None = None
         """Since when this phase waits for nodes."""
-        self._excluded = ExcludedNodes(self.nodes, self._ladder, self._effects)
+        self._excluded = ExcludedNodes(self.nodes, self._recovery_state, self._effects)
         self._finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished node may exit before the others."""
         self._restarts = RestartReports()
         """In-process restarts of the running cycle."""
-        self._noticed: dict[str, int] = {}
+        self._detected: dict[str, int] = {}
         """Nodes whose agents received a shutdown signal, and its number."""
         self._over_at_s: float | None = None
         self._running_since_s: float | None = None
@@ -149,8 +149,8 @@ class Coordinator:
         self._dropped: list[tuple[str, str]] = []
 
     @property
-    def state(self) -> LadderState:
-        return self._ladder.state
+    def state(self) -> RecoveryState:
+        return self._recovery_state.state
 
     @property
     def leadership(self) -> Leadership:
@@ -207,7 +207,7 @@ class Coordinator:
     def resettle(self, settings: JobSettings) -> None:
         """Continue with other settings of the same job."""
         self.settings = self._forming.settings = settings
-        self._ladder.limits = _limits(settings)
+        self._recovery_state.limits = _limits(settings)
 
     # -- what comes in -----------------------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ class Coordinator:
         self._record(EventKind.NODE_JOINED, {"name": node.name, "spare": spare})
         self._excluded.admit(node)
         if self.state.number or isinstance(message, m.JoinRequest):
-            self.nodes.out.append((node.name, node.epoch, m.Decided(ladder=self.state)))
+            self.nodes.out.append((node.name, node.epoch, m.Decided(recovery_state=self.state)))
         return node
 
     def _on_register(self, message: m.Register, now_s: float) -> None:
@@ -415,8 +415,8 @@ class Coordinator:
         for place in (message.place, message.ran):
             self._newest_elsewhere = max(self._newest_elsewhere, -1 if place is None else place.cycle)
         node = node or self._add(message, now_s)
-        if message.ladder is not None:
-            self._ladder.learn(message.ladder)
+        if message.recovery_state is not None:
+            self._recovery_state.learn(message.recovery_state)
         if self.phase == m.JobPhase.FORMING and not self.nodes.holders and message.place is not None:
             self.phase = m.JobPhase.ADOPTING  # this agent was restarted, and hosts for a job in progress
             self._quorum.adopt()
@@ -551,8 +551,8 @@ class Coordinator:
                 self._finish_if_all(now_s)
                 if len(self._finished) == 1:
                     self._report_finished(self.nodes.holders)
-            case m.Noticed():
-                self._noticed[node.name] = message.signal
+            case m.Detected():
+                self._detected[node.name] = message.signal
             case m.Leave():
                 self._on_leave(message, node, now_s)
             case m.Dead():
@@ -670,9 +670,9 @@ class Coordinator:
             return
         incident = end.incident
         incident = msgspec.structs.replace(incident, node=incident.node or self.nodes.name_of_rank(incident.rank))
-        verdict = self._ladder.rule(replace(end, incident=incident))
-        if verdict.exit_code is not None:
-            self._stop_job(verdict.exit_code, verdict.reason, now_s)
+        decision = self._recovery_state.rule(replace(end, incident=incident))
+        if decision.exit_code is not None:
+            self._stop_job(decision.exit_code, decision.reason, now_s)
 
     def _on_unhealthy(self, report: m.Unhealthy, now_s: float) -> None:
         if self.stop is not None:
@@ -695,11 +695,11 @@ class Coordinator:
         if leave.facts is not None:
             self._effects.append(Learn(self.cycle, observations([leave.facts]), []))
         if leave.signal:
-            self._noticed[node.name] = leave.signal
-        verdict = self._ladder.rule(departure(self.cycle, leave))
-        number = leave.signal or next(iter(self._noticed.values()), signal.SIGTERM)
+            self._detected[node.name] = leave.signal
+        decision = self._recovery_state.rule(departure(self.cycle, leave))
+        number = leave.signal or next(iter(self._detected.values()), signal.SIGTERM)
         code = ExitReason.PREEMPTED if leave.saved else 128 + number
-        self._stop_job(code, f"{describe_notice(self._noticed)}; {verdict.reason}", now_s)
+        self._stop_job(code, f"{describe_notice(self._detected)}; {decision.reason}", now_s)
 
     def _lose(self, node: Node, why: str, now_s: float, *, is_known: bool = False) -> None:
         """Continue without a node; ``is_known``: its agent is certainly dead."""
@@ -764,7 +764,7 @@ class Coordinator:
             had_session=any(one.had_session for one in facts),
         )
         self._effects.append(Learn(self.cycle, observations(facts), None))
-        self._carry_out(self._ladder.rule(end), now_s)
+        self._carry_out(self._recovery_state.rule(end), now_s)
 
     def _report_finished(self, names: Collection[str]) -> None:
         """Notify those of the nodes whose workers still run that another node's workers exited with 0."""
@@ -773,16 +773,16 @@ class Coordinator:
         for node in self.nodes.present(self.nodes.holders.intersection(names) - self._finished.keys()):
             self.nodes.out.append((node.name, node.epoch, m.PeersFinished(cycle=self.cycle)))
 
-    def _carry_out(self, verdict: Verdict, now_s: float) -> None:
-        if verdict.rung >= Rung.REQUEUE_JOB:
-            assert verdict.exit_code is not None
-            self._stop_job(verdict.exit_code, verdict.reason, now_s)
+    def _carry_out(self, decision: Decision, now_s: float) -> None:
+        if decision.recovery_level >= RecoveryLevel.REQUEUE_JOB:
+            assert decision.exit_code is not None
+            self._stop_job(decision.exit_code, decision.reason, now_s)
             return
         # A coordinator that was suspended does not know its successor's cycles, but returning nodes do. Their numbers
         # are not reused: they identify what a cycle saved, and the owners of directories.
         self.cycle = max(self.cycle, self._newest_elsewhere) + 1
-        self._forming.begin(self.state, verdict.quarantine)
-        self._restart_at_s = now_s + verdict.delay_s if verdict.delay_s else None
+        self._forming.begin(self.state, decision.quarantine)
+        self._restart_at_s = now_s + decision.delay_s if decision.delay_s else None
 
     def _stop_job(self, exit_code: int, reason: str, now_s: float) -> None:
         self.phase, self._over_at_s = m.JobPhase.OVER, now_s
@@ -831,13 +831,13 @@ class Coordinator:
             began_s, self._running_since_s = self._running_since_s, None
             end = replace(end, ran_s=0.0 if began_s is None else now_s - began_s)
             self._effects.append(Learn(self.cycle, observations(ending.facts), ending.exceeded()))
-            self._carry_out(self._ladder.rule(end), now_s)
+            self._carry_out(self._recovery_state.rule(end), now_s)
             if self.stop is not None:
                 return
         if self._restart_at_s is not None:  # nodes join meanwhile
             return
         if self._forming.lacks_heir(self.state):
-            self._ladder.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
+            self._recovery_state.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
         self._note_forming(missing=0 if slots is not None else max(1, self._forming.missing))
         if slots is None:
@@ -867,12 +867,12 @@ class Coordinator:
         if (reason := self._forming.gave_up(now_s, is_awaited=awaited)) is None:
             return
         reason += self._excluded.describe()
-        rung, code = Rung.STOP, ExitReason.FAILED
+        recovery_level, code = RecoveryLevel.STOP, ExitReason.FAILED
         facts = [*self._adoption.ended.values(), *(self._ending.facts if self._ending is not None else ())]
         is_durable = self.state.best_durable is not None or highest_durable(facts) is not None
         if self._quorum.is_lost and is_durable:
-            rung, code = Rung.REQUEUE_JOB, ExitReason.PREEMPTED
+            recovery_level, code = RecoveryLevel.REQUEUE_JOB, ExitReason.PREEMPTED
             reason += "; a saved checkpoint exists to resume from"
-        verdict = Verdict(rung=rung, reason=reason, exit_code=code)
-        self._record(EventKind.VERDICT, {"verdict": verdict})
+        decision = Decision(recovery_level=recovery_level, reason=reason, exit_code=code)
+        self._record(EventKind.DECISION, {"verdict": decision})
         self._stop_job(code, reason, now_s)

@@ -76,7 +76,7 @@ class CoordinatorClient:
         """Drop all state of this node's job, to take part in another job of the run."""
         self.link.begin_job()
         self._place = self._ran = self._ended = self._script_settings = None
-        self._term, self._newest_trained, self.link.ladder = 0, -1, None
+        self._term, self._newest_trained, self.link.recovery_state = 0, -1, None
 
     def note_term(self, term: int) -> None:
         self._term = max(self._term, term)
@@ -118,7 +118,7 @@ class CoordinatorClient:
                 place=self._place,
                 ran=self._ran,
                 running=is_running or has_finished,
-                ladder=self.link.ladder,
+                recovery_state=self.link.recovery_state,
             )
         )
         if self._newest_trained >= 0:

@@ -33,12 +33,12 @@ from outlast.errors import ConfigError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
+from outlast.launch.decisions import Learn, Record, Remember
 from outlast.launch.job_settings import JobSettings
-from outlast.launch.ladder_file import describe_last_job, load_ladder, save_ladder
-from outlast.launch.verdicts import Learn, Record, Remember
+from outlast.launch.recovery_state_file import describe_last_job, load_recovery_state, save_recovery_state
 from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts
-from outlast.policy.ladder import LadderState
 from outlast.policy.leadership import Leadership
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.files import write_optional
@@ -104,10 +104,12 @@ class CoordinatorServer:
             identity.run_dir, run_id=identity.run_id, job=settings.job, node=settings.host, proc="coordinator"
         )
         is_new_job = settings.former_host is None
-        state = load_ladder(identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named, job=settings.job)
+        state = load_recovery_state(
+            identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named, job=settings.job
+        )
         state = msgspec.structs.replace(state, job=settings.job)
         stop = describe_last_job(identity.run_dir, settings.last_job) if is_new_job else None
-        continues_finished = stop is None and not state.finished and load_ladder(identity.run_dir).finished
+        continues_finished = stop is None and not state.finished and load_recovery_state(identity.run_dir).finished
         self._unwritten = state if continues_finished else None
         """State that ``ladder.json`` lacks; written later."""
         self._writes_again_s = 0.0
@@ -419,14 +421,14 @@ class CoordinatorServer:
 
     # -- what the coordinator has others do --------------------------------------------------------------------
 
-    def _remember(self, state: LadderState) -> None:
+    def _remember(self, state: RecoveryState) -> None:
         run_dir = self._run_dir
         if run_dir is None:
             return
         is_written = self._write(
             "decisions of the recovery policy",
             run_dir / "ladder.json",
-            lambda: save_ladder(run_dir, state),
+            lambda: save_recovery_state(run_dir, state),
             "the agents of this job keep them; a later job will not know which remedies were tried",
         )
         self._unwritten = None if is_written else state

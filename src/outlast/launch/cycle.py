@@ -40,17 +40,17 @@ from outlast.launch.workers import WorkerProcess
 from outlast.monitor.examination import examine
 from outlast.monitor.learned_timeouts import LearnedTimeouts, enforceable, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.causes import OWN_VERDICTS, PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
-from outlast.policy.culprit import Position
+from outlast.policy.causes import OWN_DECISIONS, PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
-from outlast.policy.recovery_point import Distrusted, Load, tier_of_load
+from outlast.policy.recovery_point import Exclusion, Load, tier_of_load
 from outlast.policy.rerun import Diagnosis, Replay
+from outlast.policy.root_cause import Position
 from outlast.runtime.board import Board, EndRequest, KeptDurability
 from outlast.runtime.diagnoses import read_diagnosis
 from outlast.runtime.files import in_time, make_private_folder, open_private, write_optional
+from outlast.runtime.fork_server import Exited, Spawn, Started
 from outlast.runtime.postmortem import Postmortem
-from outlast.runtime.zygote import Exited, Spawn, Started
 
 log = logging.getLogger(__name__)
 _FATAL_SIGNALS = {
@@ -82,7 +82,7 @@ class WorkerLaunch:
 
     options: RunOptions
     kind: str
-    """As in :class:`outlast.runtime.zygote.Spawn`."""
+    """As in :class:`outlast.runtime.fork_server.Spawn`."""
     argv: tuple[str, ...]
     env: dict[str, str]
     """Environment of every worker."""
@@ -245,7 +245,7 @@ class Cycle:
                 env.CONFIG_FILE: options.layers.file_name,
                 env.WRITER: writer,
                 env.RELAY: relay,
-                env.UNTRUSTED: _as_text(start.distrusted),
+                env.UNTRUSTED: _as_text(start.excluded),
                 env.REPLAY: _as_text(start.replay),
                 env.DURABLE_ITERATION: "" if start.durable_iteration is None else str(start.durable_iteration),
             }
@@ -471,7 +471,7 @@ class Cycle:
 
         A worker that judged a result invalid is the cause, even if a peer that missed it failed earlier.
         """
-        decided = self._describe_request() or self._describe_verdict()
+        decided = self._describe_request() or self._describe_decision()
         if (other := decided or self.in_process.unrecovered_loss) is not None:
             return other
         failing = self._failing()
@@ -539,7 +539,7 @@ class Cycle:
         causes = [self.postmortem.read(worker.local_rank).cause for worker in self.workers.values()]
         return permanent_cause(causes, has_session=self.had_session)
 
-    def _describe_verdict(self) -> Incident | None:
+    def _describe_decision(self) -> Incident | None:
         """Return the incident of a worker that exits for an invalid result or a slow rank; ``None``: there is none.
 
         If all ranks exit for it, the incident is that of the rank with the result, or of the slow rank, if it is on
@@ -548,7 +548,7 @@ class Cycle:
         first: tuple[WorkerProcess, int, Diagnosis | None] | None = None
         for worker in self.workers.values():
             code = worker.exit_code or self.board.read(worker.local_rank).leaving_with
-            if code not in OWN_VERDICTS:
+            if code not in OWN_DECISIONS:
                 continue
             diagnosis = read_diagnosis(self.options.run_dir, self.job, self.number, worker.global_rank)
             if diagnosis is not None and diagnosis.rank == worker.global_rank:
@@ -681,7 +681,7 @@ class Cycle:
         states = [state for state in self.board.read_all() if state.attached]
         return m.CycleFacts(
             cycle=self.number,
-            incident=incident if incident is not None else self._describe_verdict(),
+            incident=incident if incident is not None else self._describe_decision(),
             load=self._load(),
             durable_iteration=self.durable_iteration,
             committed_iteration=self.committed_iteration,
@@ -720,7 +720,7 @@ class Cycle:
             return None
         return Load(
             cycle=f"{env.clean_name(self.job)}-{self.number}",
-            generation=loaded[0].generation,
+            checkpoint=loaded[0].checkpoint,
             attempt=loaded[0].attempt,
             tier=tier_of_load([str(one.tier) for one in loaded]),
             suspect_window=loaded[0].suspect_window,
@@ -758,5 +758,5 @@ def _read_tail(path: str) -> str:
         return file.read(_MAX_TAIL).decode(errors="replace")
 
 
-def _as_text(value: Replay | tuple[Distrusted, ...] | None) -> str:
+def _as_text(value: Replay | tuple[Exclusion, ...] | None) -> str:
     return msgspec.json.encode(value).decode() if value else ""

@@ -6,9 +6,9 @@ import logging
 
 from outlast.incidents import EventKind
 from outlast.launch import protocol as m
+from outlast.launch.decisions import Effects, Record, RecoveryStateClient
 from outlast.launch.membership import Node, Nodes, why_it_waits
-from outlast.launch.verdicts import Effects, LadderClient, Record
-from outlast.policy.ladder import CycleEnd
+from outlast.policy.recovery_policy import CycleEnd
 
 log = logging.getLogger(__name__)
 
@@ -18,14 +18,14 @@ class ExcludedNodes:
 
     Args:
         nodes: The nodes that joined.
-        ladder_client: Quarantines nodes.
+        recovery_state_client: Quarantines nodes.
         effects: Receives events for the journal.
 
     Thread: the coordinator's.
     """
 
-    def __init__(self, nodes: Nodes, ladder_client: LadderClient, effects: Effects) -> None:
-        self._nodes, self._ladder, self._effects = nodes, ladder_client, effects
+    def __init__(self, nodes: Nodes, recovery_state_client: RecoveryStateClient, effects: Effects) -> None:
+        self._nodes, self._recovery_state, self._effects = nodes, recovery_state_client, effects
         self._outside: dict[str, m.Unhealthy] = {}
         """Reports of nodes that did not join."""
         self._told: dict[str, frozenset[str]] = {}
@@ -48,21 +48,21 @@ class ExcludedNodes:
             return False
         if node is None:
             self._outside[report.node] = report
-            self._ladder.bar(report.node)
+            self._recovery_state.bar(report.node)
             self._tell(report, cycle, "it did not join")
             return False
-        if node.name in self._ladder.state.quarantined:
+        if node.name in self._recovery_state.state.quarantined:
             return False
         if not self._nodes.holds_slot(node):
-            self._ladder.bar(node.name)
-            self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._ladder.state)))
+            self._recovery_state.bar(node.name)
+            self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._recovery_state.state)))
             self._tell(report, cycle, "it gets no slot")
             return False
         if not is_running or report.incident.cycle != cycle:
             return False  # the node reports it again
-        spares = self._nodes.num_heirs(node.name, self._ladder.state.barred)
+        spares = self._nodes.num_heirs(node.name, self._recovery_state.state.barred)
         end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
-        if report.incident.evidence.get("computes_wrong") or self._ladder.would_replace(end):
+        if report.incident.evidence.get("computes_wrong") or self._recovery_state.would_replace(end):
             self._tell(report, cycle, "it is replaced")
             return True
         self._tell(report, cycle, "no spare waits for its slot: it trains on")
@@ -72,7 +72,7 @@ class ExcludedNodes:
         """Note that a node passed its check, and send it a remark on each excluded node."""
         if self._outside.pop(node.name, None) is not None:
             self._told.pop(node.name, None)
-            self._ladder.admit(node.name)
+            self._recovery_state.admit(node.name)
         for report in self._outside.values():
             text = f"{report.incident.describe()}; it did not join"
             self._nodes.out.append((node.name, node.epoch, m.Remark(text=text)))

@@ -17,7 +17,7 @@ from outlast.decoding import msgpack_decoder
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch.workers import WorkerProcess
-from outlast.policy.causes import OWN_VERDICTS
+from outlast.policy.causes import OWN_DECISIONS
 from outlast.policy.inprocess_protocol import (
     HAS_BEGUN,
     InProcessState,
@@ -31,7 +31,7 @@ from outlast.runtime.board import Board, InProcessFault, MarkChanged, RankState,
 from outlast.runtime.processes import DatagramSocket
 
 _MAX_DATAGRAM = 1 << 16
-_DECISIONS = frozenset({*OWN_VERDICTS, ExitReason.NO_PROGRESS})
+_DECISIONS = frozenset({*OWN_DECISIONS, ExitReason.NO_PROGRESS})
 """Exit codes with which a worker decides for the whole job."""
 _decoder = msgpack_decoder(MarkChanged)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from outlast.policy.ladder import LadderState, Limits
+from outlast.policy.recovery_policy import Limits, RecoveryState
 
 START_S = 180.0
 """How long a node may take to start a cycle's workers, without a wait for GPU memory."""
@@ -56,7 +56,7 @@ class JobSettings:
     """The run's last job when this agent began; empty: none."""
 
 
-def name_job(allocation: str | None, state: LadderState) -> str:
+def name_job(allocation: str | None, state: RecoveryState) -> str:
     """Return a name that no earlier job of the run has had, as checkpoints are identified by job and cycle.
 
     A requeued allocation keeps its number, and one allocation may launch several jobs.
@@ -67,7 +67,7 @@ def name_job(allocation: str | None, state: LadderState) -> str:
     """
     if allocation is None:
         return f"job-{secrets.token_hex(4)}"
-    cycles = {load.cycle for load in state.loads}.union(*(one.tainted for one in state.distrusted))
+    cycles = {load.cycle for load in state.loads}.union(*(one.tainted for one in state.excluded))
     taken = {step.job for step in state.history} | {cycle.rpartition("-")[0] for cycle in cycles}
     name, number = allocation, 1
     while name in taken:

@@ -16,7 +16,7 @@ def describe_job(run_dir: str | os.PathLike[str], job: str) -> str:
     before the run's end without a durable checkpoint of it. A script without a session reports no iterations.
     """
     ledger = Ledger.read(run_dir, job=job)
-    causes = [one for one in ledger.incidents if one.rung != "rerun_step" and one.kind != PREEMPTED]
+    causes = [one for one in ledger.incidents if one.recovery_level != "rerun_step" and one.kind != PREEMPTED]
     lost = "lost iterations unknown (no session)"
     if ledger.lost_iterations is not None:
         lost = f"{'at least ' * ledger.lost_is_minimum}{count(ledger.lost_iterations, 'iteration')} lost"

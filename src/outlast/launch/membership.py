@@ -19,8 +19,8 @@ from outlast.errors import ExitReason
 from outlast.launch import protocol as m
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.slots import Slot, SlotCandidate, fill_slots, shrink
-from outlast.policy.ladder import LadderState, known_durable
 from outlast.policy.leadership import has_quorum_of, may_begin
+from outlast.policy.recovery_policy import RecoveryState, known_durable
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -461,7 +461,7 @@ class Adoption:
         return now_s - self.since_s > wait_s
 
 
-def why_it_waits(node: Node, state: LadderState) -> str:
+def why_it_waits(node: Node, state: RecoveryState) -> str:
     """Return why a node has no slot, for people."""
     if node.name in state.quarantined:
         return "the node is quarantined for this job"
@@ -486,7 +486,7 @@ class Forming:
     _said_s: float | None = None
     """Time of the last reminder."""
 
-    def begin(self, state: LadderState, quarantine: Collection[str]) -> None:
+    def begin(self, state: RecoveryState, quarantine: Collection[str]) -> None:
         """Begin a new cycle, and with it a new time limit; notify the nodes that are quarantined now."""
         self._since_s = self._said_s = None
         for node in self.nodes.present(quarantine):
@@ -546,7 +546,7 @@ class Forming:
         reminder = m.NodesMissing(reason=reason, missing=max(1, self.missing))
         self.nodes.out += [(node.name, node.epoch, reminder) for node in self.nodes if node.ready]
 
-    def place_nodes(self, cycle: int, state: LadderState, *, term: int) -> dict[str, m.SlotPlace]:
+    def place_nodes(self, cycle: int, state: RecoveryState, *, term: int) -> dict[str, m.SlotPlace]:
         """Return the place of each slot's node and of each spare in a new cycle."""
         slots, spares = self.nodes.slots, self.nodes.spares(state.quarantined)
         numbers = {spare.name: number for number, spare in enumerate(spares)}
@@ -565,7 +565,7 @@ class Forming:
         places = {name: msgspec.structs.replace(common, slot=index) for name, index in indices.items()}
         return places | {name: msgspec.structs.replace(common, spare=number) for name, number in numbers.items()}
 
-    def start(self, places: Mapping[str, m.SlotPlace], addr: str, port: int, state: LadderState) -> None:
+    def start(self, places: Mapping[str, m.SlotPlace], addr: str, port: int, state: RecoveryState) -> None:
         """Send every slot's node its Start, and the spares that they wait.
 
         Args:
@@ -592,7 +592,7 @@ class Forming:
                     master_addr=addr,
                     master_port=port,
                     place=places[node.name],
-                    distrusted=state.distrusted,
+                    excluded=state.excluded,
                     replay=state.replay,
                     has_checkpoint=state.best_durable is not None,
                     durable_iteration=known_durable(state),
@@ -601,12 +601,12 @@ class Forming:
             base_rank += slot.nproc or 0
         self.tell_spares(places, state)
 
-    def tell_spares(self, places: Mapping[str, m.SlotPlace], state: LadderState) -> None:
+    def tell_spares(self, places: Mapping[str, m.SlotPlace], state: RecoveryState) -> None:
         """Send the spares their places in a cycle."""
         for node in self.nodes.present(name for name, place in places.items() if place.slot is None):
             self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=places[node.name]))
 
-    def lacks_heir(self, state: LadderState) -> bool:
+    def lacks_heir(self, state: RecoveryState) -> bool:
         """Return whether a node that is held back is needed after all: the spare for its slot is gone."""
         return bool(state.held_back) and not self._can_fill(state.barred) and self._can_fill(state.quarantined)
 

@@ -46,22 +46,22 @@ from outlast.launch.checkups import CheckedUp, Checkups
 from outlast.launch.control_link import GOODBYE_S, LinkDown, LinkFailed, LinkUp
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.cycle import ALONE_S, Cycle, WorkerLaunch
+from outlast.launch.decisions import describe_notice, identify_root_cause
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed
 from outlast.launch.lingering import LingeringRanks
 from outlast.launch.membership import REMIND_S
 from outlast.launch.node_health import NodeHealth
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.node_metrics import AgentOutlook
-from outlast.launch.verdicts import describe_notice, name_culprit
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.causes import same_fault_s
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, Timeouts, describe_nodes
-from outlast.policy.ladder import Limits, describe_next_job, describe_saved
+from outlast.policy.recovery_policy import Limits, describe_next_job, describe_saved
 from outlast.runtime.board import KeptDurability
 from outlast.runtime.event_loop import Mailbox, Timers
+from outlast.runtime.fork_server import Cleared, Exited, FailedToStart, ForkServerReady, Started
 from outlast.runtime.processes import describe_stuck
 from outlast.runtime.store import TCPStore, open_cycle_store
-from outlast.runtime.zygote import Cleared, Exited, FailedToStart, Started, ZygoteReady
 
 log = logging.getLogger(__name__)
 _ANSWER_MARGIN_S = 15.0
@@ -161,7 +161,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def outlook(self) -> AgentOutlook:
         """Return a snapshot for the metrics. Thread: any."""
-        cycle, ladder, options = self._cycle, self._client.link.ladder, self.options
+        cycle, recovery_state, options = self._cycle, self._client.link.recovery_state, self.options
         config = options.fault_tolerance if cycle is None else cycle.layers.config
         timeouts = Timeouts.from_config(config, with_defaults=True)
         if cycle is not None and cycle.watchdog is not None and cycle.script_settings is not None:
@@ -178,8 +178,8 @@ class NodeAgent(SimpleElasticAgent):
             cycle=cycle,
             num_spares=self._client.num_spares,
             num_missing=self._num_missing if self._state == AgentState.JOINING else 0,
-            ladder=ladder,
-            budgets=None if ladder is None else m.LiveBudgets.of(ladder, limits),
+            recovery_state=recovery_state,
+            budgets=None if recovery_state is None else m.LiveBudgets.of(recovery_state, limits),
             timeouts={
                 **timeouts.by_setting(),
                 "exit_timeout": config.exit_timeout,
@@ -256,7 +256,7 @@ class NodeAgent(SimpleElasticAgent):
             cycle.apply_calculated_timeouts()
         self._advance()
 
-    def _on_worker_event(self, event: ZygoteReady | Started | FailedToStart | Exited | Cleared | None) -> None:
+    def _on_worker_event(self, event: ForkServerReady | Started | FailedToStart | Exited | Cleared | None) -> None:
         match event:
             case Started() if self._cycle is not None:
                 if self._cycle.note_started(event):
@@ -302,7 +302,7 @@ class NodeAgent(SimpleElasticAgent):
                 if (cycle := self._running) is not None and cycle.number == event.cycle:
                     self._watch_lingering(cycle)
             case m.Decided():
-                self._client.link.ladder = event.ladder
+                self._client.link.recovery_state = event.recovery_state
             case m.NodesMissing():
                 self._num_missing = event.missing
                 log.info("%s", event.reason)
@@ -610,7 +610,7 @@ class NodeAgent(SimpleElasticAgent):
         self._client.send(m.Hung(cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
         positions = cycle.examine(hang.report)
         if is_alone := cycle.start.num_nodes == 1:
-            incident = name_culprit(incident, positions)
+            incident = identify_root_cause(incident, positions)
         self._journal.write_incident(incident)
         log.debug("%s", incident.describe())  # the watchdog has logged the exceeded timeout
         # The root cause is found from the reports of all nodes; the coordinator's decision contains it.
@@ -794,7 +794,7 @@ class NodeAgent(SimpleElasticAgent):
         grace_s = cycle.layers.config.shutdown_grace
         log.info("received %s: the workers have %.0f s to save (a second signal ends them)", name, grace_s)
         self._state = AgentState.LEAVING
-        self._client.send(m.Noticed(signal=received.signal))  # first: other nodes shut down because of these workers
+        self._client.send(m.Detected(signal=received.signal))  # first: other nodes shut down because of these workers
         self._workers.notify(cycle.workers)
         self._timers.set("grace", grace_s, self._on_grace_over)
 

@@ -11,9 +11,9 @@ from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.launch.options import RunOptions
 from outlast.launch.protocol import Start
 from outlast.launch.workers import WorkerProcess
+from outlast.runtime.fork_server import Exited
 from outlast.runtime.journal import Journal
 from outlast.runtime.processes import describe_self
-from outlast.runtime.zygote import Exited
 from outlast.version import __version__
 from outlast.wording import name_ranks
 

@@ -24,7 +24,7 @@ import msgspec
 from outlast import clock
 from outlast.decoding import convert
 from outlast.errors import ExitReason
-from outlast.incidents import EventKind, Incident, IncidentKind, Rung
+from outlast.incidents import EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.journal import JournalTail, name_file
 from outlast.policy.durability import SurvivalLevel
 from outlast.policy.goodput import RATE_WINDOW_S, IterationRate
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from outlast.launch.cycle import Cycle
     from outlast.launch.protocol import LiveBudgets
     from outlast.launch.workers import WorkerProcess
-    from outlast.policy.ladder import LadderState
+    from outlast.policy.recovery_policy import RecoveryState
     from outlast.runtime.board import RankState
 
 _MAX_CHUNKS = 16
@@ -84,14 +84,14 @@ rank_state `rank state`: 1 for the state that a rank is in: starting, running, r
 rank_section_info `rank section`: 1 for the path of the open sections of a rank.
 rank_section_seconds `rank`: Seconds that a rank has been in its innermost section.
 rank_heartbeat_age_seconds `rank`: Seconds since the last heartbeat of a rank.
-restarts_total `rung`: Restarts of the run, in all of its jobs, by recovery level; the same on all nodes.
+restarts_total `recovery_level`: Restarts of the run, in all of its jobs, by recovery level; the same on all nodes.
 budget_left `budget`: Remaining budget before the job ends: restarts, restarts_total, no_progress_cycles.
 missing_nodes: Nodes for which the job waits; 0 while a cycle runs here.
 excluded_nodes: Nodes that get no slot, permanently or in this cycle.
 excluded_node_info `excluded_node`: 1 for each excluded node.
 timeout_seconds `timeout`: Timeouts in effect, by setting; those of sections as rank_section_timeouts:NAME.
-last_incident_info `kind culprit_node culprit_rank exit_code cause rung`: 1 for the newest incident on which the
-    coordinator decided; on the coordinator's node.
+last_incident_info `kind root_cause_node root_cause_rank exit_code cause recovery_level`: 1 for the newest
+    incident on which the coordinator decided; on the coordinator's node.
 last_incident_timestamp_seconds: Time of that decision, in seconds since the epoch.
 job_exit_code `reason`: Exit code of the job, once it has ended on this node; see --metrics-linger.
 steps_rerun_total: Steps that ranks of this node ran again in place.
@@ -128,7 +128,7 @@ class AgentOutlook:
     num_spares: int = 0
     num_missing: int = 0
     """Nodes for which the job waits, as reported last."""
-    ladder: LadderState | None = None
+    recovery_state: RecoveryState | None = None
     """State of the recovery policy; ``None``: not yet known."""
     budgets: LiveBudgets | None = None
     """``None``: not yet known."""
@@ -169,11 +169,15 @@ def collect(outlook: AgentOutlook, history: NodeHistory) -> Samples:
 
 def _show_policy(outlook: AgentOutlook) -> Samples:
     """Yield the recovery policy's decisions and remaining budgets, once they are known."""
-    ladder, budgets = outlook.ladder, outlook.budgets
-    if ladder is None or budgets is None:
+    recovery_state, budgets = outlook.recovery_state, outlook.budgets
+    if recovery_state is None or budgets is None:
         return
-    for rung in sorted(_RESTARTING):
-        yield "restarts_total", {"rung": rung.name.lower()}, ladder.restarts_by_rung.get(rung.name, 0)
+    for recovery_level in sorted(_RESTARTING):
+        yield (
+            "restarts_total",
+            {"recovery_level": recovery_level.name.lower()},
+            recovery_state.restarts_by_level.get(recovery_level.name, 0),
+        )
     for budget, used, most in (
         ("restarts", budgets.restarts_without_progress, budgets.max_restarts),
         ("restarts_total", budgets.restarts_total, budgets.max_restarts_total),
@@ -181,7 +185,7 @@ def _show_policy(outlook: AgentOutlook) -> Samples:
     ):
         if most is not None:
             yield "budget_left", {"budget": budget}, max(0, most - used)
-    excluded = sorted(set(ladder.barred))
+    excluded = sorted(set(recovery_state.barred))
     yield "excluded_nodes", {}, len(excluded)
     for node in excluded:
         yield "excluded_node_info", {"excluded_node": node}, 1
@@ -360,21 +364,21 @@ class NodeHistory:
             yield "job_goodput", {}, share
 
 
-def _describe_incident(data: Any, verdict: Mapping[str, Any]) -> dict[str, str]:
+def _describe_incident(data: Any, decision: Mapping[str, Any]) -> dict[str, str]:
     """Return an incident, and the decision about it, as labels."""
     try:
         incident = convert(data, Incident)
-        rung = Rung(verdict.get("rung", -1)).name.lower()
+        recovery_level = RecoveryLevel(decision.get("rung", -1)).name.lower()
     except (msgspec.ValidationError, ValueError):  # written by another version
         return dict.fromkeys(METRICS["last_incident_info"].labels, "unknown")
     return {
         "kind": incident.kind,
-        "culprit_node": incident.node,
-        "culprit_rank": "" if incident.rank is None else str(incident.rank),
+        "root_cause_node": incident.node,
+        "root_cause_rank": "" if incident.rank is None else str(incident.rank),
         "exit_code": "" if incident.exit_code is None else str(incident.exit_code),
         "cause": "" if incident.cause is None else incident.cause.type,
-        "rung": rung,
+        "recovery_level": recovery_level,
     }
 
 
-_RESTARTING = frozenset({Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.REPLACE_NODE})
+_RESTARTING = frozenset({RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.RESTART_WORKERS, RecoveryLevel.REPLACE_NODE})

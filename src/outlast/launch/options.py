@@ -25,7 +25,7 @@ from outlast.config.base import require
 from outlast.config.sources import LayeredSettings, load_config
 from outlast.errors import ConfigError
 from outlast.launch.run_parser import RunCommand, find_event_handlers, parse_command
-from outlast.policy.ladder import failures_in_a_row
+from outlast.policy.recovery_policy import failures_in_a_row
 from outlast.runtime.addresses import Endpoint, interface_addresses, parse_endpoints, parse_port_range
 from outlast.runtime.device import why_absent
 from outlast.runtime.files import in_time

@@ -14,11 +14,11 @@ import msgspec
 from outlast.incidents import Cause, Incident
 from outlast.inprocess.protocol import Gone
 from outlast.policy import inprocess_protocol as p
-from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Expired, Observation
-from outlast.policy.ladder import LadderState, Limits
-from outlast.policy.recovery_point import Distrusted, Load
+from outlast.policy.recovery_point import Exclusion, Load
+from outlast.policy.recovery_policy import Limits, RecoveryState
 from outlast.policy.rerun import Replay
+from outlast.policy.root_cause import Position
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 """Of a node, an agent's life, or a host."""
@@ -186,7 +186,7 @@ class Register(FromNode, frozen=True, kw_only=True, tag=True):
     """Its place in the last cycle known to have started on all of its nodes."""
     running: bool = False
     """Its workers of that cycle run, or have finished."""
-    ladder: LadderState | None = None
+    recovery_state: RecoveryState | None = None
     """From the last :class:`Decided` that it received."""
 
 
@@ -294,7 +294,7 @@ class ScriptSettings(FromNode, frozen=True, kw_only=True, tag=True):
     """As ``FaultToleranceConfig.to_json`` writes it; empty: none."""
 
 
-class Noticed(FromNode, frozen=True, kw_only=True, tag=True):
+class Detected(FromNode, frozen=True, kw_only=True, tag=True):
     """This node's agent received a shutdown signal; its workers are ending, and others follow them."""
 
     signal: Annotated[int, msgspec.Meta(ge=1, le=127)]
@@ -366,7 +366,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
     world_size: int
     master_addr: str
     master_port: int
-    distrusted: tuple[Distrusted, ...] = ()
+    excluded: tuple[Exclusion, ...] = ()
     """Checkpoints that must not be loaded."""
     replay: Replay | None = None
     """The replay that the workers run first; ``None``: none."""
@@ -425,7 +425,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The recovery policy's state after a decision, for a coordinator that takes over: ``ladder.json`` may be on
     another machine or a full disk."""
 
-    ladder: LadderState
+    recovery_state: RecoveryState
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -456,7 +456,7 @@ FromAgent = (
     | RankReports
     | Finished
     | ScriptSettings
-    | Noticed
+    | Detected
     | Leave
     | Unhealthy
     | Bye
@@ -516,7 +516,7 @@ class LiveBudgets(msgspec.Struct, frozen=True, kw_only=True):
     progress_known: bool = False
 
     @classmethod
-    def of(cls, state: LadderState, limits: Limits) -> LiveBudgets:
+    def of(cls, state: RecoveryState, limits: Limits) -> LiveBudgets:
         """Return the budgets in a recovery policy's state."""
         return cls(
             restarts_without_progress=state.restarts_without_progress,

@@ -1,8 +1,8 @@
 """The relay of a node: carries reports of its ranks' monitor processes to the coordinator, and orders back.
 
-The relay forwards and does not decide (:mod:`outlast.launch.rank_hub` does); the node's one connection carries the
-messages of all its ranks, batched per turn of the loop. The relay keeps the standing of each rank, so that a new
-coordinator gets them in one message per call.
+The relay forwards and does not decide (:mod:`outlast.launch.in_process_restarts` does); the node's one connection
+carries the messages of all its ranks, batched per turn of the loop. The relay keeps the standing of each rank, so that
+a new coordinator gets them in one message per call.
 
 The relay detects failures on its node first. If a rank's duty (:mod:`outlast.inprocess.monitor_duty`) ends without a
 final report, the rank is dead if its process is, which the relay detects at once; otherwise it has :data:`RECONNECT_S`
@@ -30,7 +30,7 @@ import msgspec
 from outlast import clock
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord, ToRelay
 from outlast.launch import protocol as m
-from outlast.launch.rank_hub import ANY_CALL
+from outlast.launch.in_process_restarts import ANY_CALL
 from outlast.policy import inprocess_protocol as p
 from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.listener import Listener

@@ -30,21 +30,21 @@ from outlast.launch.control import JobIdentity, Occupant, WrongRun, probe
 from outlast.launch.device_memory import MemoryReclaim
 from outlast.launch.job_settings import START_S, JobSettings, name_job
 from outlast.launch.job_summary import describe_job
-from outlast.launch.ladder_file import load_ladder
 from outlast.launch.metrics_endpoint import MetricsEndpoint
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.protocol import Stop
 from outlast.launch.rank_relay import RankRelay
+from outlast.launch.recovery_state_file import load_recovery_state
 from outlast.launch.run_records import RunRecords, describe_places
-from outlast.policy.ladder import Limits
 from outlast.policy.lease import LeaseOwner
+from outlast.policy.recovery_policy import Limits
 from outlast.runtime.addresses import Endpoint, address_for_peers, is_loopback, parse_endpoints
 from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.files import check_folder, in_time
+from outlast.runtime.fork_server import ForkServer
 from outlast.runtime.lease import FolderRecords, InUse, Lease
 from outlast.runtime.processes import name_program, raise_descriptor_limit, start_time_s, this_process
 from outlast.runtime.run_key import KeySource, find_run_key
-from outlast.runtime.zygote import Zygote
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -101,7 +101,9 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     started_s = clock.now_s()
     startup = _StartUp()
     raise_descriptor_limit()  # all processes of the node inherit the limit
-    remembered = load_ladder(options.run_dir, is_new_job=False)  # an unusable file is refused before anything else
+    remembered = load_recovery_state(
+        options.run_dir, is_new_job=False
+    )  # an unusable file is refused before anything else
     identity = _identify(options)
     records = RunRecords(options.run_dir, lease.owner, last_job=remembered.job)
     endpoints = records.find_endpoints(parse_endpoints(options.endpoints))
@@ -128,12 +130,12 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     kind, argv = _command(options)
     preload, own_preload = (PRELOAD, options.preload) if kind != "exec" else ((), ())
     folder = os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(argv[0]))
-    new_zygote = partial(Zygote, preload=preload, own_preload=own_preload, folder=folder, env=base_env)
+    new_fork_server = partial(ForkServer, preload=preload, own_preload=own_preload, folder=folder, env=base_env)
     with ExitStack() as stack:
         # The fork server and this process import torch at the same time.
-        zygote = new_zygote()
-        stack.callback(zygote.close)
-        startup.actions.append(zygote.kill)
+        fork_server = new_fork_server()
+        stack.callback(fork_server.close)
+        startup.actions.append(fork_server.kill)
         if (checkups := _begin_checkups(options, mailbox)) is not None:
             stack.callback(checkups.close)
             startup.actions.append(checkups.abandon)
@@ -152,7 +154,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
             spec, logs_specs = _worker_spec(options), make_logs_specs(options.torchrun, options.run_dir)
             agent = NodeAgent(
                 WorkerLaunch(options=options, kind=kind, argv=argv, env=base_env, spec=spec, logs=logs_specs),
-                workers=NodeWorkers(zygote, new_zygote),
+                workers=NodeWorkers(fork_server, new_fork_server),
                 writer=writer,
                 client=_make_client(
                     options,
@@ -357,7 +359,7 @@ def _worker_base_env(options: RunOptions) -> dict[str, str]:
 
 
 def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
-    """Return how a worker is started: kind and argv, as in :class:`outlast.runtime.zygote.Spawn`."""
+    """Return how a worker is started: kind and argv, as in :class:`outlast.runtime.fork_server.Spawn`."""
     args = options.torchrun
     rest = tuple(args.training_script_args)
     if args.no_python and not args.run_path:

@@ -15,9 +15,9 @@ from pathlib import Path
 from outlast import env
 from outlast.errors import OutlastError
 from outlast.launch import protocol as m
-from outlast.launch.ladder_file import describe_last_job, load_ladder
-from outlast.policy.ladder import LadderState, find_later_outcome
+from outlast.launch.recovery_state_file import describe_last_job, load_recovery_state
 from outlast.policy.lease import LeaseOwner
+from outlast.policy.recovery_policy import RecoveryState, find_later_outcome
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoints
 from outlast.runtime.files import in_time
 from outlast.runtime.lease import FolderRecords, newest_owner
@@ -60,7 +60,7 @@ class RunRecords:
             return listed  # in the order in which the other agents try them
         return [*endpoints, *(one for one in listed if one not in endpoints)]
 
-    def find_end(self, job: str | None, known: LadderState | None) -> m.Stop | None:
+    def find_end(self, job: str | None, known: RecoveryState | None) -> m.Stop | None:
         """Return how a job ended without this agent; ``None``: it did not, as far as the run directory shows.
 
         Args:
@@ -70,7 +70,7 @@ class RunRecords:
         try:
             if job is None:
                 return in_time(self._run_dir, partial(describe_last_job, self._run_dir, self._last_job))
-            state = in_time(self._run_dir, partial(load_ladder, self._run_dir, is_new_job=False))
+            state = in_time(self._run_dir, partial(load_recovery_state, self._run_dir, is_new_job=False))
         except (OSError, OutlastError) as error:
             log.debug("how the job ended cannot be read from %s: %s", self._run_dir, error)
             return None

@@ -31,7 +31,7 @@ from outlast.launch.control import JobIdentity
 from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.job_settings import JobSettings
-from outlast.policy.ladder import Limits
+from outlast.policy.recovery_policy import Limits
 from outlast.runtime import store as stores
 from outlast.runtime.addresses import Endpoint, address_for_peers, parse_endpoints
 from outlast.runtime.run_key import find_run_key
@@ -156,7 +156,7 @@ class OutlastRendezvous(RendezvousHandler):
             case m.Ran():
                 self._client.note_ran(news)
             case m.Decided():
-                self._link.ladder = news.ladder
+                self._link.recovery_state = news.recovery_state
 
     def _enter(self, start: m.Start) -> RendezvousInfo:
         self._cycle = start.cycle

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from outlast.errors import OutlastError
 from outlast.incidents import Incident
-from outlast.runtime.zygote import (
+from outlast.runtime.fork_server import (
     Clear,
     Cleared,
     Exited,
     FailedToStart,
+    ForkServer,
+    ForkServerReady,
     SendSignal,
     Spawn,
     Started,
-    Zygote,
-    ZygoteReady,
 )
 
 log = logging.getLogger(__name__)
@@ -44,26 +44,26 @@ class NodeWorkers:
     """Start, signal and clear the workers of this node.
 
     Args:
-        zygote: A running fork server, which :meth:`close` ends.
-        new_zygote: Makes another fork server if it dies.
+        fork server: A running fork server, which :meth:`close` ends.
+        new_fork_server: Makes another fork server if it dies.
 
     Thread: the agent's main thread.
     """
 
-    def __init__(self, zygote: Zygote, new_zygote: Callable[[], Zygote]) -> None:
-        self._zygote, self._new_zygote = zygote, new_zygote
+    def __init__(self, fork_server: ForkServer, new_fork_server: Callable[[], ForkServer]) -> None:
+        self._fork_server, self._new_fork_server = fork_server, new_fork_server
         self._num_clearing = 0
 
     def fileno(self) -> int:
-        return self._zygote.fileno()
+        return self._fork_server.fileno()
 
-    def receive(self) -> ZygoteReady | Started | FailedToStart | Exited | Cleared | None:
+    def receive(self) -> ForkServerReady | Started | FailedToStart | Exited | Cleared | None:
         """Return the next event of the workers; ``None`` if the fork server died (it has been replaced).
 
         Blocks: until there is an event; to be called when :meth:`fileno` is readable.
         """
-        event = self._zygote.receive()
-        if isinstance(event, ZygoteReady):
+        event = self._fork_server.receive()
+        if isinstance(event, ForkServerReady):
             for module, error in event.failed.items():
                 log.warning("module %s could not be preloaded: %s", module, error)
         elif isinstance(event, Cleared):
@@ -71,10 +71,10 @@ class NodeWorkers:
         elif event is None:
             log.error(
                 "the fork server (pid %d), which starts the workers, died, and the workers with it; starting a new one",
-                self._zygote.pid,
+                self._fork_server.pid,
             )
-            self._zygote.close()
-            self._zygote, self._num_clearing = self._new_zygote(), 0
+            self._fork_server.close()
+            self._fork_server, self._num_clearing = self._new_fork_server(), 0
         return event
 
     @property
@@ -89,7 +89,7 @@ class NodeWorkers:
             OutlastError: The fork server is gone, or a worker's environment is too large.
         """
         for request, fds in spawns:
-            self._zygote.send(request, fds)
+            self._fork_server.send(request, fds)
 
     def notify(self, workers: Mapping[int, WorkerProcess]) -> None:
         """Send SIGTERM to each running worker alone: its data loaders must live on."""
@@ -129,10 +129,10 @@ class NodeWorkers:
 
     def close(self) -> None:
         """End the fork server and the remaining workers."""
-        self._zygote.close()
+        self._fork_server.close()
 
     def _send(self, request: Clear | SendSignal) -> None:
         try:
-            self._zygote.send(request)
+            self._fork_server.send(request)
         except OutlastError as error:
             log.debug("%s", error)  # the loop detects its end and replaces it

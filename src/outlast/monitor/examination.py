@@ -33,8 +33,8 @@ import msgspec
 from outlast.decoding import json_decoder
 from outlast.monitor import stacks
 from outlast.monitor.stacks import Stack
-from outlast.policy.culprit import Collective, Position
 from outlast.policy.deadlines import Expired
+from outlast.policy.root_cause import Collective, Position
 from outlast.runtime.board import Board, RankState
 from outlast.runtime.files import make_private_folder, open_private, write_optional
 from outlast.runtime.processes import DatagramSocket, process_state

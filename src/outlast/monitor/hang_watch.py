@@ -24,8 +24,8 @@ from outlast.decoding import from_json
 from outlast.monitor.examination import examine
 from outlast.monitor.learned_timeouts import MERGE_S, LearnedTimeouts, enforceable, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.culprit import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Observation, Timeouts
+from outlast.policy.root_cause import Position, find_root_cause, is_hang_explained
 from outlast.runtime.board import Board
 from outlast.runtime.files import write_optional
 from outlast.runtime.processes import send_signal
@@ -103,7 +103,7 @@ class HangWatch:
         positions = examine(self._board, node=self._task.node, stacks_dir=folder, expired=report.expired)
         rank = report.expired[0].global_rank
         if positions:
-            log.error("%s; stacks in %s", find_culprit(positions).reason, folder)
+            log.error("%s; stacks in %s", find_root_cause(positions).reason, folder)
         self._doubt_timeouts(report, positions)
         wanted = signal.Signals[self._config.rank_termination_signal]
         log.error("rank %d (pid %d) is ended with %s", rank, self._task.pid, wanted.name)

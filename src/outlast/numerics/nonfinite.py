@@ -387,12 +387,12 @@ def _not_finite(tensors: list[torch.Tensor]) -> list[bool]:
     by_device: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
     for (device, _), numbers in by_kind.items():
         largest = torch.stack(list(torch._foreach_norm([tensors[number] for number in numbers], math.inf)))
-        places, verdicts = by_device.setdefault(device, ([], []))
+        places, decisions = by_device.setdefault(device, ([], []))
         places += numbers
-        verdicts.append(torch.isfinite(largest))
+        decisions.append(torch.isfinite(largest))
     found = [False] * len(tensors)
-    for places, verdicts in by_device.values():
-        for number, is_finite in zip(places, torch.cat(verdicts).tolist(), strict=True):
+    for places, decisions in by_device.values():
+        for number, is_finite in zip(places, torch.cat(decisions).tolist(), strict=True):
             found[number] = not is_finite
     return found
 

@@ -30,7 +30,7 @@ from outlast.config import RerunStateMachineConfig
 from outlast.decoding import from_json
 from outlast.env import WorkerEnv
 from outlast.errors import NotFinite, OutlastError
-from outlast.incidents import EventKind, Rung, Verdict
+from outlast.incidents import Decision, EventKind, RecoveryLevel
 from outlast.numerics.replay import Batches, ReplayableIterator, Rewinder, StepReplay, as_iterators, fingerprint_of
 from outlast.numerics.validation import Compare, Differences, Judged, StepValidation, describe_differences
 from outlast.policy.rerun import (
@@ -74,7 +74,7 @@ class RerunDecision:
     @property
     def must_save(self) -> bool:
         """Whether the state, the machine's included, is to be saved for a diagnosis before the process ends."""
-        return self.action is Action.SAVE_AND_LEAVE
+        return self.action is Action.SAVE_AND_EXIT
 
     @property
     def exit_code(self) -> int | None:
@@ -372,15 +372,20 @@ class RerunMachine:
                 self._num_found[diagnosis.finding] += 1
                 log.warning("%s; training continues with the newer run", diagnosis.describe())
                 reason = "the step was run again, and training continues with the newer run"
-                journal_diagnosis(self._journal, self._place, diagnosis, Verdict(rung=Rung.RERUN_STEP, reason=reason))
+                journal_diagnosis(
+                    self._journal,
+                    self._place,
+                    diagnosis,
+                    Decision(recovery_level=RecoveryLevel.RERUN_STEP, reason=reason),
+                )
             self._state = transition.state
             self._end_step(_GO_ON if diagnosis is None else RerunDecision(diagnosis=diagnosis))
             return False
         own = None
         if judged is not None and mine == outcome:
             own = self._diagnose(judged, transition.finding or Finding.UNDECIDED)
-        diagnosis = self._agree_on_culprit(own, has_rejected=judged is not None)
-        if transition.action is Action.SAVE_AND_LEAVE:
+        diagnosis = self._agree_on_root_cause(own, has_rejected=judged is not None)
+        if transition.action is Action.SAVE_AND_EXIT:
             self._rewinder.rewind()
             self._replay.keep(diagnosis, self._validation, self._iterators, self._rewinder.random.state)
         self._state = transition.state
@@ -442,7 +447,7 @@ class RerunMachine:
             rejected_ranks=(self._place.global_rank,),
         )
 
-    def _agree_on_culprit(self, mine: Diagnosis | None, *, has_rejected: bool) -> Diagnosis:
+    def _agree_on_root_cause(self, mine: Diagnosis | None, *, has_rejected: bool) -> Diagnosis:
         """Return one rank's diagnosis on all ranks: of those that have one, that of the earliest validation.
 
         Args:

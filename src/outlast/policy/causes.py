@@ -2,7 +2,7 @@
 
 :func:`find_first` picks among the failed workers of one node: the exception of one rank makes its peers fail in their
 collectives a moment later, and the first to end is not always the root cause. :func:`root_cause` picks among the
-incidents of all nodes. Which rank a hang waits for: :mod:`outlast.policy.culprit`.
+incidents of all nodes. Which rank a hang waits for: :mod:`outlast.policy.root_cause`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def wait_s(
     return 0.0
 
 
-OWN_VERDICTS = frozenset(
+OWN_DECISIONS = frozenset(
     {ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION, ExitReason.STRAGGLER},
 )
 """Exit codes by which a worker reports why all ranks exit: an invalid result, or a slow rank."""
@@ -197,7 +197,7 @@ _GRAVITY = {
 }
 
 
-_OWN_VERDICT = 2
+_OWN_DECISION = 2
 """A worker that exited with a decision of its own was not ended by its peers; they may have been by it."""
 
 
@@ -221,9 +221,11 @@ def root_cause(incidents: Sequence[Incident]) -> Incident | None:
 
 
 def _gravity(incident: Incident) -> int:
-    if incident.kind == IncidentKind.WORKER_FAILED and incident.exit_code in OWN_VERDICTS:
+    if incident.kind == IncidentKind.WORKER_FAILED and incident.exit_code in OWN_DECISIONS:
         return (
-            _FOUND_OUT if _diagnosis(incident).get("finding") in (Finding.PERSISTENT, Finding.CORRECT) else _OWN_VERDICT
+            _FOUND_OUT
+            if _diagnosis(incident).get("finding") in (Finding.PERSISTENT, Finding.CORRECT)
+            else _OWN_DECISION
         )
     return _GRAVITY[incident.kind]
 

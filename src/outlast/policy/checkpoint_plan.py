@@ -143,7 +143,7 @@ class RetentionRules:
 
 
 def choose_kept(
-    generations: Iterable[int],
+    checkpoints: Iterable[int],
     *,
     most_recent_k: int,
     retain_interval: int = 0,
@@ -153,7 +153,7 @@ def choose_kept(
     """Choose the checkpoints to keep.
 
     Args:
-        generations: Iterations of the *valid* checkpoints, in any order: torn or excluded ones must not be counted, or
+        checkpoints: Iterations of the *valid* checkpoints, in any order: torn or excluded ones must not be counted, or
             they would displace good ones.
         most_recent_k: How many of the newest to keep, at least 1; -1 = all.
         retain_interval: Checkpoints whose iteration is a multiple of it are kept forever; 0 = none.
@@ -173,14 +173,14 @@ def choose_kept(
         raise ValueError(f"most_recent_k={most_recent_k} must be at least 1, or -1 to keep all")
     if retain_interval < 0 or suspect_window < 0:
         raise ValueError(f"retain_interval={retain_interval} and suspect_window={suspect_window} must not be negative")
-    present = sorted(set(generations), reverse=True)
+    present = sorted(set(checkpoints), reverse=True)
     if not present or most_recent_k == KEEP_ALL:
         return frozenset(present)
     kept = set(present[:most_recent_k])
-    kept.update([generation for generation in present if generation not in not_finite][:1])
+    kept.update([checkpoint for checkpoint in present if checkpoint not in not_finite][:1])
     if retain_interval:
-        kept.update(generation for generation in present if generation % retain_interval == 0)
-    doubtful = [generation for generation in present if present[0] - generation <= suspect_window]
+        kept.update(checkpoint for checkpoint in present if checkpoint % retain_interval == 0)
+    doubtful = [checkpoint for checkpoint in present if present[0] - checkpoint <= suspect_window]
     kept.add(doubtful[-1])
     kept.update(present[len(doubtful) : len(doubtful) + 1])
     return frozenset(kept)
@@ -211,7 +211,7 @@ def choose_removed(
         ValueError: The rules are invalid.
     """
     there = list(present)
-    counted = {*(generation for generation in there if generation in valid), committed}
+    counted = {*(checkpoint for checkpoint in there if checkpoint in valid), committed}
     kept = choose_kept(
         counted,
         most_recent_k=rules.most_recent_k,
@@ -221,4 +221,4 @@ def choose_removed(
     )
     if rules.most_recent_k == KEEP_ALL:
         return []
-    return [generation for generation in there if generation not in kept and generation < max(counted)]
+    return [checkpoint for checkpoint in there if checkpoint not in kept and checkpoint < max(counted)]

@@ -77,7 +77,7 @@ class RestartPhase(StrEnum):
     ABORTED = "aborted"
 
 
-class HubMember(msgspec.Struct, frozen=True, kw_only=True):
+class RestartMember(msgspec.Struct, frozen=True, kw_only=True):
     """A living member."""
 
     node: str
@@ -119,7 +119,7 @@ class RestartState(msgspec.Struct, frozen=True, kw_only=True):
     phase: RestartPhase
     restart_count: int
     """The call that forms, runs, or ran last."""
-    members: dict[int, HubMember]
+    members: dict[int, RestartMember]
     """Living members, ordered by initial rank."""
     num_unready: int
     num_running: int
@@ -209,11 +209,11 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 def begin(world_size: int, at_s: float) -> RestartState:
     """Return the state before any member has connected."""
-    members = {rank: HubMember(node="") for rank in range(world_size)}
+    members = {rank: RestartMember(node="") for rank in range(world_size)}
     return RestartState(phase=RestartPhase.FORMING, restart_count=0, began_s=at_s, **_counted(members))
 
 
-def _counted(members: dict[int, HubMember]) -> dict[str, Any]:
+def _counted(members: dict[int, RestartMember]) -> dict[str, Any]:
     """Return members as fields of the state, with their counts."""
     num_unready = sum(not member.is_ready for member in members.values())
     num_running = sum(member.is_running for member in members.values())
@@ -240,7 +240,7 @@ def take_over(
     if newest.restart_count < 0 or not nodes:
         return msgspec.structs.replace(begin(world_size, at_s), num_questions=int(at_s * 1e6))
     members = {
-        rank: HubMember(node=node, active_rank=ranks.get(rank))
+        rank: RestartMember(node=node, active_rank=ranks.get(rank))
         for rank, node in sorted(nodes.items())
         # Members left out of the last call are removed, whatever the old coordinator managed to order.
         if rank in ranks
@@ -579,7 +579,7 @@ class _RestartTransition:
             known = frozenset(_name(fault) for fault in state.restart.faults)
         self.send_all(msgspec.structs.replace(go, faults=tuple(one for one in faults if _name(one) not in known)))
         members = {
-            rank: HubMember(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank])
+            rank: RestartMember(node=member.node, labels=member.labels, is_here=member.is_here, active_rank=ranks[rank])
             for rank, member in state.members.items()
             if rank in ranks
         }
@@ -658,7 +658,7 @@ class _RestartTransition:
     def set_member(self, rank: int, **changes: object) -> None:
         self._put(rank, msgspec.structs.replace(self.state.members[rank], **changes))
 
-    def _put(self, rank: int, member: HubMember | None) -> None:
+    def _put(self, rank: int, member: RestartMember | None) -> None:
         state, before = self.state, self.state.members[rank]
         if member is None:
             del state.members[rank]

@@ -20,7 +20,7 @@ compares again at every save:
   takes the directory over.
 * It is another run's, which came later: the save is refused.
 
-Rejected: one record for both. A lease is about processes and expires; a name is about data, is proven by digests, and
+Rejected: one record for both. A lease is about processes and expires; a name is about data, is verified by digests, and
 must be found again when all leases are lost.
 """
 
@@ -199,7 +199,7 @@ def is_same_training(before: LeaseOwner, own: LeaseOwner) -> bool:
 @dataclass(frozen=True, slots=True)
 class DirectoryRun:
     run: str
-    is_proven: bool
+    is_verified: bool
     """A manifest names it; otherwise only the hint does."""
 
 
@@ -213,9 +213,9 @@ class RunEvidence(msgspec.Struct, frozen=True, array_like=True):
     iteration: int = 0
     """Of its newest checkpoint."""
 
-    def choose(self, proven: Collection[str]) -> str | None:
+    def choose(self, verified: Collection[str]) -> str | None:
         """Return the run that the place names, given those that any place's manifests name."""
-        return self.hint if self.hint in proven else self.run
+        return self.hint if self.hint in verified else self.run
 
 
 class ClaimStep(Enum):
@@ -243,11 +243,11 @@ def find_owner(hint: str | None, runs: Iterable[str], *, own: str | None = None)
     found = list[str]()
     for run in runs:
         if run == hint or (hint is None and own in (None, run)):
-            return DirectoryRun(run, is_proven=True)
+            return DirectoryRun(run, is_verified=True)
         found.append(run)
     if found:
-        return DirectoryRun(own if own is not None and own in found else found[0], is_proven=True)
-    return DirectoryRun(hint, is_proven=False) if hint is not None else None
+        return DirectoryRun(own if own is not None and own in found else found[0], is_verified=True)
+    return DirectoryRun(hint, is_verified=False) if hint is not None else None
 
 
 def judge_claim(run: str, owner: DirectoryRun | None, hint: str | None, *, is_unchanged: bool) -> ClaimStep:
@@ -266,7 +266,7 @@ def judge_claim(run: str, owner: DirectoryRun | None, hint: str | None, *, is_un
     return ClaimStep.WRITE if is_unchanged else ClaimStep.REFUSE
 
 
-def choose_run(global_place: RunEvidence | None, near_places: Iterable[RunEvidence]) -> str | None:
+def choose_run(global_place: RunEvidence | None, node_places: Iterable[RunEvidence]) -> str | None:
     """Return the run that ranks continue, whose places may name different ones.
 
     A hint counts only if a manifest in any place names the same run. A node that replaced another may have files of an
@@ -274,16 +274,16 @@ def choose_run(global_place: RunEvidence | None, near_places: Iterable[RunEviden
 
     Args:
         global_place: Evidence in the global tier.
-        near_places: Evidence in each node's memory and directory; a place counts as often as it is given.
+        node_places: Evidence in each node's memory and directory; a place counts as often as it is given.
 
     Returns:
         The global tier's run, else the one that most places name, else the newest; ``None`` = it is a new run.
     """
-    near = list(near_places)
-    proven = {place.run for place in (global_place, *near) if place is not None and place.run is not None}
-    if global_place is not None and (run := global_place.choose(proven)) is not None:
+    near = list(node_places)
+    verified = {place.run for place in (global_place, *near) if place is not None and place.run is not None}
+    if global_place is not None and (run := global_place.choose(verified)) is not None:
         return run
-    named = [(run, place.iteration) for place in near if (run := place.choose(proven)) is not None]
+    named = [(run, place.iteration) for place in near if (run := place.choose(verified)) is not None]
     count = Counter(run for run, _ in named)
     newest = {run: max(iteration for other, iteration in named if other == run) for run in count}
     return max(count, key=lambda run: (count[run], newest[run], run), default=None)

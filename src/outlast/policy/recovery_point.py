@@ -26,7 +26,7 @@ node-local ones of the same attempt are not, so what was saved after *its* load 
 
 **The same failure twice.** If the same failure follows the load of the same node-local copy twice at the same
 iteration, and one restart is left, the checkpoint's node-local copies are put last (:func:`exclude_after_failure`): the
-last restart uses another tier. They are not proven bad, so they are loaded if nothing else is left.
+last restart uses another tier. They are not verified bad, so they are loaded if nothing else is left.
 
 This terminates: a copy is excluded once, at most :data:`MAX_OPEN` exclusions are open, one of them of the global tier.
 One is settled when training committed a checkpoint beyond the iteration of the invalid result.
@@ -67,20 +67,20 @@ class Tier(IntEnum):
         return self.name.lower()
 
 
-class Copy(msgspec.Struct, frozen=True, order=True):
+class Copy(msgspec.Struct, rename={"checkpoint": "generation"}, frozen=True, order=True):
     """One rank's part of a checkpoint in one place."""
 
-    generation: int
+    checkpoint: int
     attempt: str
     tier: Tier
     holder: str = ""
     """The node that holds it; empty for the global tier."""
 
 
-class RecoveryPoint(msgspec.Struct, frozen=True):
+class RecoveryPoint(msgspec.Struct, rename={"checkpoint": "generation"}, frozen=True):
     """The checkpoint that all ranks load."""
 
-    generation: int
+    checkpoint: int
     attempt: str
     copies: tuple[Copy, ...]
     """The copy that each rank loads, by rank."""
@@ -108,14 +108,14 @@ def choose_recovery_point(
     for rank, held in enumerate(copies):
         usable = set(held).difference((refused or {}).get(rank, ()))
         farthest_first = sorted(usable, key=lambda copy: (copy.tier, copy.holder), reverse=True)
-        best.append({(copy.generation, copy.attempt): copy for copy in farthest_first})
+        best.append({(copy.checkpoint, copy.attempt): copy for copy in farthest_first})
     complete = set(best[0]).intersection(*best[1:])
     if not complete:
         return None
-    generation = max(key[0] for key in complete)
-    attempts = sorted(key[1] for key in complete if key[0] == generation)
-    attempt = min(reversed(attempts), key=lambda name: sum(nearest[generation, name].tier for nearest in best))
-    return RecoveryPoint(generation, attempt, tuple(nearest[generation, attempt] for nearest in best))
+    checkpoint = max(key[0] for key in complete)
+    attempts = sorted(key[1] for key in complete if key[0] == checkpoint)
+    attempt = min(reversed(attempts), key=lambda name: sum(nearest[checkpoint, name].tier for nearest in best))
+    return RecoveryPoint(checkpoint, attempt, tuple(nearest[checkpoint, attempt] for nearest in best))
 
 
 def choose_best_point(
@@ -141,7 +141,7 @@ def choose_best_point(
         if (point := choose_best_point(copies, without, doubtful=doubtful, not_finite=not_finite)) is not None:
             return point
     unsure = [set(doubtful[rank]) if doubtful else set() for rank in range(len(copies))]
-    infinite = [{copy for copy in held if (copy.generation, copy.attempt) in not_finite} for held in copies]
+    infinite = [{copy for copy in held if (copy.checkpoint, copy.attempt) in not_finite} for held in copies]
     for left_out in ((unsure, infinite), (infinite,), (unsure,), ()):
         bad = {rank: set(refused.get(rank, ())).union(*(one[rank] for one in left_out)) for rank in range(len(copies))}
         if (point := choose_recovery_point(copies, bad)) is not None:
@@ -158,12 +158,12 @@ MAX_OPEN = 3
 _GLOBAL = str(Tier.GLOBAL)
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class Load(msgspec.Struct, rename={"checkpoint": "generation"}, frozen=True, kw_only=True):
     """What the ranks of a cycle loaded."""
 
     cycle: str
     """Name of the cycle, ``<job>-<number>``, with which the names of its saves begin."""
-    generation: int
+    checkpoint: int
     attempt: str
     """The attempt that had saved it."""
     tier: TierName
@@ -172,10 +172,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Iterations after the load in which an invalid result casts doubt on it."""
 
 
-class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Exclusion(msgspec.Struct, rename={"checkpoint": "generation"}, frozen=True, kw_only=True, omit_defaults=True):
     """Copies that are not loaded again: a checkpoint's node-local ones or, with ``tier="global"``, all of them."""
 
-    generation: int
+    checkpoint: int
     attempt: str
     tier: TierName
     """Tier of the load that led to the invalid result."""
@@ -190,15 +190,15 @@ class Distrusted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     settled: bool = False
     """Training has since committed a checkpoint beyond ``iteration``."""
     is_last_resort: bool = False
-    """Not proven bad: the same failure followed its load twice. Loaded only if nothing else is left; descendants count
-    as before."""
+    """Not verified bad: the same failure followed its load twice. Loaded only if nothing else is left; descendants
+    count as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """What an invalid result shows about the loaded copy."""
 
-    distrusted: Distrusted | None
+    excluded: Exclusion | None
     """The copies to exclude, with a restart; ``None`` = no copy is at fault, the run stops."""
     reason: str
     """Part of a sentence for messages."""
@@ -211,7 +211,7 @@ def tier_of_load(tiers: Iterable[str]) -> TierName:
     return names[used[-1]] if used else "global"
 
 
-def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distrusted], loads: Sequence[Load]) -> Judgement:
+def judge(load: Load | None, iteration: int | None, *, known: Sequence[Exclusion], loads: Sequence[Load]) -> Judgement:
     """Return what an invalid result shows about the copy that the cycle had loaded.
 
     Args:
@@ -223,26 +223,26 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
     known = [one for one in known if not one.is_last_resort]
     if load is None or iteration is None:
         why = f"{len(known)} copies are excluded already" if known else "so no copy can be at fault"
-        return Judgement(distrusted=None, reason=f"nothing was loaded, {why}")
-    since = iteration - load.generation
-    what = f"checkpoint {load.generation} ({load.tier} tier, attempt {load.attempt})"
+        return Judgement(excluded=None, reason=f"nothing was loaded, {why}")
+    since = iteration - load.checkpoint
+    what = f"checkpoint {load.checkpoint} ({load.tier} tier, attempt {load.attempt})"
     if not 0 <= since <= load.suspect_window:
         where = f"{count(since, 'iteration')} after {what} was loaded"
-        return Judgement(distrusted=None, reason=f"{where}, beyond the suspect window of {load.suspect_window}")
+        return Judgement(excluded=None, reason=f"{where}, beyond the suspect window of {load.suspect_window}")
     is_global = load.tier == _GLOBAL
     if any(one.attempt == load.attempt and (one.tier == _GLOBAL or not is_global) for one in known):
-        return Judgement(distrusted=None, reason=f"{what} is excluded already and was loaded nevertheless")
+        return Judgement(excluded=None, reason=f"{what} is excluded already and was loaded nevertheless")
     pending = [one for one in known if not one.settled]
     if is_global and any(one.tier == _GLOBAL for one in pending):
         return Judgement(
-            distrusted=None, reason=f"{what} is the second one from the global tier that led to an invalid result"
+            excluded=None, reason=f"{what} is the second one from the global tier that led to an invalid result"
         )
     if len(pending) >= MAX_OPEN:
-        return Judgement(distrusted=None, reason=f"{len(pending)} other copies led to an invalid result before {what}")
+        return Judgement(excluded=None, reason=f"{len(pending)} other copies led to an invalid result before {what}")
     distance = f"{since} iteration{'' if since == 1 else 's'} after it was loaded"
     why = f"an invalid result at iteration {iteration}, {distance} from the {load.tier} tier in cycle {load.cycle}"
-    distrusted = Distrusted(
-        generation=load.generation,
+    excluded = Exclusion(
+        checkpoint=load.checkpoint,
         attempt=load.attempt,
         tier=load.tier,
         iteration=iteration,
@@ -252,11 +252,11 @@ def judge(load: Load | None, iteration: int | None, *, known: Sequence[Distruste
     )
     scope = "it" if is_global else "its copies in memory, local tier and replicas"
     return Judgement(
-        distrusted=distrusted, reason=f"{distance}, {what} is excluded: {scope}, and all that descends from it"
+        excluded=excluded, reason=f"{distance}, {what} is excluded: {scope}, and all that descends from it"
     )
 
 
-def exclude_after_failure(load: Load, iteration: int, *, known: Sequence[Distrusted]) -> Distrusted | None:
+def exclude_after_failure(load: Load, iteration: int, *, known: Sequence[Exclusion]) -> Exclusion | None:
     """Return the copies to exclude after the same failure has followed the load of the same copy twice.
 
     Args:
@@ -269,8 +269,8 @@ def exclude_after_failure(load: Load, iteration: int, *, known: Sequence[Distrus
     """
     if load.tier == _GLOBAL or any(one.attempt == load.attempt for one in known):
         return None
-    return Distrusted(
-        generation=load.generation,
+    return Exclusion(
+        checkpoint=load.checkpoint,
         attempt=load.attempt,
         tier=load.tier,
         iteration=iteration,
@@ -280,7 +280,7 @@ def exclude_after_failure(load: Load, iteration: int, *, known: Sequence[Distrus
     )
 
 
-def settle(known: Sequence[Distrusted], durable_iteration: int | None) -> tuple[Distrusted, ...]:
+def settle(known: Sequence[Exclusion], durable_iteration: int | None) -> tuple[Exclusion, ...]:
     """Return the exclusions after a cycle whose end cast no doubt on what it had loaded.
 
     Args:
@@ -294,39 +294,39 @@ def settle(known: Sequence[Distrusted], durable_iteration: int | None) -> tuple[
     )
 
 
-def is_distrusted(copy: Copy, lineage: Mapping[str, str | None], distrusted: Iterable[Distrusted]) -> bool:
+def is_excluded(copy: Copy, lineage: Mapping[str, str | None], excluded: Iterable[Exclusion]) -> bool:
     """Return whether a copy led to invalid results, or descends from one that did.
 
     Args:
         copy: A rank's copy of a checkpoint.
         lineage: Attempt to the attempt that its processes had loaded; ``None`` = they had loaded nothing.
-        distrusted: The exclusions.
+        excluded: The exclusions.
     """
     ancestors = list(_ancestry(copy.attempt, lineage))
-    return any(_covers(one, copy, ancestors) for one in distrusted if not one.is_last_resort)
+    return any(_covers(one, copy, ancestors) for one in excluded if not one.is_last_resort)
 
 
-def is_last_resort(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
+def is_last_resort(copy: Copy, excluded: Iterable[Exclusion]) -> bool:
     """Return whether a copy is loaded only if nothing else is left, as the same failure followed its load twice."""
-    return copy.tier != Tier.GLOBAL and any(one.is_last_resort and one.attempt == copy.attempt for one in distrusted)
+    return copy.tier != Tier.GLOBAL and any(one.is_last_resort and one.attempt == copy.attempt for one in excluded)
 
 
-def is_doubtful(copy: Copy, distrusted: Iterable[Distrusted]) -> bool:
+def is_doubtful(copy: Copy, excluded: Iterable[Exclusion]) -> bool:
     """Return whether a node-local copy was saved by a cycle of which another node-local copy led to invalid results."""
-    bad = {_cycle_of(one.attempt) for one in distrusted if one.tier != _GLOBAL}
+    bad = {_cycle_of(one.attempt) for one in excluded if one.tier != _GLOBAL}
     return copy.tier != Tier.GLOBAL and _cycle_of(copy.attempt) in bad
 
 
-def decode_distrusted(text: str | None) -> tuple[Distrusted, ...]:
+def decode_excluded(text: str | None) -> tuple[Exclusion, ...]:
     """Return the exclusions from the text that workers are given; ``None`` = none.
 
     Raises:
         msgspec.DecodeError: The text is invalid.
     """
-    return from_json(text, tuple[Distrusted, ...]) if text else ()
+    return from_json(text, tuple[Exclusion, ...]) if text else ()
 
 
-def _covers(one: Distrusted, copy: Copy, ancestors: Sequence[str]) -> bool:
+def _covers(one: Exclusion, copy: Copy, ancestors: Sequence[str]) -> bool:
     if copy.attempt == one.attempt:
         return one.tier == _GLOBAL or copy.tier != Tier.GLOBAL
     if any(_cycle_of(attempt) in one.tainted for attempt in (copy.attempt, *ancestors) if attempt != one.attempt):
@@ -364,10 +364,10 @@ def _cycle_of(attempt: str) -> str:
     return attempt.rpartition("-")[0]
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class Origin(msgspec.Struct, rename={"checkpoint": "generation"}, frozen=True, kw_only=True):
     """A checkpoint that was loaded."""
 
-    generation: int
+    checkpoint: int
     attempt: str
     """The attempt that had saved it."""
     tiers: tuple[str, ...]

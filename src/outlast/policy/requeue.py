@@ -13,7 +13,7 @@ import msgspec
 
 from outlast.errors import ExitReason
 
-TOLD_TO_LEAVE = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 143: "SIGTERM"}
+SHUTDOWN_SIGNALS = {129: "SIGHUP", 130: "SIGINT", 138: "SIGUSR1", 140: "SIGUSR2", 143: "SIGTERM"}
 """Exit codes of a job that was shut down, with the signal's name: an agent had nothing to save, or no time to."""
 
 _FOR_A_PERSON = {
@@ -82,8 +82,8 @@ def rule(state: RequeueState, end: JobEnd, *, num_job_retries_on_failure: int) -
             return _keep(state, f"{_FOR_A_PERSON[ExitReason(stopped_with)]} (exit code {stopped_with})")
     if code == ExitReason.PREEMPTED:
         return Ruling(requeue=True, reason="shutdown requested, with a saved checkpoint to resume from", state=state)
-    if code in TOLD_TO_LEAVE:
-        return Ruling(requeue=True, reason=f"shutdown requested by {TOLD_TO_LEAVE[code]}", state=state)
+    if code in SHUTDOWN_SIGNALS:
+        return Ruling(requeue=True, reason=f"shutdown requested by {SHUTDOWN_SIGNALS[code]}", state=state)
     what = _FOR_ANOTHER_TRY[ExitReason(code)] if code in _FOR_ANOTHER_TRY else "a failure"
     if state.failures >= num_job_retries_on_failure:
         limit = num_job_retries_on_failure

@@ -269,7 +269,7 @@ class Action(StrEnum):
     """Let the optimizer step."""
     RUN_AGAIN = "run_again"
     """Restore random numbers, batches, gradients and buffers, and run the step again."""
-    SAVE_AND_LEAVE = "save_and_leave"
+    SAVE_AND_EXIT = "save_and_leave"
     """Restore them, save for a diagnosis, and exit with code 16."""
     LEAVE = "leave"
     """Exit with code 16; what is needed is saved already."""
@@ -281,7 +281,7 @@ class Action(StrEnum):
         """The process's exit code; ``None`` = it does not exit."""
         if self is Action.STOP:
             return ExitReason.FAILED_VALIDATION
-        return ExitReason.RESUME_TO_DISAMBIGUATE if self in (Action.SAVE_AND_LEAVE, Action.LEAVE) else None
+        return ExitReason.RESUME_TO_DISAMBIGUATE if self in (Action.SAVE_AND_EXIT, Action.LEAVE) else None
 
 
 class Transition(NamedTuple):
@@ -317,7 +317,7 @@ TABLE: Mapping[StepRun, Mapping[RunOutcome, Transition]] = MappingProxyType(
     {
         _S.FIRST_RUN: dict.fromkeys(RunOutcome, Transition(_S.SECOND_RUN, _A.RUN_AGAIN))
         | {_O.VALID: Transition(_S.FIRST_RUN, _A.GO_ON)},
-        _S.SECOND_RUN: _leave(_A.SAVE_AND_LEAVE, **_JUDGED_HERE) | _go_on(_F.TRANSIENT, _F.REPRODUCED),
+        _S.SECOND_RUN: _leave(_A.SAVE_AND_EXIT, **_JUDGED_HERE) | _go_on(_F.TRANSIENT, _F.REPRODUCED),
         _S.REPLAY_ELSEWHERE: _leave(_A.STOP, changed=_F.CORRECT, reproduced=_F.CORRECT)
         | {_O.CLEARED: _ELSEWHERE, _O.TOLERATED: _ELSEWHERE},
         _S.REPLAY_HERE: _leave(_A.LEAVE, **_JUDGED_HERE) | _go_on(_F.TRANSIENT, _F.TRANSIENT),

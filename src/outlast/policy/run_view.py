@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.errors import ExitReason
-from outlast.incidents import CYCLE_ENDING, Event, EventKind, IncidentKind, Rung
+from outlast.incidents import CYCLE_ENDING, Event, EventKind, IncidentKind, RecoveryLevel
 from outlast.policy.goodput import REPORTED_S, IterationRate, ProductiveTime, goodput, read_scores
 from outlast.policy.recovery_point import Tier
 
@@ -106,7 +106,7 @@ class WorkersStart:
                 self.awaits_global.get(event.rank, set()).discard(event.iteration or 0)
             case EventKind.CYCLE_ENDED:
                 self.reached = max([self.reached, *(event.data.get("iterations") or {}).values()])
-        if event.kind in (EventKind.VERDICT, EventKind.CYCLE_ENDED, EventKind.JOB_ENDED, EventKind.NOTICE):
+        if event.kind in (EventKind.DECISION, EventKind.CYCLE_ENDED, EventKind.JOB_ENDED, EventKind.NOTICE):
             self.is_ending = True
 
 
@@ -180,7 +180,7 @@ class IncidentView:
     event: Event
     """The first report."""
     incident: dict[str, Any]
-    verdict: dict[str, Any] | None = None
+    decision: dict[str, Any] | None = None
     """The decision; ``None`` = none was needed, or none yet."""
     num_reports: int = 1
 
@@ -207,7 +207,7 @@ class JobView(_Events):
     """Nodes that joined and were not lost since."""
     lost: set[str] = field(default_factory=set)
     unhealthy: set[str] = field(default_factory=set)
-    verdict: Event | None = None
+    decision: Event | None = None
     decided: Event | None = None
     """The newest decision on an incident."""
     waits_since_ns: int = 0
@@ -316,7 +316,7 @@ class JobView(_Events):
         self._take_of_job(event)
         if event.kind in _REPORTS and event.rank is not None and event.iteration is not None:
             self._note(event.rank, event, event.iteration)
-        if event.kind in (EventKind.INCIDENT, EventKind.VERDICT):
+        if event.kind in (EventKind.INCIDENT, EventKind.DECISION):
             self._take_incident(time_s, event)
         self._take_training(time_s, event)
         is_of_agent = event.kind in (EventKind.JOB_STARTED, EventKind.JOB_ENDED, EventKind.QUEUED)
@@ -403,11 +403,11 @@ class JobView(_Events):
             time.take_slow_ranks(read_scores(event.data), event.data.get("named") or ())
 
     def _take_incident(self, time_s: float, event: Event) -> None:
-        incident, verdict = incident_of(event), event.data.get("verdict")
+        incident, decision = incident_of(event), event.data.get("verdict")
         kind, node = incident.get("kind"), str(incident.get("node") or "")
         key: _Key
-        if event.kind == EventKind.VERDICT:
-            self.verdict, self.coordinator_node = event, event.node
+        if event.kind == EventKind.DECISION:
+            self.decision, self.coordinator_node = event, event.node
             self.waits_since_ns = max(self.waits_since_ns, event.wall_ns)
             if not incident:
                 return
@@ -419,13 +419,13 @@ class JobView(_Events):
             number = max(1, sum(one.num_reports for one in reports.values()))
             first = event if same is None else same.event
             at_s = time_s if same is None else same.time_s
-            key = ("decision", self.counts[EventKind.VERDICT])
-            self._cases[key] = IncidentView(at_s, first, incident, verdict, number)
+            key = ("decision", self.counts[EventKind.DECISION])
+            self._cases[key] = IncidentView(at_s, first, incident, decision, number)
             return
         self.incident_counts[str(kind)] += 1
         if kind == IncidentKind.SAVE_FAILED:
             self.failed_saves[str((incident.get("evidence") or {}).get("tier", "unknown"))] += 1
-        self.num_reruns += (verdict or {}).get("rung") == Rung.RERUN_STEP
+        self.num_reruns += (decision or {}).get("rung") == RecoveryLevel.RERUN_STEP
         if kind == IncidentKind.NODE_LOST and node:
             self.lost.add(node)
             self.joined.pop(node, None)
@@ -434,13 +434,13 @@ class JobView(_Events):
         if not incident:
             return
         who = _who(incident) if kind not in MANY else (kind,)
-        ends_cycle = kind in CYCLE_ENDING and verdict is None
+        ends_cycle = kind in CYCLE_ENDING and decision is None
         key = (event.cycle, *who) if ends_cycle else (event.cycle, incident.get("iteration"), *who)
         if key in self._cases:
             self._cases[key].num_reports += 1
             return
-        self._cases[key] = IncidentView(time_s, event, incident, verdict)
-        if (verdict or {}).get("rung") == Rung.RERUN_STEP:
+        self._cases[key] = IncidentView(time_s, event, incident, decision)
+        if (decision or {}).get("rung") == RecoveryLevel.RERUN_STEP:
             self.productive.redo_step()
         if ends_cycle:
             self._unjudged.setdefault(event.cycle, {})[key] = self._cases[key]
@@ -456,7 +456,7 @@ class JobView(_Events):
             cycle.starts[event.node] = pair
         elif event.kind == EventKind.CYCLE_ENDED:
             cycle.ends[event.node] = pair
-        elif incident_of(event) and (event.kind == EventKind.VERDICT or "verdict" in event.data):
+        elif incident_of(event) and (event.kind == EventKind.DECISION or "verdict" in event.data):
             cycle.decisions.append(pair)
         elif event.kind == EventKind.INCIDENT:
             cycle.incidents.append(pair)

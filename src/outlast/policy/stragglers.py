@@ -439,7 +439,7 @@ class MachineTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A message round trip, by the other rank (as text), for those that this rank began."""
 
 
-class MachineVerdict(msgspec.Struct, frozen=True, kw_only=True):
+class MachineDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the benchmark for a rank."""
 
     rank: int
@@ -495,7 +495,7 @@ def judge_machine(
     node: str,
     scope: Scope = Scope.RANK,
     shares_memory: bool = False,
-) -> MachineVerdict:
+) -> MachineDecision:
     """Return the benchmark's result for a suspect.
 
     Args:
@@ -506,7 +506,7 @@ def judge_machine(
         shares_memory: All ranks of a node use its memory, as without GPUs: copies show nothing about a single rank.
     """
     if not others:
-        return MachineVerdict(
+        return MachineDecision(
             rank=suspect.rank, node=node, cause=SlownessCause.UNKNOWN, reason="no other rank to compare with"
         )
     product = suspect.product_s / max(other.product_s for other in others)
@@ -528,4 +528,4 @@ def judge_machine(
         cause = SlownessCause.LINK
     else:
         cause = SlownessCause.WORK
-    return MachineVerdict(rank=suspect.rank, node=node, cause=cause, reason=reason)
+    return MachineDecision(rank=suspect.rank, node=node, cause=cause, reason=reason)

@@ -18,8 +18,8 @@ from outlast.runtime.consensus import Consensus
 from outlast.runtime.interruption import AsyncInterruption
 from outlast.runtime.process_groups import gather_bytes
 from outlast.runtime.random_numbers import RandomSnapshot
-from outlast.session.environment import has_near_tier
-from outlast.session.saves import NEAR_TIERS, DueSave, SaveSchedule, unwrap_ddp
+from outlast.session.environment import has_node_local_tier
+from outlast.session.saves import NODE_LOCAL_TIERS, DueSave, SaveSchedule, unwrap_ddp
 
 if TYPE_CHECKING:
     from outlast.checkpoint import Restored, SaveHandle
@@ -32,7 +32,7 @@ HeldState = tuple[tuple[int, str] | None, bool]
 
 
 class StartingState(msgspec.Struct, frozen=True, kw_only=True):
-    generation: int | None = None
+    checkpoint: int | None = None
     """The checkpoint that all ranks agreed on; ``None`` = none."""
     origin: str = "kept"
     """``kept``; ``new`` = all ranks begin at 0; or the tier that was read."""
@@ -130,7 +130,7 @@ class StateTracker:
             self._config,
             decides=place.global_rank == 0,
             world_size=place.world_size,
-            has_near=has_near_tier(self._config, place),
+            has_near=has_node_local_tier(self._config, place),
         )
         if "auto" in (self._config.save_interval, self._config.non_persistent_save_interval):
             self._consensus = Consensus(["save"], world_size=place.world_size)
@@ -169,7 +169,7 @@ class StateTracker:
             assert take is not None
             take({name: value for name, value in loaded.items() if value is not given[name]})
             self._random.take()
-        return self._resume(StartingState(generation=restored.generation, origin=restored.tier))
+        return self._resume(StartingState(checkpoint=restored.checkpoint, origin=restored.tier))
 
     def _resume(self, begin: StartingState) -> StartingState:
         self._random.restore()  # a failed call has used some
@@ -204,7 +204,9 @@ class StateTracker:
             return None
         with self._interruption.update():
             self._random.take()
-            handle = self._manager.save(unwrap_ddp(state), iteration, tiers=NEAR_TIERS if due == DueSave.NEAR else None)
+            handle = self._manager.save(
+                unwrap_ddp(state), iteration, tiers=NODE_LOCAL_TIERS if due == DueSave.NEAR else None
+            )
             self._attempt = handle.attempt
             self._schedule.note_save(iteration, due)
         return handle

@@ -160,8 +160,8 @@ class Pool:
         self._placement: Any = strategy if isinstance(strategy, PlacementGroup) else None
         self.keepers, self._journal = keepers, journal
         self._kept_nodes: set[str] = set()
-        self._notices: DrainNotices | None = None
-        self._noticed: set[str] = set()
+        self._detections: DrainNotices | None = None
+        self._detected: set[str] = set()
         self._extra: dict[int, Any] = {}
         self._num_actors = 0
         self._starting: dict[int, _Starting] = {}
@@ -183,7 +183,7 @@ class Pool:
         SparesExhausted (the cluster has too few resources; the reservation is released); GroupClosed (the group was
         closed meanwhile). Blocks: up to ``start_timeout``.
         """
-        self._notices = DrainNotices()
+        self._detections = DrainNotices()
         self._reserve()
         for bundle in range(self._num_bundles):
             self._start(bundle)
@@ -196,7 +196,7 @@ class Pool:
     @property
     def draining(self) -> Mapping[str, float]:
         """Node ids that Ray drains to the deadline on the monotonic clock; infinite = unknown."""
-        return {} if self._notices is None else self._notices.nodes
+        return {} if self._detections is None else self._detections.nodes
 
     @property
     def usable(self) -> tuple[Actor, ...]:
@@ -336,8 +336,8 @@ class Pool:
         Ray ends an actor at once; one whose process is stopped, after 5 seconds. Blocks: until all have ended, at most
         ``close_timeout``.
         """
-        if self._notices is not None:
-            self._notices.close()
+        if self._detections is not None:
+            self._detections.close()
         if self.keepers is not None:
             self.keepers.close()
         handles = list(self._all.values())
@@ -445,8 +445,8 @@ class Pool:
     def _note_drains(self) -> None:
         """Log and record newly drained nodes."""
         for node, ends_s in self.draining.items():
-            if node not in self._noticed:
-                self._noticed.add(node)
+            if node not in self._detected:
+                self._detected.add(node)
                 reason = f"Ray drains node {node[:8]}"
                 log.warning("%s: %s; of an actor there: %s", self._journal.job, reason, describe_drain(ends_s))
                 facts: dict[str, Any] = {"source": "ray", "reason": reason, "ray_node": node}

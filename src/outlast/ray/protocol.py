@@ -280,7 +280,7 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int | None
     """Optimizer steps of the state, the same on every rank; ``None`` = no state."""
-    generation: int | None
+    checkpoint: int | None
     """The checkpoint that all ranks agreed on; ``None`` = none: all begin at 0, or all kept their state."""
     loaded: bool
     """Whether state was read; ``False`` = it was kept, or begins at 0."""

@@ -41,7 +41,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Rank to process id of the replacements."""
     loaded: tuple[int, ...]
     """Ranks that loaded their state; the others kept it."""
-    generation: int | None
+    checkpoint: int | None
     """Iteration of the loaded checkpoint; ``None``: no rank loaded."""
     begun_at: int | None
     """Iteration at which the interrupted call began; ``None``: the actors keep no state."""
@@ -317,7 +317,7 @@ class Recovery:
             kept={rank: actor.pid for rank, actor in new.members.items() if actor.number in before},
             replaced={rank: actor.pid for rank, actor in new.members.items() if actor.number not in before},
             loaded=loaded,
-            generation=next((joined[rank].generation for rank in loaded), None),
+            checkpoint=next((joined[rank].checkpoint for rank in loaded), None),
             begun_at=progress.first.iteration,
             iteration=new.iteration,
             mesh_before=progress.first.mesh.by_axis,

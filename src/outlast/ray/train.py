@@ -39,10 +39,10 @@ from outlast.config import CheckpointConfig, Config, FaultToleranceConfig
 from outlast.config.base import require
 from outlast.config.launching import AGENTS_OWN
 from outlast.errors import BudgetExhausted, OutlastError
-from outlast.incidents import Incident, IncidentKind, Rung
+from outlast.incidents import Incident, IncidentKind, RecoveryLevel
+from outlast.launch.decisions import highest_committed, highest_durable
 from outlast.launch.protocol import CycleFacts
-from outlast.launch.verdicts import highest_committed, highest_durable
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, decide
+from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState, decide
 from outlast.ray.keepers import start_on
 from outlast.ray.replies import await_replies, describe_error
 from outlast.ray.train_watch import TrainWatch, WorkerPlace, answers_of
@@ -140,7 +140,7 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
         )
         self._attempt = -1
         self._was_watched = self._is_preempting = self._has_warned = False
-        self._ladder = LadderState()
+        self._recovery_state = RecoveryState()
         self._run_id = self._job = ""
         self._watches: dict[str, Any] = {}
         """By machine address. Ray nodes on one machine share a watch, as they share Ray Train's local ranks."""
@@ -185,9 +185,9 @@ class TrainCallback(WorkerGroupCallback, ControllerCallback, ReportCallback):
             max_no_progress_cycles=self._fault_tolerance.max_no_progress_cycles,
             max_node_faults=0,
         )
-        self._ladder, verdict = decide(self._ladder, end, limits)
-        if verdict.rung == Rung.STOP:
-            raise BudgetExhausted(verdict.reason)
+        self._recovery_state, decision = decide(self._recovery_state, end, limits)
+        if decision.recovery_level == RecoveryLevel.STOP:
+            raise BudgetExhausted(decision.reason)
 
     def after_report(self, training_report: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
         """Log the first reported loss that is NaN or infinite, once: without a session nothing else shows it."""

@@ -32,8 +32,8 @@ from outlast.inprocess.leaving import describe, drop, end_groups, is_consequence
 from outlast.monitor.examination import read_books, waits_in
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.stacks import Frame, Stack
-from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts, deadlines, expired
+from outlast.policy.root_cause import Position
 from outlast.ray.actor_state import StartingState, StateTracker
 from outlast.ray.protocol import (
     AXES,
@@ -458,7 +458,7 @@ class Shell:
         monitor.set_iteration(self.tracker.count)
         return Joined(
             iteration=self.tracker.iteration,
-            generation=begin.generation,
+            checkpoint=begin.checkpoint,
             loaded=begin.origin not in ("kept", "new"),
             origin=begin.origin,
             phases=phases,

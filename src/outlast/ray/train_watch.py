@@ -27,12 +27,12 @@ from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import FaultToleranceConfig
 from outlast.incidents import EventKind, Incident, IncidentKind
+from outlast.launch.decisions import identify_root_cause
 from outlast.launch.protocol import CycleFacts
-from outlast.launch.verdicts import name_culprit
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.culprit import Position
 from outlast.policy.deadlines import Timeouts, expired
+from outlast.policy.root_cause import Position
 from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
@@ -139,7 +139,7 @@ class TrainWatch:
         if not positions:
             return
         with_stacks = {**first.evidence, "stacks": self._stacks_dir}
-        incident = name_culprit(msgspec.structs.replace(first, evidence=with_stacks), positions)
+        incident = identify_root_cause(msgspec.structs.replace(first, evidence=with_stacks), positions)
         with self._lock:
             if attempt == self._attempt:
                 self._incident = incident

@@ -14,7 +14,7 @@ import ray
 
 from outlast import clock
 from outlast.config import RecoveryConfig
-from outlast.policy.culprit import Position, find_culprit
+from outlast.policy.root_cause import Position, find_root_cause
 from outlast.ray.pool import Actor, Pool
 from outlast.ray.protocol import ActorStatus, CallFailed, FailureKind
 from outlast.ray.replies import ActorPing, ReplyFault, await_replies, describe_error, read_reply
@@ -186,7 +186,7 @@ class Watch:
                 text = f"a timeout is exceeded, and no response for {silent_s:.1f} s"
                 exceeded[rank] = (text, one.open_s + now_s - one.alive_s)
         if exceeded and gathered.is_whole:
-            self._find_culprit(waiting, exceeded, gathered)
+            self._find_root_cause(waiting, exceeded, gathered)
 
     def _note_status(self, one: _AwaitedActor, status: ActorStatus) -> None:
         now_s = clock.now_s()
@@ -200,7 +200,7 @@ class Watch:
         overdue_s = max(one.overdue_s, one.ping.asked_s) + self._config.examine_timeout
         return min(overdue_s, one.ping.asked_s + self._config.ping_timeout)
 
-    def _find_culprit(
+    def _find_root_cause(
         self, waiting: Mapping[int, _AwaitedActor], exceeded: Mapping[int, tuple[str, float]], gathered: Gathered
     ) -> None:
         """After an exceeded timeout, identify the actor that the others wait for, if any."""
@@ -218,14 +218,14 @@ class Watch:
             positions[rank] = Position(
                 node=actor.node, global_rank=rank, pid=actor.pid, iteration=lowest, responsive=is_responsive
             )
-        culprit = find_culprit(positions.values())
-        if culprit.position is None:
+        root_cause = find_root_cause(positions.values())
+        if root_cause.position is None:
             # No actor is replaced: all leave the call, which is repeated once.
-            text = f"{next(iter(exceeded.values()))[0]}; {culprit.reason}"
+            text = f"{next(iter(exceeded.values()))[0]}; {root_cause.reason}"
             gathered.failed |= {rank: CallFailed(kind=FailureKind.PEER, summary=text) for rank in waiting}
             return
-        rank = culprit.position.global_rank
+        rank = root_cause.position.global_rank
         text, open_s = exceeded.get(rank) or next(iter(exceeded.values()))
-        reason = culprit.reason.partition(": ")[2]  # the prefix names the rank
-        kind = LossKind.HUNG if culprit.position.responsive else LossKind.SILENT
+        reason = root_cause.reason.partition(": ")[2]  # the prefix names the rank
+        kind = LossKind.HUNG if root_cause.position.responsive else LossKind.SILENT
         gathered.lost[rank] = lose(rank, waiting[rank].actor, kind, f"{text}; {reason}", open_s)

@@ -36,7 +36,7 @@ function detailOf(one) {
     const ended = one.exited ? [`exit code ${one.exited.exit_code ?? "not known"}`, one.exited.killed_by_us ? "ended by outlast" : ""].filter(Boolean).join(", ") : null;
     const cost = Object.entries(one.parts).filter(([, seconds]) => seconds > 0).sort((a, b) => b[1] - a[1]);
     const right = el("div", {}, el("h3", {}, "What was decided, and why"), list([
-      ["remedy", one.rung ? DONE[one.rung] || words(one.rung) : "nothing was decided"], ["why", one.reason],
+      ["remedy", one.recovery_level ? DONE[one.recovery_level] || words(one.recovery_level) : "nothing was decided"], ["why", one.reason],
       ["quarantined", one.quarantine.join(", ")], ["held back", one.hold_back.join(", ")], ["its process", ended],
       ["state came from", one.load ? `iteration ${one.load.iteration}, ${describeTiers(one.load)}, in ${time(one.load.load_s)}` : null],
     ]));
@@ -139,7 +139,7 @@ const COLUMNS = [
   { head: "When", of: (one) => one.at, show: (one) => moment(one.at), cls: "when" },
   { head: "What", of: (one) => one.kind, show: (one, isCostliest) => el("div", { class: "what" }, el("strong", {}, words(one.kind)), isCostliest ? el("span", { class: "costliest" }, "costliest") : null, el("span", { class: "line" }, one.text)) },
   { head: "Where", of: whoOf, show: whoOf, cls: "few" },
-  { head: "What was done", of: (one) => one.rung, show: (one) => DONE[one.rung] || words(one.rung) || "-", cls: "few" },
+  { head: "What was done", of: (one) => one.recovery_level, show: (one) => DONE[one.recovery_level] || words(one.recovery_level) || "-", cls: "few" },
   { head: "Noticed after", num: true, of: (one) => (one.since === null ? null : one.at - one.since), show: (one) => (one.since === null ? "-" : time(Math.max(0, one.at - one.since))), cls: "few mid" },
   { head: "Recovered after", num: true, of: (one) => (one.recovered === null ? null : one.recovered - one.at), show: (one) => (one.recovered === null ? "-" : time(Math.max(0, one.recovered - one.at))), cls: "few mid" },
   { head: "Redone", num: true, of: (one) => one.lost, show: (one) => one.lost === null ? "-" : one.lost },

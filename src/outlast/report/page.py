@@ -23,7 +23,7 @@ import msgspec
 from outlast import clock
 from outlast.goodput.account import IncidentCost, LoadSpan, Part, Warned
 from outlast.goodput.ledger import Ledger
-from outlast.incidents import IncidentKind, Rung
+from outlast.incidents import IncidentKind, RecoveryLevel
 from outlast.report.attachments import RunFiles
 from outlast.version import __version__
 from outlast.wording import count, number_ranges
@@ -237,13 +237,25 @@ class _Contents:
         return found
 
     def _incident(self, one: IncidentCost) -> dict[str, Any]:
-        incident, verdict = one.incident, one.verdict
+        incident, decision = one.incident, one.decision
         evidence = {key: value for key, value in one.evidence.items() if key not in ("file", "output", "exited")}
         output = one.evidence.get("output")
         load = next((load for load in self._ledger.loads if load.at_s >= one.at_s), None)
         until_s = one.recovered_s if one.recovered_s is not None else math.inf
         return {
-            **_pick(one, "index", "kind", "rung", "job", "cycle", "node", "rank", "iteration", "parts", "simulated"),
+            **_pick(
+                one,
+                "index",
+                "kind",
+                "recovery_level",
+                "job",
+                "cycle",
+                "node",
+                "rank",
+                "iteration",
+                "parts",
+                "simulated",
+            ),
             "text": one.text[:_MAX_TEXT],
             "reason": one.reason.removeprefix(one.text).lstrip(":; ")[:_MAX_TEXT],
             "at": one.at_s,
@@ -255,12 +267,14 @@ class _Contents:
             "section": incident.section if incident is not None else None,
             "pid": incident.pid if incident is not None else None,
             "exit_code": incident.exit_code if incident is not None else None,
-            "quarantine": verdict.quarantine if verdict is not None else (),
-            "hold_back": verdict.hold_back if verdict is not None else (),
+            "quarantine": decision.quarantine if decision is not None else (),
+            "hold_back": decision.hold_back if decision is not None else (),
             "exited": one.evidence.get("exited"),
             "output": [str(line)[:_MAX_TEXT] for line in output[-_MAX_ITEMS:]] if isinstance(output, list) else [],
             "evidence": bounded(evidence),
-            "load": self._load(load) if load is not None and load.at_s <= until_s and one.rung != _RERUN else None,
+            "load": self._load(load)
+            if load is not None and load.at_s <= until_s and one.recovery_level != _RERUN
+            else None,
         }
 
     def _warned(self) -> list[dict[str, Any]]:
@@ -354,7 +368,7 @@ class _Contents:
         }
 
 
-_RERUN = Rung.RERUN_STEP.name.lower()
+_RERUN = RecoveryLevel.RERUN_STEP.name.lower()
 
 
 def bounded(value: Any, depth: int = 0) -> Any:

@@ -132,7 +132,7 @@ def _incidents(ledger: Ledger, width: int, mark: str) -> RenderableType:
             str(one.index + 1),
             describe_time(one.at_s),
             _where(one),
-            _DONE.get(one.rung, plain(one.rung)) or "-",
+            _DONE.get(one.recovery_level, plain(one.recovery_level)) or "-",
             "-" if one.lost_iterations is None else str(one.lost_iterations),
             describe_time(one.cost_s),
         )

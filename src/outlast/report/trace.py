@@ -127,7 +127,7 @@ class _TraceEvents:
 def _facts(incident: IncidentCost) -> dict[str, Any]:
     return {
         "text": incident.text,
-        "rung": incident.rung,
+        "recovery_level": incident.recovery_level,
         "reason": incident.reason,
         "cost_s": incident.cost_s,
         "parts": incident.parts,

@@ -70,8 +70,8 @@ NAME_WORDS = 5
 SLOT_WORDS = NAME_WORDS + 2
 MAX_NAME_BYTES = 8 * NAME_WORDS - 1
 # Which checkpoint was loaded; written before RESTORED is set.
-LOAD_GENERATION = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
-LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_GENERATION + 1, LOAD_GENERATION + 4)
+LOAD_CHECKPOINT = NAMES + SLOT_WORDS * (MAX_NAMES + 1)
+LOAD_TIER, LOAD_WINDOW, LOAD_ATTEMPT = range(LOAD_CHECKPOINT + 1, LOAD_CHECKPOINT + 4)
 ATTEMPT_WORDS = 32
 MAX_ATTEMPT_BYTES = 8 * ATTEMPT_WORDS - 1
 # Iterations committed in any tier and in a tier that survives the loss of a node (DURABLE survives the end of the job);
@@ -98,7 +98,7 @@ PAGE_WORDS = PAGE_BYTES // 8
 MAX_SETTINGS_BYTES = 8 * (PAGE_WORDS - SETTINGS)
 HOT = struct.Struct(f"={HOT_WORDS}q")
 PAGE = struct.Struct(f"={PAGE_WORDS}q")
-_PROGRESS = (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_GENERATION, IN_PROCESS))
+_PROGRESS = (ITERATION, DURABLE, REPORTS, RESTORED, *range(LOAD_CHECKPOINT, IN_PROCESS))
 """Words that outlive an attachment."""
 _MAX_FAULTS = 8
 _MAX_SUMMARY = 500
@@ -123,7 +123,7 @@ _REQUESTS = frozenset(EndRequest)
 class LoadedCopy:
     """The checkpoint copy that the ranks loaded at the start of a cycle."""
 
-    generation: int
+    checkpoint: int
     attempt: str
     """The attempt that saved it."""
     tier: Tier
@@ -393,7 +393,7 @@ class RankPage:
                 )
             else:
                 _put_text(words, LOAD_ATTEMPT, attempt.ljust(8 * ATTEMPT_WORDS, b"\0"))
-                words[LOAD_GENERATION], words[LOAD_WINDOW] = loaded.generation, loaded.suspect_window
+                words[LOAD_CHECKPOINT], words[LOAD_WINDOW] = loaded.checkpoint, loaded.suspect_window
                 words[LOAD_TIER] = loaded.tier + 1
         words[RESTORED] = 1
 
@@ -670,7 +670,7 @@ def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool
     if words[RESTORED] and 0 < words[LOAD_TIER] <= len(Tier):
         attempt = whole[8 * LOAD_ATTEMPT : 8 * (LOAD_ATTEMPT + ATTEMPT_WORDS)].rstrip(b"\0")
         loaded = LoadedCopy(
-            generation=words[LOAD_GENERATION],
+            checkpoint=words[LOAD_CHECKPOINT],
             attempt=attempt.decode(errors="replace"),
             tier=Tier(words[LOAD_TIER] - 1),
             suspect_window=words[LOAD_WINDOW],

@@ -16,7 +16,7 @@ import msgspec
 
 from outlast.decoding import MAX_STATE_BYTES, from_json, read_file
 from outlast.env import WorkerEnv, clean_name
-from outlast.incidents import EventKind, Incident, IncidentKind, Verdict
+from outlast.incidents import Decision, EventKind, Incident, IncidentKind
 from outlast.policy.rerun import Diagnosis
 from outlast.runtime.files import PRIVATE, in_time, make_private_folder, write_atomically, write_optional
 from outlast.runtime.journal import Journal
@@ -49,7 +49,7 @@ def leave_diagnosis(place: WorkerEnv, diagnosis: Diagnosis, journal: Journal | N
 
 
 def journal_diagnosis(
-    journal: Journal | None, place: WorkerEnv, diagnosis: Diagnosis, verdict: Verdict | None = None
+    journal: Journal | None, place: WorkerEnv, diagnosis: Diagnosis, decision: Decision | None = None
 ) -> None:
     """Write an invalid result of this rank to the journal as an incident, with the decision if there is one."""
     if journal is None:
@@ -63,7 +63,7 @@ def journal_diagnosis(
         iteration=diagnosis.iteration,
         evidence={"summary": diagnosis.describe(), "diagnosis": msgspec.to_builtins(diagnosis)},
     )
-    more: dict[str, Any] = {} if verdict is None else {"verdict": verdict}
+    more: dict[str, Any] = {} if decision is None else {"verdict": decision}
     journal.write(EventKind.INCIDENT, rank=place.global_rank, iteration=diagnosis.iteration, incident=incident, **more)
 
 

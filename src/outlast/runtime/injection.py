@@ -24,7 +24,7 @@ from outlast.decoding import from_json
 _armed: dict[str, Callable[..., object]] = {}
 
 
-class DiskTrouble(msgspec.Struct, frozen=True, kw_only=True):
+class DiskFault(msgspec.Struct, frozen=True, kw_only=True):
     """A fault of writes to a folder."""
 
     folder: str
@@ -33,18 +33,18 @@ class DiskTrouble(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds by which each write is delayed; 0 = writes fail, as if the disk were full."""
 
 
-def _trouble_disk(troubles: str, path: str) -> None:
+def _trouble_disk(episodes: str, path: str) -> None:
     """Apply the disk faults that the file ``troubles`` lists to a write. Raises: OSError."""
     try:
-        with open(troubles, "rb") as file:
-            listed = from_json(file.read(), tuple[DiskTrouble, ...])
+        with open(episodes, "rb") as file:
+            listed = from_json(file.read(), tuple[DiskFault, ...])
     except FileNotFoundError:
         return
-    for trouble in listed:
-        if path.startswith(os.path.join(trouble.folder, "")):
-            if not trouble.delay_s:
+    for disk_fault in listed:
+        if path.startswith(os.path.join(disk_fault.folder, "")):
+            if not disk_fault.delay_s:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-            time.sleep(trouble.delay_s)
+            time.sleep(disk_fault.delay_s)
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     do: Literal["kill", "wait", "disk"]
     """``kill``: end the process by SIGKILL; ``wait``: until another process opens the FIFO ``path`` for writing;
-    ``disk``: apply the :class:`DiskTrouble` list of the file ``path`` to the point's ``path``."""
+    ``disk``: apply the :class:`DiskFault` list of the file ``path`` to the point's ``path``."""
     path: str = ""
     once: str = ""
     """A file that is created when the fault happens, and prevents another one while it exists; empty: each time."""

@@ -129,7 +129,7 @@ class ReplicaWatch:
         self._digest = ReplicaDigest(state, group=among, interval=config.interval, place=place)
         self._checked: int | None = None
 
-    def verdict(self, iteration: int, *, saves: bool) -> ExitReason | None:
+    def decision(self, iteration: int, *, saves: bool) -> ExitReason | None:
         """Compare the replicas if due; return the exit code with which all ranks exit, or ``None``.
 
         Args:
@@ -153,8 +153,8 @@ class ReplicaWatch:
 
     def _judge(self, agreement: Agreement) -> ExitReason:
         """Record a diagnosis; without a majority only a replay can identify the faulty replica."""
-        is_known = bool(agreement.culprits)
-        others = agreement.culprits or agreement.undecided
+        is_known = bool(agreement.root_causes)
+        others = agreement.root_causes or agreement.undecided
         blamed = others[0]
         diagnosis = Diagnosis(
             finding=Finding.PERSISTENT if is_known else Finding.SPLIT,
@@ -275,7 +275,7 @@ class SlowRanks:
         """Record a diagnosis of the slowest rank for the launcher."""
         place, rank = self._place, report.stop_for[0]
         one = next(one for one in report.findings.named if one.rank == rank)
-        causes = [verdict.describe() for verdict in report.machines if verdict.rank == rank]
+        causes = [decision.describe() for decision in report.machines if decision.rank == rank]
         diagnosis = Diagnosis(
             finding=Finding.SLOW,
             rank=rank,

@@ -27,7 +27,7 @@ from outlast.version import __version__
 log = logging.getLogger(__name__)
 
 
-def has_near_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:
+def has_node_local_tier(checkpoint: CheckpointConfig, place: WorkerEnv) -> bool:
     """Return whether a save can go to a node-local tier: a local folder, or the memory of the agent's writer."""
     return checkpoint.local_directory is not None or place.writer is not None
 
@@ -106,7 +106,9 @@ def warn_of_missing_protection(
     if checkpoint is None and saved_by is None:
         missing.append("nothing is saved or restored (set checkpoint.directory)")
     elif (
-        checkpoint is not None and checkpoint.non_persistent_save_interval != 0 and not has_near_tier(checkpoint, place)
+        checkpoint is not None
+        and checkpoint.non_persistent_save_interval != 0
+        and not has_node_local_tier(checkpoint, place)
     ):
         missing.append(
             "non_persistent_save_interval has nothing to save to (set checkpoint.local_directory, or start the script "
@@ -137,7 +139,7 @@ def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: b
         return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals, saved_by=saved_by)
     tiers = [] if place.writer is None else ["memory"]
     tiers += [str(one) for one in (checkpoint.local_directory, checkpoint.directory) if one is not None]
-    near = checkpoint.non_persistent_save_interval if has_near_tier(checkpoint, place) else 0
+    near = checkpoint.non_persistent_save_interval if has_node_local_tier(checkpoint, place) else 0
     return describe_saves(
         tiers=tuple(tiers), interval=checkpoint.save_interval, near_interval=near, is_told=watches_signals
     )

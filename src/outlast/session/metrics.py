@@ -42,7 +42,7 @@ class MetricsSink(Protocol):
     Thread: that of the training loop; no method may block.
     """
 
-    def __call__(self, figures: dict[str, float], iteration: int) -> object:
+    def __call__(self, metrics: dict[str, float], iteration: int) -> object:
         """Take metrics by name, and the number of optimizer steps done."""
 
     def begin_run(self, run: MetricsRun) -> object:

@@ -27,7 +27,7 @@ from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterati
 from outlast.policy.recovery_point import Origin
 from outlast.runtime.files import in_time
 from outlast.runtime.journal import Journal
-from outlast.session.environment import has_near_tier
+from outlast.session.environment import has_node_local_tier
 from outlast.session.inprocess_scope import InProcessScope
 from outlast.wording import count, duration
 
@@ -44,7 +44,7 @@ _OTHER_CHECKPOINT = re.compile(
     r"(?!step-)(global_?)?(step|iter|epoch|checkpoint)[a-z]*[-_=]?\d+.*|latest.*\.txt|.+\.(ckpt|pt|pth|distcp|safetensors)"
 )
 """Checkpoint names of other systems: KempnerForge, Megatron, Hugging Face, Lightning, DeepSpeed, torch."""
-NEAR_TIERS = ("memory", "local", "replica")
+NODE_LOCAL_TIERS = ("memory", "local", "replica")
 """The node-local tiers of a save."""
 MIN_TIMED_STEPS = 3
 """Steps to time before the first automatic save, which measures the cost of a save."""
@@ -168,7 +168,10 @@ class Saves:
         is_left = (lambda: scope.is_left) if scope.is_active else None
         self.manager = open_manager(config, env=place, journal=journal, is_left=is_left)
         self.schedule = SaveSchedule(
-            config, decides=place.global_rank == 0, world_size=place.world_size, has_near=has_near_tier(config, place)
+            config,
+            decides=place.global_rank == 0,
+            world_size=place.world_size,
+            has_near=has_node_local_tier(config, place),
         )
         self.has_loaded = False
         """Whether training continues from a checkpoint."""
@@ -286,7 +289,7 @@ class Saves:
             self.has_loaded = True
             loaded = Restored(
                 iteration=iteration,
-                generation=origin.generation,
+                checkpoint=origin.checkpoint,
                 attempt=origin.attempt,
                 tier=origin.tiers[self._place.global_rank],
                 tiers=origin.tiers,
@@ -314,7 +317,7 @@ class Saves:
         """
         begin_ns = clock.now_ns()
         try:
-            tiers = NEAR_TIERS if scope == DueSave.NEAR else None
+            tiers = NODE_LOCAL_TIERS if scope == DueSave.NEAR else None
             handle = self.manager.save(state, iteration, tiers=tiers, suspect=suspect)
         except Untrusted as error:
             if self.manager.refusal is None:
@@ -397,6 +400,6 @@ def restore(
                 f"state holds plain values ({', '.join(sorted(replaced))}), which are loaded into a dict only; give one"
             )
         state.update(replaced)
-    scope.note_loaded(Origin(generation=restored.generation, attempt=restored.attempt, tiers=restored.tiers))
+    scope.note_loaded(Origin(checkpoint=restored.checkpoint, attempt=restored.attempt, tiers=restored.tiers))
     scope.note_iteration(restored.iteration)
     return restored.iteration

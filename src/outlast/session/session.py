@@ -50,9 +50,9 @@ from outlast.errors import (
 )
 from outlast.incidents import EventKind
 from outlast.monitor.rank_monitor import PlacedRankMonitor, SectionTimer
-from outlast.policy.causes import OWN_VERDICTS
+from outlast.policy.causes import OWN_DECISIONS
 from outlast.policy.deadlines import CHECKPOINTING
-from outlast.policy.recovery_point import decode_distrusted
+from outlast.policy.recovery_point import decode_excluded
 from outlast.runtime import postmortem
 from outlast.runtime.consensus import Consensus
 from outlast.runtime.device import training_device
@@ -63,7 +63,7 @@ from outlast.runtime.process_groups import connect_world, is_initialised, settle
 from outlast.session.checks import FiniteEnd, RankLiveness, ReplicaWatch, SlowRanks
 from outlast.session.environment import (
     announce_session,
-    has_near_tier,
+    has_node_local_tier,
     monitor_settings,
     read_place,
     seed_random_numbers,
@@ -402,7 +402,7 @@ class Session:
             except Untrusted as error:
                 if self._refusal is not None:
                     self._leave_unsaved()
-                if all(one.is_last_resort for one in decode_distrusted(self._place.untrusted)):
+                if all(one.is_last_resort for one in decode_excluded(self._place.untrusted)):
                     raise
                 self._log(logging.ERROR, "no usable checkpoint is left: %s", error)
                 self._exit(ExitReason.FAILED_VALIDATION)
@@ -485,7 +485,7 @@ class Session:
         if self._saves is not None:
             self._saves.schedule.note_step(took_s)
             due = self._saves.schedule.due(self._iteration, agreed["save"])
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         reason = None
         if agreed["refused"]:
             reason = ExitReason.NO_PROGRESS
@@ -498,7 +498,7 @@ class Session:
             if self._slow_ranks is None:
                 raise OutlastError("straggler_detection is on for another rank, off for this one; give all the same")
             report = self._slow_ranks.detector.report()
-            figures = report.metrics()
+            metrics = report.metrics()
             self._progress.goodput.note_slow_ranks(report.findings.relative, report.named_ranks)
             if report.should_stop and not is_last:
                 self._slow_ranks.diagnose(report)
@@ -515,7 +515,7 @@ class Session:
         self._decision = StepDecision(iteration=self._iteration, save=save, reason=reason, signal=signal)
         if self._decision.stop:
             self._phase = _Phase.STOPPING
-        self._progress.log_step(self._iteration, took_s, figures)
+        self._progress.log_step(self._iteration, took_s, metrics)
         return self._decision
 
     def heartbeat(self) -> None:
@@ -543,7 +543,7 @@ class Session:
         """
         if self._saves is None:
             raise OutlastError("there is nowhere to save to; give outlast.init() a checkpoint.directory")
-        is_near = near and has_near_tier(self._saves.manager.config, self._place)
+        is_near = near and has_node_local_tier(self._saves.manager.config, self._place)
         schedule = self._saves.schedule
         schedule.wanted = max(schedule.wanted, DueSave.NEAR if is_near else DueSave.ALL)
 
@@ -766,7 +766,7 @@ class Session:
         if kind is None:
             self.close()
         elif error is not None:
-            if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in OWN_VERDICTS:
+            if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in OWN_DECISIONS:
                 self._monitor.set_leaving(error.code)
             self._abort(error)
 
@@ -896,7 +896,7 @@ class Session:
         if self._replicas is None:
             return None
         with self._section("checkpointing"):
-            return self._replicas.verdict(self._iteration, saves=saves)
+            return self._replicas.decision(self._iteration, saves=saves)
 
     def _save(self, state: Mapping[str, Any], scope: DueSave = DueSave.ALL, *, suspect: bool = False) -> SaveHandle:
         if self._saves is None:

@@ -142,13 +142,13 @@ class ProgressReporter:
             self._num_counted = seen.total()
             counted = (self._earlier_incidents + seen).items()
             self._counts |= {f"outlast/incidents/{kind}": float(number) for kind, number in counted}
-        figures = {
+        metrics = {
             "outlast/step_time_s": took_s,
             "outlast/goodput": self.goodput.share,
             **self._counts,
             **{f"outlast/{name}": value for name, value in report.items()},
         }
-        self._call(self._log_metrics, figures, iteration)
+        self._call(self._log_metrics, metrics, iteration)
 
     def log_save(self, iteration: int, stall_s: float) -> None:
         """Pass the time that training waited for a save to the logger."""

@@ -216,7 +216,7 @@ def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
             f"{run_dir} is not a run directory: it has no journal with events; specify a run directory or a file"
         )
     ending = [
-        (one.time_s, one.verdict, incident)
+        (one.time_s, one.decision, incident)
         for job in view.jobs
         for one in job.incidents
         if one.incident.get("kind") in CYCLE_ENDING and (incident := decode(one.incident, Incident)) is not None
@@ -224,7 +224,7 @@ def _read_journal(run_dir: Path) -> tuple[DrawnFault, ...]:
     first: dict[tuple[str, int], tuple[float, Incident]] = {}  # of a cycle; the others are consequences
     for time_s, _, incident in ending:
         first.setdefault((incident.job, incident.cycle), (time_s, incident))
-    causes = [(time_s, incident) for time_s, verdict, incident in ending if verdict] or list(first.values())
+    causes = [(time_s, incident) for time_s, decision, incident in ending if decision] or list(first.values())
     numbered: dict[str, int] = {}
     faults = [
         DrawnFault(

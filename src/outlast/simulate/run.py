@@ -4,7 +4,7 @@ Nothing is simulated rank by rank or step by step. Between two faults a cycle is
 (detection, restart, waiting for nodes, rendezvous, start-up, load) and then training, whose steps and saves in a time
 follow from arithmetic (:class:`TrainingPace`). So the cost of a run is proportional to its faults.
 
-Decisions are the package's own: :func:`outlast.policy.ladder.decide` decides on each cycle's end,
+Decisions are the package's own: :func:`outlast.policy.recovery_policy.decide` decides on each cycle's end,
 :func:`outlast.policy.checkpoint_plan.choose_partners` on the nodes that hold copies, and
 :func:`outlast.policy.recovery_point.choose_recovery_point` on the checkpoint that all ranks load.
 
@@ -31,10 +31,10 @@ from typing import Any
 import msgspec
 
 from outlast.goodput.account import Part
-from outlast.incidents import Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, Incident, IncidentKind, RecoveryLevel
 from outlast.policy.checkpoint_plan import choose_partners
-from outlast.policy.ladder import CycleEnd, LadderState, begin_job, decide
 from outlast.policy.recovery_point import Copy, Tier, choose_recovery_point
+from outlast.policy.recovery_policy import CycleEnd, RecoveryState, begin_job, decide
 from outlast.simulate.failures import FaultSchedule, draw_faults
 from outlast.simulate.scenario import Scenario, SimulatedFault
 
@@ -64,7 +64,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     lost_iterations: int
     """Finished iterations whose result was lost."""
     num_restarts: int
-    verdicts: dict[str, int]
+    decisions: dict[str, int]
     """Number of decisions by recovery level."""
     loads: dict[str, int]
     """Number of loads by the farthest tier that a rank loaded from."""
@@ -103,11 +103,11 @@ class TrainingPace:
     """Duration of iterations with the saves after them."""
 
     step_s: float
-    near_every: int
+    node_every: int
     """Iterations between two saves to the node-local tiers; 0 = none."""
     global_every: int
     """Iterations between two saves to all tiers; 0 = none. Such a save replaces one to the node-local tiers."""
-    near_stall_s: float
+    node_stall_s: float
     global_stall_s: float
 
     def time_of(self, start: int, num: int) -> float:
@@ -120,8 +120,8 @@ class TrainingPace:
         def num_saves(every: int) -> int:
             return (start + num) // every - start // every if every else 0
 
-        num_near = num_saves(self.near_every) - num_saves(math.lcm(self.near_every, self.global_every))
-        return num_near * self.near_stall_s + num_saves(self.global_every) * self.global_stall_s
+        num_near = num_saves(self.node_every) - num_saves(math.lcm(self.node_every, self.global_every))
+        return num_near * self.node_stall_s + num_saves(self.global_every) * self.global_stall_s
 
     def count(self, start: int, seconds: float) -> int:
         """Return how many iterations are done in some time, with the saves after them."""
@@ -166,12 +166,12 @@ class _World:
         self._end_s = scenario.duration_s
         self._pace = TrainingPace(
             scenario.slow_step_s,
-            scenario.near_every,
+            scenario.node_every,
             scenario.global_every,
             costs.save_stall_s,
             costs.global_save_stall_s,
         )
-        self._saves = bool(scenario.near_every or scenario.global_every)
+        self._saves = bool(scenario.node_every or scenario.global_every)
         self._rendezvous_s = costs.rendezvous_of(scenario.num_nodes)
         self._detection_s = {
             SimulatedFault.PROCESS: costs.detection_s,
@@ -191,10 +191,10 @@ class _World:
         self._num_restarts = 0
         self._kept = 0.0
         self._by_kind: Counter[str] = Counter()
-        self._verdicts: Counter[str] = Counter()
+        self._decisions: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
         self._stops: list[SimulatedStop] = []
-        self._state = LadderState()
+        self._state = RecoveryState()
         self._cycle = 0
         self._near: int | None = None
         self._in_memory = scenario.use_memory
@@ -282,7 +282,7 @@ class _World:
         point = choose_recovery_point(copies)
         if point is None:
             return None, 0
-        return max(copy.tier for copy in point.copies), point.generation
+        return max(copy.tier for copy in point.copies), point.checkpoint
 
     def _form(self) -> None:
         self._take_back(self._formed_s)
@@ -324,8 +324,8 @@ class _World:
         self._kept = self._iteration + max(0.0, steps_s / self._pace.step_s - num)
         costs, pace = self._costs, self._pace
         near = None
-        if pace.near_every:  # a save to all tiers includes the node-local ones
-            saves = [pace.newest(start, seconds, every, costs.save_s) for every in (pace.near_every, pace.global_every)]
+        if pace.node_every:  # a save to all tiers includes the node-local ones
+            saves = [pace.newest(start, seconds, every, costs.save_s) for every in (pace.node_every, pace.global_every)]
             near = max((one for one in saves if one is not None), default=None)
         far = pace.newest(start, seconds, pace.global_every, costs.global_save_s)
         if near is not None:
@@ -379,7 +379,7 @@ class _World:
                 self._plan()
 
     def _end_cycle(self, at_s: float, kind: SimulatedFault, slot: int, repair_s: float, durable: int | None) -> None:
-        noticed_s = at_s + self._detection_s[kind]
+        detected_s = at_s + self._detection_s[kind]
         node = self._names.get(slot) or f"node-{slot}"
         is_process = kind not in _TAKES_NODES
         incident = Incident(
@@ -391,23 +391,25 @@ class _World:
         )
         if not is_process:
             self._lose(self._slots_of(kind, slot), at_s + repair_s)
-        self._take_back(noticed_s)
+        self._take_back(detected_s)
         ran_s = max(0.0, at_s - self._formed_s)
-        verdict = self._ask(incident=incident, durable_iteration=durable, num_spares=self._spares, ran_s=ran_s)
-        if verdict.rung == Rung.STOP:
-            self._spend(Part.DETECTION, at_s, noticed_s)
-            self._stop(noticed_s, verdict)
+        decision = self._ask(incident=incident, durable_iteration=durable, num_spares=self._spares, ran_s=ran_s)
+        if decision.recovery_level == RecoveryLevel.STOP:
+            self._spend(Part.DETECTION, at_s, detected_s)
+            self._stop(detected_s, decision)
             return
-        if verdict.rung == Rung.REPLACE_NODE and is_process:  # it failed too often, and a spare takes its slot
-            self._lose([slot], noticed_s + repair_s)
-        self._begin_recovery(at_s, noticed_s - at_s, self._costs.restart_s + verdict.delay_s)
+        if (
+            decision.recovery_level == RecoveryLevel.REPLACE_NODE and is_process
+        ):  # it failed too often, and a spare takes its slot
+            self._lose([slot], detected_s + repair_s)
+        self._begin_recovery(at_s, detected_s - at_s, self._costs.restart_s + decision.delay_s)
 
-    def _ask(self, **facts: Any) -> Verdict:
+    def _ask(self, **facts: Any) -> Decision:
         end = CycleEnd(cycle=self._cycle, progress_known=self._saves, had_session=True, **facts)
-        self._state, verdict = decide(self._state, end, self._limits)
-        self._verdicts[verdict.rung.name.lower()] += 1
+        self._state, decision = decide(self._state, end, self._limits)
+        self._decisions[decision.recovery_level.name.lower()] += 1
         self._cycle += 1
-        return verdict
+        return decision
 
     def _leave(self, at_s: float, durable: int | None, *, trained: bool) -> None:
         left_s = at_s
@@ -416,14 +418,14 @@ class _World:
             self._spend(Part.SAVE_STALL, at_s, left_s)
             self._global = durable = self._iteration
         saved = self._global is not None
-        verdict = self._ask(incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
-        assert verdict.rung == Rung.REQUEUE_JOB, verdict
+        decision = self._ask(incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
+        assert decision.recovery_level == RecoveryLevel.REQUEUE_JOB, decision
         self._wait(left_s, self._scenario.queue_s, keeps_nodes=False)
 
-    def _stop(self, at_s: float, verdict: Verdict) -> None:
+    def _stop(self, at_s: float, decision: Decision) -> None:
         """Stop by decision of the recovery policy, until a person restarts the run."""
         if at_s < self._end_s:
-            self._stops.append(SimulatedStop(at_s=at_s, exit_code=verdict.exit_code, reason=verdict.reason))
+            self._stops.append(SimulatedStop(at_s=at_s, exit_code=decision.exit_code, reason=decision.reason))
         self._wait(at_s, self._scenario.restart_stopped_s, keeps_nodes=True)
 
     def _wait(self, from_s: float, wait_s: float | None, *, keeps_nodes: bool) -> None:
@@ -468,7 +470,7 @@ class _World:
             num_iterations=int(self._kept),
             lost_iterations=max(0, self._finished - int(self._kept)),
             num_restarts=self._num_restarts + self._state.restarts_total,
-            verdicts=dict(sorted(self._verdicts.items())),
+            decisions=dict(sorted(self._decisions.items())),
             loads=dict(sorted(self._loads.items())),
             stops=tuple(self._stops),
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from outlast.config.base import require, require_above_zero, require_at_least
 from outlast.policy.checkpoint_plan import GLOBAL_SHARE, failures_per_s, iterations_between
-from outlast.policy.ladder import Limits
+from outlast.policy.recovery_policy import Limits
 
 
 class SimulatedFault(IntEnum):
@@ -275,7 +275,7 @@ class Scenario:
         return self.step_s * (1.0 + self.slow_share)
 
     @property
-    def near_every(self) -> int:
+    def node_every(self) -> int:
         """Iterations between two saves to the node-local tiers; 0 = none."""
         costs, rate = self.costs, self.failures_per_s
         return self._every(self.interval_s, self.interval_iterations, costs.save_stall_s, costs.save_s, rate)
@@ -284,7 +284,7 @@ class Scenario:
     def global_every(self) -> int:
         """Iterations between two saves to all tiers; 0 = none."""
         # The same choice as the session's for automatic intervals.
-        costs, rate = self.costs, self.failures_per_s * (GLOBAL_SHARE if self.near_every else 1.0)
+        costs, rate = self.costs, self.failures_per_s * (GLOBAL_SHARE if self.node_every else 1.0)
         seconds, iterations = self.global_interval_s, self.global_interval_iterations
         return self._every(seconds, iterations, costs.global_save_stall_s, costs.global_save_s, rate)
 
@@ -319,9 +319,9 @@ class Scenario:
             "num_nodes": self.num_nodes,
             "num_spares": self.spares,
             "replication": self.copies,
-            "interval_iterations": self.near_every,
+            "interval_iterations": self.node_every,
             "global_interval_iterations": self.global_every,
-            "interval_s": self.near_every * self.slow_step_s,
+            "interval_s": self.node_every * self.slow_step_s,
             "global_interval_s": self.global_every * self.slow_step_s,
             "trace": None if self.trace is None else len(self.trace),
             "mtbf_s": 1.0 / rate if rate > 0 else None,

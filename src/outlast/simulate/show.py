@@ -21,7 +21,7 @@ def render_study(study: Study) -> Iterator[str]:
     low, high = study.ettr_range
     saves = [
         f"{where} every {_time(every * scenario.slow_step_s)}" if every else f"none to {where}"
-        for where, every in (("the node-local tiers", scenario.near_every), ("all tiers", scenario.global_every))
+        for where, every in (("the node-local tiers", scenario.node_every), ("all tiers", scenario.global_every))
     ]
     yield ""
     yield f"ETTR      {study.ettr:.2%} of the time is productive (5 to 95 % of the runs: {low:.2%} to {high:.2%})"

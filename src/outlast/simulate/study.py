@@ -87,7 +87,7 @@ class Study:
             "num_by_kind": self.num_by_kind,
             "lost_iterations": statistics.fmean(run.lost_iterations for run in self.runs),
             "loads": self.loads,
-            "verdicts": _means([run.verdicts for run in self.runs]),
+            "decisions": _means([run.decisions for run in self.runs]),
             "num_stops": self.num_stops,
             "stop_reason": self.stop_reason,
             "settings": self.scenario.to_fields(),

@@ -23,8 +23,8 @@ from outlast.incidents import Event, EventKind
 from outlast.journal import JournalFile, list_files, read_ends
 from outlast.launch.control import ask
 from outlast.launch.protocol import AskStatus, LiveStatus
-from outlast.policy.ladder import LadderState
 from outlast.policy.lease import LeaseOwner, Process
+from outlast.policy.recovery_policy import RecoveryState
 from outlast.policy.run_view import JobView, RunView
 from outlast.runtime.addresses import Endpoint, is_loopback, parse_endpoint, parse_endpoints
 from outlast.runtime.injection import reach
@@ -70,7 +70,7 @@ class Evidence:
     job: str = ""
     view: RunView = field(default_factory=RunView)
     """The journal of the newest job, and the saves of earlier ones."""
-    ladder: LadderState | None = None
+    recovery_state: RecoveryState | None = None
     living: Mapping[JobProcess, bool | None] = field(default_factory=dict)
     """Whether a process is running; ``None`` = not visible from here."""
     live: LiveStatus | None = None
@@ -118,7 +118,7 @@ def gather(
         run_dir=str(run_dir),
         job=job,
         view=view,
-        ladder=_read_ladder(run_dir, problems),
+        recovery_state=_read_recovery_state(run_dir, problems),
         living=living,
         live=live,
         renewed_ns=_read_renewal(run_dir),
@@ -266,11 +266,11 @@ def _read_renewal(run_dir: Path) -> int:
         return 0  # a run of an earlier version, or without agents
 
 
-def _read_ladder(run_dir: Path, problems: list[str]) -> LadderState | None:
+def _read_recovery_state(run_dir: Path, problems: list[str]) -> RecoveryState | None:
     try:
-        return from_json(read_file(run_dir / "ladder.json", max_bytes=MAX_STATE_BYTES), LadderState)
+        return from_json(read_file(run_dir / "ladder.json", max_bytes=MAX_STATE_BYTES), RecoveryState)
     except FileNotFoundError:
-        return LadderState()  # nothing was decided yet
+        return RecoveryState()  # nothing was decided yet
     except OSError as error:
         problems.append(f"ladder.json cannot be read: {error.strerror}")
     except msgspec.DecodeError as error:

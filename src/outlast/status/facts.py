@@ -14,24 +14,24 @@ import msgspec
 from outlast.clock import as_iso
 from outlast.decoding import convert
 from outlast.env import clean_name
-from outlast.incidents import Event, EventKind, Incident, IncidentKind, Rung
+from outlast.incidents import Event, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.launch.protocol import LiveBudgets, LiveNode, LiveStatus
 from outlast.policy.durability import Durability, job_tier, with_commit
-from outlast.policy.ladder import LadderState, Limits, begin_job
 from outlast.policy.recovery_point import Tier
+from outlast.policy.recovery_policy import Limits, RecoveryState, begin_job
 from outlast.policy.run_view import CycleView, IncidentView, JobView, incident_of
 from outlast.status.evidence import Evidence
 from outlast.status.report import (
     SCHEMA,
     BudgetReport,
     Budgets,
+    CheckpointReport,
     DurabilityReport,
-    GenerationReport,
+    IncidentReport,
     NodeReport,
     NodeState,
     RunState,
     StatusReport,
-    Trouble,
     WaitingReport,
     describe_waiting,
 )
@@ -62,18 +62,18 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
     if live is not None:
         seen.append((live.time, _from_iso(live.time)))
     run = newest.run_id if newest is not None else live.run_id if live is not None else ""
-    ladder = _ladder_of(evidence, job)
-    state = _state(evidence, job, ladder, now_ns)
+    recovery_state = _recovery_state_of(evidence, job)
+    state = _state(evidence, job, recovery_state, now_ns)
     over = _end(job, live) if state == RunState.OVER else (None, None)
-    waiting = _waiting(job, live, ladder, now_ns) if state == RunState.WAITING else None
-    nodes = _nodes(evidence, job, ladder, state)
+    waiting = _waiting(job, live, recovery_state, now_ns) if state == RunState.WAITING else None
+    nodes = _nodes(evidence, job, recovery_state, state)
     cycle = job.newest_cycle.number if job.newest_cycle is not None else None
     if cycle is None and live is not None and live.phase == "running":
         cycle = live.cycle
     farthest = job.farthest
     begun = [*job.agents.values(), *job.sessions.values()]
     incidents = [one for each in evidence.view.jobs if each.name == job.name for one in each.incidents]
-    generations = _generations(evidence, job, state, ladder, now_ns)
+    checkpoints = _checkpoints(evidence, job, state, recovery_state, now_ns)
     report = StatusReport(
         schema=SCHEMA,
         time=as_iso(now_ns),
@@ -101,9 +101,9 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
         nodes=nodes,
         spares=[node.name for node in nodes if node.state == NodeState.SPARE],
         excluded=[node.name for node in nodes if node.state == NodeState.EXCLUDED],
-        budgets=_budgets(job, live, ladder, [one for one in generations if one.job == evidence.job]),
-        generations=generations,
-        durability=_durability(job, generations, None if farthest is None else farthest.iteration),
+        budgets=_budgets(job, live, recovery_state, [one for one in checkpoints if one.job == evidence.job]),
+        checkpoints=checkpoints,
+        durability=_durability(job, checkpoints, None if farthest is None else farthest.iteration),
         directory=job.directory,
         local_directory=job.local_directory,
         incidents=[_trouble(one, now_ns) for one in reversed(incidents[-MAX_TROUBLES:])],
@@ -116,7 +116,7 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
 # -- the state -------------------------------------------------------------------------------------------------
 
 
-def _state(evidence: Evidence, job: JobView, ladder: LadderState | None, now_ns: int) -> RunState:
+def _state(evidence: Evidence, job: JobView, recovery_state: RecoveryState | None, now_ns: int) -> RunState:
     live = evidence.live
     if live is not None:
         waits = live.lack is not None and live.lack.num_missing
@@ -141,25 +141,25 @@ def _state(evidence: Evidence, job: JobView, ladder: LadderState | None, now_ns:
             return RunState.UNKNOWN
     if not job.agents or (job.newest_cycle is not None and not job.newest_cycle.is_over):
         return RunState.RUNNING
-    return RunState.WAITING if _missing(job, ladder) > 0 else RunState.FORMING
+    return RunState.WAITING if _missing(job, recovery_state) > 0 else RunState.FORMING
 
 
-def _present(job: JobView, ladder: LadderState | None) -> set[str]:
+def _present(job: JobView, recovery_state: RecoveryState | None) -> set[str]:
     """Return the nodes that may get a slot, according to the journal."""
     names = set(job.joined) or set(job.agents) - set(job.ended_agents) - job.lost
-    return names - job.unhealthy - set(ladder.barred if ladder is not None else ())
+    return names - job.unhealthy - set(recovery_state.barred if recovery_state is not None else ())
 
 
-def _missing(job: JobView, ladder: LadderState | None) -> int:
+def _missing(job: JobView, recovery_state: RecoveryState | None) -> int:
     """Return the number of missing nodes, according to the journal."""
-    present = len(_present(job, ladder))
+    present = len(_present(job, recovery_state))
     least = job.setting("min_nodes")
     if job.num_cycles and least and present >= int(least):
         return 0  # continues with fewer nodes
     return max(0, int(job.setting("num_nodes") or 0) - present)
 
 
-def _waiting(job: JobView, live: LiveStatus | None, ladder: LadderState | None, now_ns: int) -> WaitingReport:
+def _waiting(job: JobView, live: LiveStatus | None, recovery_state: RecoveryState | None, now_ns: int) -> WaitingReport:
     if live is not None and live.lack is not None:
         barred = {*live.quarantined, *live.held_back}
         return WaitingReport(
@@ -171,9 +171,9 @@ def _waiting(job: JobView, live: LiveStatus | None, ladder: LadderState | None, 
     timeout_s = job.setting("join_timeout_s")
     left_s = None if timeout_s is None else max(0.0, float(timeout_s) - _age(job.waits_since_ns, now_ns))
     return WaitingReport(
-        num_missing=_missing(job, ladder),
+        num_missing=_missing(job, recovery_state),
         num_needed=int(job.setting("num_nodes") or 0),
-        have=sorted(_present(job, ladder)),
+        have=sorted(_present(job, recovery_state)),
         gives_up_in_s=None if left_s is None else round(left_s, 1),
     )
 
@@ -190,16 +190,16 @@ def _end(job: JobView, live: LiveStatus | None) -> tuple[int | None, str | None]
     return (max(codes, key=lambda code: code != 0), None) if codes else (None, None)
 
 
-def _trouble(one: IncidentView, now_ns: int) -> Trouble:
-    event, incident, verdict = one.event, one.incident, one.verdict or {}
+def _trouble(one: IncidentView, now_ns: int) -> IncidentReport:
+    event, incident, decision = one.event, one.incident, one.decision or {}
     try:
         text = convert(incident, Incident).describe()
     except msgspec.ValidationError:  # a kind of incident of another version
         text = " ".join(str(incident[name]) for name in ("kind", "node", "rank") if incident.get(name) is not None)
-    reason = verdict.get("reason")
-    decision = str(reason).removeprefix(text).lstrip("; ") if reason else None
-    rung = verdict.get("rung")
-    return Trouble(
+    reason = decision.get("reason")
+    what = str(reason).removeprefix(text).lstrip("; ") if reason else None
+    recovery_level = decision.get("rung")
+    return IncidentReport(
         time=_time(event),
         age_s=_age(event.wall_ns, now_ns),
         cycle=event.cycle,
@@ -208,8 +208,8 @@ def _trouble(one: IncidentView, now_ns: int) -> Trouble:
         rank=incident.get("rank"),
         iteration=incident.get("iteration"),
         text=text,
-        remedy=Rung(rung).name.lower() if rung in set(Rung) else None,
-        decision=decision or None,
+        remedy=RecoveryLevel(recovery_level).name.lower() if recovery_level in set(RecoveryLevel) else None,
+        decision=what or None,
         num_reports=one.num_reports,
     )
 
@@ -217,11 +217,15 @@ def _trouble(one: IncidentView, now_ns: int) -> Trouble:
 # -- who, what for, how much -----------------------------------------------------------------------------------
 
 
-def _nodes(evidence: Evidence, job: JobView, ladder: LadderState | None, state: RunState) -> list[NodeReport]:
+def _nodes(evidence: Evidence, job: JobView, recovery_state: RecoveryState | None, state: RunState) -> list[NodeReport]:
     live, newest = evidence.live, job.newest_cycle or CycleView()
     alive = {one.node: runs for one, runs in evidence.living.items() if one.rank is None}
     there = {node.name: node for node in live.nodes} if live is not None else {}
-    barred = {*live.quarantined, *live.held_back} if live is not None else set(ladder.barred if ladder else ())
+    barred = (
+        {*live.quarantined, *live.held_back}
+        if live is not None
+        else set(recovery_state.barred if recovery_state else ())
+    )
     names = dict.fromkeys([*newest.starts, *job.agents, *job.joined, *there, *sorted(barred), *sorted(job.unhealthy)])
     if not job.agents:
         return [*_nodes_of_sessions(evidence, job, state)] or [_node_of_coordinator(*one) for one in there.items()]
@@ -297,18 +301,22 @@ def _node_of_coordinator(name: str, live: LiveNode) -> NodeReport:
     )
 
 
-def _ladder_of(evidence: Evidence, job: JobView) -> LadderState | None:
+def _recovery_state_of(evidence: Evidence, job: JobView) -> RecoveryState | None:
     """Return the recovery policy's state as valid for this job; the file may still be an earlier job's."""
-    ladder = evidence.ladder
-    if ladder is None or ladder.job == evidence.job or (not ladder.job and ladder == LadderState()):
-        return ladder
-    if not ladder.job and job.verdict is not None:
-        return ladder  # written by an earlier version, without the job
-    return begin_job(ladder)
+    recovery_state = evidence.recovery_state
+    if (
+        recovery_state is None
+        or recovery_state.job == evidence.job
+        or (not recovery_state.job and recovery_state == RecoveryState())
+    ):
+        return recovery_state
+    if not recovery_state.job and job.decision is not None:
+        return recovery_state  # written by an earlier version, without the job
+    return begin_job(recovery_state)
 
 
 def _budgets(
-    job: JobView, live: LiveStatus | None, ladder: LadderState | None, generations: Sequence[GenerationReport]
+    job: JobView, live: LiveStatus | None, recovery_state: RecoveryState | None, checkpoints: Sequence[CheckpointReport]
 ) -> Budgets | None:
     """Return the remaining budgets.
 
@@ -319,7 +327,7 @@ def _budgets(
         told = live.budgets
     else:
         limits = job.setting("limits")
-        if not isinstance(limits, dict) or ladder is None:
+        if not isinstance(limits, dict) or recovery_state is None:
             return None
         cycles = [event.data.get("max_no_progress_cycles") for event in job.sessions.values()]
         allowed = Limits(
@@ -327,12 +335,12 @@ def _budgets(
             max_restarts_total=limits.get("max_restarts_total"),
             max_no_progress_cycles=next(filter(None, cycles), None) or limits.get("max_no_progress_cycles") or 0,
         )
-        told = LiveBudgets.of(ladder, allowed)
+        told = LiveBudgets.of(recovery_state, allowed)
     if live is not None:
         known = live.best_durable if live.best_committed is None else live.best_committed
     else:
-        known = ladder.newest_iteration if ladder is not None else None
-    if any(known is None or one.iteration > known for one in generations):
+        known = recovery_state.newest_iteration if recovery_state is not None else None
+    if any(known is None or one.iteration > known for one in checkpoints):
         told = msgspec.structs.replace(told, restarts_without_progress=0, cycles_without_progress=0)
     return Budgets(
         restarts_in_a_row=_budget(told.restarts_without_progress, told.max_restarts),
@@ -349,9 +357,9 @@ def _budget(used: int, limit: int | None) -> BudgetReport:
 # -- what is saved ---------------------------------------------------------------------------------------------
 
 
-def _generations(
-    evidence: Evidence, job: JobView, state: RunState, ladder: LadderState | None, now_ns: int
-) -> list[GenerationReport]:
+def _checkpoints(
+    evidence: Evidence, job: JobView, state: RunState, recovery_state: RecoveryState | None, now_ns: int
+) -> list[CheckpointReport]:
     """Return the newest checkpoint in each tier that still holds one, according to the journal.
 
     Checkpoints in memory end with their process: with the job, a node, or its checkpoint writer.
@@ -368,12 +376,12 @@ def _generations(
             is_over = event.job != evidence.job or state in (RunState.OVER, RunState.NO_PROCESS)
             for tier in tiers:
                 lasts = tier in ("local", "global") or (tier == "replica" and "local" in tiers)
-                if (lasts or not is_over) and not _is_distrusted(event, tier, ladder):
+                if (lasts or not is_over) and not _is_excluded(event, tier, recovery_state):
                     known = newest.get(tier)
                     if known is None or (known.iteration or 0) <= event.iteration or known.job != event.job:
                         newest[tier] = event
     return [
-        GenerationReport(
+        CheckpointReport(
             tier=tier,
             iteration=newest[tier].iteration or 0,
             time=_time(newest[tier]),
@@ -386,18 +394,18 @@ def _generations(
 
 
 def _durability(
-    job: JobView, generations: Sequence[GenerationReport], iteration: int | None
+    job: JobView, checkpoints: Sequence[CheckpointReport], iteration: int | None
 ) -> DurabilityReport | None:
     """Return the newest checkpoints that survive each failure, according to the journal."""
-    if not generations and not (job.directory or job.local_directory):
+    if not checkpoints and not (job.directory or job.local_directory):
         return None
     places = ((Tier.GLOBAL, job.directory), (Tier.LOCAL, job.local_directory))
     configured = {tier for tier, place in places if place}
     known = Durability()
-    for one in generations:
+    for one in checkpoints:
         known = with_commit(known, one.iteration, {Tier[one.tier.upper()]}, configured)
     lasting = job_tier(configured)
-    age_s = next((one.age_s for one in generations if lasting is not None and one.tier == str(lasting)), None)
+    age_s = next((one.age_s for one in checkpoints if lasting is not None and one.tier == str(lasting)), None)
     return DurabilityReport(
         worker=known.worker,
         node=known.node,
@@ -407,13 +415,13 @@ def _durability(
     )
 
 
-def _is_distrusted(event: Event, tier: str, ladder: LadderState | None) -> bool:
+def _is_excluded(event: Event, tier: str, recovery_state: RecoveryState | None) -> bool:
     """Return whether a checkpoint is excluded: it led to invalid results, or descends from one that did."""
     cycle = f"{clean_name(event.job)}-{event.cycle or 0}"
-    for one in ladder.distrusted if ladder is not None else ():
+    for one in recovery_state.excluded if recovery_state is not None else ():
         if cycle in one.tainted:
             return True
-        if event.iteration == one.generation and (tier != "global" or one.tier == "global"):
+        if event.iteration == one.checkpoint and (tier != "global" or one.tier == "global"):
             return True
     return False
 

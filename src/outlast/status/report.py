@@ -101,7 +101,7 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True):
     """A worker of this run reports its saves."""
 
 
-class GenerationReport(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest checkpoint in one tier."""
 
     tier: str
@@ -131,7 +131,7 @@ class DurabilityReport(msgspec.Struct, frozen=True, kw_only=True):
     """Iterations done beyond it, which are lost if the job ends now; `null`: not known."""
 
 
-class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+class IncidentReport(msgspec.Struct, frozen=True, kw_only=True):
     """An incident, with what followed."""
 
     time: str
@@ -228,7 +228,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the nodes that get no slot."""
     budgets: Budgets | None
     """`null`: the workers are not restarted by outlast, or it is not known."""
-    generations: list[GenerationReport]
+    checkpoints: list[CheckpointReport]
     """The newest checkpoint of each tier, nearest tier first."""
     durability: DurabilityReport | None
     """`null`: no information about saves."""
@@ -236,7 +236,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """Global tier."""
     local_directory: str | None
     """Local tier."""
-    incidents: list[Trouble]
+    incidents: list[IncidentReport]
     """The newest ones of this job, newest first, at most 50."""
     num_incidents: int
     """Number of incidents found."""
@@ -304,7 +304,7 @@ def describe_safety(report: StatusReport) -> Iterator[tuple[str, str]]:
             f"restarts in a row {_budget(budgets.restarts_in_a_row)}, in the whole run "
             f"{_budget(budgets.restarts_total)}; cycles without progress {progress}",
         )
-    saved = [f"{one.tier} {one.iteration} ({duration(one.age_s)} ago)" for one in report.generations]
+    saved = [f"{one.tier} {one.iteration} ({duration(one.age_s)} ago)" for one in report.checkpoints]
     if saved or report.directory or report.local_directory:
         yield "saved", ", ".join(saved) or "nothing yet"
     if text := describe_durability(report):

@@ -8,14 +8,14 @@ from outlast.lazy import lazy_names
 
 if TYPE_CHECKING:
     from outlast.policy.slowness import Basis, RankTimings, Slowness, Timing
-    from outlast.policy.stragglers import Findings, MachineVerdict, Scope, SlownessCause, Straggler, WaitingRank
+    from outlast.policy.stragglers import Findings, MachineDecision, Scope, SlownessCause, Straggler, WaitingRank
     from outlast.straggler.detector import StragglerDetector
     from outlast.straggler.recorder import StepSection
     from outlast.straggler.report import Report
 
 _HOMES = {
     "outlast.policy.slowness": ("Basis", "RankTimings", "Slowness", "Timing"),
-    "outlast.policy.stragglers": ("Findings", "MachineVerdict", "Scope", "SlownessCause", "Straggler", "WaitingRank"),
+    "outlast.policy.stragglers": ("Findings", "MachineDecision", "Scope", "SlownessCause", "Straggler", "WaitingRank"),
     "outlast.straggler.detector": ("StragglerDetector",),
     "outlast.straggler.recorder": ("StepSection",),
     "outlast.straggler.report": ("Report",),
@@ -24,7 +24,7 @@ _HOMES = {
 __all__ = [
     "Basis",
     "Findings",
-    "MachineVerdict",
+    "MachineDecision",
     "RankTimings",
     "Report",
     "Scope",

@@ -28,7 +28,7 @@ from outlast.errors import OutlastError, PeerLost
 from outlast.policy.slowness import MIN_SAMPLES, OUTSIDE, RankTimings, Timing, lower_median
 from outlast.policy.stragglers import (
     Findings,
-    MachineVerdict,
+    MachineDecision,
     SlownessCause,
     Streaks,
     choose_others,
@@ -37,7 +37,7 @@ from outlast.policy.stragglers import (
 from outlast.runtime.device import device_word, training_device
 from outlast.runtime.device_timing import timing_event
 from outlast.runtime.process_groups import Group, gather_bytes
-from outlast.straggler.machine_check import gather_machine_verdict
+from outlast.straggler.machine_check import gather_machine_decision
 from outlast.straggler.recorder import (
     MAX_SAMPLES,
     NUM_KERNEL_STEPS,
@@ -262,7 +262,7 @@ class StragglerDetector:
             ranks = self._gather(mine)
             self._streaks, findings = judge(self._streaks, ranks, self.config)
             machines = self._check_machines(ranks, findings) if self.config.check_machine else ()
-            self._causes.update({verdict.rank: verdict.cause for verdict in machines})
+            self._causes.update({decision.rank: decision.cause for decision in machines})
         except RuntimeError as error:
             raise PeerLost(
                 f"a peer exited or did not reach the report on slow ranks within {self._timeout_s:g} s ({error}); "
@@ -347,26 +347,26 @@ class StragglerDetector:
         assert self._group.process_group is not None, "closed"
         return self._group.process_group
 
-    def _check_machines(self, ranks: tuple[RankTimings, ...], findings: Findings) -> tuple[MachineVerdict, ...]:
+    def _check_machines(self, ranks: tuple[RankTimings, ...], findings: Findings) -> tuple[MachineDecision, ...]:
         group = self._open_group()
         if group is None:
             return ()
         nodes = {owner.rank: owner.node for owner in ranks}
         roles = {owner.rank: owner.role for owner in ranks}
         slow = tuple({one.rank for one in (*findings.named, *findings.suspects)})
-        verdicts = []
+        decisions = []
         for rank in findings.newly_named[:MAX_CHECKED]:
             others = choose_others(rank, nodes, roles, findings.relative, slow)
             scope = next(one.scope for one in findings.named if one.rank == rank)
-            verdicts.append(gather_machine_verdict(group, rank, others, nodes, scope=scope, device=self._device))
-        return tuple(verdicts)
+            decisions.append(gather_machine_decision(group, rank, others, nodes, scope=scope, device=self._device))
+        return tuple(decisions)
 
     def _stop_for(self, findings: Findings) -> tuple[int, ...]:
         """Return the ranks below a threshold, without those that may only wait for another one."""
         alike = {one.rank for one in findings.named if one.alike}
         in_work = (SlownessCause.WORK, SlownessCause.UNKNOWN)
-        proven = {rank for rank, cause in self._causes.items() if cause not in in_work}
-        return tuple(rank for rank in findings.below_threshold if rank not in alike or rank in proven)
+        verified = {rank for rank, cause in self._causes.items() if cause not in in_work}
+        return tuple(rank for rank in findings.below_threshold if rank not in alike or rank in verified)
 
     def _pace(self, ranks: tuple[RankTimings, ...]) -> None:
         """Set the step of the next report, the same on all ranks."""

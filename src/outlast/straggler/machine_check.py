@@ -18,8 +18,8 @@ from outlast import clock
 from outlast.decoding import from_msgpack
 from outlast.policy.slowness import lower_median
 from outlast.policy.stragglers import (
+    MachineDecision,
     MachineTimes,
-    MachineVerdict,
     Scope,
     judge_machine,
 )
@@ -34,7 +34,7 @@ COPY_BYTES, DEVICE_COPY_BYTES = 16 << 20, 256 << 20
 MESSAGE_BYTES = 1 << 20
 
 
-def gather_machine_verdict(
+def gather_machine_decision(
     group: dist.ProcessGroup,
     suspect: int,
     others: Sequence[int],
@@ -42,7 +42,7 @@ def gather_machine_verdict(
     *,
     scope: Scope,
     device: torch.device,
-) -> MachineVerdict:
+) -> MachineDecision:
     """Return the benchmark's result for a suspect, the same on all ranks.
 
     Args:

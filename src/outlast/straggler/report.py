@@ -12,7 +12,7 @@ from outlast.config.training import StragglerDetectionConfig
 from outlast.env import WorkerEnv
 from outlast.incidents import EventKind, Incident, IncidentKind
 from outlast.policy.slowness import REFERENCES, Basis, RankTimings, lower_median
-from outlast.policy.stragglers import Findings, MachineVerdict
+from outlast.policy.stragglers import Findings, MachineDecision
 from outlast.runtime.journal import Journal
 
 Metrics = Callable[[Mapping[str, float], int], None]
@@ -30,7 +30,7 @@ class Report:
     ranks: tuple[RankTimings, ...]
     """Timings of each rank, by rank."""
     findings: Findings
-    machines: tuple[MachineVerdict, ...] = ()
+    machines: tuple[MachineDecision, ...] = ()
     """Benchmark results for the ranks that were newly reported in this window."""
     stop_for: tuple[int, ...] = ()
     """Ranks for which training is to stop: ``stop_if_detected`` is on, they are reported, and below a threshold. Of
@@ -80,7 +80,7 @@ class Report:
         lines += [f"Note: {note}" for note in self.findings.notes]
         if self.findings.named:
             lines += [f"Straggler: {one.describe()}" for one in self.findings.named]
-            lines += [f"Straggler: {verdict.describe()}" for verdict in self.machines]
+            lines += [f"Straggler: {decision.describe()}" for decision in self.machines]
         else:
             lines.append(f"No straggler: {self.findings.why_nobody}")
         lines += [f"Not a straggler: {one.describe()}" for one in self.findings.waiting if self.findings.named]
@@ -102,19 +102,19 @@ class Report:
 
     def incidents(self, *, job: str = "", cycle: int = 0) -> tuple[Incident, ...]:
         """Return an incident for each rank that was not reported in the window before."""
-        verdicts = {verdict.rank: verdict for verdict in self.machines}
+        decisions = {decision.rank: decision for decision in self.machines}
         found = []
         for rank in self.findings.newly_named:
             one = next(one for one in self.findings.named if one.rank == rank)
-            verdict = verdicts.get(rank)
+            decision = decisions.get(rank)
             evidence = {
-                "summary": one.describe() + (f"; {verdict.describe()}" if verdict else ""),
+                "summary": one.describe() + (f"; {decision.describe()}" if decision else ""),
                 "basis": str(one.basis),
                 "score": one.score,
                 "ratio": one.ratio,
                 "num_windows": one.num_windows,
                 "scope": str(one.scope),
-                "cause": str(verdict.cause) if verdict else "unknown",
+                "cause": str(decision.cause) if decision else "unknown",
             }
             found.append(
                 Incident(
@@ -195,7 +195,7 @@ def record(report: Report, place: WorkerEnv, journal: Journal) -> None:
         scores=[None if score is None else round(score, 3) for score in scores] if findings.relative else [],
         why_nobody=findings.why_nobody,
         notes=list(findings.notes),
-        machines=[verdict.describe() for verdict in report.machines],
+        machines=[decision.describe() for decision in report.machines],
         processing_s=report.processing_s,
     )
     for incident in report.incidents(job=place.job, cycle=place.cycle):

@@ -203,7 +203,7 @@ def digest(value: Any) -> str:
 
 
 def wait_to_be_killed() -> None:
-    """Wait for a SIGKILL from outside, which the first cycle gets once a generation is committed."""
+    """Wait for a SIGKILL from outside, which the first cycle gets once a checkpoint is committed."""
     sys.stdout.write("waits to be killed\n")
     sys.stdout.flush()
     end_s = time.monotonic() + WAITS_S

@@ -58,7 +58,7 @@ class NodeHolding(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose parity of other nodes' shards is stored here."""
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One committed checkpoint in one directory."""
 
     iteration: int
@@ -122,19 +122,19 @@ class ListedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that have a folder here."""
     problems: tuple[Problem, ...] = ()
     """Problems of the directory itself; its checkpoints can be loaded nevertheless."""
-    generations: tuple[Generation, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
     """Newest first, those for diagnosis last."""
     leftovers: tuple[Leftover, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListedGeneration:
+class ListedCheckpoint:
     """A checkpoint and the operations on it."""
 
-    entry: Generation
+    entry: Checkpoint
     files: tuple[StoredFile, ...]
     """The files to verify; files with a known problem are left out."""
-    judge: Callable[[Sequence[Problem]], Generation]
+    judge: Callable[[Sequence[Problem]], Checkpoint]
     """Return the entry with additional problems of files, as before :func:`mark_abandoned`."""
     remove: Callable[[], None]
     """Delete the checkpoint so that a partial deletion is never loaded.
@@ -161,19 +161,19 @@ class DirectoryListing:
 
     place: ListedPlace
     """The directory without its contents."""
-    found: tuple[ListedGeneration, ...]
+    found: tuple[ListedCheckpoint, ...]
     remains: tuple[ListedLeftover, ...]
 
     @property
     def entry(self) -> ListedPlace:
         """The directory with its contents."""
-        generations = tuple(one.entry for one in self.found)
-        return structs.replace(self.place, generations=generations, leftovers=tuple(one.entry for one in self.remains))
+        checkpoints = tuple(one.entry for one in self.found)
+        return structs.replace(self.place, checkpoints=checkpoints, leftovers=tuple(one.entry for one in self.remains))
 
 
 def mark_abandoned(looked: Sequence[DirectoryListing]) -> list[DirectoryListing]:
     """Mark the checkpoints of abandoned branches, judging by all listed directories of each run."""
-    known: dict[str | None, list[tuple[Generation, bool]]] = {}
+    known: dict[str | None, list[tuple[Checkpoint, bool]]] = {}
     for place in looked:
         for found in place.found:
             if found.entry.attempt is not None and not found.entry.suspect:
@@ -204,7 +204,7 @@ def check_hint(
     owner: DirectoryRun | None,
     *,
     is_there: bool,
-    proven: Collection[str] = (),
+    verified: Collection[str] = (),
     prefix: str = "",
     node: str | None = None,
 ) -> tuple[Problem, ...]:
@@ -213,9 +213,9 @@ def check_hint(
     Args:
         hint: The run named there; ``None``: missing or unreadable.
         is_there: Whether the file exists.
-        proven: Runs named by manifests of any sibling folder: one of them may have taken this folder over.
+        verified: Runs named by manifests of any sibling folder: one of them may have taken this folder over.
     """
-    if owner is None or not owner.is_proven or hint == owner.run or hint in proven:
+    if owner is None or not owner.is_verified or hint == owner.run or hint in verified:
         return ()
     rest = f"; the manifests name run {owner.run}, and its next save writes it again"
     differs = Corrupt(f"{'cannot be read' if hint is None else f'names run {hint}'}{rest}")
@@ -224,8 +224,8 @@ def check_hint(
 
 
 def describe_manifest(
-    entry: Generation, manifest: Manifest | GlobalManifest, problems: Iterable[Problem]
-) -> Generation:
+    entry: Checkpoint, manifest: Manifest | GlobalManifest, problems: Iterable[Problem]
+) -> Checkpoint:
     """Return an entry with its manifest's fields and with problems."""
     same = ("attempt", "run", "world_size", "restored_from", "restored_attempt", "era", "forks", "finite")
     found = {name: getattr(manifest, name) for name in same}
@@ -307,13 +307,13 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    generations: tuple[ListedGeneration, ...]
+    checkpoints: tuple[ListedCheckpoint, ...]
     remains: tuple[ListedLeftover, ...]
 
     @property
     def num_bytes(self) -> int:
-        generations = sum(found.entry.num_bytes for found in self.generations)
-        return generations + sum(remains.entry.num_bytes for remains in self.remains)
+        checkpoints = sum(found.entry.num_bytes for found in self.checkpoints)
+        return checkpoints + sum(remains.entry.num_bytes for remains in self.remains)
 
 
 def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
@@ -330,7 +330,7 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
     """
     committed = [found for found in looked.found if not found.entry.suspect]
     counted = [found.entry for found in committed if found.entry.valid and found.entry.abandoned is None]
-    generations: list[ListedGeneration] = []
+    checkpoints: list[ListedCheckpoint] = []
     if rule.most_recent_k is not None and counted:
         kept = choose_kept(
             [entry.iteration for entry in counted],
@@ -340,21 +340,21 @@ def plan_pruning(looked: DirectoryListing, rule: Rule, *, now_ns: int) -> Plan:
             not_finite=[entry.iteration for entry in counted if entry.finite is False],
         )
         newest = max(entry.iteration for entry in counted)
-        generations = [
+        checkpoints = [
             found
             for found in committed
             if found.entry.iteration < newest and _goes(found, kept, latest=looked.place.latest)
         ]
     if rule.suspects:
-        generations += [found for found in looked.found if found.entry.suspect]
+        checkpoints += [found for found in looked.found if found.entry.suspect]
     attempts = [found.entry.attempt for found in looked.found if found.entry.attempt is not None]
     before_ns = now_ns - int(rule.older_than_s * 1e9)
     remains = looked.remains if rule.leftovers else ()
     remains = tuple(one for one in remains if one.is_own and _is_abandoned(one.entry, attempts, before_ns))
-    return Plan(generations=tuple(generations), remains=remains)
+    return Plan(checkpoints=tuple(checkpoints), remains=remains)
 
 
-def _goes(found: ListedGeneration, kept: Collection[int], *, latest: int | None) -> bool:
+def _goes(found: ListedCheckpoint, kept: Collection[int], *, latest: int | None) -> bool:
     """Return whether to delete a checkpoint that is older than the newest counted one."""
     entry = found.entry
     if not entry.valid:

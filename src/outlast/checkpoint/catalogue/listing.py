@@ -20,10 +20,10 @@ import msgspec
 
 from outlast.checkpoint import verification
 from outlast.checkpoint.catalogue.entries import (
+    Checkpoint,
     DirectoryListing,
-    Generation,
     Leftover,
-    ListedGeneration,
+    ListedCheckpoint,
     ListedLeftover,
     ListedPlace,
     NodeHolding,
@@ -78,7 +78,7 @@ class NodeCopy:
 
     @property
     def path(self) -> Path:
-        return self.directory.generation(self.iteration)
+        return self.directory.checkpoint(self.iteration)
 
 
 def _read_copy(directory: Directory, node: str, prefix: str, run: str | None, iteration: int) -> NodeCopy:
@@ -147,11 +147,11 @@ def _remove_copies(copies: Sequence[NodeCopy]) -> None:
 
 def _examine_local(
     copies: list[NodeCopy], nodes: tuple[str, ...], pool: ThreadPoolExecutor, *, suspect: bool
-) -> ListedGeneration:
+) -> ListedCheckpoint:
     """Judge a checkpoint of the local tier by its files' sizes and headers."""
     named = [copy for copy in copies if copy.manifest is not None]
     remove = partial(_remove_copies, copies)
-    entry = Generation(
+    entry = Checkpoint(
         iteration=copies[0].iteration,
         tier="local",
         suspect=suspect,
@@ -162,7 +162,7 @@ def _examine_local(
     )
     if not named or named[0].manifest is None:
         is_own = all(copy.directory.is_own(copy.iteration) for copy in copies)
-        return ListedGeneration(entry=entry, files=(), judge=lambda problems: entry, remove=remove, is_own=is_own)
+        return ListedCheckpoint(entry=entry, files=(), judge=lambda problems: entry, remove=remove, is_own=is_own)
     manifest = named[0].manifest
     good = [copy for copy in named if copy.sha256 == named[0].sha256]
     owners = _name_owners(manifest, {copy.node: copy.ranks for copy in good}, nodes)
@@ -180,7 +180,7 @@ def _examine_local(
     ]
     described = describe_manifest(entry, manifest, problems)
 
-    def judge(more: Sequence[Problem]) -> Generation:
+    def judge(more: Sequence[Problem]) -> Checkpoint:
         """Return the entry judged by the valid files without those in ``more``."""
         bad = {problem.file for problem in more}
         held = {(file.node, file.rank) for file in files if file.name not in bad}
@@ -207,7 +207,7 @@ def _examine_local(
             problems=(*described.problems, *more),
         )
 
-    return ListedGeneration(entry=judge(()), files=files, judge=judge, remove=remove)
+    return ListedCheckpoint(entry=judge(()), files=files, judge=judge, remove=remove)
 
 
 def _of_folders(copies: list[NodeCopy], first: NodeCopy, owners: Mapping[int, str]) -> Iterator[Problem]:
@@ -309,13 +309,13 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
     nodes = tuple(folder.name for folder in folders)
     owners = {folder: owner_of(Directory(folder)) for folder in folders}
     runs = {folder: None if owner is None else owner.run for folder, owner in owners.items()}
-    proven = {owner.run for owner in owners.values() if owner is not None and owner.is_proven}
+    verified = {owner.run for owner in owners.values() if owner is not None and owner.is_verified}
     problems: list[Problem] = []
     for folder, owner in owners.items():
         prefix = "" if folder == path else f"{folder.relative_to(path)}/"
         hint, is_there = Directory(folder).hint(), (folder / RUN).exists()
-        problems += check_hint(hint, owner, is_there=is_there, proven=proven, prefix=prefix, node=folder.name)
-    found: list[ListedGeneration] = []
+        problems += check_hint(hint, owner, is_there=is_there, verified=verified, prefix=prefix, node=folder.name)
+    found: list[ListedCheckpoint] = []
     remains: list[ListedLeftover] = []
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-list") as pool:
         for suspect in (False, True):
@@ -324,7 +324,7 @@ def look_into_folders(path: Path, folders: list[Path]) -> DirectoryListing:
                 directory = Directory(folder / SUSPECT if suspect else folder)
                 prefix = "" if directory.path == path else f"{directory.path.relative_to(path)}/"
                 copies += pool.map(
-                    partial(_read_copy, directory, folder.name, prefix, runs[folder]), directory.generations()
+                    partial(_read_copy, directory, folder.name, prefix, runs[folder]), directory.checkpoints()
                 )
                 remains += list_leftovers(directory.path, prefix)
             for group in _group_copies(copies):
@@ -362,7 +362,7 @@ def look_into_store(url: str) -> DirectoryListing:
         if match := _FILE.fullmatch(name):
             folders.setdefault((match["above"] is None, int(match["iteration"])), {})[match["name"]] = size
 
-    def examine(one: tuple[bool, int]) -> ListedGeneration | ListedLeftover:
+    def examine(one: tuple[bool, int]) -> ListedCheckpoint | ListedLeftover:
         return _examine_global(directory, one[1], folders[one], suspect=not one[0], run=run)
 
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outlast-list") as pool:
@@ -371,7 +371,7 @@ def look_into_store(url: str) -> DirectoryListing:
     if not directory.is_remote:  # in an object store, an unfinished checkpoint already has its final name
         path = Path(directory.url)
         remains += [*list_leftovers(path, ""), *list_leftovers(path / SUSPECT, f"{SUSPECT}/")]
-    found = tuple(one for one in outcomes if isinstance(one, ListedGeneration))
+    found = tuple(one for one in outcomes if isinstance(one, ListedCheckpoint))
     place = ListedPlace(
         path=url,
         tier="global",
@@ -384,9 +384,9 @@ def look_into_store(url: str) -> DirectoryListing:
 
 def _examine_global(
     directory: GlobalDirectory, iteration: int, sizes: Mapping[str, int], *, suspect: bool, run: str | None
-) -> ListedGeneration | ListedLeftover:
+) -> ListedCheckpoint | ListedLeftover:
     folder = f"{SUSPECT}/step-{iteration}" if suspect else f"step-{iteration}"
-    entry = Generation(
+    entry = Checkpoint(
         iteration=iteration,
         tier="global",
         suspect=suspect,
@@ -407,7 +407,7 @@ def _examine_global(
         bad = msgspec.structs.replace(entry, problems=(describe_error(error, f"{folder}/{MANIFEST}"),))
         remove = partial(_remove, directory, folder, iteration, data)
         is_own = (directory.suspects if suspect else directory).is_own(iteration)
-        return ListedGeneration(entry=bad, files=(), judge=lambda problems: bad, remove=remove, is_own=is_own)
+        return ListedCheckpoint(entry=bad, files=(), judge=lambda problems: bad, remove=remove, is_own=is_own)
     problems = [
         describe_error(error, f"{folder}/{file.name}")
         for file, error in find_torn(_all_files(manifest), sizes)
@@ -423,7 +423,7 @@ def _examine_global(
         unverified=() if manifest.metadata is not None else (f"{folder}/{METADATA}",),
     )
 
-    def judge(more: Sequence[Problem]) -> Generation:
+    def judge(more: Sequence[Problem]) -> Checkpoint:
         """Return the entry with problems of files; only ``.metadata`` is not needed for loading."""
         is_torn = any(not problem.file.endswith(f"/{METADATA}") for problem in more)
         return msgspec.structs.replace(entry, valid=entry.valid and not is_torn, problems=(*entry.problems, *more))
@@ -433,7 +433,7 @@ def _examine_global(
         verified.stored(file, index if index < len(manifest.files) else None)
         for index, file in enumerate(_all_files(manifest))
     ]
-    return ListedGeneration(
+    return ListedCheckpoint(
         entry=entry,
         files=tuple(file for file in files if file.name not in torn),
         judge=judge,
@@ -516,13 +516,13 @@ def _look_into(name: str) -> DirectoryListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    entry: Generation
+    entry: Checkpoint
     """With the problems found; ``valid`` is judged by the bytes."""
     num_bytes_read: int
 
 
 def verify(
-    found: ListedGeneration, *, num_threads: int, on_read: Callable[[int], None] = lambda num_bytes: None
+    found: ListedCheckpoint, *, num_threads: int, on_read: Callable[[int], None] = lambda num_bytes: None
 ) -> Verified:
     """Compare every byte of a checkpoint with its digest.
 

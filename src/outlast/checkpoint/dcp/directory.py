@@ -27,7 +27,7 @@ from outlast.checkpoint.dcp.manifest import (
     find_torn,
 )
 from outlast.checkpoint.dcp.store import is_remote, local_path, open_store, without_slash
-from outlast.checkpoint.directory import ClaimedPlace, GenerationFolder, SaveAttempt, owner_of
+from outlast.checkpoint.directory import CheckpointFolder, ClaimedPlace, SaveAttempt, owner_of
 from outlast.checkpoint.manifest import MANIFEST
 from outlast.checkpoint.shard import digests
 from outlast.decoding import from_json, open_file
@@ -123,7 +123,7 @@ class GlobalDirectory(ClaimedPlace):
         """Delete a checkpoint so that a partial deletion is never loaded."""
 
 
-class FileDirectory(GenerationFolder, GlobalDirectory):
+class FileDirectory(CheckpointFolder, GlobalDirectory):
     """A folder of checkpoints; an attempt is a sibling folder that its commit renames."""
 
     def manifest(self, iteration: int) -> GlobalManifest:
@@ -135,7 +135,7 @@ class FileDirectory(GenerationFolder, GlobalDirectory):
                     f"its replacement was interrupted before the final rename; it is stored in {aside} until a run "
                     "that saves there resumes"
                 ) from None
-            if not self.generation(iteration).exists():
+            if not self.checkpoint(iteration).exists():
                 raise
         return super().manifest(iteration)
 
@@ -339,7 +339,7 @@ class ObjectDirectory(GlobalDirectory):
 
     def remove_stale(self, attempt: SaveAttempt) -> list[str]:
         removed = []
-        for iteration in self.generations():
+        for iteration in self.checkpoints():
             folder = self.folder(iteration)
             stale = {name for name in self._store.sizes(folder) if attempt.makes_stale(_FILE.fullmatch(name))}
             committed = self._committed_files(folder) if stale else None

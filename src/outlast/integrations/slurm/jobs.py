@@ -27,13 +27,13 @@ from outlast.decoding import MAX_STATE_BYTES, from_json, read_file
 from outlast.env import expand_nodes
 from outlast.errors import ConfigError, DeadlineExceeded, OutlastError
 from outlast.integrations.slurm.batch_script import BatchScript
-from outlast.launch.ladder_file import load_ladder
-from outlast.policy.recovery_point import Copy, Tier, is_distrusted
+from outlast.launch.recovery_state_file import load_recovery_state
+from outlast.policy.recovery_point import Copy, Tier, is_excluded
 from outlast.policy.requeue import JobEnd, RequeueState, Ruling, rule
 from outlast.runtime.files import PRIVATE, write_atomically
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.catalogue.entries import Generation, ListedGeneration, ListedPlace
+    from outlast.checkpoint.catalogue.entries import Checkpoint, ListedCheckpoint, ListedPlace
 
 log = logging.getLogger(__name__)
 _SCRIPT = "job.sbatch"
@@ -75,13 +75,13 @@ def prepare(script: BatchScript) -> tuple[str, tuple[str, ...]]:
         ConfigError: A file in the run directory cannot be used.
     """
     run_dir = Path(script.run_dir)
-    ladder = load_ladder(run_dir, is_new_job=False)
-    if ladder.finished:
+    recovery_state = load_recovery_state(run_dir, is_new_job=False)
+    if recovery_state.finished:
         log.warning(
             "the run in %s has finished: the job trains only if its script is given more iterations than before",
             run_dir,
         )
-    known = (*load_requeue_state(run_dir).excluded, *ladder.quarantined)
+    known = (*load_requeue_state(run_dir).excluded, *recovery_state.quarantined)
     exclude = tuple(dict.fromkeys((*script.exclude, *known)))
     if added := [node for node in exclude if node not in script.exclude]:
         log.warning("excluded because of earlier jobs of the run: %s", ", ".join(added))
@@ -142,13 +142,13 @@ def end_job(run_dir: Path, job_id: str, exit_code: int, *, num_job_retries_on_fa
     Blocks: up to two minutes, while Slurm does not respond.
     Thread: the main thread; SIGTERM is ignored from then on if the job is requeued.
     """
-    ladder = load_ladder(run_dir, is_new_job=False)
+    recovery_state = load_recovery_state(run_dir, is_new_job=False)
     end = JobEnd(
         exit_code=exit_code,
-        finished=ladder.finished,
-        stopped_with=ladder.stopped_with,
-        durable_iteration=ladder.best_durable,
-        quarantined=ladder.quarantined,
+        finished=recovery_state.finished,
+        stopped_with=recovery_state.stopped_with,
+        durable_iteration=recovery_state.best_durable,
+        quarantined=recovery_state.quarantined,
     )
     ruling = rule(load_requeue_state(run_dir), end, num_job_retries_on_failure=num_job_retries_on_failure)
     write_atomically(run_dir / "requeue.json", msgspec.json.format(msgspec.json.encode(ruling.state), indent=1))
@@ -214,9 +214,9 @@ def resolve_resume_path(
     if not is_url and not Path(name.removeprefix("file://")).exists():
         return None
     looked = look_into(name)
-    distrusted = _distrusted_attempts(run_dir, looked.entry)
+    excluded = _excluded_attempts(run_dir, looked.entry)
     for found in sorted(looked.found, key=lambda one: one.entry.iteration, reverse=True):
-        why = _why_not(found.entry, distrusted)
+        why = _why_not(found.entry, excluded)
         if why is None:
             entry = verify(found, num_threads=num_threads).entry
             if entry.valid:
@@ -233,32 +233,30 @@ def resolve_resume_path(
     return None
 
 
-def _why_not(entry: Generation, distrusted: frozenset[str]) -> str | None:
+def _why_not(entry: Checkpoint, excluded: frozenset[str]) -> str | None:
     if entry.suspect:
         return "saved for diagnosis"
     if not entry.valid:
         return "; ".join(str(problem) for problem in entry.problems[:3]) or f"ranks {list(entry.missing)} are missing"
     if entry.elsewhere:
         return f"ranks {list(entry.elsewhere)} are on nodes that are not seen from here"
-    if entry.attempt in distrusted:
+    if entry.attempt in excluded:
         return "it led to invalid results"
     return entry.abandoned
 
 
-def _distrusted_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
+def _excluded_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
     """Return the attempts in this place that the run excludes from loading."""
-    distrusted = load_ladder(None if run_dir is None else Path(run_dir), is_new_job=False).distrusted
+    excluded = load_recovery_state(None if run_dir is None else Path(run_dir), is_new_job=False).excluded
     tier = Tier.GLOBAL if place.tier == "global" else Tier.LOCAL
-    known = [one for one in place.generations if one.attempt is not None]
+    known = [one for one in place.checkpoints if one.attempt is not None]
     lineage = {str(one.attempt): one.restored_attempt for one in known}
     return frozenset(
-        str(one.attempt)
-        for one in known
-        if is_distrusted(Copy(one.iteration, str(one.attempt), tier), lineage, distrusted)
+        str(one.attempt) for one in known if is_excluded(Copy(one.iteration, str(one.attempt), tier), lineage, excluded)
     )
 
 
-def _path_of(found: ListedGeneration, place: ListedPlace, *, is_url: bool) -> Path | str:
+def _path_of(found: ListedCheckpoint, place: ListedPlace, *, is_url: bool) -> Path | str:
     entry = found.entry
     if is_url:
         return f"{place.path.rstrip('/')}/step-{entry.iteration}"

@@ -1,4 +1,4 @@
-"""Generations of the local tier, laid down as a run leaves them: whole, with replicas, on several nodes."""
+"""Checkpoints of the local tier, laid down as a run leaves them: whole, with replicas, on several nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shard_bytes(
     return data
 
 
-def lay_generation(
+def lay_checkpoint(
     folders: Mapping[str, Path],
     iteration: int,
     *,
@@ -49,11 +49,11 @@ def lay_generation(
     run: str = RUN,
     branch: Branch | None = None,
 ) -> Manifest:
-    """Commit a generation into nodes' folders.
+    """Commit a checkpoint into nodes' folders.
 
     Args:
         folders: The nodes that are here, each with its folder.
-        iteration: Of the generation.
+        iteration: Of the checkpoint.
         nodes: Each rank's node.
         replicas: Ranks of other nodes whose shards a node holds.
         parity: Nodes whose shards share one parity; a part of it lies beside each rank.
@@ -105,8 +105,8 @@ def lay_generation(
 
 
 def two_nodes(place: Path, iteration: int, **changes: object) -> Manifest:
-    """Commit a generation of four ranks on two nodes, each of which holds the other's replicas."""
-    return lay_generation(
+    """Commit a checkpoint of four ranks on two nodes, each of which holds the other's replicas."""
+    return lay_checkpoint(
         {"node0": place / "node0", "node1": place / "node1"},
         iteration,
         nodes=("node0", "node0", "node1", "node1"),

@@ -1,4 +1,4 @@
-"""Generations that are not whole: each kind of damage is refused by name, and nothing of it is loaded."""
+"""Checkpoints that are not whole: each kind of damage is refused by name, and nothing of it is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _state() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two generations of two ranks."""
+    """Two checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("pristine") / "g"
     with Lanes(str(folder), 2, file_bytes=4096) as lanes:
         for iteration in (10, 20):
@@ -59,7 +59,7 @@ def _largest(folder: Path) -> Path:
 
 
 def _read_all(folder: Path) -> None:
-    """Load generation 20 as both of its ranks."""
+    """Load checkpoint 20 as both of its ranks."""
     directory = GlobalDirectory.open(folder)
     manifest = directory.manifest(20)
     if manifest.iteration != 20:
@@ -150,7 +150,7 @@ def _manifest_of_another(folder: Path) -> str:
 def test_each_kind_of_damage_is_refused_by_name(
     damaged: Path, damage: Callable[[Path], str], kind: type[CheckpointError]
 ) -> None:
-    """The error has its kind and names file and chunk; the generation beside it is none the worse."""
+    """The error has its kind and names file and chunk; the checkpoint beside it is none the worse."""
     pattern = damage(damaged)
     with pytest.raises(kind, match=pattern) as raised:
         _read_all(damaged)
@@ -160,7 +160,7 @@ def test_each_kind_of_damage_is_refused_by_name(
         assert read_rank(VerifiedFiles(directory, directory.manifest(10)), rank).num_bytes_read > 0
 
 
-def test_nothing_live_is_touched_by_a_damaged_generation(damaged: Path) -> None:
+def test_nothing_live_is_touched_by_a_damaged_checkpoint(damaged: Path) -> None:
     """Resharded or through the format's loader with our reader: the error comes, and the live state is as it was."""
     _flip_data(damaged)
     directory = GlobalDirectory.open(damaged)
@@ -175,7 +175,7 @@ def test_nothing_live_is_touched_by_a_damaged_generation(damaged: Path) -> None:
 
 
 def test_any_flipped_byte_of_any_file_is_caught(pristine: Path, tmp_path: Path) -> None:
-    """Wherever a byte of data or manifest changes, some rank refuses the generation."""
+    """Wherever a byte of data or manifest changes, some rank refuses the checkpoint."""
     choices = random.Random(3)
     names = [path.name for path in (pristine / "step-20").iterdir() if path.name != ".metadata"]
     folder = tmp_path / "g"
@@ -255,8 +255,8 @@ def _dumped(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_reader_wants_the_folder_of_a_generation(pristine: Path) -> None:
-    """A path that names no generation is refused with what to give."""
+def test_a_reader_wants_the_folder_of_a_checkpoint(pristine: Path) -> None:
+    """A path that names no checkpoint is refused with what to give."""
     with pytest.raises(CheckpointError, match="does not end in step-<n>"):
         VerifiedReader(pristine)
 
@@ -272,8 +272,8 @@ def test_a_reader_wants_the_folder_of_a_generation(pristine: Path) -> None:
         ("file:///step-7", "file://"),
     ],
 )
-def test_a_reader_opens_the_folder_that_holds_its_generation(url: str, parent: str, monkeypatch) -> None:
-    """A generation that lies directly below the root is not looked for in the current folder."""
+def test_a_reader_opens_the_folder_that_holds_its_checkpoint(url: str, parent: str, monkeypatch) -> None:
+    """A checkpoint that lies directly below the root is not looked for in the current folder."""
     opened = []
 
     def refuse(name: str) -> GlobalDirectory:

@@ -1,11 +1,11 @@
-"""The culprit: one rank, the one that the others wait for."""
+"""The root cause: one rank, the one that the others wait for."""
 
 import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outlast.policy.culprit import Collective, Position, find_culprit
+from outlast.policy.root_cause import Collective, Position, find_root_cause
 
 
 def waiting(rank: int, **facts) -> Position:
@@ -16,9 +16,9 @@ def waiting(rank: int, **facts) -> Position:
 
 def test_rank_behind_in_iteration_is_named():
     """The lowest iteration decides before anything else."""
-    culprit = find_culprit([waiting(0), waiting(1, expired=True), waiting(2, iteration=6), waiting(3)])
-    assert culprit.position.global_rank == 2
-    assert "at iteration 6 while others reached 7" in culprit.reason
+    root_cause = find_root_cause([waiting(0), waiting(1, expired=True), waiting(2, iteration=6), waiting(3)])
+    assert root_cause.position.global_rank == 2
+    assert "at iteration 6 while others reached 7" in root_cause.reason
 
 
 @pytest.mark.parametrize(
@@ -35,30 +35,30 @@ def test_rank_behind_in_iteration_is_named():
 )
 def test_kind_of_hang_is_told_from_waiting(facts, reason):
     """Whatever keeps a rank from the collective that the others wait in, it is named, with the evidence."""
-    culprit = find_culprit([waiting(0, expired=True), waiting(1, expired=True), waiting(2, **facts), waiting(3)])
-    assert culprit.position.global_rank == 2
-    assert reason in culprit.reason
+    root_cause = find_root_cause([waiting(0, expired=True), waiting(1, expired=True), waiting(2, **facts), waiting(3)])
+    assert root_cause.position.global_rank == 2
+    assert reason in root_cause.reason
 
 
 def test_reason_tells_the_line():
-    """The reason ends with the line that the culprit hangs on."""
+    """The reason ends with the line that the root cause hangs on."""
     line = 'File "train.py", line 9 in load'
-    culprit = find_culprit([waiting(0), waiting(1, waits_in_collective=False, stack_line=line)])
-    assert culprit.reason.endswith(f"at {line}")
+    root_cause = find_root_cause([waiting(0), waiting(1, waits_in_collective=False, stack_line=line)])
+    assert root_cause.reason.endswith(f"at {line}")
 
 
 def test_waiting_rank_that_could_not_answer_is_a_victim():
     """A rank that stands in a collective is a victim, though it was too slow to answer."""
     busy = waiting(3, waits_in_collective=False)
-    assert find_culprit([waiting(0, responsive=False, collectives=-1), busy]).position == busy
+    assert find_root_cause([waiting(0, responsive=False, collectives=-1), busy]).position == busy
 
 
 def nobody(*ranks: Position) -> str:
     """Return why no rank is named, and no node either; the same for any order."""
-    culprit = find_culprit(ranks)
-    assert (culprit.position, culprit.node) == (None, "")
-    assert find_culprit(ranks[::-1]) == culprit
-    return culprit.reason
+    root_cause = find_root_cause(ranks)
+    assert (root_cause.position, root_cause.node) == (None, "")
+    assert find_root_cause(ranks[::-1]) == root_cause
+    return root_cause.reason
 
 
 def inside(rank: int, op: str = "ALLREDUCE", seq: int = 7, *, shape: str = "", group: str = "0", **facts) -> Position:
@@ -73,7 +73,7 @@ def test_an_exceeded_timeout_tells_ranks_apart_only_in_other_sections():
     """Of ranks in the same sections one exceeds the timeout first, by chance; in other sections it is evidence."""
     assert "ranks 1, 2, 4 are indistinguishable" in nobody(waiting(1), waiting(4, expired=True), waiting(2))
     late = waiting(4, expired=True, sections=("evaluation",))
-    assert find_culprit([waiting(1), late, waiting(2)]).position == late
+    assert find_root_cause([waiting(1), late, waiting(2)]).position == late
 
 
 def test_equal_slowness_is_nobodys():
@@ -124,14 +124,14 @@ def test_an_agreement_cannot_be_skipped():
     they could only get on because it took part."""
     end = Collective(op="an agreement of outlast", is_own=True)
     stuck = waiting(2, iteration=6, groups={"0": 6}, waiting_in=end)
-    culprit = find_culprit([inside(0), inside(1, expired=True), stuck, inside(3)])
-    assert culprit.position == stuck
-    assert "at iteration 6 while others reached 7" in culprit.reason
+    root_cause = find_root_cause([inside(0), inside(1, expired=True), stuck, inside(3)])
+    assert root_cause.position == stuck
+    assert "at iteration 6 while others reached 7" in root_cause.reason
     done = [waiting(rank, finished=True, process_state="Z") for rank in (0, 1, 3)]
-    assert find_culprit([*done, stuck]).position == stuck
+    assert find_root_cause([*done, stuck]).position == stuck
     assert nobody(inside(0), inside(1), *done[2:], waiting(2, waiting_in=end)).endswith("rank 3 finished without it")
     behind = waiting(1, iteration=6, waits_in_collective=False)
-    assert find_culprit([inside(0), behind, waiting(2, waiting_in=end), inside(3)]).position == behind
+    assert find_root_cause([inside(0), behind, waiting(2, waiting_in=end), inside(3)]).position == behind
 
 
 def test_a_collective_that_does_not_return_is_nobodys():
@@ -143,12 +143,12 @@ def test_a_collective_that_does_not_return_is_nobodys():
 def test_the_rank_that_has_not_come_is_named_with_the_collective():
     """A rank in no collective, such as one that writes a checkpoint, is the one that the others wait for."""
     writes = waiting(2, groups={"0": 6}, collectives=6, waits_in_collective=None)
-    culprit = find_culprit([inside(0), inside(1), writes, inside(3)])
-    assert culprit.position == writes
+    root_cause = find_root_cause([inside(0), inside(1), writes, inside(3)])
+    assert root_cause.position == writes
     late = waiting(2, groups={"0": 6}, collectives=6)
-    culprit = find_culprit([inside(0), inside(1), late, inside(3)])
-    assert culprit.position == late
-    assert "not in the collective that others wait in: ranks 0, 1, 3 wait in ALLREDUCE seq 7" in culprit.reason
+    root_cause = find_root_cause([inside(0), inside(1), late, inside(3)])
+    assert root_cause.position == late
+    assert "not in the collective that others wait in: ranks 0, 1, 3 wait in ALLREDUCE seq 7" in root_cause.reason
 
 
 def test_sums_over_other_groups_tell_nothing():
@@ -160,31 +160,31 @@ def test_sums_over_other_groups_tell_nothing():
 def test_a_node_whose_ranks_all_stand_still_is_told_from_the_others():
     """Two stopped ranks cannot be told apart, their node can."""
     stopped = [waiting(rank, node="b", process_state="T", responsive=False) for rank in (2, 3)]
-    culprit = find_culprit([waiting(0), waiting(1), *stopped])
-    assert (culprit.position, culprit.node) == (None, "b")
-    assert "ranks 2, 3 are indistinguishable" in culprit.reason
-    assert "stopped" in culprit.reason
+    root_cause = find_root_cause([waiting(0), waiting(1), *stopped])
+    assert (root_cause.position, root_cause.node) == (None, "b")
+    assert "ranks 2, 3 are indistinguishable" in root_cause.reason
+    assert "stopped" in root_cause.reason
 
 
 def test_finished_rank_is_not_blamed():
     """A rank that finished is behind nobody."""
     done = waiting(0, iteration=1, finished=True, process_state="Z")
     late = waiting(2, waits_in_collective=False)
-    assert find_culprit([done, waiting(1), late]).position == late
+    assert find_root_cause([done, waiting(1), late]).position == late
 
 
 def test_plain_process_is_blamed_only_at_the_start():
     """A process that never attached is suspected while the others have not begun, not later."""
     plain = Position(node="n", global_rank=2, attached=False, process_state="T")
-    assert find_culprit([waiting(0, iteration=0), plain]).position == plain
-    assert find_culprit([waiting(0), plain]).position.global_rank == 0
-    assert find_culprit([plain]).position == plain
+    assert find_root_cause([waiting(0, iteration=0), plain]).position == plain
+    assert find_root_cause([waiting(0), plain]).position.global_rank == 0
+    assert find_root_cause([plain]).position == plain
 
 
 def test_nobody_to_name_is_an_error():
-    """No position, no culprit."""
+    """No position, no root cause."""
     with pytest.raises(ValueError, match="no rank was examined"):
-        find_culprit([])
+        find_root_cause([])
 
 
 positions = st.lists(
@@ -218,20 +218,20 @@ positions = st.lists(
 @given(positions)
 def test_nobody_ahead_is_named(ranks):
     """Never a rank that is ahead of another in iteration."""
-    named = find_culprit(ranks).position
+    named = find_root_cause(ranks).position
     assert named is None or named.iteration == min(one.iteration for one in ranks)
 
 
 @given(positions)
 def test_victim_is_not_named_beside_a_stopped_peer(ranks):
     """Among the ranks that are furthest behind, one that waits is never named while another is stopped."""
-    culprit = find_culprit(ranks).position
-    assume(culprit is not None)
-    peers = [one for one in ranks if one.iteration == culprit.iteration]
+    root_cause = find_root_cause(ranks).position
+    assume(root_cause is not None)
+    peers = [one for one in ranks if one.iteration == root_cause.iteration]
     if any(one.process_state == "T" for one in peers):
-        assert culprit.process_state in ("T", "t", "Z", "X")
+        assert root_cause.process_state in ("T", "t", "Z", "X")
     if any(one.waits_in_collective is False for one in peers):
-        assert not culprit.waits_in_collective or culprit.process_state in ("T", "t", "Z", "X")
+        assert not root_cause.waits_in_collective or root_cause.process_state in ("T", "t", "Z", "X")
 
 
 @given(positions, st.randoms())
@@ -239,4 +239,4 @@ def test_order_of_the_nodes_reports_does_not_matter(ranks, random):
     """The same positions name the same rank, in whatever order they came, and through JSON."""
     shuffled = random.sample(ranks, len(ranks))
     sent = msgspec.json.decode(msgspec.json.encode(shuffled), type=list[Position])
-    assert find_culprit(sent) == find_culprit(ranks)
+    assert find_root_cause(sent) == find_root_cause(ranks)

@@ -1,7 +1,7 @@
 """The end of a cycle, and the recovery policy's decision on it.
 
-:class:`CycleEnding` collects the reports of all nodes on an ending cycle. :class:`LadderClient` queries the policy, and
-saves its state (``ladder.json``) before any node learns of the decision.
+:class:`CycleEnding` collects the reports of all nodes on an ending cycle. :class:`RecoveryStateClient` queries the
+policy, and saves its state (``recovery_policy.json``) before any node learns of the decision.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from outlast.decoding import convert
-from outlast.incidents import EventKind, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Decision, EventKind, Incident, IncidentKind, RecoveryLevel
 from outlast.launch import protocol as m
 from outlast.launch.membership import Nodes
-from outlast.policy import ladder
+from outlast.policy import recovery_policy
 from outlast.policy.causes import permanent_cause, root_cause
-from outlast.policy.culprit import Position, find_culprit, is_hang_explained
 from outlast.policy.deadlines import Expired, Observation
-from outlast.policy.ladder import CycleEnd, LadderState, Limits
-from outlast.policy.recovery_point import Distrusted
+from outlast.policy.recovery_point import Exclusion
+from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState
 from outlast.policy.rerun import Diagnosis
+from outlast.policy.root_cause import Position, find_root_cause, is_hang_explained
 
 log = logging.getLogger(__name__)
 REPORT_S = 2.0
@@ -122,7 +122,7 @@ class CycleEnding:
                 evidence={"summary": "the cycle ended without a report of why"},
             )
         if cause.kind == IncidentKind.WORKER_HUNG and positions:
-            return name_culprit(cause, positions)
+            return identify_root_cause(cause, positions)
         return cause
 
 
@@ -214,18 +214,18 @@ def departure(cycle: int, leave: m.Leave) -> CycleEnd:
     )
 
 
-def describe_notice(noticed: Mapping[str, int]) -> str:
+def describe_notice(detected: Mapping[str, int]) -> str:
     """Return which nodes received the shutdown signal of a job, for people.
 
     Args:
         noticed: Signal by node whose agent received one; other nodes followed.
     """
-    if not noticed:
+    if not detected:
         return "the workers received a preemption notice"  # from the scheduler itself, or a file
-    names = sorted(noticed)
+    names = sorted(detected)
     which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     known = {one.value: one.name for one in signal.Signals}
-    signals = " and ".join(sorted({known.get(number, f"signal {number}") for number in noticed.values()}))
+    signals = " and ".join(sorted({known.get(number, f"signal {number}") for number in detected.values()}))
     return f"{'node' if len(names) == 1 else 'nodes'} {which} received {signals}"
 
 
@@ -237,10 +237,10 @@ def diagnosis_in(incident: Incident) -> Diagnosis | None:
         return None
 
 
-def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
+def copy_untrusted(one: Exclusion, cause: Incident | None) -> Incident:
     """Return the incident of a checkpoint copy that is excluded because of the invalid result in ``cause``."""
     assert cause is not None
-    what = f"generation {one.generation} (attempt {one.attempt})"
+    what = f"generation {one.checkpoint} (attempt {one.attempt})"
     return Incident(
         kind=IncidentKind.COPY_UNTRUSTED,
         job=cause.job,
@@ -250,7 +250,7 @@ def copy_untrusted(one: Distrusted, cause: Incident | None) -> Incident:
         iteration=one.iteration,
         evidence={
             "summary": f"{what} gave {one.why}",
-            "generation": one.generation,
+            "generation": one.checkpoint,
             "attempt": one.attempt,
             "tier": one.tier,
             "tainted": list(one.tainted),
@@ -271,14 +271,14 @@ def _by_who_saw_it(incident: Incident, diagnosis: Diagnosis) -> Incident:
     )
 
 
-def name_culprit(incident: Incident, positions: Sequence[Position]) -> Incident:
+def identify_root_cause(incident: Incident, positions: Sequence[Position]) -> Incident:
     """Return the incident of a hang with the rank that all others waited for, if it can be identified."""
-    culprit = find_culprit(positions)
-    position = culprit.position
-    evidence = {**incident.evidence, "summary": culprit.reason, "first_reported_rank": incident.rank}
+    found = find_root_cause(positions)
+    position = found.position
+    evidence = {**incident.evidence, "summary": found.reason, "first_reported_rank": incident.rank}
     if position is None:
         return msgspec.structs.replace(
-            incident, node=culprit.node, rank=None, pid=None, section=None, iteration=None, evidence=evidence
+            incident, node=found.node, rank=None, pid=None, section=None, iteration=None, evidence=evidence
         )
     evidence["process_state"] = position.process_state
     if position.stack_line:
@@ -307,7 +307,7 @@ class Record:
 class Remember:
     """Save the recovery policy's state, before any node learns of the decision."""
 
-    state: LadderState
+    state: RecoveryState
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ Effects = list[Record | Remember | Learn]
 """What the coordinator's host must do, in this order, before it sends any message."""
 
 
-class LadderClient:
+class RecoveryStateClient:
     """Query the recovery policy and keep its state.
 
     Args:
@@ -338,37 +338,41 @@ class LadderClient:
     """
 
     def __init__(
-        self, state: LadderState, limits: Limits, *, nodes: Nodes, effects: Effects, tell_time: Callable[[], str]
+        self, state: RecoveryState, limits: Limits, *, nodes: Nodes, effects: Effects, tell_time: Callable[[], str]
     ) -> None:
         self.state, self.limits = state, limits
         self._nodes, self._effects, self._tell_time = nodes, effects, tell_time
 
-    def rule(self, end: CycleEnd) -> Verdict:
+    def rule(self, end: CycleEnd) -> Decision:
         """Return the decision on a cycle's end, or on an in-process restart."""
-        before = self.state.distrusted
-        state, verdict = ladder.decide(self.state, end, self.limits)
+        before = self.state.excluded
+        state, decision = recovery_policy.decide(self.state, end, self.limits)
         state = self._with_time(state)
         self._keep(state)
-        for one in state.distrusted:
+        for one in state.excluded:
             if one not in before and not one.settled:
                 self._effects.append(
                     Record(EventKind.INCIDENT, end.cycle, {"incident": copy_untrusted(one, end.incident)})
                 )
-        data: dict[str, object] = {"verdict": verdict}
+        data: dict[str, object] = {"verdict": decision}
         if end.incident is not None:
             data["incident"] = end.incident
             # A job's last log line contains the reason for its end.
-            level = logging.DEBUG if verdict.rung == Rung.STOP else logging.WARNING
-            what = "continues" if verdict.rung == Rung.RESTART_IN_PROCESS else "ended"
-            log.log(level, "cycle %d %s: %s", end.cycle, what, verdict.reason)
-            if not state.had_session and verdict.rung < Rung.REQUEUE_JOB and state.restarts_without_progress == 1:
+            level = logging.DEBUG if decision.recovery_level == RecoveryLevel.STOP else logging.WARNING
+            what = "continues" if decision.recovery_level == RecoveryLevel.RESTART_IN_PROCESS else "ended"
+            log.log(level, "cycle %d %s: %s", end.cycle, what, decision.reason)
+            if (
+                not state.had_session
+                and decision.recovery_level < RecoveryLevel.REQUEUE_JOB
+                and state.restarts_without_progress == 1
+            ):
                 log.info("the script has no session: it continues from its own checkpoint, if it has one")
-        self._effects.append(Record(EventKind.VERDICT, end.cycle, data))
-        return verdict
+        self._effects.append(Record(EventKind.DECISION, end.cycle, data))
+        return decision
 
     def would_replace(self, end: CycleEnd) -> bool:
         """Return whether such an end of a cycle would replace the node; the state does not change."""
-        return ladder.decide(self.state, end, self.limits)[1].rung == Rung.REPLACE_NODE
+        return recovery_policy.decide(self.state, end, self.limits)[1].recovery_level == RecoveryLevel.REPLACE_NODE
 
     def bar(self, node: str) -> None:
         """Quarantine a node for this job."""
@@ -384,25 +388,25 @@ class LadderClient:
     def drop_replay(self, why: str) -> None:
         """Make the next cycle train as usual, because the node that was to replay is gone."""
         log.warning("%s: the next cycle trains without the replay", why)
-        self._keep(ladder.drop_replay(self.state))
+        self._keep(recovery_policy.drop_replay(self.state))
 
-    def learn(self, reported: LadderState) -> None:
-        """Merge an agent's record of earlier decisions, which ``ladder.json`` may lack."""
-        if (merged := ladder.merge(self.state, reported)) != self.state:
+    def learn(self, reported: RecoveryState) -> None:
+        """Merge an agent's record of earlier decisions, which ``recovery_policy.json`` may lack."""
+        if (merged := recovery_policy.merge(self.state, reported)) != self.state:
             self._replace(merged)  # with its number: another agent may have a later state
 
-    def _with_time(self, state: LadderState) -> LadderState:
+    def _with_time(self, state: RecoveryState) -> RecoveryState:
         """Return the state with the time at its newest step, if that is new."""
         if not state.history or state.history[-1].time or state.history == self.state.history:
             return state
         newest = msgspec.structs.replace(state.history[-1], time=self._tell_time())
         return msgspec.structs.replace(state, history=(*state.history[:-1], newest))
 
-    def _keep(self, state: LadderState) -> None:
+    def _keep(self, state: RecoveryState) -> None:
         self._replace(msgspec.structs.replace(state, number=state.number + 1))
 
-    def _replace(self, state: LadderState) -> None:
+    def _replace(self, state: RecoveryState) -> None:
         self.state = state
         self._effects.append(Remember(state))
-        decided = m.Decided(ladder=state)
+        decided = m.Decided(recovery_state=state)
         self._nodes.out += [(node.name, node.epoch, decided) for node in self._nodes]

@@ -1,7 +1,8 @@
 """The recovery policy: from the incident that ended a cycle to the least expensive recovery level that can still help.
 
-:func:`decide` is the only place where restarts are granted: a pure function of the stored state (:class:`LadderState`,
-kept in ``ladder.json`` across jobs), the end of a cycle (:class:`CycleEnd`) and the :class:`Limits`.
+:func:`decide` is the only place where restarts are granted: a pure function of the stored state
+(:class:`RecoveryState`, kept in ``ladder.json`` across jobs), the end of a cycle (:class:`CycleEnd`) and the
+:class:`Limits`.
 
 Budgets reset on progress, never on time; progress is a committed checkpoint at a higher iteration than before. Within a
 job any tier counts, since a restart resumes from there. A new job begins at what survived the last one, so only a
@@ -68,12 +69,12 @@ import msgspec
 from msgspec.structs import replace
 
 from outlast.errors import ExitReason
-from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
+from outlast.incidents import Cause, Decision, Incident, IncidentKind, RecoveryLevel
 from outlast.policy.backoff import DELAYS_S, restart_delay_s
 from outlast.policy.causes import is_deterministic, is_of_code
 from outlast.policy.recovery_point import (
     NONE_DURABLE,
-    Distrusted,
+    Exclusion,
     Judgement,
     Load,
     exclude_after_failure,
@@ -84,9 +85,9 @@ from outlast.policy.rerun import Diagnosis, Finding, InvalidResultCase, Replay
 from outlast.wording import count
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""A count in :class:`LadderState`, which agents report."""
+"""A count in :class:`RecoveryState`, which agents report."""
 MAX_HISTORY = 64
-"""How many of the newest entries each list of :class:`LadderState` keeps."""
+"""How many of the newest entries each list of :class:`RecoveryState` keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +209,8 @@ class CycleEnd:
     @property
     def is_invalid_result(self) -> bool:
         """Whether it ended because a worker judged a result invalid."""
-        verdicts = (ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION)
-        return not self.finished and not self.preempted and self.exit_code in verdicts
+        decisions = (ExitReason.RESUME_TO_DISAMBIGUATE, ExitReason.FAILED_VALIDATION)
+        return not self.finished and not self.preempted and self.exit_code in decisions
 
     @property
     def is_slow_rank(self) -> bool:
@@ -217,11 +218,11 @@ class CycleEnd:
         return not self.finished and not self.preempted and self.exit_code == ExitReason.STRAGGLER
 
 
-class LadderStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RecoveryStep(msgspec.Struct, rename={"recovery_level": "rung"}, frozen=True, kw_only=True, omit_defaults=True):
     cycle: int
     job: str = ""
     incident: str = ""
-    rung: Rung
+    recovery_level: RecoveryLevel
     reason: str
     durable_iteration: int | None = None
     committed_iteration: int | None = None
@@ -242,7 +243,12 @@ class FailedCycle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     committed_iteration: int | None = None
 
 
-class LadderState(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryState(
+    msgspec.Struct,
+    rename={"restarts_by_level": "restarts_by_rung", "excluded": "distrusted"},
+    frozen=True,
+    kw_only=True,
+):
     """State of the recovery policy, kept from cycle to cycle and from job to job."""
 
     job: str = ""
@@ -251,7 +257,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of changes; of two states of a job, the later one has the higher number."""
     restarts_without_progress: Number = 0
     restarts_total: Number = 0
-    restarts_by_rung: dict[str, Number] = {}
+    restarts_by_level: dict[str, Number] = {}
     """Restarts of the run by recovery level, for metrics: no decision reads it, and no job resets it."""
     cycles_without_progress: Number = 0
     best_durable: int | None = None
@@ -276,7 +282,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes whose device was found to be at fault since the last progress in this job."""
     loads: tuple[Load, ...] = ()
     """Loads of the newest cycles of the run, oldest first."""
-    distrusted: tuple[Distrusted, ...] = ()
+    excluded: tuple[Exclusion, ...] = ()
     """Copies that led to invalid results: these, and their descendants, are not loaded again. Remove an entry from
     ``ladder.json`` to trust its copy again."""
     cases: tuple[InvalidResultCase, ...] = ()
@@ -288,7 +294,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = False
     stopped_with: int | None = None
     """Exit code of the stop that ended the last job; ``None`` while one runs or if it was requeued."""
-    history: tuple[LadderStep, ...] = ()
+    history: tuple[RecoveryStep, ...] = ()
     """The newest decisions, oldest first."""
 
     @property
@@ -301,7 +307,7 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.quarantined, *self.held_back)
 
 
-def begin_job(state: LadderState) -> LadderState:
+def begin_job(state: RecoveryState) -> RecoveryState:
     """Return the state with which a new job of the run starts.
 
     ``--max-restarts``, node faults and facts about nodes are per job. Cycles without progress keep counting, unless the
@@ -322,8 +328,8 @@ def begin_job(state: LadderState) -> LadderState:
             progress_known=state.progress_known,
             had_session=state.had_session,
         )
-    was_told_to_leave = bool(state.history) and state.history[-1].rung == Rung.REQUEUE_JOB
-    if not was_told_to_leave:
+    was_shutdown_requested = bool(state.history) and state.history[-1].recovery_level == RecoveryLevel.REQUEUE_JOB
+    if not was_shutdown_requested:
         state = replace(state, replay=None)
     cases = tuple(case for case in state.cases if case.iteration is not None)  # others may be another job's
     state = replace(
@@ -339,12 +345,12 @@ def begin_job(state: LadderState) -> LadderState:
         cases=cases,
     )
     if state.stopped_with in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
-        distrusted = tuple(replace(one, settled=True) for one in state.distrusted if not one.is_last_resort)
-        state = replace(state, cycles_without_progress=0, restarts_total=0, distrusted=distrusted, cases=())
+        excluded = tuple(replace(one, settled=True) for one in state.excluded if not one.is_last_resort)
+        state = replace(state, cycles_without_progress=0, restarts_total=0, excluded=excluded, cases=())
     return replace(state, stopped_with=None)
 
 
-def known_durable(state: LadderState) -> int | None:
+def known_durable(state: RecoveryState) -> int | None:
     """Return the newest iteration known for certain to survive the end of the job.
 
     Returns:
@@ -352,12 +358,14 @@ def known_durable(state: LadderState) -> int | None:
             has ended yet, or the job before was cut off and may have committed more than was recorded.
     """
     newest = state.history[-1] if state.history else None
-    if newest is None or not (newest.job == state.job or newest.rung in (Rung.REQUEUE_JOB, Rung.STOP)):
+    if newest is None or not (
+        newest.job == state.job or newest.recovery_level in (RecoveryLevel.REQUEUE_JOB, RecoveryLevel.STOP)
+    ):
         return None
     return NONE_DURABLE if state.best_durable is None else state.best_durable
 
 
-def merge(state: LadderState, kept: LadderState) -> LadderState:
+def merge(state: RecoveryState, kept: RecoveryState) -> RecoveryState:
     """Return the later of two states of a job, with the excluded copies of both.
 
     Args:
@@ -365,12 +373,12 @@ def merge(state: LadderState, kept: LadderState) -> LadderState:
         kept: The previous coordinator's, as kept by an agent; of two states with the same number it is the later one.
     """
     older, newer = (state, kept) if kept.number >= state.number else (kept, state)
-    known = {(one.attempt, one.tier) for one in newer.distrusted}
-    more = tuple(one for one in older.distrusted if (one.attempt, one.tier) not in known)
-    return replace(newer, job=state.job, distrusted=(*newer.distrusted, *more))
+    known = {(one.attempt, one.tier) for one in newer.excluded}
+    more = tuple(one for one in older.excluded if (one.attempt, one.tier) not in known)
+    return replace(newer, job=state.job, excluded=(*newer.excluded, *more))
 
 
-def find_outcome(state: LadderState) -> tuple[int, str] | None:
+def find_outcome(state: RecoveryState) -> tuple[int, str] | None:
     """Return exit code and reason of the end of the job that wrote the state; ``None`` = it has not ended, as far as
     known."""
     if not state.history:
@@ -378,12 +386,12 @@ def find_outcome(state: LadderState) -> tuple[int, str] | None:
     newest = state.history[-1]
     if state.finished:
         return ExitReason.FINISHED, newest.reason
-    if newest.rung == Rung.REQUEUE_JOB:
+    if newest.recovery_level == RecoveryLevel.REQUEUE_JOB:
         return ExitReason.PREEMPTED, newest.reason
     return None if state.stopped_with is None else (state.stopped_with, newest.reason)
 
 
-def find_later_outcome(state: LadderState, known: LadderState | None) -> tuple[int, str] | None:
+def find_later_outcome(state: RecoveryState, known: RecoveryState | None) -> tuple[int, str] | None:
     """Return :func:`find_outcome` for an agent that knows an earlier state of the job.
 
     A state that lacks the newest decision known to the agent was written by another part of a partitioned job.
@@ -393,12 +401,12 @@ def find_later_outcome(state: LadderState, known: LadderState | None) -> tuple[i
     return find_outcome(state)
 
 
-def begin_run(state: LadderState) -> LadderState:
+def begin_run(state: RecoveryState) -> RecoveryState:
     """Return the state of a new run in the directory of a finished one, with all budgets reset.
 
     Used job and cycle names, which identify saved checkpoints, stay recorded, and so do the excluded copies.
     """
-    return LadderState(loads=state.loads, distrusted=state.distrusted, history=state.history)
+    return RecoveryState(loads=state.loads, excluded=state.excluded, history=state.history)
 
 
 _GLOBAL = "global"
@@ -414,8 +422,8 @@ class Remedy:
     """What is done about it and why, for the message."""
     stops: bool = False
     """The run stops with the diagnosis; everything else is a restart."""
-    rung: Rung = Rung.RESTART_WORKERS
-    distrusted: Distrusted | None = None
+    recovery_level: RecoveryLevel = RecoveryLevel.RESTART_WORKERS
+    excluded: Exclusion | None = None
     """A copy that is not loaded again, restart or not."""
     quarantine: str = ""
     """Node that gets no slot any more; empty = none."""
@@ -430,7 +438,7 @@ class Remedy:
     """A device of that node is at fault, and has this one chance to prove otherwise."""
 
 
-def find_remedy(state: LadderState, end: CycleEnd, limits: Limits) -> Remedy:
+def find_remedy(state: RecoveryState, end: CycleEnd, limits: Limits) -> Remedy:
     assert end.is_invalid_result
     assert end.incident is not None
     what, diagnosis = _describe(end.incident, end.diagnosis), end.diagnosis
@@ -449,13 +457,13 @@ def find_remedy(state: LadderState, end: CycleEnd, limits: Limits) -> Remedy:
     return _judge_copy(what, _judge_load(state, case.load, diagnosis.iteration))
 
 
-def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits, what: str) -> Remedy:
+def _disambiguate(state: RecoveryState, end: CycleEnd, incident: Incident, limits: Limits, what: str) -> Remedy:
     diagnosis = end.diagnosis
     is_replay = _is_replay(state, diagnosis)
     case = _find_case(state.cases, incident, diagnosis, end.load, is_replay=is_replay)
     judgement = _judge_load(state, case.load, _iteration(end))
     faulty = "" if diagnosis is not None else incident.node
-    if judgement.distrusted is not None and judgement.distrusted.tier != _GLOBAL:
+    if judgement.excluded is not None and judgement.excluded.tier != _GLOBAL:
         return _judge_copy(what, judgement, faulty_node=faulty)
     if diagnosis is None or diagnosis.finding == Finding.SPLIT:
         if case.same_device < limits.max_same_device_reruns:
@@ -468,7 +476,7 @@ def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits:
         return Remedy(
             what=what,
             action=f"a spare takes the slot of node {diagnosis.node}, which is held back, and replays it",
-            rung=Rung.REPLACE_NODE,
+            recovery_level=RecoveryLevel.REPLACE_NODE,
             hold_back=diagnosis.node,
             replay=diagnosis.replay(tries=max(diagnosis.tries, case.same_device)),
             case=replace(case, elsewhere=case.elsewhere + 1),
@@ -481,12 +489,12 @@ def _disambiguate(state: LadderState, end: CycleEnd, incident: Incident, limits:
     return _judge_copy(what, judgement)
 
 
-def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -> Remedy:
+def _blame(state: RecoveryState, end: CycleEnd, diagnosis: Diagnosis, what: str) -> Remedy:
     """Return the remedy for a device's persistent fault."""
     node = state.replay.node if state.replay is not None and _is_replay(state, diagnosis) else diagnosis.node
     if not diagnosis.replayed_on and state.blamed:
         judgement = _judge_load(state, end.load, diagnosis.iteration)
-        if judgement.distrusted is not None:
+        if judgement.excluded is not None:
             return _judge_copy(what, judgement)
     if node in state.held_back:
         action = f"node {node} is quarantined, restarting the workers on the others"
@@ -494,8 +502,15 @@ def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -
     if node and node not in state.quarantined and (end.num_spares > 0 or end.may_shrink):
         heir = "a spare takes its slot" if end.num_spares > 0 else "training continues without it"
         action = f"node {node} is quarantined, {heir}"
-        rung = Rung.REPLACE_NODE
-        return Remedy(what=what, action=action, rung=rung, quarantine=node, faulty_node=node, is_device_fault=True)
+        recovery_level = RecoveryLevel.REPLACE_NODE
+        return Remedy(
+            what=what,
+            action=action,
+            recovery_level=recovery_level,
+            quarantine=node,
+            faulty_node=node,
+            is_device_fault=True,
+        )
     if node in state.blamed:
         action = f"stopping: node {node} had its chance since the last progress, and no other one waits for its slot"
         return Remedy(what=what, action=action, stops=True, faulty_node=node)
@@ -506,18 +521,18 @@ def _blame(state: LadderState, end: CycleEnd, diagnosis: Diagnosis, what: str) -
 
 def _judge_copy(what: str, judgement: Judgement, *, faulty_node: str = "") -> Remedy:
     """Return the remedy that blames the loaded copy; without one to blame the run stops."""
-    if judgement.distrusted is None:
+    if judgement.excluded is None:
         action = f"{judgement.reason}: stopping, its diagnosis is in the journal"
         return Remedy(what=what, action=action, stops=True, faulty_node=faulty_node)
     what, action = f"{what}; {judgement.reason}", "restarting the workers, which load another copy"
-    return Remedy(what=what, action=action, distrusted=judgement.distrusted, faulty_node=faulty_node)
+    return Remedy(what=what, action=action, excluded=judgement.excluded, faulty_node=faulty_node)
 
 
-def _judge_load(state: LadderState, load: Load | None, iteration: int | None) -> Judgement:
-    return judge(load, iteration, known=state.distrusted, loads=state.loads)
+def _judge_load(state: RecoveryState, load: Load | None, iteration: int | None) -> Judgement:
+    return judge(load, iteration, known=state.excluded, loads=state.loads)
 
 
-def _is_replay(state: LadderState, diagnosis: Diagnosis | None) -> bool:
+def _is_replay(state: RecoveryState, diagnosis: Diagnosis | None) -> bool:
     """Return whether the cycle was started to replay this very result."""
     return diagnosis is not None and state.replay is not None and diagnosis.iteration == state.replay.iteration
 
@@ -572,23 +587,27 @@ def _key(case: InvalidResultCase) -> tuple[int | None, str, int | None]:
     return case.iteration, case.device, case.rank
 
 
-def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderState, Verdict]:
+def decide(state: RecoveryState, end: CycleEnd, limits: Limits) -> tuple[RecoveryState, Decision]:
     """Return what to do after a cycle's end, and the new state.
 
     A finished run is never restarted by its job; a preemption counts against no budget; every other end counts,
     whatever its kind.
     """
     if state.finished:
-        return state, Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
+        return state, Decision(
+            recovery_level=RecoveryLevel.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED
+        )
     before = state
     state = _take_note(state, end)
     found = find_remedy(state, end, limits) if end.is_invalid_result else None
-    state, progressed = _note_progress(state, end, trusted=found is None or found.distrusted is None)
+    state, progressed = _note_progress(state, end, trusted=found is None or found.excluded is None)
     if end.finished:
         state = replace(state, finished=True)
-        verdict = Verdict(rung=Rung.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED)
+        decision = Decision(
+            recovery_level=RecoveryLevel.STOP, reason="the run is finished", exit_code=ExitReason.FINISHED
+        )
     elif end.preempted or end.exit_code == ExitReason.PREEMPTED:
-        verdict = _leave(end, state)
+        decision = _leave(end, state)
     else:
         assert end.incident is not None
         faulty_node = end.incident.node if found is None else found.faulty_node
@@ -598,37 +617,37 @@ def decide(state: LadderState, end: CycleEnd, limits: Limits) -> tuple[LadderSta
         is_free = _is_free(state, end, end.incident, limits)
         state = _count_failure(state, faulty_node, in_vain=ends_cycle and not progressed and not is_free)
         if is_free:
-            state, verdict = _judge_free_loss(state, end, end.incident, limits)
+            state, decision = _judge_free_loss(state, end, end.incident, limits)
         elif found is not None:
-            state, verdict = _judge_invalid_result(state, limits, found)
+            state, decision = _judge_invalid_result(state, limits, found)
         else:
             if end.is_slow_rank:
-                verdict = judge_slow_rank(state, end, limits)
+                decision = judge_slow_rank(state, end, limits)
             else:
                 excluded = _exclude_copy(state, end, limits)
-                verdict = _judge(state, before, end, end.incident, limits, progressed=progressed, excluded=excluded)
-                if excluded is not None and verdict.rung != Rung.STOP:
-                    state = replace(state, distrusted=(*state.distrusted, excluded)[-MAX_HISTORY:])
+                decision = _judge(state, before, end, end.incident, limits, progressed=progressed, excluded=excluded)
+                if excluded is not None and decision.recovery_level != RecoveryLevel.STOP:
+                    state = replace(state, excluded=(*state.excluded, excluded)[-MAX_HISTORY:])
             if ends_cycle:
                 state = drop_replay(state)
         if ends_cycle:
             state = replace(state, failure=_failure_of(end) if found is None else None)
-        if verdict.rung != Rung.STOP:
+        if decision.recovery_level != RecoveryLevel.STOP:
             state = replace(
                 state,
                 restarts_without_progress=state.restarts_without_progress + (not is_free),
                 restarts_total=state.restarts_total + 1,
-                restarts_by_rung=_one_more(state.restarts_by_rung, verdict.rung.name),
+                restarts_by_level=_one_more(state.restarts_by_level, decision.recovery_level.name),
             )
-    quarantined = tuple(dict.fromkeys((*state.quarantined, *verdict.quarantine)))
-    recent = {node: num for node, num in state.recent_faults.items() if node not in verdict.quarantine}
+    quarantined = tuple(dict.fromkeys((*state.quarantined, *decision.quarantine)))
+    recent = {node: num for node, num in state.recent_faults.items() if node not in decision.quarantine}
     state = replace(state, quarantined=quarantined, recent_faults=recent)
-    if verdict.rung == Rung.STOP:
-        state = replace(drop_replay(state), stopped_with=verdict.exit_code)
-    return _remember(state, end, verdict), verdict
+    if decision.recovery_level == RecoveryLevel.STOP:
+        state = replace(drop_replay(state), stopped_with=decision.exit_code)
+    return _remember(state, end, decision), decision
 
 
-def drop_replay(state: LadderState) -> LadderState:
+def drop_replay(state: RecoveryState) -> RecoveryState:
     """Return the state without a pending replay: the next cycle trains as usual, on any node that is not quarantined.
 
     The grant still counts, so that an impossible replay is not requested forever.
@@ -636,7 +655,7 @@ def drop_replay(state: LadderState) -> LadderState:
     return replace(state, replay=None, held_back=())
 
 
-def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
+def _take_note(state: RecoveryState, end: CycleEnd) -> RecoveryState:
     """Record what the cycle had loaded, and what it settled by its commits.
 
     A commit closes the cases up to its iteration, and those whose iteration is not known.
@@ -645,7 +664,7 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     state = replace(
         state,
         loads=state.loads if end.load is None else (*state.loads, end.load)[-MAX_HISTORY:],
-        distrusted=state.distrusted if end.is_invalid_result else settle(state.distrusted, committed),
+        excluded=state.excluded if end.is_invalid_result else settle(state.excluded, committed),
         cases=tuple(
             case
             for case in state.cases
@@ -659,7 +678,7 @@ def _take_note(state: LadderState, end: CycleEnd) -> LadderState:
     return state
 
 
-def _note_progress(state: LadderState, end: CycleEnd, *, trusted: bool) -> tuple[LadderState, bool]:
+def _note_progress(state: RecoveryState, end: CycleEnd, *, trusted: bool) -> tuple[RecoveryState, bool]:
     newest = end.newest_iteration
     known = state.progress_known or end.progress_known or newest is not None
     # A checkpoint saved on top of a bad copy is not progress.
@@ -686,7 +705,7 @@ def _is_beyond(newest: int | None, best: int | None) -> bool:
     return newest is not None and (best is None or newest > best)
 
 
-def _count_failure(state: LadderState, faulty_node: str, *, in_vain: bool) -> LadderState:
+def _count_failure(state: RecoveryState, faulty_node: str, *, in_vain: bool) -> RecoveryState:
     return replace(
         state,
         node_faults=_one_more(state.node_faults, faulty_node) if faulty_node else state.node_faults,
@@ -708,63 +727,63 @@ def describe_saved(saved: bool, *, has_session: bool = True) -> str:
     )
 
 
-def _leave(end: CycleEnd, state: LadderState) -> Verdict:
+def _leave(end: CycleEnd, state: RecoveryState) -> Decision:
     following = f"; {describe_next_job(state.newest_iteration, state.best_durable)}" if state.progress_known else ""
     if end.preempted_saved or not end.preempted:
         what, exit_code = describe_saved(True), ExitReason.PREEMPTED
     else:
         what, exit_code = describe_saved(False, has_session=state.had_session), ExitReason.FAILED
     reason = f"shutdown requested; {what}{following}"
-    return Verdict(rung=Rung.REQUEUE_JOB, reason=reason, exit_code=exit_code)
+    return Decision(recovery_level=RecoveryLevel.REQUEUE_JOB, reason=reason, exit_code=exit_code)
 
 
 def _judge(
-    state: LadderState,
-    before: LadderState,
+    state: RecoveryState,
+    before: RecoveryState,
     end: CycleEnd,
     incident: Incident,
     limits: Limits,
     *,
     progressed: bool,
-    excluded: Distrusted | None,
-) -> Verdict:
+    excluded: Exclusion | None,
+) -> Decision:
     what = incident.describe()
     if end.exit_code == ExitReason.NO_PROGRESS:
         reason = f"{what}: the worker itself gave up: another try would get no further"
-        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
+        return Decision(recovery_level=RecoveryLevel.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if end.is_permanent:
         reason = f"{what}; every rank failed so before its first step; a restart cannot help: fix it and start again"
-        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
+        return Decision(recovery_level=RecoveryLevel.STOP, reason=reason, exit_code=ExitReason.BAD_INPUT)
     if repeats_failure(state, end):
         reason = f"{what}; the same failure at the same place: a restart runs the script again from its start"
         if not end.has_trained:
             reason = f"{what}; the same failure at the same place: no rank has completed a step in this run"
         reason += " and cannot help; fix it" if end.has_trained else ", and another start fails in the same way; fix it"
-        return Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
+        return Decision(recovery_level=RecoveryLevel.STOP, reason=reason, exit_code=ExitReason.NO_PROGRESS)
     if (spent := spent_budget(state, limits)) is not None:
         repeated = state.progress_known and not progressed and before.restarts_without_progress > 0
         repeated = repeated or state.cycles_without_progress >= limits.max_no_progress_cycles
         exit_code = ExitReason.NO_PROGRESS if repeated else ExitReason.FAILED
         source = describe_source(state) if end.num_nodes > 1 else None
         reason = "; ".join(filter(None, (what, spent, source)))
-        return Verdict(rung=Rung.STOP, reason=reason, exit_code=exit_code)
-    rung, action, quarantine = _remedy(state, end, incident, limits)
+        return Decision(recovery_level=RecoveryLevel.STOP, reason=reason, exit_code=exit_code)
+    recovery_level, action, quarantine = _remedy(state, end, incident, limits)
     delay_s, wait = 0.0, ""
-    if rung != Rung.RESTART_IN_PROCESS:
+    if recovery_level != RecoveryLevel.RESTART_IN_PROCESS:
         num, max_s = state.restarts_without_progress, limits.max_restart_delay_s
         delay_s = restart_delay_s(num, ran_s=end.ran_s, max_s=max_s)
         wait = f"; restarting in {delay_s:g} s" if delay_s else ""
     if excluded is not None:
         reason = (
             f"{what}; this is the same failure at the same iteration after the same copy was loaded: the node-local "
-            f"copies of checkpoint {excluded.generation} are excluded, {action}; the workers load another copy "
+            f"copies of checkpoint {excluded.checkpoint} are excluded, {action}; the workers load another copy "
             f"({count_of_restart(state, limits)}){wait}"
         )
-        return Verdict(rung=rung, reason=reason, quarantine=quarantine, delay_s=delay_s)
+        return Decision(recovery_level=recovery_level, reason=reason, quarantine=quarantine, delay_s=delay_s)
     restores = state.progress_known and not end.recovered_in_process  # else the state may have been kept in memory
     where = f", resuming {resume_point(state)}" if restores else ""
     reason = f"{what}; {action}{where} ({count_of_restart(state, limits)}){wait}"
-    return Verdict(rung=rung, reason=reason, quarantine=quarantine, delay_s=delay_s)
+    return Decision(recovery_level=recovery_level, reason=reason, quarantine=quarantine, delay_s=delay_s)
 
 
 def _failure_of(end: CycleEnd) -> FailedCycle | None:
@@ -781,7 +800,7 @@ def _failure_of(end: CycleEnd) -> FailedCycle | None:
     )
 
 
-def _exclude_copy(state: LadderState, end: CycleEnd, limits: Limits) -> Distrusted | None:
+def _exclude_copy(state: RecoveryState, end: CycleEnd, limits: Limits) -> Exclusion | None:
     """Return the copy to exclude for the last restart that a budget leaves.
 
     The failure must be that of the cycle before, at the same iteration, and both cycles must have trained from the same
@@ -795,13 +814,13 @@ def _exclude_copy(state: LadderState, end: CycleEnd, limits: Limits) -> Distrust
     if before.load is not None and before.load.attempt == load.attempt:
         is_same_copy = before.load.tier != _GLOBAL
     else:
-        is_same_copy = before.committed_iteration == load.generation
+        is_same_copy = before.committed_iteration == load.checkpoint
     if not is_same_copy or not is_last_restart(state, limits):
         return None
-    return exclude_after_failure(load, now.iteration, known=state.distrusted)
+    return exclude_after_failure(load, now.iteration, known=state.excluded)
 
 
-def repeats_failure(state: LadderState, end: CycleEnd) -> bool:
+def repeats_failure(state: RecoveryState, end: CycleEnd) -> bool:
     """Return whether a cycle failed exactly as the one before, in a way that the next one would repeat.
 
     Either an error of the code of a script without a session, which starts from its beginning each time; or, in any run
@@ -829,15 +848,15 @@ def _repeatable_failure(end: CycleEnd) -> str:
     return cause.describe() if is_again else ""
 
 
-def _is_free(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> bool:
+def _is_free(state: RecoveryState, end: CycleEnd, incident: Incident, limits: Limits) -> bool:
     """Return whether a cycle's end counts against the lost node alone: no step was lost."""
     is_early = incident.kind == IncidentKind.NODE_LOST and bool(incident.node) and not end.has_trained
     return is_early and state.free_losses < limits.max_node_faults and spent_budget(state, limits) is None
 
 
 def _judge_free_loss(
-    state: LadderState, end: CycleEnd, incident: Incident, limits: Limits
-) -> tuple[LadderState, Verdict]:
+    state: RecoveryState, end: CycleEnd, incident: Incident, limits: Limits
+) -> tuple[RecoveryState, Decision]:
     node, faults = incident.node, state.node_faults[incident.node]
     is_out = faults >= limits.max_node_faults and (end.num_spares > 0 or end.may_shrink)
     reason = f"{incident.describe()}; no rank had completed a step, fault {faults} of {limits.max_node_faults} of this "
@@ -845,29 +864,31 @@ def _judge_free_loss(
     if is_out:
         reason += "; the node gets no slot any more"
     state = replace(drop_replay(state), free_losses=state.free_losses + 1)
-    return state, Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=(node,) if is_out else ())
+    return state, Decision(
+        recovery_level=RecoveryLevel.REPLACE_NODE, reason=reason, quarantine=(node,) if is_out else ()
+    )
 
 
-def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> tuple[LadderState, Verdict]:
+def _judge_invalid_result(state: RecoveryState, limits: Limits, found: Remedy) -> tuple[RecoveryState, Decision]:
     """Return the decision on an invalid result, and the state with the findings."""
     state = drop_replay(state)
-    if found.distrusted is not None:
-        distrusted = (*state.distrusted, found.distrusted)[-MAX_HISTORY:]
-        state = replace(state, distrusted=distrusted)
+    if found.excluded is not None:
+        excluded = (*state.excluded, found.excluded)[-MAX_HISTORY:]
+        state = replace(state, excluded=excluded)
     if found.stops:
         reason = f"{found.what}; {found.action}"
-        return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
+        return state, Decision(recovery_level=RecoveryLevel.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
     if (spent := spent_budget(state, limits)) is not None:
         reason = f"{found.what}; {spent}"
-        return state, Verdict(rung=Rung.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
+        return state, Decision(recovery_level=RecoveryLevel.STOP, reason=reason, exit_code=ExitReason.FAILED_VALIDATION)
     held_back = (found.hold_back,) if found.hold_back else ()
     cases = state.cases
     if (case := found.case) is not None:
         cases = (*(other for other in cases if _key(other) != _key(case)), case)[-MAX_HISTORY:]
     blamed = dict.fromkeys((*state.blamed, *([found.faulty_node] if found.is_device_fault else ())))
     state = replace(state, cases=cases, replay=found.replay, held_back=held_back, blamed=tuple(blamed))
-    return state, Verdict(
-        rung=found.rung,
+    return state, Decision(
+        recovery_level=found.recovery_level,
         reason=f"{found.what}; {found.action} ({count_of_restart(state, limits)})",
         quarantine=(found.quarantine,) if found.quarantine else (),
         hold_back=held_back,
@@ -875,10 +896,12 @@ def _judge_invalid_result(state: LadderState, limits: Limits, found: Remedy) -> 
     )
 
 
-def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limits) -> tuple[Rung, str, tuple[str, ...]]:
+def _remedy(
+    state: RecoveryState, end: CycleEnd, incident: Incident, limits: Limits
+) -> tuple[RecoveryLevel, str, tuple[str, ...]]:
     """Return the recovery level, what is done, and the nodes to quarantine."""
     if end.recovered_in_process:
-        return Rung.RESTART_IN_PROCESS, "the ranks recovered in process", ()
+        return RecoveryLevel.RESTART_IN_PROCESS, "the ranks recovered in process", ()
     node, faults = incident.node, state.node_faults.get(incident.node, 0)
     worn_out = 0 < limits.max_node_faults <= faults and node not in state.quarantined
     spare = end.num_spares > 0
@@ -886,21 +909,21 @@ def _remedy(state: LadderState, end: CycleEnd, incident: Incident, limits: Limit
     is_suspect = spare and source is not None and is_last_restart(state, limits)
     if incident.kind == IncidentKind.NODE_LOST:
         heir = "a spare takes its slot" if spare else "no spare waits for its slot"
-        return Rung.REPLACE_NODE, heir, (node,) if (worn_out or is_suspect) and spare else ()
+        return RecoveryLevel.REPLACE_NODE, heir, (node,) if (worn_out or is_suspect) and spare else ()
     if incident.kind in (IncidentKind.CANNOT_START, IncidentKind.NODE_UNHEALTHY):
         if spare and node:
-            return Rung.REPLACE_NODE, f"a spare takes the slot of node {node}", (node,)
+            return RecoveryLevel.REPLACE_NODE, f"a spare takes the slot of node {node}", (node,)
         if incident.evidence.get("computes_wrong"):
-            return Rung.REPLACE_NODE, f"node {node} gets no slot any more, and no spare waits for it", (node,)
-        return Rung.RESTART_WORKERS, "no spare waits for its slot, restarting the workers there", ()
+            return RecoveryLevel.REPLACE_NODE, f"node {node} gets no slot any more, and no spare waits for it", (node,)
+        return RecoveryLevel.RESTART_WORKERS, "no spare waits for its slot, restarting the workers there", ()
     if worn_out:
         had = f"node {node} had {faults} faults (max_node_faults={limits.max_node_faults})"
         if spare:
-            return Rung.REPLACE_NODE, f"{had}, a spare takes its slot", (node,)
-        return Rung.RESTART_WORKERS, f"{had}, but no spare waits, restarting the workers there", ()
+            return RecoveryLevel.REPLACE_NODE, f"{had}, a spare takes its slot", (node,)
+        return RecoveryLevel.RESTART_WORKERS, f"{had}, but no spare waits, restarting the workers there", ()
     if is_suspect:
-        return Rung.REPLACE_NODE, f"{source}, a spare takes its slot", (node,)
-    return Rung.RESTART_WORKERS, "restarting the workers", ()
+        return RecoveryLevel.REPLACE_NODE, f"{source}, a spare takes its slot", (node,)
+    return RecoveryLevel.RESTART_WORKERS, "restarting the workers", ()
 
 
 def slow_node(end: CycleEnd) -> str:
@@ -909,7 +932,7 @@ def slow_node(end: CycleEnd) -> str:
     return diagnosis.node if diagnosis is not None and diagnosis.finding == Finding.SLOW else ""
 
 
-def judge_slow_rank(state: LadderState, end: CycleEnd, limits: Limits) -> Verdict:
+def judge_slow_rank(state: RecoveryState, end: CycleEnd, limits: Limits) -> Decision:
     """Return what to do after a cycle that ended because of a slow rank; ``state`` includes this end."""
     assert end.is_slow_rank
     assert end.incident is not None
@@ -926,11 +949,11 @@ def judge_slow_rank(state: LadderState, end: CycleEnd, limits: Limits) -> Verdic
     else:
         where = f", resuming {resume_point(state)}" if state.progress_known else ""
         reason = f"{what}; a spare takes the slot of node {node}{where} ({count_of_restart(state, limits)})"
-        return Verdict(rung=Rung.REPLACE_NODE, reason=reason, quarantine=quarantine)
-    return Verdict(rung=Rung.STOP, reason=f"{what}; {why}", exit_code=code, quarantine=quarantine)
+        return Decision(recovery_level=RecoveryLevel.REPLACE_NODE, reason=reason, quarantine=quarantine)
+    return Decision(recovery_level=RecoveryLevel.STOP, reason=f"{what}; {why}", exit_code=code, quarantine=quarantine)
 
 
-def spent_budget(state: LadderState, limits: Limits) -> str | None:
+def spent_budget(state: RecoveryState, limits: Limits) -> str | None:
     """Return the message of the budget that leaves no restart; ``None`` = all allow one."""
     cycles, point = state.cycles_without_progress, resume_point(state).removeprefix("from ")
     if state.progress_known and cycles >= limits.max_no_progress_cycles:
@@ -950,26 +973,26 @@ def spent_budget(state: LadderState, limits: Limits) -> str | None:
     return None
 
 
-def is_last_restart(state: LadderState, limits: Limits) -> bool:
+def is_last_restart(state: RecoveryState, limits: Limits) -> bool:
     """Return whether the next restart is the last one that the budgets allow without progress."""
     cycles = state.progress_known and state.cycles_without_progress + 1 >= limits.max_no_progress_cycles
     total = limits.max_restarts_total is not None and state.restarts_total + 1 >= limits.max_restarts_total
     return cycles or total or state.restarts_without_progress + 1 >= limits.max_restarts
 
 
-def describe_source(state: LadderState) -> str | None:
+def describe_source(state: RecoveryState) -> str | None:
     """Return the node on which all faults since the last progress began, as text; ``None`` = several nodes, or a single
     fault."""
     (node, num), *others = state.recent_faults.items() or [("", 0)]
     return f"{num} of {num} failures on node {node}" if node and num > 1 and not others else None
 
 
-def count_of_restart(state: LadderState, limits: Limits) -> str:
+def count_of_restart(state: RecoveryState, limits: Limits) -> str:
     which = f"restart {state.restarts_without_progress + 1} of {limits.max_restarts}"
     return f"{which} without progress" if state.progress_known else which
 
 
-def resume_point(state: LadderState) -> str:
+def resume_point(state: RecoveryState) -> str:
     newest = state.newest_iteration
     return "from the start" if newest is None else f"from iteration {newest}"
 
@@ -987,13 +1010,13 @@ def describe_next_job(newest: int | None, durable: int | None) -> str:
     return f"{following}; iteration {newest} was in node-local tiers only and is lost"
 
 
-def _remember(state: LadderState, end: CycleEnd, verdict: Verdict) -> LadderState:
-    step = LadderStep(
+def _remember(state: RecoveryState, end: CycleEnd, decision: Decision) -> RecoveryState:
+    step = RecoveryStep(
         cycle=end.cycle,
         job=end.incident.job if end.incident is not None else "",
         incident=end.incident.describe() if end.incident is not None else "",
-        rung=verdict.rung,
-        reason=verdict.reason,
+        recovery_level=decision.recovery_level,
+        reason=decision.reason,
         durable_iteration=end.durable_iteration,
         committed_iteration=end.newest_iteration,
         failure=_repeatable_failure(end),

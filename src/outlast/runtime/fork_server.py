@@ -84,7 +84,7 @@ class Clear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token: int = 0
 
 
-class ZygoteReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ForkServerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The imports are done."""
 
     import_s: float
@@ -116,10 +116,10 @@ class Cleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = Preload | Spawn | SendSignal | Clear
-Reply = ZygoteReady | Started | FailedToStart | Exited | Cleared
+Reply = ForkServerReady | Started | FailedToStart | Exited | Cleared
 
 
-class Zygote:
+class ForkServer:
     """Start and control a fork server.
 
     Args:
@@ -137,7 +137,7 @@ class Zygote:
     ) -> None:
         # Not isolated from the environment like other children: workers inherit what it reads at its start.
         self._child = ChildProcess(
-            "outlast.runtime.zygote",
+            "outlast.runtime.fork_server",
             interpreter=("-u", "-c", _MAIN),
             environment=env,
             task=Preload(modules=tuple(preload), own_modules=tuple(own_preload), folder=os.fsencode(folder)),
@@ -265,7 +265,7 @@ def main(fd: str) -> None:
     )
 
 
-def _preload(task: Preload) -> tuple[ZygoteReady, list[Preloaded]]:
+def _preload(task: Preload) -> tuple[ForkServerReady, list[Preloaded]]:
     started_s, failed = clock.now_s(), dict[str, str]()
     preloaded = preload(task.modules, failed)
     folder = os.fsdecode(task.folder)
@@ -275,7 +275,7 @@ def _preload(task: Preload) -> tuple[ZygoteReady, list[Preloaded]]:
     free_groups_last()
     gc.collect()
     gc.freeze()
-    return ZygoteReady(import_s=clock.now_s() - started_s, failed=failed), preloaded
+    return ForkServerReady(import_s=clock.now_s() - started_s, failed=failed), preloaded
 
 
 def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children) -> Spawn | None:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import ExitReason
-from outlast.incidents import Incident, IncidentKind, Rung
-from outlast.policy.ladder import CycleEnd, LadderState, Limits, begin_job, decide
+from outlast.incidents import Incident, IncidentKind, RecoveryLevel
 from outlast.policy.recovery_point import Load, TierName
+from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState, begin_job, decide
 from outlast.policy.rerun import Diagnosis, Finding
 
 KINDS = (
@@ -48,7 +48,7 @@ mended_incidents = st.builds(
 loads = st.none() | st.builds(
     Load,
     cycle=st.sampled_from(["job-0", "job-1", "next-0"]),
-    generation=st.integers(0, 100),
+    checkpoint=st.integers(0, 100),
     attempt=st.sampled_from(["job-0-aa.0", "job-0-aa.1", "job-1-bb.0", "next-0-cc.0"]),
     tier=st.sampled_from(["memory", "local", "replica", "global"]),
     suspect_window=st.integers(0, 20),
@@ -110,18 +110,22 @@ any_end = st.one_of(
 histories = st.lists(any_end, max_size=40)
 
 
-def follow(history: list[CycleEnd], limits: Limits) -> LadderState:
+def follow(history: list[CycleEnd], limits: Limits) -> RecoveryState:
     """Return a state that some history leads to, over as many jobs as it takes."""
-    state = LadderState()
+    state = RecoveryState()
     for end in history:
-        state, verdict = decide(state, end, limits)
-        if verdict.rung >= Rung.REQUEUE_JOB:
+        state, decision = decide(state, end, limits)
+        if decision.recovery_level >= RecoveryLevel.REQUEUE_JOB:
             state = begin_job(state)
     return state
 
 
-def is_restart(rung: Rung) -> bool:
-    return rung in (Rung.RESTART_IN_PROCESS, Rung.RESTART_WORKERS, Rung.REPLACE_NODE)
+def is_restart(recovery_level: RecoveryLevel) -> bool:
+    return recovery_level in (
+        RecoveryLevel.RESTART_IN_PROCESS,
+        RecoveryLevel.RESTART_WORKERS,
+        RecoveryLevel.REPLACE_NODE,
+    )
 
 
 @given(histories, st.lists(ends(durable=st.just(None)), min_size=1, max_size=60), limits_strategy)
@@ -129,8 +133,8 @@ def test_no_progress_bounds_restarts(past: list[CycleEnd], stuck: list[CycleEnd]
     """Without progress a job is granted at most max_restarts restarts, whatever happens in whatever order."""
     state, restarts = begin_job(follow(past, limits)), 0
     for end in stuck:
-        state, verdict = decide(state, end, limits)
-        if not is_restart(verdict.rung):
+        state, decision = decide(state, end, limits)
+        if not is_restart(decision.recovery_level):
             break
         restarts += 1
     assert restarts <= limits.max_restarts
@@ -139,16 +143,16 @@ def test_no_progress_bounds_restarts(past: list[CycleEnd], stuck: list[CycleEnd]
 @given(st.lists(ends(durable=st.just(None)), min_size=1, max_size=60), limits_strategy)
 def test_no_progress_bounds_cycles_over_jobs(stuck: list[CycleEnd], limits: Limits) -> None:
     """Where progress is known, at most max_no_progress_cycles cycles run without any, over all jobs."""
-    state, cycles, known = LadderState(), 0, False
+    state, cycles, known = RecoveryState(), 0, False
     for end in stuck:
         known = known or end.progress_known
-        state, verdict = decide(state, end, limits)
-        if verdict.rung == Rung.REQUEUE_JOB:  # a worker's 75: charged to nothing
+        state, decision = decide(state, end, limits)
+        if decision.recovery_level == RecoveryLevel.REQUEUE_JOB:  # a worker's 75: charged to nothing
             continue
-        cycles += known and verdict.rung != Rung.RESTART_IN_PROCESS
-        if verdict.exit_code in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
+        cycles += known and decision.recovery_level != RecoveryLevel.RESTART_IN_PROCESS
+        if decision.exit_code in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
             break
-        if verdict.rung == Rung.STOP:
+        if decision.recovery_level == RecoveryLevel.STOP:
             state = begin_job(state)
     assert cycles <= limits.max_no_progress_cycles
 
@@ -156,10 +160,10 @@ def test_no_progress_bounds_cycles_over_jobs(stuck: list[CycleEnd], limits: Limi
 @given(st.lists(ends(), min_size=1, max_size=60), limits_strategy)
 def test_total_bounds_every_restart(history: list[CycleEnd], limits: Limits) -> None:
     """No history gets more than max_restarts_total restarts, progress or not."""
-    state, restarts = LadderState(), 0
+    state, restarts = RecoveryState(), 0
     for end in history:
-        state, verdict = decide(state, end, limits)
-        if not is_restart(verdict.rung):
+        state, decision = decide(state, end, limits)
+        if not is_restart(decision.recovery_level):
             break
         restarts += 1
     assert limits.max_restarts_total is None or restarts <= limits.max_restarts_total
@@ -170,10 +174,10 @@ def test_total_bounds_every_restart(history: list[CycleEnd], limits: Limits) -> 
 def test_finished_is_never_restarted_by_its_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
     """After a finished cycle every decision of the job is stop with 0."""
     finish = CycleEnd(cycle=0, incident=None, finished=True, had_session=True)
-    state, verdict = decide(follow(past, limits), finish, limits)
-    assert (verdict.rung, verdict.exit_code, state.finished) == (Rung.STOP, 0, True)
-    after, verdict = decide(state, end, limits)
-    assert (verdict.rung, verdict.exit_code, after) == (Rung.STOP, 0, state)
+    state, decision = decide(follow(past, limits), finish, limits)
+    assert (decision.recovery_level, decision.exit_code, state.finished) == (RecoveryLevel.STOP, 0, True)
+    after, decision = decide(state, end, limits)
+    assert (decision.recovery_level, decision.exit_code, after) == (RecoveryLevel.STOP, 0, state)
 
 
 @given(histories, st.booleans(), limits_strategy)
@@ -185,7 +189,7 @@ def test_a_finished_run_trains_on_with_all_budgets(past: list[CycleEnd], seen: b
     after = begin_job(state)
     assert (after.finished, after.stopped_with) == (False, None)
     assert (after.restarts_total, after.cycles_without_progress, after.quarantined) == (0, 0, ())
-    assert (after.distrusted, after.loads, after.history) == (state.distrusted, state.loads, state.history)
+    assert (after.excluded, after.loads, after.history) == (state.excluded, state.loads, state.history)
     assert (after.best_durable, after.best_committed) == (state.best_durable, state.best_durable)
     assert (after.progress_known, after.had_session) == (state.progress_known, state.had_session)
 
@@ -204,12 +208,12 @@ def test_preemption_is_never_charged(past: list[CycleEnd], durable: int | None, 
     """Being told to leave raises no counter and stops nothing, even with every budget spent."""
     before = follow(past, limits)
     end = CycleEnd(cycle=0, incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
-    state, verdict = decide(before, end, limits)
+    state, decision = decide(before, end, limits)
     if before.finished:
-        assert verdict.exit_code == ExitReason.FINISHED
+        assert decision.exit_code == ExitReason.FINISHED
         return
-    assert verdict.rung == Rung.REQUEUE_JOB
-    assert (verdict.exit_code == ExitReason.PREEMPTED) == saved
+    assert decision.recovery_level == RecoveryLevel.REQUEUE_JOB
+    assert (decision.exit_code == ExitReason.PREEMPTED) == saved
     assert state.restarts_total == before.restarts_total
     assert state.restarts_without_progress <= before.restarts_without_progress
     assert state.cycles_without_progress <= before.cycles_without_progress
@@ -224,10 +228,10 @@ def test_progress_resets_the_budgets(past: list[CycleEnd], end: CycleEnd, limits
         return
     best = -1 if before.best_durable is None else before.best_durable
     further = CycleEnd(cycle=0, incident=end.incident, durable_iteration=best + 1)
-    state, verdict = decide(before, further, limits)
+    state, decision = decide(before, further, limits)
     assert state.cycles_without_progress == 0
-    assert state.restarts_without_progress == is_restart(verdict.rung)
-    assert verdict.exit_code != ExitReason.NO_PROGRESS or further.incident.exit_code == 93  # type: ignore[union-attr]
+    assert state.restarts_without_progress == is_restart(decision.recovery_level)
+    assert decision.exit_code != ExitReason.NO_PROGRESS or further.incident.exit_code == 93  # type: ignore[union-attr]
 
 
 @given(histories, any_end, limits_strategy)
@@ -244,8 +248,8 @@ def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: Cyc
     """Only the node where the incident began loses its slot, or the one that the diagnosis (or the replay that it is
     about) names, only where the world can do without it, and only once."""
     before = follow(past, limits)
-    state, verdict = decide(before, end, limits)
-    if verdict.quarantine:
+    state, decision = decide(before, end, limits)
+    if decision.quarantine:
         assert end.incident is not None
         named = {end.incident.node}
         if end.is_invalid_result:
@@ -254,15 +258,15 @@ def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: Cyc
         if end.is_slow_rank:
             assert end.diagnosis is not None
             named = {end.diagnosis.node}
-        assert set(verdict.quarantine) <= named
+        assert set(decision.quarantine) <= named
         assert (
             end.num_spares > 0
             or (end.is_invalid_result and (end.may_shrink or before.held_back))
-            or (end.is_slow_rank and verdict.rung == Rung.STOP)  # the next job is to do without it
+            or (end.is_slow_rank and decision.recovery_level == RecoveryLevel.STOP)  # the next job is to do without it
         )
     assert len(set(state.quarantined)) == len(state.quarantined)
-    assert not set(verdict.hold_back) & set(verdict.quarantine)
-    if verdict.hold_back:
+    assert not set(decision.hold_back) & set(decision.quarantine)
+    if decision.hold_back:
         assert end.num_spares > 0
 
 
@@ -283,8 +287,8 @@ def test_a_spare_is_tried_before_the_job_stops(
     for restarts, incident in enumerate(stuck):
         incident = msgspec.structs.replace(incident, node="a")
         end = CycleEnd(cycle=0, incident=incident, num_spares=1, num_nodes=2, progress_known=progress_known)
-        state, verdict = decide(state, end, limits)
-        if verdict.rung == Rung.STOP:
+        state, decision = decide(state, end, limits)
+        if decision.recovery_level == RecoveryLevel.STOP:
             assert restarts < 2 or "a" in state.quarantined
             return
 
@@ -307,8 +311,8 @@ def test_early_losses_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd], l
     state, restarts, free = begin_job(follow(past, limits)), 0, 0
     for end in stuck:
         before = state
-        state, verdict = decide(state, end, limits)
-        if not is_restart(verdict.rung):
+        state, decision = decide(state, end, limits)
+        if not is_restart(decision.recovery_level):
             break
         restarts += 1
         if state.restarts_without_progress == before.restarts_without_progress:
@@ -323,18 +327,18 @@ def test_early_losses_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd], l
 def test_memory_survives_the_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
     """A state read back from ladder.json is the same state, and decides the same."""
     state = follow(past, limits)
-    read = msgspec.json.decode(msgspec.json.encode(state), type=LadderState)
+    read = msgspec.json.decode(msgspec.json.encode(state), type=RecoveryState)
     assert read == state
     assert decide(read, end, limits) == decide(state, end, limits)
 
 
 @given(histories, any_end, limits_strategy)
-def test_verdict_is_one_line_with_a_code_when_it_ends(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """Every verdict has a one-line reason, and an exit code exactly when it ends the job."""
-    _, verdict = decide(follow(past, limits), end, limits)
-    assert verdict.reason
-    assert "\n" not in verdict.reason
-    assert (verdict.exit_code is not None) == (verdict.rung >= Rung.REQUEUE_JOB)
+def test_decision_is_one_line_with_a_code_when_it_ends(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """Every decision has a one-line reason, and an exit code exactly when it ends the job."""
+    _, decision = decide(follow(past, limits), end, limits)
+    assert decision.reason
+    assert "\n" not in decision.reason
+    assert (decision.exit_code is not None) == (decision.recovery_level >= RecoveryLevel.REQUEUE_JOB)
 
 
 ROOMY = Limits(max_restarts=50, max_restarts_total=None, max_no_progress_cycles=50)
@@ -373,12 +377,12 @@ def test_no_result_is_replayed_on_its_device_more_than_twice(past: list[CycleEnd
     state = follow(past, ROOMY)
     here, elsewhere = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
     for end in stuck:
-        state, verdict = decide(state, end, ROOMY)
-        if verdict.replay is not None:
+        state, decision = decide(state, end, ROOMY)
+        if decision.replay is not None:
             assert end.diagnosis is not None
-            (elsewhere if verdict.hold_back else here)[(end.diagnosis.iteration, end.diagnosis.device)] += 1
-        if verdict.rung >= Rung.REQUEUE_JOB:
-            if verdict.exit_code in (ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS):
+            (elsewhere if decision.hold_back else here)[(end.diagnosis.iteration, end.diagnosis.device)] += 1
+        if decision.recovery_level >= RecoveryLevel.REQUEUE_JOB:
+            if decision.exit_code in (ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS):
                 break
             state = begin_job(state)
     # A rank that does not know its device is told from others by node and rank.
@@ -388,18 +392,18 @@ def test_no_result_is_replayed_on_its_device_more_than_twice(past: list[CycleEnd
 
 @given(histories, few_diagnosed.filter(lambda end: end.is_invalid_result) | invalid_ends)
 def test_the_same_evidence_is_never_answered_by_the_same_remedy_for_ever(past: list[CycleEnd], end: CycleEnd) -> None:
-    """One and the same invalid result, again and again: every copy is distrusted once, every node quarantined once, a
+    """One and the same invalid result, again and again: every copy is excluded once, every node quarantined once, a
     replay elsewhere done once, tries on the same device twice; then the run stops with 17. With ample budgets too."""
     state, done = follow(past, ROOMY), Counter[tuple[bool, bool]]()
     for _ in range(12):
-        distrusted = len(state.distrusted)
-        state, verdict = decide(state, end, ROOMY)
-        if verdict.rung >= Rung.REQUEUE_JOB:
+        excluded = len(state.excluded)
+        state, decision = decide(state, end, ROOMY)
+        if decision.recovery_level >= RecoveryLevel.REQUEUE_JOB:
             break
-        is_new = len(state.distrusted) > distrusted
-        done[(bool(verdict.quarantine or verdict.hold_back or is_new), verdict.replay is not None)] += 1
-    assert verdict.rung == Rung.STOP
-    assert verdict.exit_code in (ExitReason.FAILED_VALIDATION, ExitReason.FINISHED)
+        is_new = len(state.excluded) > excluded
+        done[(bool(decision.quarantine or decision.hold_back or is_new), decision.replay is not None)] += 1
+    assert decision.recovery_level == RecoveryLevel.STOP
+    assert decision.exit_code in (ExitReason.FAILED_VALIDATION, ExitReason.FINISHED)
     assert done[(False, False)] <= 2, "restarts that change nothing"
     assert done[(False, True)] <= 2, "replays on the same device"
     assert done[(True, True)] <= 1, "replays elsewhere"
@@ -408,42 +412,42 @@ def test_the_same_evidence_is_never_answered_by_the_same_remedy_for_ever(past: l
 
 @given(histories, ends(), limits_strategy)
 def test_a_correct_result_stops_whatever_came_before(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """A result that another device confirmed ends the run with 17: nothing is restarted, distrusted or taken out."""
+    """A result that another device confirmed ends the run with 17: nothing is restarted, excluded or taken out."""
     before = follow(past, limits)
     if before.finished:
         return
     found = Diagnosis(finding=Finding.CORRECT, rank=1, node="a", device="a/0", iteration=5, replayed_on="b/0")
     incident = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=1, exit_code=17)
-    state, verdict = decide(before, dataclasses.replace(end, incident=incident, diagnosis=found), limits)
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED_VALIDATION)
-    assert (verdict.quarantine, verdict.hold_back, verdict.replay) == ((), (), None)
-    assert len(state.distrusted) == len(before.distrusted)
+    state, decision = decide(before, dataclasses.replace(end, incident=incident, diagnosis=found), limits)
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FAILED_VALIDATION)
+    assert (decision.quarantine, decision.hold_back, decision.replay) == ((), (), None)
+    assert len(state.excluded) == len(before.excluded)
     assert (state.replay, state.held_back) == (None, ())
 
 
 @given(histories, any_end, limits_strategy)
 def test_a_replay_is_asked_of_the_next_cycle_only(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """What is to be replayed is what the newest verdict says, or it waits for the next job; nobody is held back without
-    a replay."""
-    state, verdict = decide(follow(past, limits), end, limits)
-    if verdict.rung == Rung.STOP:
+    """What is to be replayed is what the newest decision says, or it waits for the next job; nobody is held back
+    without a replay."""
+    state, decision = decide(follow(past, limits), end, limits)
+    if decision.recovery_level == RecoveryLevel.STOP:
         assert state.replay is None
-    elif verdict.rung != Rung.REQUEUE_JOB:
-        assert msgspec.to_builtins(state.replay) == verdict.replay
+    elif decision.recovery_level != RecoveryLevel.REQUEUE_JOB:
+        assert msgspec.to_builtins(state.replay) == decision.replay
     assert state.replay is not None or not state.held_back
     assert begin_job(state).held_back == ()
 
 
 @given(st.integers(100, 120), st.integers(0, 20), st.sampled_from(["memory", "local", "replica"]), st.integers(0, 3))
-def test_the_replica_nan_loop_ends_in_two_cycles(generation: int, since: int, tier: TierName, spares: int) -> None:
+def test_the_replica_nan_loop_ends_in_two_cycles(checkpoint: int, since: int, tier: TierName, spares: int) -> None:
     """Whatever near copy was poisoned, a reproducible NaN within the suspect window is answered by another copy
     at once, so that the second cycle finishes."""
-    load = Load(cycle="job-1", generation=generation, attempt="job-0-a.1", tier=tier, suspect_window=20)
-    found = Diagnosis(finding=Finding.REPRODUCED, rank=0, node="a", device="a/0", iteration=generation + since)
+    load = Load(cycle="job-1", checkpoint=checkpoint, attempt="job-0-a.1", tier=tier, suspect_window=20)
+    found = Diagnosis(finding=Finding.REPRODUCED, rank=0, node="a", device="a/0", iteration=checkpoint + since)
     incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=16)
     end = CycleEnd(cycle=1, incident=incident, diagnosis=found, load=load, num_spares=spares, progress_known=True)
-    state, verdict = decide(LadderState(best_durable=generation), end, Limits())
-    assert (verdict.rung, verdict.replay) == (Rung.RESTART_WORKERS, None)
-    assert [one.attempt for one in state.distrusted] == ["job-0-a.1"]
-    _, verdict = decide(state, CycleEnd(cycle=2, incident=None, finished=True), Limits())
-    assert verdict.exit_code == ExitReason.FINISHED
+    state, decision = decide(RecoveryState(best_durable=checkpoint), end, Limits())
+    assert (decision.recovery_level, decision.replay) == (RecoveryLevel.RESTART_WORKERS, None)
+    assert [one.attempt for one in state.excluded] == ["job-0-a.1"]
+    _, decision = decide(state, CycleEnd(cycle=2, incident=None, finished=True), Limits())
+    assert decision.exit_code == ExitReason.FINISHED

@@ -46,7 +46,7 @@ class _RankCall:
     """Members that may be alive on unreachable nodes."""
 
 
-class RankHub:
+class InProcessRestarts:
     """Bring the ranks of the running cycle through faults without ending it.
 
     Methods put the orders to send into :attr:`out`: node, epoch, order.

@@ -1,4 +1,4 @@
-"""``ladder.json`` in the run directory: the recovery policy's state, kept from job to job."""
+"""``recovery_policy.json`` in the run directory: the recovery policy's state, kept from job to job."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 from outlast.decoding import MAX_STATE_BYTES, from_json, read_file
 from outlast.errors import ConfigError
 from outlast.launch import protocol as m
-from outlast.policy import ladder
-from outlast.policy.ladder import LadderState, begin_job, begin_run
+from outlast.policy import recovery_policy
+from outlast.policy.recovery_policy import RecoveryState, begin_job, begin_run
 from outlast.runtime.files import PRIVATE, write_atomically
 
 
@@ -18,7 +18,9 @@ def _path(run_dir: Path) -> Path:
     return run_dir / "ladder.json"
 
 
-def load_ladder(run_dir: Path | None, *, is_new_job: bool = False, is_named: bool = True, job: str = "") -> LadderState:
+def load_recovery_state(
+    run_dir: Path | None, *, is_new_job: bool = False, is_named: bool = True, job: str = ""
+) -> RecoveryState:
     """Load the state that this job or earlier jobs of the run saved.
 
     Args:
@@ -33,9 +35,9 @@ def load_ladder(run_dir: Path | None, *, is_new_job: bool = False, is_named: boo
         ConfigError: The file cannot be read or decoded.
     """
     if run_dir is None or not _path(run_dir).exists():
-        return LadderState()
+        return RecoveryState()
     try:
-        state = from_json(read_file(_path(run_dir), max_bytes=MAX_STATE_BYTES), LadderState)
+        state = from_json(read_file(_path(run_dir), max_bytes=MAX_STATE_BYTES), RecoveryState)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"
@@ -56,15 +58,15 @@ def describe_last_job(run_dir: Path | None, known: str) -> m.Stop | None:
     Raises:
         ConfigError: The file cannot be read or decoded.
     """
-    state = load_ladder(run_dir, is_new_job=False)
-    outcome = ladder.find_outcome(state) if state.job != known else None
+    state = load_recovery_state(run_dir, is_new_job=False)
+    outcome = recovery_policy.find_outcome(state) if state.job != known else None
     if outcome is None:
         return None
     code, reason = outcome
     return m.Stop(exit_code=code, reason=f"job {state.job} of this run ended while this agent was starting: {reason}")
 
 
-def save_ladder(run_dir: Path, state: LadderState) -> None:
+def save_recovery_state(run_dir: Path, state: RecoveryState) -> None:
     """Save the state atomically and durably.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A hang among four real gloo ranks is reported with its one culprit, whatever kind of hang it is, if it has one."""
+"""A hang among four real gloo ranks is reported with its one root cause, whatever kind of hang it is, if it has one."""
 
 import queue
 import re
@@ -13,8 +13,8 @@ import pytest
 from outlast.monitor import examination
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.culprit import Position, find_culprit
 from outlast.policy.deadlines import Expired, Subject, Timeouts
+from outlast.policy.root_cause import Position, find_root_cause
 from outlast.runtime.board import Board
 from outlast.testing import RankProcesses
 
@@ -38,7 +38,7 @@ def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["stop", "sleep", "gil"])
-def test_hang_names_culprit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_names_root_cause(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report names the one rank that all wait for, its section, iteration and the line it hangs on; a stopped one
     is woken for that once the others have answered."""
     answered_at_wake: list[int] = []
@@ -67,22 +67,22 @@ def test_hang_names_culprit(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
         try:
             report = reports.get(timeout=200)
             positions = examine(board, node="worker-1", stacks_dir=tmp_path / "stacks", expired=report.expired)
-            culprit = find_culprit(positions)
+            root_cause = find_root_cause(positions)
         finally:
             watchdog.stop()
 
     assert {one.subject for one in report.expired} == {Subject.SECTION}
     assert reports.empty()  # one hang is reported once, though four ranks exceed their timeout
     assert len(positions) == WORLD_SIZE
-    where = culprit.position
-    assert where.global_rank == BAD_RANK, culprit.reason
+    where = root_cause.position
+    assert where.global_rank == BAD_RANK, root_cause.reason
     assert where.pid == ranks.pid(BAD_RANK)
     assert (where.sections, where.iteration) == (("step",), AT)
     assert where.process_state == STATES[kind]
     assert where.responsive == (kind == "sleep")
     number = next(n for n, line in enumerate(WORKER.read_text().splitlines(), 1) if LINES[kind] in line)
     assert where.stack_line == f'File "{WORKER}", line {number} in load_batch'
-    assert where.stack_line in culprit.reason
+    assert where.stack_line in root_cause.reason
     assert f"line {number} in load_batch" in (tmp_path / "stacks" / f"rank-{BAD_RANK}.txt").read_text()
     assert answered_at_wake == ([WORLD_SIZE - 1] if kind == "stop" else [])
     victims = [one for one in positions if one.global_rank != BAD_RANK]
@@ -108,13 +108,13 @@ def test_nobody_is_named_where_the_script_is_at_fault(tmp_path: Path) -> None:
         stuck = examine_until(board, lambda one: one.iteration == AT and one.waiting_in is not None)
 
     assert sum(one.expired for one in slow) == 1
-    culprit = find_culprit(slow)
-    assert (culprit.position, culprit.node) == (None, "")
-    assert culprit.reason.startswith("ranks 0, 1, 2, 3 are indistinguishable"), culprit.reason
-    culprit = find_culprit(stuck)
-    assert (culprit.position, culprit.node) == (None, "")
+    root_cause = find_root_cause(slow)
+    assert (root_cause.position, root_cause.node) == (None, "")
+    assert root_cause.reason.startswith("ranks 0, 1, 2, 3 are indistinguishable"), root_cause.reason
+    root_cause = find_root_cause(stuck)
+    assert (root_cause.position, root_cause.node) == (None, "")
     where = r"ranks wait in different collectives: 0, 1, 3 in ALLREDUCE seq (\d+), 2 in BROADCAST seq \1$"
-    assert re.match(where, culprit.reason), culprit.reason
+    assert re.match(where, root_cause.reason), root_cause.reason
 
 
 def examine_until(board: Board, is_so: Callable[[Position], bool]) -> list[Position]:

@@ -1,4 +1,4 @@
-"""The zygote: workers like those of fresh interpreters, and none that outlives its owner."""
+"""The fork server: workers like those of fresh interpreters, and none that outlives its owner."""
 
 from __future__ import annotations
 
@@ -17,64 +17,64 @@ import psutil
 import pytest
 
 from outlast.errors import OutlastError
-from outlast.runtime.zygote import (
+from outlast.runtime.fork_server import (
     Clear,
     Cleared,
     Exited,
+    ForkServer,
+    ForkServerReady,
     SendSignal,
     Spawn,
     Started,
-    Zygote,
-    ZygoteReady,
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.cold]
 
 
 @pytest.fixture
-def zygote() -> Iterator[Zygote]:
-    zygote = Zygote(preload=("json", "no_such_module"), env=dict(os.environ))
+def fork_server() -> Iterator[ForkServer]:
+    fork_server = ForkServer(preload=("json", "no_such_module"), env=dict(os.environ))
     try:
-        yield zygote
+        yield fork_server
     finally:
-        zygote.close()
+        fork_server.close()
 
 
-def wait_for(zygote: Zygote, why: str = "no reply within 100 s") -> None:
+def wait_for(fork_server: ForkServer, why: str = "no reply within 100 s") -> None:
     """Wait until there is something to receive."""
     poll = select.poll()
-    poll.register(zygote, select.POLLIN)
+    poll.register(fork_server, select.POLLIN)
     assert poll.poll(100_000), why
 
 
-def receive(zygote: Zygote, kind: Any) -> object:
+def receive(fork_server: ForkServer, kind: Any) -> object:
     """Return the next reply, which must be of a kind."""
-    wait_for(zygote)
-    reply = zygote.receive()
+    wait_for(fork_server)
+    reply = fork_server.receive()
     assert isinstance(reply, kind), reply
     return reply
 
 
-def send(zygote: Zygote, out: Path, **request: Any) -> None:
+def send(fork_server: ForkServer, out: Path, **request: Any) -> None:
     """Start a worker that writes to a file."""
     with open(out, "ab") as file:
-        zygote.send(Spawn(**request, stdout=True, stderr=True), [file.fileno(), file.fileno()])
+        fork_server.send(Spawn(**request, stdout=True, stderr=True), [file.fileno(), file.fileno()])
 
 
-def spawn(zygote: Zygote, tmp_path: Path, code: str, *args: str, key: int = 0) -> int:
+def spawn(fork_server: ForkServer, tmp_path: Path, code: str, *args: str, key: int = 0) -> int:
     script = tmp_path / f"script{key}.py"
     script.write_text(code)
     argv, environment = tuple(map(os.fsencode, (script, *args))), {**os.environb, b"RANK": b"%d" % key}
-    send(zygote, tmp_path / f"out{key}", key=key, argv=argv, env=environment)
-    started = receive(zygote, Started)
+    send(fork_server, tmp_path / f"out{key}", key=key, argv=argv, env=environment)
+    started = receive(fork_server, Started)
     assert isinstance(started, Started)
     return started.pid
 
 
-def test_worker_sees_what_a_fresh_interpreter_would(zygote: Zygote, tmp_path: Path) -> None:
+def test_worker_sees_what_a_fresh_interpreter_would(fork_server: ForkServer, tmp_path: Path) -> None:
     """A forked script is ``__main__``, has its argv, path and environment, a session of its own and fresh numbers."""
-    ready = receive(zygote, ZygoteReady)
-    assert isinstance(ready, ZygoteReady)
+    ready = receive(fork_server, ForkServerReady)
+    assert isinstance(ready, ForkServerReady)
     assert list(ready.failed) == ["no_such_module"]
     code = (
         "import json, os, random, sys\n"
@@ -83,8 +83,8 @@ def test_worker_sees_what_a_fresh_interpreter_would(zygote: Zygote, tmp_path: Pa
     )
     numbers = set()
     for key in range(2):
-        pid = spawn(zygote, tmp_path, code, "--lr", "1", key=key)
-        exited = receive(zygote, Exited)
+        pid = spawn(fork_server, tmp_path, code, "--lr", "1", key=key)
+        exited = receive(fork_server, Exited)
         assert isinstance(exited, Exited)
         assert exited.exit_code == 0
         name, file, argv, path, rank, sid, number, main_file = json.loads((tmp_path / f"out{key}").read_text())
@@ -97,7 +97,7 @@ def test_worker_sees_what_a_fresh_interpreter_would(zygote: Zygote, tmp_path: Pa
 
 def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None:
     """What two workers print at the same time stays line by line, also where Python is told not to buffer."""
-    zygote = Zygote(preload=(), env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    fork_server = ForkServer(preload=(), env={**os.environ, "PYTHONUNBUFFERED": "1"})
     script, out = tmp_path / "script.py", str(tmp_path / "out")
     script.write_text(
         "import os, sys\n"
@@ -105,14 +105,16 @@ def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None
         "    print('rank', os.environ['RANK'], 'at', number, file=(sys.stdout, sys.stderr)[number % 2])\n"
     )
     try:
-        receive(zygote, ZygoteReady)
+        receive(fork_server, ForkServerReady)
         for key in range(2):
             environment = {**os.environb, b"PYTHONUNBUFFERED": b"1", b"RANK": b"%d" % key}
-            send(zygote, Path(out), key=key, argv=(bytes(script),), env=environment)
-        codes = [reply.exit_code for _ in range(4) if isinstance(reply := receive(zygote, (Started, Exited)), Exited)]
+            send(fork_server, Path(out), key=key, argv=(bytes(script),), env=environment)
+        codes = [
+            reply.exit_code for _ in range(4) if isinstance(reply := receive(fork_server, (Started, Exited)), Exited)
+        ]
         assert codes == [0, 0]
     finally:
-        zygote.close()
+        fork_server.close()
     lines = Path(out).read_text().splitlines()
     expected = [f"rank {rank} at {number}" for rank in range(2) for number in range(3000)]
     assert sorted(lines) == sorted(expected)
@@ -128,11 +130,11 @@ def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None
         ("import atexit; atexit.register(print, 'last words')", 0, "last words"),
     ],
 )
-def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, zygote: Zygote, tmp_path: Path) -> None:
+def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """Exit codes, signals and tracebacks are those of the script, without a line of ours."""
-    receive(zygote, ZygoteReady)
-    spawn(zygote, tmp_path, code)
-    exited = receive(zygote, Exited)
+    receive(fork_server, ForkServerReady)
+    spawn(fork_server, tmp_path, code)
+    exited = receive(fork_server, Exited)
     assert isinstance(exited, Exited)
     assert exited.exit_code == exit_code
     output = (tmp_path / "out0").read_text()
@@ -140,9 +142,9 @@ def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, zygote: Zy
     assert "zygote" not in output
 
 
-def test_clear_ends_workers_and_their_children(zygote: Zygote, tmp_path: Path) -> None:
+def test_clear_ends_workers_and_their_children(fork_server: ForkServer, tmp_path: Path) -> None:
     """After Cleared nothing of the workers is left, not even what they started and what ignores SIGTERM."""
-    receive(zygote, ZygoteReady)
+    receive(fork_server, ForkServerReady)
     code = (
         "import os, signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -152,14 +154,14 @@ def test_clear_ends_workers_and_their_children(zygote: Zygote, tmp_path: Path) -
     )
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    pid = spawn(zygote, tmp_path, code, str(fifo))
+    pid = spawn(fork_server, tmp_path, code, str(fifo))
     with fifo.open() as lines:
         child = int(lines.readline())
-    zygote.send(SendSignal(signal=signal.SIGTERM))
-    zygote.send(Clear(token=7))
-    cleared = receive(zygote, Exited | Cleared)
+    fork_server.send(SendSignal(signal=signal.SIGTERM))
+    fork_server.send(Clear(token=7))
+    cleared = receive(fork_server, Exited | Cleared)
     if isinstance(cleared, Exited):
-        cleared = receive(zygote, Cleared)
+        cleared = receive(fork_server, Cleared)
     assert cleared == Cleared(token=7)
     assert not psutil.pid_exists(pid)
     _, alive = psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=300)
@@ -167,12 +169,12 @@ def test_clear_ends_workers_and_their_children(zygote: Zygote, tmp_path: Path) -
 
 
 def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
-    """When the zygote's owner is SIGKILLed, the zygote and its workers are gone."""
+    """When the fork server's owner is SIGKILLed, the fork server and its workers are gone."""
     script = tmp_path / "script.py"
     script.write_text("import time; time.sleep(600)")
     code = (
         "import os, sys, time\n"
-        "from outlast.runtime.zygote import *\n"
+        "from outlast.runtime.fork_server import *\n"
         "zygote = Zygote(preload=(), env=dict(os.environ))\n"
         "zygote.receive()\n"
         f"zygote.send(Spawn(key=0, argv=({bytes(script)!r},), env=dict(os.environb)))\n"
@@ -190,55 +192,56 @@ def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_dead_zygote_is_an_error_not_a_hang(zygote: Zygote, tmp_path: Path) -> None:
-    """A killed zygote's workers die with it; its owner reads the end and gets an error from the next request."""
-    receive(zygote, ZygoteReady)
-    worker = psutil.Process(spawn(zygote, tmp_path, "import time; time.sleep(600)"))
-    os.kill(zygote.pid, signal.SIGKILL)
-    wait_for(zygote)
-    assert zygote.receive() is None
+def test_dead_fork_server_is_an_error_not_a_hang(fork_server: ForkServer, tmp_path: Path) -> None:
+    """A killed fork server's workers die with it; its owner reads the end and gets an error from the next request."""
+    receive(fork_server, ForkServerReady)
+    worker = psutil.Process(spawn(fork_server, tmp_path, "import time; time.sleep(600)"))
+    os.kill(fork_server.pid, signal.SIGKILL)
+    wait_for(fork_server)
+    assert fork_server.receive() is None
     _, alive = psutil.wait_procs([worker], timeout=300)
     assert not alive
     with pytest.raises(OutlastError, match="is gone"):
-        zygote.send(Clear())
+        fork_server.send(Clear())
 
 
 def test_an_owner_of_thousands_of_connections_has_workers_too(tmp_path: Path) -> None:
-    """An agent that hosts thousands of others has high descriptors: its next zygote serves as the first one did."""
+    """An agent that hosts thousands of others has high descriptors: its next fork server serves as the first one
+    did."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
     connections = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    zygote = Zygote(preload=("json",), env=dict(os.environ))
+    fork_server = ForkServer(preload=("json",), env=dict(os.environ))
     try:
-        assert zygote.fileno() > 1024
-        receive(zygote, ZygoteReady)
-        spawn(zygote, tmp_path, "print('here')")
-        exited = receive(zygote, Exited)
+        assert fork_server.fileno() > 1024
+        receive(fork_server, ForkServerReady)
+        spawn(fork_server, tmp_path, "print('here')")
+        exited = receive(fork_server, Exited)
         assert isinstance(exited, Exited)
         assert exited.exit_code == 0
         assert (tmp_path / "out0").read_text() == "here\n"
     finally:
-        zygote.close()
+        fork_server.close()
         for connection in connections:
             os.close(connection)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("kind", ["script", "exec"])
-def test_worker_that_has_just_been_forked_is_ended_too(zygote: Zygote, tmp_path: Path, kind: str) -> None:
-    """Requests that waited while the zygote imported follow each other at once: a worker that has no session of its
-    own yet is ended like any other."""
+def test_worker_that_has_just_been_forked_is_ended_too(fork_server: ForkServer, tmp_path: Path, kind: str) -> None:
+    """Requests that waited while the fork server imported follow each other at once: a worker that has no session of
+    its own yet is ended like any other."""
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(60)")
     argv = (bytes(script),) if kind == "script" else (os.fsencode(sys.executable), bytes(script))
     for token in range(10):
         for key in range(4):
-            zygote.send(Spawn(key=key, kind=kind, argv=argv, env=dict(os.environb)))
-        zygote.send(Clear(token=token))
+            fork_server.send(Spawn(key=key, kind=kind, argv=argv, env=dict(os.environb)))
+        fork_server.send(Clear(token=token))
         news: object = None
         while not isinstance(news, Cleared):
-            wait_for(zygote, f"workers of round {token} were not ended")
-            news = zygote.receive()
+            wait_for(fork_server, f"workers of round {token} were not ended")
+            news = fork_server.receive()
         assert news.token == token
 
 
@@ -246,62 +249,64 @@ def test_worker_does_not_ignore_what_its_launcher_was_told_to(tmp_path: Path) ->
     """Under nohup, or in a script's background, a worker ends of SIGHUP and SIGQUIT, as it does under torchrun."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGQUIT)}
     try:
-        zygote = Zygote(preload=(), env=dict(os.environ))
+        fork_server = ForkServer(preload=(), env=dict(os.environ))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     try:
-        receive(zygote, ZygoteReady)
+        receive(fork_server, ForkServerReady)
         code = "import os, signal; os.kill(os.getpid(), signal.SIG{}); signal.pause()"
         for key, number in enumerate(before):
-            spawn(zygote, tmp_path, code.format(number.name[3:]), key=key)
-            exited = receive(zygote, Exited)
+            spawn(fork_server, tmp_path, code.format(number.name[3:]), key=key)
+            exited = receive(fork_server, Exited)
             assert isinstance(exited, Exited)
             assert exited.exit_code == -number
     finally:
-        zygote.close()
+        fork_server.close()
 
 
-def test_started_workers_leave_nothing_open(zygote: Zygote, tmp_path: Path) -> None:
-    """The zygote closes the descriptors of a worker's output, whether the worker's program can be run or not."""
-    receive(zygote, ZygoteReady)
-    before = sorted(os.listdir(f"/proc/{zygote.pid}/fd"))
+def test_started_workers_leave_nothing_open(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The fork server closes the descriptors of a worker's output, whether the worker's program can be run or not."""
+    receive(fork_server, ForkServerReady)
+    before = sorted(os.listdir(f"/proc/{fork_server.pid}/fd"))
     for key, argv in enumerate([(b"/no such program",), (os.fsencode(sys.executable), b"-c", b"")]):
-        send(zygote, tmp_path / "out", key=key, kind="exec", argv=argv, env=dict(os.environb))
-        receive(zygote, Started)
-        exited = receive(zygote, Exited)
+        send(fork_server, tmp_path / "out", key=key, kind="exec", argv=argv, env=dict(os.environb))
+        receive(fork_server, Started)
+        exited = receive(fork_server, Exited)
         assert isinstance(exited, Exited)
         assert exited.exit_code == (127, 0)[key]
-    assert sorted(os.listdir(f"/proc/{zygote.pid}/fd")) == before
+    assert sorted(os.listdir(f"/proc/{fork_server.pid}/fd")) == before
 
 
 @pytest.mark.parametrize("kind", ["script", "exec"])
-def test_words_that_are_not_utf8_come_to_the_worker_as_they_are(zygote: Zygote, tmp_path: Path, kind: str) -> None:
+def test_words_that_are_not_utf8_come_to_the_worker_as_they_are(
+    fork_server: ForkServer, tmp_path: Path, kind: str
+) -> None:
     """Linux has bytes in an environment and in arguments; whatever they are, a worker starts and gets them."""
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text("import os, sys; print(os.environb[b'STRANGE'], os.fsencode(sys.argv[1]))")
     argv = (bytes(script), b"a\xffb") if kind == "script" else (os.fsencode(sys.executable), bytes(script), b"a\xffb")
     environment = {**os.environb, b"STRANGE": b"\xfe"}
-    send(zygote, out, key=0, kind=kind, argv=argv, env=environment)
-    receive(zygote, ZygoteReady)
-    receive(zygote, Started)
-    exited = receive(zygote, Exited)
+    send(fork_server, out, key=0, kind=kind, argv=argv, env=environment)
+    receive(fork_server, ForkServerReady)
+    receive(fork_server, Started)
+    exited = receive(fork_server, Exited)
     assert out.read_text() == "b'\\xfe' b'a\\xffb'\n"
     assert isinstance(exited, Exited)
     assert exited.exit_code == 0
 
 
-def test_worker_that_has_just_been_forked_hears_sigterm(zygote: Zygote, tmp_path: Path) -> None:
-    """A signal that comes before the worker can be told from the zygote, which ignores it, is not lost."""
+def test_worker_that_has_just_been_forked_hears_sigterm(fork_server: ForkServer, tmp_path: Path) -> None:
+    """A signal that comes before the worker can be told from the fork server, which ignores it, is not lost."""
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(60)")
     for key in range(40):
-        zygote.send(Spawn(key=key, argv=(bytes(script),), env=dict(os.environb)))
-        zygote.send(SendSignal(signal=signal.SIGTERM, key=key, group=key % 2 == 0))
-    receive(zygote, ZygoteReady)
+        fork_server.send(Spawn(key=key, argv=(bytes(script),), env=dict(os.environb)))
+        fork_server.send(SendSignal(signal=signal.SIGTERM, key=key, group=key % 2 == 0))
+    receive(fork_server, ForkServerReady)
     codes: dict[int, int] = {}
     while len(codes) < 40:
-        wait_for(zygote, f"only {sorted(codes)} were ended")
-        if isinstance(news := zygote.receive(), Exited):
+        wait_for(fork_server, f"only {sorted(codes)} were ended")
+        if isinstance(news := fork_server.receive(), Exited):
             codes[news.key] = news.exit_code
     assert set(codes.values()) == {-signal.SIGTERM}

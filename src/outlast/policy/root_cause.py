@@ -1,7 +1,7 @@
 """Root cause of a hang, from the positions of all ranks.
 
-When one rank stops, soon all ranks wait in a collective and exceed the same timeout. :func:`find_culprit` narrows the
-ranks down by one kind of evidence after the other: the lowest iteration; the state of the process (stopped, then
+When one rank stops, soon all ranks wait in a collective and exceed the same timeout. :func:`find_root_cause` narrows
+the ranks down by one kind of evidence after the other: the lowest iteration; the state of the process (stopped, then
 unresponsive, then busy, then waiting in a collective); the fewest sections entered in the iteration; the fewest
 collectives; an exceeded timeout of its own. No rank is identified if several are equally slow, if a collective that all
 entered does not return, or if the script is at fault: ranks wait in different collectives, or one skipped a collective.
@@ -68,7 +68,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished: bool = False
 
 
-class Culprit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RootCause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The rank that the others wait for, and the evidence in one line."""
 
     position: Position | None = None
@@ -78,7 +78,7 @@ class Culprit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str
 
 
-def find_culprit(positions: Iterable[Position]) -> Culprit:
+def find_root_cause(positions: Iterable[Position]) -> RootCause:
     """Identify the rank that a hang started from, if it is distinguishable from the others.
 
     Args:
@@ -96,7 +96,7 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
         left = attached  # a process that never attached may be a plain one, ahead of all others
     gone = [one for one in everyone if one.finished and one not in left]
     if (reason := _fault_of_the_script(left, gone)) is not None:
-        return Culprit(reason=reason)
+        return RootCause(reason=reason)
 
     suspects, reasons = left, []
     for narrow in (_by_iteration, _by_process, _by_sections, _by_collectives, _by_timeout):
@@ -107,15 +107,15 @@ def find_culprit(positions: Iterable[Position]) -> Culprit:
             reasons.append(reason)
             suspects = kept
     if len(suspects) > 1:
-        return Culprit(node=_common_node(suspects, left), reason=_describe_alike(suspects, reasons))
-    culprit = suspects[0]
+        return RootCause(node=_common_node(suspects, left), reason=_describe_alike(suspects, reasons))
+    root_cause = suspects[0]
     if not reasons:
         reasons.append("it is the only rank that can be named")
-    where = f" at {culprit.stack_line}" if culprit.stack_line else ""
-    return Culprit(
-        position=culprit,
-        node=culprit.node,
-        reason=f"rank {culprit.global_rank} (node {culprit.node}): {'; '.join(reasons)}{where}",
+    where = f" at {root_cause.stack_line}" if root_cause.stack_line else ""
+    return RootCause(
+        position=root_cause,
+        node=root_cause.node,
+        reason=f"rank {root_cause.global_rank} (node {root_cause.node}): {'; '.join(reasons)}{where}",
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from outlast.inprocess.protocol import Gone, JoinRelay, MemberRecord
 from outlast.launch import protocol as m
-from outlast.launch.rank_hub import ANY_CALL, RankHub
+from outlast.launch.in_process_restarts import ANY_CALL, InProcessRestarts
 from outlast.launch.rank_relay import RankRelay
 from outlast.policy import inprocess_protocol as p
 from outlast.runtime.wire import encode_frame
@@ -51,8 +51,8 @@ class Nodes:
         self.dead: set[int] = set()
         self.busy: set[int] = set()
         """They do not get ready."""
-        self.hub = RankHub()
-        self.hub.begin(0, 1)
+        self.coordinator = InProcessRestarts()
+        self.coordinator.begin(0, 1)
 
     def home(self, rank: int) -> str:
         return f"node-{rank // self.nproc}"
@@ -99,7 +99,7 @@ class Nodes:
         sent = msgspec.structs.replace(message, node="", epoch="")  # the coordinator's side of the link fills it in
         self.num_bytes += len(encode_frame(sent))
         self.num_messages += 1
-        self.hub.take(message, self.now_s)
+        self.coordinator.take(message, self.now_s)
 
     def die(self, *ranks: int, restart_count: int) -> None:
         self.dead |= set(ranks)
@@ -109,8 +109,8 @@ class Nodes:
 
     def settle(self) -> None:
         """Carry orders and what follows from them until nothing is left."""
-        while self.hub.out:
-            orders, self.hub.out = self.hub.out, []
+        while self.coordinator.out:
+            orders, self.coordinator.out = self.coordinator.out, []
             for node, _, order in orders:
                 self.num_bytes += len(encode_frame(order))
                 self.num_messages += 1
@@ -173,13 +173,15 @@ def test_an_order_goes_to_each_node_once() -> None:
     """However many ranks a node has; who is left out of the order is left out there."""
     nodes = Nodes(3, 4, num_spares=1)
     nodes.join()
-    nodes.hub.take(m.RankReports(node="node-0", epoch="e", cycle=0, call=0, reports=((1, gone(1, 0)),)), nodes.now_s)
-    assert [(node, order.runs) for node, _, order in nodes.hub.out] == [
+    nodes.coordinator.take(
+        m.RankReports(node="node-0", epoch="e", cycle=0, call=0, reports=((1, gone(1, 0)),)), nodes.now_s
+    )
+    assert [(node, order.runs) for node, _, order in nodes.coordinator.out] == [
         ("node-0", ((0, 1), (2, 2))),
         ("node-1", ((4, 4),)),
         ("node-2", ((8, 4),)),
     ]
-    assert {order.term for _, _, order in nodes.hub.out} == {1}
+    assert {order.term for _, _, order in nodes.coordinator.out} == {1}
 
 
 def test_a_rank_that_died_before_it_had_a_duty_is_not_waited_for() -> None:
@@ -207,9 +209,9 @@ def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
     """After the barrier's timeout the others go without."""
     nodes = Nodes(2, 2, num_spares=1)
     nodes.join(but=(3,))
-    assert nodes.hub.deadline_s == LIMITS.barrier_timeout_s
+    assert nodes.coordinator.deadline_s == LIMITS.barrier_timeout_s
     nodes.now_s = LIMITS.barrier_timeout_s
-    nodes.hub.look(nodes.now_s)
+    nodes.coordinator.look(nodes.now_s)
     nodes.settle()
     order = nodes.last(0)
     assert isinstance(order, p.Go)
@@ -238,7 +240,7 @@ def test_calls_follow_one_another() -> None:
     assert order.restart_count == 1
     nodes.records = ended
     nodes.stand((3,), call=0)
-    ((node, _, again),) = nodes.hub.out
+    ((node, _, again),) = nodes.coordinator.out
     assert (node, again.call, again.runs) == ("node-1", 0, ((3, 1),))
     assert isinstance(again.order, p.Finish)
 
@@ -249,11 +251,11 @@ def test_what_comes_of_another_cycle_changes_nothing() -> None:
     nodes.join()
     fault = p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.EXCEPTION)
     stale = m.RankReports(node="node-0", epoch="e", cycle=7, call=0, reports=((0, fault),))
-    nodes.hub.take(stale, 0.0)
-    nodes.hub.close()
-    nodes.hub.take(msgspec.structs.replace(stale, cycle=0), 0.0)
-    assert not nodes.hub.out
-    assert nodes.hub.deadline_s is None
+    nodes.coordinator.take(stale, 0.0)
+    nodes.coordinator.close()
+    nodes.coordinator.take(msgspec.structs.replace(stale, cycle=0), 0.0)
+    assert not nodes.coordinator.out
+    assert nodes.coordinator.deadline_s is None
 
 
 @pytest.mark.parametrize("dies", [(), (2,), (0, 2)])
@@ -263,12 +265,12 @@ def test_another_coordinator_goes_on_from_the_standings(dies: tuple[int, ...]) -
     nodes.join()
     nodes.dead |= set(dies)
     before = {rank: len(orders) for rank, orders in nodes.orders.items()}
-    nodes.hub = RankHub()
+    nodes.coordinator = InProcessRestarts()
     for first in (4, 0, 2):
-        nodes.hub.keep(nodes.standings((first, first + 1)))
+        nodes.coordinator.keep(nodes.standings((first, first + 1)))
     stale = msgspec.structs.replace(nodes.standings((0, 1)), node="lost", cycle=0)
-    nodes.hub.keep(stale)
-    nodes.hub.take_over(0, 2, ["node-0", "node-1", "node-2"], 5.0)
+    nodes.coordinator.keep(stale)
+    nodes.coordinator.take_over(0, 2, ["node-0", "node-1", "node-2"], 5.0)
     nodes.settle()
     for rank in nodes.records.keys() - set(dies):
         if dies:
@@ -286,7 +288,7 @@ def test_ranks_of_a_node_out_of_reach_are_resumed_without() -> None:
     nodes = Nodes(3, 4, num_spares=4)
     nodes.join()
     nodes.dead |= set(range(4))
-    nodes.hub.lose({"node-0"}, nodes.now_s)
+    nodes.coordinator.lose({"node-0"}, nodes.now_s)
     nodes.settle()
     order = nodes.last(4)
     assert isinstance(order, p.Go)
@@ -301,7 +303,7 @@ def test_who_is_with_fewer_than_half_of_the_members_stops() -> None:
     for num, lost, stops in cases:
         nodes = Nodes(num, 2)
         nodes.join()
-        nodes.hub.lose(lost, nodes.now_s)
+        nodes.coordinator.lose(lost, nodes.now_s)
         nodes.settle()
         order = nodes.last(2 if "node-0" in lost else 0)
         assert ("cannot be reached" in getattr(order, "reason", "")) == stops
@@ -311,13 +313,13 @@ def test_a_coordinator_that_does_not_know_the_nodes_misses_members_of_the_last_c
     """It waits for those of whom no node has sent anything, and resumes without them in the end."""
     nodes = Nodes(3, 2, num_spares=2)
     nodes.join()
-    nodes.hub = RankHub()
-    nodes.hub.keep(nodes.standings((0, 1)))
-    assert nodes.hub.missing() == {2, 3, 4, 5}
-    nodes.hub.keep(nodes.standings((4, 5)))
-    assert nodes.hub.missing() == {2, 3}
+    nodes.coordinator = InProcessRestarts()
+    nodes.coordinator.keep(nodes.standings((0, 1)))
+    assert nodes.coordinator.missing() == {2, 3, 4, 5}
+    nodes.coordinator.keep(nodes.standings((4, 5)))
+    assert nodes.coordinator.missing() == {2, 3}
     nodes.dead |= {2, 3}
-    nodes.hub.take_over(0, 2, None, nodes.now_s)
+    nodes.coordinator.take_over(0, 2, None, nodes.now_s)
     nodes.settle()
     order = nodes.last(0)
     assert isinstance(order, p.Go)
@@ -326,9 +328,9 @@ def test_a_coordinator_that_does_not_know_the_nodes_misses_members_of_the_last_c
 
 def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
     """An agent that was welcomed in the risen term takes its orders; it takes none of an earlier coordinator's."""
-    relay, hub = RankRelay(), RankHub()
+    relay, coordinator = RankRelay(), InProcessRestarts()
     with closing(relay), socket.socket(socket.AF_UNIX) as duty:
-        hub.begin(0, 1)
+        coordinator.begin(0, 1)
         relay.begin_cycle(0)
         duty.connect(f"\0{relay.address}")
         join = JoinRelay(
@@ -346,16 +348,16 @@ def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
         while not came:
             select.select([relay], [], [], 100.0)
             came += relay.serve()
-        hub.term = 3
+        coordinator.term = 3
         assert relay.introduce(3) == came
-        hub.take(msgspec.structs.replace(came[0], node="n", epoch="e"), 0.0)
-        hub.take(
+        coordinator.take(msgspec.structs.replace(came[0], node="n", epoch="e"), 0.0)
+        coordinator.take(
             m.RankReports(
                 node="n", epoch="e", cycle=0, call=0, reports=((0, p.RankReady(restart_count=0, store_address="s 1")),)
             ),
             0.0,
         )
-        ((_, _, order),) = hub.out
+        ((_, _, order),) = coordinator.out
         relay.obey(msgspec.structs.replace(order, term=2))
         duty.setblocking(False)
         with pytest.raises(BlockingIOError):

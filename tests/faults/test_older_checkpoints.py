@@ -1,4 +1,4 @@
-"""Generations that an earlier process saved are kept like one's own."""
+"""Checkpoints that an earlier process saved are kept like one's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.checkpoint.writer_client import WriterProcess
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_save_after_a_load_keeps_the_newest_of_both(tmp_path: Path) -> None:
-    """Three generations are kept: after a restart the first save makes room by one, in the local and the global tier,
+    """Three checkpoints are kept: after a restart the first save makes room by one, in the local and the global tier,
     and what was saved before can still be loaded when the newer ones are gone."""
     config: dict[str, Any] = {
         "local_directory": os.fspath(tmp_path / "local"),

@@ -1,4 +1,4 @@
-"""What the ladder decides, case by case."""
+"""What the recovery policy decides, case by case."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import ExitReason
-from outlast.incidents import Cause, Incident, IncidentKind, Rung, Verdict
-from outlast.policy.ladder import (
+from outlast.incidents import Cause, Decision, Incident, IncidentKind, RecoveryLevel
+from outlast.policy.recovery_point import NONE_DURABLE, Exclusion, Load, TierName
+from outlast.policy.recovery_policy import (
     CycleEnd,
-    LadderState,
     Limits,
+    RecoveryState,
     begin_job,
     decide,
     find_later_outcome,
@@ -23,7 +24,6 @@ from outlast.policy.ladder import (
     known_durable,
     merge,
 )
-from outlast.policy.recovery_point import NONE_DURABLE, Distrusted, Load, TierName
 
 
 def died(node: str = "a", **changes: Any) -> Incident:
@@ -35,39 +35,39 @@ def failed(exit_code: int, iteration: int | None = None) -> Incident:
     return Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=exit_code, iteration=iteration)
 
 
-def invalid(cycle: int, iteration: int, generation: int, tier: TierName, *, durable: int | None = None) -> CycleEnd:
-    """Return the end of a cycle that loaded a generation and got an invalid result."""
-    attempt = f"job-0-aa.{generation}"
-    load = Load(cycle=f"job-{cycle}", generation=generation, attempt=attempt, tier=tier, suspect_window=20)
+def invalid(cycle: int, iteration: int, checkpoint: int, tier: TierName, *, durable: int | None = None) -> CycleEnd:
+    """Return the end of a cycle that loaded a checkpoint and got an invalid result."""
+    attempt = f"job-0-aa.{checkpoint}"
+    load = Load(cycle=f"job-{cycle}", checkpoint=checkpoint, attempt=attempt, tier=tier, suspect_window=20)
     return CycleEnd(
         cycle=cycle,
         incident=failed(ExitReason.FAILED_VALIDATION, iteration),
         load=load,
-        durable_iteration=durable if durable is not None else generation,
+        durable_iteration=durable if durable is not None else checkpoint,
         progress_known=True,
     )
 
 
 def climb(
-    state: LadderState, limits: Limits, *ends: CycleEnd, max_cycles: int = 50
-) -> tuple[LadderState, list[Verdict]]:
-    """Decide cycle after cycle; the last end repeats until the ladder stops."""
-    verdicts: list[Verdict] = []
+    state: RecoveryState, limits: Limits, *ends: CycleEnd, max_cycles: int = 50
+) -> tuple[RecoveryState, list[Decision]]:
+    """Decide cycle after cycle; the last end repeats until the recovery policy stops."""
+    decisions: list[Decision] = []
     for number in range(max_cycles):
-        state, verdict = decide(state, ends[min(number, len(ends) - 1)], limits)
-        verdicts.append(verdict)
-        if verdict.rung >= Rung.REQUEUE_JOB:
+        state, decision = decide(state, ends[min(number, len(ends) - 1)], limits)
+        decisions.append(decision)
+        if decision.recovery_level >= RecoveryLevel.REQUEUE_JOB:
             break
-    return state, verdicts
+    return state, decisions
 
 
 def test_unknown_progress_means_torchruns_budget() -> None:
     """Where progress is unknown, max_restarts=3 gives exactly 4 starts, then torchrun's exit code 1."""
     end = CycleEnd(cycle=0, incident=died())
-    _, verdicts = climb(LadderState(), Limits(max_restarts=3), end)
-    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS] * 3 + [Rung.STOP]
-    assert verdicts[-1].exit_code == ExitReason.FAILED
-    assert "all 3 restarts are used" in verdicts[-1].reason
+    _, decisions = climb(RecoveryState(), Limits(max_restarts=3), end)
+    assert [v.recovery_level for v in decisions] == [RecoveryLevel.RESTART_WORKERS] * 3 + [RecoveryLevel.STOP]
+    assert decisions[-1].exit_code == ExitReason.FAILED
+    assert "all 3 restarts are used" in decisions[-1].reason
 
 
 @pytest.mark.parametrize("durable", [None, 40])
@@ -75,165 +75,178 @@ def test_what_is_durable_is_known_once_a_cycle_of_the_job_has_ended(durable: int
     """Before, and in the job after one that was cut off, more may have been committed than was recorded; a job that
     ended in order has recorded all."""
 
-    def begin(state: LadderState, job: str) -> LadderState:
+    def begin(state: RecoveryState, job: str) -> RecoveryState:
         return msgspec.structs.replace(begin_job(state), job=job)
 
     known = NONE_DURABLE if durable is None else durable
-    state = LadderState(job="first")
+    state = RecoveryState(job="first")
     assert known_durable(state) is None
     end = CycleEnd(cycle=0, incident=died(job="first"), durable_iteration=durable, progress_known=True)
-    state, verdict = decide(state, end, Limits(max_restarts=1))
-    assert (verdict.rung, known_durable(state)) == (Rung.RESTART_WORKERS, known)
+    state, decision = decide(state, end, Limits(max_restarts=1))
+    assert (decision.recovery_level, known_durable(state)) == (RecoveryLevel.RESTART_WORKERS, known)
     assert known_durable(begin(state, "second")) is None
     ends = [dataclasses.replace(end, cycle=number) for number in range(1, 9)]
-    state, verdicts = climb(state, Limits(max_restarts=1, max_no_progress_cycles=2), *ends)
-    assert verdicts[-1].rung == Rung.STOP
+    state, decisions = climb(state, Limits(max_restarts=1, max_no_progress_cycles=2), *ends)
+    assert decisions[-1].recovery_level == RecoveryLevel.STOP
     assert known_durable(begin(state, "second")) == known
 
 
 def test_three_cycles_without_progress_stop_with_93() -> None:
     """A script with the session that crashes in every cycle before its next save has exactly 3 cycles."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True)
-    _, verdicts = climb(LadderState(), Limits(max_restarts=10), end)
-    assert len(verdicts) == 3
-    assert verdicts[-1].rung == Rung.STOP
-    assert verdicts[-1].exit_code == ExitReason.NO_PROGRESS
-    assert "3 cycles in a row got no further than the start" in verdicts[-1].reason
+    _, decisions = climb(RecoveryState(), Limits(max_restarts=10), end)
+    assert len(decisions) == 3
+    assert decisions[-1].recovery_level == RecoveryLevel.STOP
+    assert decisions[-1].exit_code == ExitReason.NO_PROGRESS
+    assert "3 cycles in a row got no further than the start" in decisions[-1].reason
 
 
-def test_repeating_the_same_generation_is_no_progress() -> None:
+def test_repeating_the_same_checkpoint_is_no_progress() -> None:
     """A cycle that only reaches what was durable before counts as none."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True, durable_iteration=50)
-    _, verdicts = climb(LadderState(), Limits(max_restarts=10), end)
-    assert len(verdicts) == 4  # the first one brought the generation, three more did not
-    assert "no further than iteration 50" in verdicts[-1].reason
+    _, decisions = climb(RecoveryState(), Limits(max_restarts=10), end)
+    assert len(decisions) == 4  # the first one brought the checkpoint, three more did not
+    assert "no further than iteration 50" in decisions[-1].reason
 
 
 def test_progress_in_every_cycle_goes_on() -> None:
     """A script that crashes in every cycle after a save is restarted for as long as it takes."""
     ends = [CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n * 10) for n in range(200)]
-    state, verdicts = climb(LadderState(), Limits(max_restarts=1), *ends, max_cycles=200)
-    assert {v.rung for v in verdicts} == {Rung.RESTART_WORKERS}
+    state, decisions = climb(RecoveryState(), Limits(max_restarts=1), *ends, max_cycles=200)
+    assert {v.recovery_level for v in decisions} == {RecoveryLevel.RESTART_WORKERS}
     assert state.restarts_total == 200
-    state, verdict = decide(state, CycleEnd(cycle=200, incident=None, finished=True), Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FINISHED)
+    state, decision = decide(state, CycleEnd(cycle=200, incident=None, finished=True), Limits())
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FINISHED)
 
 
 def test_total_bounds_restarts_in_spite_of_progress() -> None:
     """max_restarts_total ends a run that gets further in each cycle, and does not call that no progress."""
     ends = [CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n) for n in range(10)]
-    state, verdicts = climb(LadderState(), Limits(max_restarts_total=5), *ends)
+    state, decisions = climb(RecoveryState(), Limits(max_restarts_total=5), *ends)
     assert state.restarts_total == 5
-    assert verdicts[-1].exit_code == ExitReason.FAILED
-    assert "--max-restarts-total" in verdicts[-1].reason
+    assert decisions[-1].exit_code == ExitReason.FAILED
+    assert "--max-restarts-total" in decisions[-1].reason
 
 
 def test_preemption_is_charged_to_nothing() -> None:
     """A preempted job that saved is re-queued with 75; no budget and no node pays for it."""
-    before = LadderState(restarts_without_progress=2, restarts_total=7, cycles_without_progress=2)
+    before = RecoveryState(restarts_without_progress=2, restarts_total=7, cycles_without_progress=2)
     end = CycleEnd(cycle=1, incident=None, preempted=True, preempted_saved=True, progress_known=True)
-    state, verdict = decide(before, end, Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.PREEMPTED)
+    state, decision = decide(before, end, Limits())
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.REQUEUE_JOB, ExitReason.PREEMPTED)
     assert (state.restarts_without_progress, state.restarts_total, state.cycles_without_progress) == (2, 7, 2)
     assert state.node_faults == {}
 
 
 def test_preemption_without_a_save_never_claims_one() -> None:
-    """75 means that there is a generation to go on from; a job that has none does not exit with it."""
+    """75 means that there is a checkpoint to go on from; a job that has none does not exit with it."""
     end = CycleEnd(cycle=0, incident=None, preempted=True, had_session=True)
-    state, verdict = decide(LadderState(), end, Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.FAILED)
-    assert "nothing was saved" in verdict.reason
+    state, decision = decide(RecoveryState(), end, Limits())
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.REQUEUE_JOB, ExitReason.FAILED)
+    assert "nothing was saved" in decision.reason
     assert state.restarts_total == 0
 
 
 def test_saves_of_a_script_without_a_session_are_unknown() -> None:
     """A script without a session may have saved by itself: a shutdown does not claim that nothing was saved."""
-    _, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=None, preempted=True), Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.FAILED)
-    assert "nothing was saved" not in verdict.reason
-    assert "unknown (no session reported)" in verdict.reason
+    _, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=None, preempted=True), Limits())
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.REQUEUE_JOB, ExitReason.FAILED)
+    assert "nothing was saved" not in decision.reason
+    assert "unknown (no session reported)" in decision.reason
 
 
 def test_worker_that_exits_75_was_preempted() -> None:
     """A worker's own exit code 75 says that it saved and left: re-queued, charged to nothing."""
-    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=failed(75)), Limits(max_restarts=0))
-    assert (verdict.rung, verdict.exit_code) == (Rung.REQUEUE_JOB, ExitReason.PREEMPTED)
+    state, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=failed(75)), Limits(max_restarts=0))
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.REQUEUE_JOB, ExitReason.PREEMPTED)
     assert state.restarts_total == 0
 
 
 @pytest.mark.parametrize("code", [ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS])
 def test_worker_that_knows_stops_the_job(code: ExitReason) -> None:
     """A worker's exit codes 17 and 93 stop the job with the same code, whatever the budget."""
-    _, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=failed(code)), Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, code)
+    _, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=failed(code)), Limits())
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, code)
 
 
 def test_invalid_result_soon_after_a_load_distrusts_and_restarts() -> None:
     """Exit code 17 within the suspect window of a near load is a restart on another copy; what it saved meanwhile is
-    no progress, and the reason and ladder.json name generation, attempt and tier."""
-    before = LadderState(best_durable=120)
-    state, verdict = decide(before, invalid(1, 127, 120, "replica", durable=125), Limits())
-    assert verdict.rung == Rung.RESTART_WORKERS
-    assert "7 iterations after it was loaded, checkpoint 120 (replica tier, attempt job-0-aa.120)" in verdict.reason
-    assert "another copy (restart 1 of 3 without progress)" in verdict.reason
-    (one,) = state.distrusted
-    assert (one.generation, one.attempt, one.tier, one.cycle) == (120, "job-0-aa.120", "replica", "job-1")
+    no progress, and the reason and ladder.json name checkpoint, attempt and tier."""
+    before = RecoveryState(best_durable=120)
+    state, decision = decide(before, invalid(1, 127, 120, "replica", durable=125), Limits())
+    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS
+    assert "7 iterations after it was loaded, checkpoint 120 (replica tier, attempt job-0-aa.120)" in decision.reason
+    assert "another copy (restart 1 of 3 without progress)" in decision.reason
+    (one,) = state.excluded
+    assert (one.checkpoint, one.attempt, one.tier, one.cycle) == (120, "job-0-aa.120", "replica", "job-1")
     assert "iteration 127" in one.why
     assert state.best_durable == 120
 
 
 def test_invalid_result_beyond_the_window_stops() -> None:
     """Later than the suspect window, exit code 17 is about the training, not the copy: the run stops with 17."""
-    state, verdict = decide(LadderState(), invalid(1, 141, 120, "local"), Limits())
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED_VALIDATION)
-    assert "beyond the suspect window" in verdict.reason
-    assert state.distrusted == ()
+    state, decision = decide(RecoveryState(), invalid(1, 141, 120, "local"), Limits())
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FAILED_VALIDATION)
+    assert "beyond the suspect window" in decision.reason
+    assert state.excluded == ()
 
 
 def test_no_restart_allowed_still_remembers_the_copy() -> None:
     """With --max-restarts=0 exit code 17 ends the job, and the next job does not load the copy again."""
-    state, verdict = decide(LadderState(), invalid(0, 121, 120, "memory"), Limits(max_restarts=0))
-    assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED_VALIDATION)
-    assert [one.generation for one in begin_job(state).distrusted] == [120]
+    state, decision = decide(RecoveryState(), invalid(0, 121, 120, "memory"), Limits(max_restarts=0))
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FAILED_VALIDATION)
+    assert [one.checkpoint for one in begin_job(state).excluded] == [120]
 
 
-def test_two_global_generations_that_fail_stop_with_the_diagnosis() -> None:
-    """Near copy, global copy, an older global generation: the third invalid result in a row ends the run with 17."""
+def test_two_global_checkpoints_that_fail_stop_with_the_diagnosis() -> None:
+    """Near copy, global copy, an older global checkpoint: the third invalid result in a row ends the run with 17."""
     ends = [invalid(1, 125, 120, "memory"), invalid(2, 125, 120, "global"), invalid(3, 110, 100, "global")]
-    state, verdicts = climb(LadderState(), Limits(max_restarts=9, max_no_progress_cycles=9), *ends)
-    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
-    assert verdicts[-1].exit_code == ExitReason.FAILED_VALIDATION
-    assert [(one.generation, one.tier) for one in state.distrusted] == [(120, "memory"), (120, "global")]
+    state, decisions = climb(RecoveryState(), Limits(max_restarts=9, max_no_progress_cycles=9), *ends)
+    assert [v.recovery_level for v in decisions] == [
+        RecoveryLevel.RESTART_WORKERS,
+        RecoveryLevel.RESTART_WORKERS,
+        RecoveryLevel.STOP,
+    ]
+    assert decisions[-1].exit_code == ExitReason.FAILED_VALIDATION
+    assert [(one.checkpoint, one.tier) for one in state.excluded] == [(120, "memory"), (120, "global")]
     state = begin_job(state)
-    _, verdict = decide(state, invalid(4, 110, 100, "global"), Limits())
-    assert verdict.rung == Rung.RESTART_WORKERS, "who starts the run again after 17 has looked at it"
+    _, decision = decide(state, invalid(4, 110, 100, "global"), Limits())
+    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS, (
+        "who starts the run again after 17 has looked at it"
+    )
 
 
 def test_exit_16_restarts_within_the_budget() -> None:
     """Exit code 16 is a restart like any other: bounded by the same budgets."""
-    _, verdicts = climb(LadderState(), Limits(max_restarts=2), CycleEnd(cycle=0, incident=failed(16)))
-    assert [v.rung for v in verdicts] == [Rung.RESTART_WORKERS, Rung.RESTART_WORKERS, Rung.STOP]
+    _, decisions = climb(RecoveryState(), Limits(max_restarts=2), CycleEnd(cycle=0, incident=failed(16)))
+    assert [v.recovery_level for v in decisions] == [
+        RecoveryLevel.RESTART_WORKERS,
+        RecoveryLevel.RESTART_WORKERS,
+        RecoveryLevel.STOP,
+    ]
 
 
 def test_lost_node_moves_its_slot() -> None:
-    """A lost node is rung 3 at once, and charged like a restart."""
+    """A lost node is recovery level 3 at once, and charged like a restart."""
     lost = Incident(kind=IncidentKind.NODE_LOST, node="b")
-    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=lost, num_spares=1), Limits())
-    assert verdict.rung == Rung.REPLACE_NODE
-    assert "a spare takes its slot" in verdict.reason
-    assert verdict.quarantine == ()  # it may come back as a spare
+    state, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=lost, num_spares=1), Limits())
+    assert decision.recovery_level == RecoveryLevel.REPLACE_NODE
+    assert "a spare takes its slot" in decision.reason
+    assert decision.quarantine == ()  # it may come back as a spare
     assert (state.restarts_without_progress, state.restarts_total) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("num_spares", "rung", "quarantine"), [(1, Rung.REPLACE_NODE, ("b",)), (0, Rung.RESTART_WORKERS, ())]
+    ("num_spares", "rung", "quarantine"),
+    [(1, RecoveryLevel.REPLACE_NODE, ("b",)), (0, RecoveryLevel.RESTART_WORKERS, ())],
 )
-def test_node_that_cannot_start_gives_its_slot_away(num_spares: int, rung: Rung, quarantine: tuple[str, ...]) -> None:
+def test_node_that_cannot_start_gives_its_slot_away(
+    num_spares: int, recovery_level: RecoveryLevel, quarantine: tuple[str, ...]
+) -> None:
     """A node that cannot start its workers is passed over where a spare waits; else it tries again."""
     cannot = Incident(kind=IncidentKind.CANNOT_START, node="b")
-    state, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=cannot, num_spares=num_spares), Limits())
-    assert (verdict.rung, verdict.quarantine) == (rung, quarantine)
+    state, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=cannot, num_spares=num_spares), Limits())
+    assert (decision.recovery_level, decision.quarantine) == (recovery_level, quarantine)
     assert state.quarantined == quarantine
 
 
@@ -241,99 +254,99 @@ def test_faulty_node_is_quarantined_once() -> None:
     """The node on which max_node_faults faults began gives its slot to a spare; its peers are not blamed."""
     limits = Limits(max_restarts=10, max_node_faults=3)
     ends = [CycleEnd(cycle=n, incident=died("b"), num_spares=1, durable_iteration=n) for n in range(3)]
-    state, verdicts = climb(LadderState(), limits, *ends, max_cycles=3)
-    assert [v.quarantine for v in verdicts] == [(), (), ("b",)]
-    assert verdicts[-1].rung == Rung.REPLACE_NODE
+    state, decisions = climb(RecoveryState(), limits, *ends, max_cycles=3)
+    assert [v.quarantine for v in decisions] == [(), (), ("b",)]
+    assert decisions[-1].recovery_level == RecoveryLevel.REPLACE_NODE
     assert state.quarantined == ("b",)
     assert state.node_faults == {"b": 3}
-    _, verdict = decide(state, CycleEnd(cycle=3, incident=died("c"), num_spares=0), limits)
-    assert verdict.rung == Rung.RESTART_WORKERS
+    _, decision = decide(state, CycleEnd(cycle=3, incident=died("c"), num_spares=0), limits)
+    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS
 
 
 def test_faulty_node_without_a_spare_stays_and_is_named() -> None:
-    """Without a spare a faulty node keeps its slot (rung 2), and the reason says so."""
-    state = LadderState(node_faults={"b": 2})
-    state, verdict = decide(state, CycleEnd(cycle=0, incident=died("b"), num_spares=0), Limits())
-    assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
-    assert "node b had 3 faults" in verdict.reason
-    assert "no spare" in verdict.reason
+    """Without a spare a faulty node keeps its slot (recovery level 2), and the reason says so."""
+    state = RecoveryState(node_faults={"b": 2})
+    state, decision = decide(state, CycleEnd(cycle=0, incident=died("b"), num_spares=0), Limits())
+    assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_WORKERS, ())
+    assert "node b had 3 faults" in decision.reason
+    assert "no spare" in decision.reason
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(max_restarts=2), Limits(max_restarts_total=2)])
 def test_failures_on_one_node_exclude_it_before_a_budget_is_spent(limits: Limits) -> None:
     """With default budgets a node on which every failure began gives its slot to a spare while a restart is left."""
-    state = LadderState()
+    state = RecoveryState()
     for cycle in range(2):
         end = CycleEnd(cycle=cycle, incident=died("c"), num_spares=1, num_nodes=2, progress_known=True)
-        state, verdict = decide(state, end, limits)
-    assert (verdict.rung, verdict.quarantine) == (Rung.REPLACE_NODE, ("c",))
-    assert "2 of 2 failures on node c" in verdict.reason
+        state, decision = decide(state, end, limits)
+    assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.REPLACE_NODE, ("c",))
+    assert "2 of 2 failures on node c" in decision.reason
 
 
 def test_a_node_that_flaps_while_cycles_form_is_excluded_before_a_budget_is_spent() -> None:
     """A node that is lost three times before its cycle began gives its slot away, and the budgets are as before."""
     lost = Incident(kind=IncidentKind.NODE_LOST, node="c")
-    state = LadderState(progress_known=True)
+    state = RecoveryState(progress_known=True)
     quarantines = []
     for cycle in range(3):
-        state, verdict = decide(state, CycleEnd(cycle=cycle, incident=lost, num_spares=1, has_trained=False), Limits())
-        quarantines.append(verdict.quarantine)
+        state, decision = decide(state, CycleEnd(cycle=cycle, incident=lost, num_spares=1, has_trained=False), Limits())
+        quarantines.append(decision.quarantine)
     assert quarantines == [(), (), ("c",)]
     assert (state.restarts_without_progress, state.cycles_without_progress) == (0, 0)
-    _, verdict = decide(state, CycleEnd(cycle=3, incident=died("b"), num_nodes=2), Limits())
-    assert verdict.rung == Rung.RESTART_WORKERS
-    assert "restart 1 of 3" in verdict.reason
+    _, decision = decide(state, CycleEnd(cycle=3, incident=died("b"), num_nodes=2), Limits())
+    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS
+    assert "restart 1 of 3" in decision.reason
 
 
 @pytest.mark.parametrize(("number", "restarts"), [(3, 1), (4, 2), (5, 2)])
 def test_a_takeover_continues_from_the_later_state(number: int, restarts: int) -> None:
     """Of a coordinator's own state and the one that an agent kept, the later one counts, the agent's where they have
     the same number; the copies that either of them excludes are not loaded."""
-    one, other = (Distrusted(generation=1, attempt=attempt, tier="local") for attempt in "ab")
-    own = LadderState(job="job", number=4, restarts_without_progress=1, distrusted=(one,))
-    kept = LadderState(job="job", number=number, restarts_without_progress=2, distrusted=(one, other))
+    one, other = (Exclusion(checkpoint=1, attempt=attempt, tier="local") for attempt in "ab")
+    own = RecoveryState(job="job", number=4, restarts_without_progress=1, excluded=(one,))
+    kept = RecoveryState(job="job", number=number, restarts_without_progress=2, excluded=(one, other))
     merged = merge(own, kept)
     assert (merged.restarts_without_progress, merged.number) == (restarts, max(number, 4))
-    assert {copy.attempt for copy in merged.distrusted} == {"a", "b"}
+    assert {copy.attempt for copy in merged.excluded} == {"a", "b"}
     assert merge(merged, kept) == merged
 
 
 def test_failures_on_several_nodes_exclude_none() -> None:
     """Where failures began on different nodes no node is the cause, and the spare stays where it is."""
-    state = LadderState()
+    state = RecoveryState()
     for node in ("c", "b"):
         end = CycleEnd(cycle=0, incident=died(node), num_spares=1, num_nodes=2, progress_known=True)
-        state, verdict = decide(state, end, Limits())
-    assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
+        state, decision = decide(state, end, Limits())
+    assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_WORKERS, ())
 
 
 @pytest.mark.parametrize(("num_nodes", "is_named"), [(2, True), (1, False)])
 def test_the_last_line_names_the_node_of_every_failure(num_nodes: int, is_named: bool) -> None:
     """A run that stops after failures that all began on one of several nodes reports which node that is."""
-    state = LadderState()
+    state = RecoveryState()
     for cycle in range(3):
         end = CycleEnd(cycle=cycle, incident=died("c"), num_nodes=num_nodes, progress_known=True)
-        state, verdict = decide(state, end, Limits())
-    assert verdict.exit_code == ExitReason.NO_PROGRESS
-    assert verdict.reason.endswith("; 3 of 3 failures on node c") == is_named
+        state, decision = decide(state, end, Limits())
+    assert decision.exit_code == ExitReason.NO_PROGRESS
+    assert decision.reason.endswith("; 3 of 3 failures on node c") == is_named
 
 
 def test_zero_node_faults_never_quarantines() -> None:
     """max_node_faults=0 leaves every node its slot, however often it fails."""
-    state = LadderState(node_faults={"a": 99})
-    _, verdict = decide(state, CycleEnd(cycle=0, incident=died("a"), num_spares=2), Limits(max_node_faults=0))
-    assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_WORKERS, ())
+    state = RecoveryState(node_faults={"a": 99})
+    _, decision = decide(state, CycleEnd(cycle=0, incident=died("a"), num_spares=2), Limits(max_node_faults=0))
+    assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_WORKERS, ())
 
 
 def test_the_outcome_of_a_job_is_known_once_it_ended() -> None:
     """A state tells how its job ended: finished, stopped, or requeued; not while the job continues."""
-    restarted, _ = decide(LadderState(), CycleEnd(cycle=0, incident=died("a")), Limits())
+    restarted, _ = decide(RecoveryState(), CycleEnd(cycle=0, incident=died("a")), Limits())
     finished, _ = decide(restarted, CycleEnd(cycle=1, incident=None, finished=True), Limits())
-    stopped, verdict = decide(LadderState(), CycleEnd(cycle=0, incident=died("a")), Limits(max_restarts=0))
-    left, _ = decide(LadderState(), CycleEnd(cycle=0, incident=None, preempted=True, preempted_saved=True), Limits())
-    assert find_outcome(LadderState()) is find_outcome(restarted) is find_outcome(begin_job(stopped)) is None
+    stopped, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=died("a")), Limits(max_restarts=0))
+    left, _ = decide(RecoveryState(), CycleEnd(cycle=0, incident=None, preempted=True, preempted_saved=True), Limits())
+    assert find_outcome(RecoveryState()) is find_outcome(restarted) is find_outcome(begin_job(stopped)) is None
     assert (find_outcome(finished) or ())[0] == ExitReason.FINISHED
-    assert find_outcome(stopped) == (ExitReason.FAILED, verdict.reason)
+    assert find_outcome(stopped) == (ExitReason.FAILED, decision.reason)
     assert (find_outcome(left) or ())[0] == ExitReason.PREEMPTED
     for state in (finished, stopped, left):
         assert find_later_outcome(state, None) == find_later_outcome(state, state) == find_outcome(state)
@@ -345,31 +358,31 @@ def test_the_outcome_of_a_job_is_known_once_it_ended() -> None:
 def test_next_job_remembers_missing_progress() -> None:
     """Cycles without progress go on counting over re-queued jobs; --max-restarts begins afresh in each."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True)
-    state, limits = LadderState(), Limits(max_restarts=0)
+    state, limits = RecoveryState(), Limits(max_restarts=0)
     codes = []
     for _ in range(3):
-        state, verdict = decide(begin_job(state), end, limits)
-        codes.append(verdict.exit_code)
+        state, decision = decide(begin_job(state), end, limits)
+        codes.append(decision.exit_code)
     assert codes == [ExitReason.FAILED, ExitReason.FAILED, ExitReason.NO_PROGRESS]
 
 
 def test_new_job_after_93_gets_its_budgets_back() -> None:
     """Nothing of ours re-queues a run that stopped with 93, so whoever starts it again starts afresh."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True, durable_iteration=50)
-    state, _ = climb(LadderState(best_durable=50), Limits(), end)
+    state, _ = climb(RecoveryState(best_durable=50), Limits(), end)
     assert state.stopped_with == ExitReason.NO_PROGRESS
     state = begin_job(state)
     assert (state.cycles_without_progress, state.best_durable) == (0, 50)
     assert state.history
-    _, verdicts = climb(state, Limits(), end)
-    assert len(verdicts) == 3
+    _, decisions = climb(state, Limits(), end)
+    assert len(decisions) == 3
 
 
 def test_reason_reads_at_night() -> None:
     """A reason is one line that says what happened, what is done, from where, and what is left."""
     end = CycleEnd(cycle=2, incident=died(iteration=57), progress_known=True, durable_iteration=50)
-    _, verdict = decide(LadderState(best_durable=50), end, Limits())
-    assert verdict.reason == (
+    _, decision = decide(RecoveryState(best_durable=50), end, Limits())
+    assert decision.reason == (
         "rank 1 on node a (pid 4711) was ended by SIGKILL at iteration 57; restarting the workers, "
         "resuming from iteration 50 (restart 1 of 3 without progress)"
     )
@@ -378,7 +391,7 @@ def test_reason_reads_at_night() -> None:
 def test_history_is_bounded() -> None:
     """What is remembered of single decisions cannot grow without end."""
     ends = [CycleEnd(cycle=n, incident=died(), durable_iteration=n) for n in range(100)]
-    state, _ = climb(LadderState(), Limits(), *ends, max_cycles=100)
+    state, _ = climb(RecoveryState(), Limits(), *ends, max_cycles=100)
     assert len(state.history) == 64
     assert state.history[-1].cycle == 99
 
@@ -386,63 +399,63 @@ def test_history_is_bounded() -> None:
 def test_restart_in_process_is_charged_like_any_other() -> None:
     """What was mended inside the processes and what was not share one budget; the last straw ends the job."""
     mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True)
-    _, verdicts = climb(LadderState(), Limits(max_restarts=3), mended, CycleEnd(cycle=0, incident=died()), mended)
-    assert [v.rung for v in verdicts] == [
-        Rung.RESTART_IN_PROCESS,
-        Rung.RESTART_WORKERS,
-        Rung.RESTART_IN_PROCESS,
-        Rung.STOP,
+    _, decisions = climb(RecoveryState(), Limits(max_restarts=3), mended, CycleEnd(cycle=0, incident=died()), mended)
+    assert [v.recovery_level for v in decisions] == [
+        RecoveryLevel.RESTART_IN_PROCESS,
+        RecoveryLevel.RESTART_WORKERS,
+        RecoveryLevel.RESTART_IN_PROCESS,
+        RecoveryLevel.STOP,
     ]
-    assert verdicts[-1].exit_code == ExitReason.FAILED
+    assert decisions[-1].exit_code == ExitReason.FAILED
 
 
 def test_restart_in_process_ends_no_cycle() -> None:
     """However many restarts a cycle mends inside its processes, it counts once when it ends without progress."""
     mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
-    state = LadderState()
+    state = RecoveryState()
     for _ in range(4):
-        state, verdict = decide(state, mended, Limits(max_restarts=9))
-        assert verdict.rung == Rung.RESTART_IN_PROCESS
-        assert "from the start" not in verdict.reason
+        state, decision = decide(state, mended, Limits(max_restarts=9))
+        assert decision.recovery_level == RecoveryLevel.RESTART_IN_PROCESS
+        assert "from the start" not in decision.reason
     assert (state.cycles_without_progress, state.restarts_without_progress) == (0, 4)
     state, _ = decide(state, CycleEnd(cycle=0, incident=died(), progress_known=True), Limits(max_restarts=9))
     assert (state.cycles_without_progress, state.restarts_without_progress) == (1, 5)
 
 
 def test_progress_pays_for_restarts_in_process() -> None:
-    """A new durable generation before each lets restarts inside the processes go on for ever."""
+    """A new durable checkpoint before each lets restarts inside the processes go on for ever."""
     ends = [CycleEnd(cycle=0, incident=died(), recovered_in_process=True, durable_iteration=10 * n) for n in range(20)]
-    _, verdicts = climb(LadderState(), Limits(max_restarts=1), *ends, max_cycles=20)
-    assert [v.rung for v in verdicts] == [Rung.RESTART_IN_PROCESS] * 20
+    _, decisions = climb(RecoveryState(), Limits(max_restarts=1), *ends, max_cycles=20)
+    assert [v.recovery_level for v in decisions] == [RecoveryLevel.RESTART_IN_PROCESS] * 20
 
 
 def test_endless_restarts_in_process_stop_with_93() -> None:
     """Where progress is known, mending the same place over and over is no progress."""
     mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
-    _, verdicts = climb(LadderState(), Limits(max_restarts=2), mended)
-    assert [v.exit_code for v in verdicts] == [None, None, ExitReason.NO_PROGRESS]
+    _, decisions = climb(RecoveryState(), Limits(max_restarts=2), mended)
+    assert [v.exit_code for v in decisions] == [None, None, ExitReason.NO_PROGRESS]
 
 
 def test_restart_in_process_leaves_the_nodes_where_they_are() -> None:
     """A node whose faults are all mended inside the processes keeps its slot until a cycle ends there."""
     mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, num_spares=1)
-    state, limits = LadderState(), Limits(max_restarts=9, max_node_faults=2)
+    state, limits = RecoveryState(), Limits(max_restarts=9, max_node_faults=2)
     for _ in range(4):
-        state, verdict = decide(state, mended, limits)
-        assert (verdict.rung, verdict.quarantine) == (Rung.RESTART_IN_PROCESS, ())
-    _, verdict = decide(state, CycleEnd(cycle=0, incident=died(), num_spares=1), limits)
-    assert (verdict.rung, verdict.quarantine) == (Rung.REPLACE_NODE, ("a",))
+        state, decision = decide(state, mended, limits)
+        assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_IN_PROCESS, ())
+    _, decision = decide(state, CycleEnd(cycle=0, incident=died(), num_spares=1), limits)
+    assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.REPLACE_NODE, ("a",))
 
 
 def _fails_again(
     limits: Limits, *, loads: list[TierName | None], iteration: int = 23, types: tuple[str, ...] = ("ValueError",)
-) -> list[tuple[Rung, LadderState]]:
+) -> list[tuple[RecoveryLevel, RecoveryState]]:
     """Return what follows cycles that all fail after iteration 20 was committed, each after a load from a tier."""
-    state, steps = LadderState(), []
+    state, steps = RecoveryState(), []
     for cycle, tier in enumerate(loads):
         load = None
         if tier is not None:
-            load = Load(cycle=f"job-{cycle}", generation=20, attempt="job-0-aa.0", tier=tier, suspect_window=0)
+            load = Load(cycle=f"job-{cycle}", checkpoint=20, attempt="job-0-aa.0", tier=tier, suspect_window=0)
         cause = {"type": types[cycle % len(types)], "frame": "train.py:9 in step"}
         incident = Incident(
             kind=IncidentKind.WORKER_FAILED,
@@ -455,8 +468,8 @@ def _fails_again(
             evidence={"cause": cause},
         )
         end = CycleEnd(cycle=cycle, incident=incident, durable_iteration=20, progress_known=True, load=load)
-        state, verdict = decide(state, end, limits)
-        steps.append((verdict.rung, state))
+        state, decision = decide(state, end, limits)
+        steps.append((decision.recovery_level, state))
     return steps
 
 
@@ -469,28 +482,30 @@ def test_the_last_restart_after_the_same_failure_loads_another_copy(limits: Limi
     """The same exception at the same iteration after each load of the same near copy: the last restart of the budget
     excludes it, once, and says so; the restarts before it do not, and no budget grows."""
     steps = _fails_again(limits, loads=[None, "memory", "replica", "local", "local", "global"])
-    assert [len(state.distrusted) for _, state in steps[: at + 1]] == [0] * at + [1]
-    (excluded,) = steps[at][1].distrusted
-    assert (excluded.generation, excluded.attempt, excluded.is_last_resort) == (20, "job-0-aa.0", True)
+    assert [len(state.excluded) for _, state in steps[: at + 1]] == [0] * at + [1]
+    (excluded,) = steps[at][1].excluded
+    assert (excluded.checkpoint, excluded.attempt, excluded.is_last_resort) == (20, "job-0-aa.0", True)
     reason = steps[at][1].history[-1].reason
     assert "the same failure at the same iteration after the same copy was loaded" in reason
     assert "node-local copies of checkpoint 20 are excluded" in reason
-    assert [rung for rung, _ in steps[: at + 2]] == [Rung.RESTART_WORKERS] * (at + 1) + [Rung.STOP]
+    assert [recovery_level for recovery_level, _ in steps[: at + 2]] == [RecoveryLevel.RESTART_WORKERS] * (at + 1) + [
+        RecoveryLevel.STOP
+    ]
 
 
 def test_other_failures_exclude_no_copy() -> None:
     """Exceptions of two kinds in turn, a load from the global tier, and no load at all leave every copy as it is."""
-    assert not _fails_again(Limits(), loads=[None, *["memory"] * 3], types=("ValueError", "OSError"))[-1][1].distrusted
-    assert not _fails_again(Limits(), loads=[None, *["global"] * 3])[-1][1].distrusted
-    assert not _fails_again(Limits(), loads=[None] * 4)[-1][1].distrusted
+    assert not _fails_again(Limits(), loads=[None, *["memory"] * 3], types=("ValueError", "OSError"))[-1][1].excluded
+    assert not _fails_again(Limits(), loads=[None, *["global"] * 3])[-1][1].excluded
+    assert not _fails_again(Limits(), loads=[None] * 4)[-1][1].excluded
 
 
 def test_who_starts_a_run_again_after_93_gets_its_copies_back() -> None:
     """A copy that was excluded without proof is loaded again by the job that somebody starts after the stop."""
     state = _fails_again(Limits(), loads=[None, *["memory"] * 3])[-1][1]
     assert state.stopped_with == ExitReason.NO_PROGRESS
-    assert state.distrusted
-    assert not begin_job(state).distrusted
+    assert state.excluded
+    assert not begin_job(state).excluded
 
 
 CAUSES = [
@@ -513,20 +528,20 @@ def test_same_failure_at_the_same_place_is_not_repeated(
 ) -> None:
     """A script without a session that fails in two cycles in a row with the same error of its own code is stopped with
     93; all else (a session, another error, an error of a device or a network) has the budget that it always had."""
-    state, last = LadderState(), None
+    state, last = RecoveryState(), None
     for cycle, cause in enumerate(causes):
         evidence = {} if cause is None else {"cause": msgspec.to_builtins(cause)}
         incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=cycle, exit_code=1, evidence=evidence)
         end = CycleEnd(cycle=cycle, incident=incident, had_session=had_session)
-        state, verdict = decide(state, end, Limits(max_restarts=max_restarts, max_node_faults=0))
+        state, decision = decide(state, end, Limits(max_restarts=max_restarts, max_node_faults=0))
         if not had_session and cause is not None and cause == last and cause in CAUSES[:3]:
-            assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.NO_PROGRESS)
-            assert "same failure at the same place" in verdict.reason
+            assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.NO_PROGRESS)
+            assert "same failure at the same place" in decision.reason
         elif cycle >= max_restarts:
-            assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.FAILED)
+            assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FAILED)
         else:
-            assert verdict.rung == Rung.RESTART_WORKERS
-        if verdict.rung == Rung.STOP:
+            assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS
+        if decision.recovery_level == RecoveryLevel.STOP:
             break
         last = cause
 
@@ -534,8 +549,8 @@ def test_same_failure_at_the_same_place_is_not_repeated(
 def test_commits_to_memory_are_progress_within_the_job_alone() -> None:
     """Restarts resume from memory, the next job from what outlived this one; only beyond that is progress there."""
     first = CycleEnd(cycle=0, incident=died(), durable_iteration=40, committed_iteration=165, progress_known=True)
-    state, verdict = decide(LadderState(), first, Limits())
-    assert "resuming from iteration 165" in verdict.reason
+    state, decision = decide(RecoveryState(), first, Limits())
+    assert "resuming from iteration 165" in decision.reason
     assert (state.best_durable, state.newest_iteration, state.cycles_without_progress) == (40, 165, 0)
     leaving = CycleEnd(
         cycle=1,
@@ -546,14 +561,14 @@ def test_commits_to_memory_are_progress_within_the_job_alone() -> None:
         committed_iteration=166,
         progress_known=True,
     )
-    state, verdict = decide(state, leaving, Limits())
-    assert "the next job resumes from iteration 40; iteration 166 was in node-local tiers only" in verdict.reason
+    state, decision = decide(state, leaving, Limits())
+    assert "the next job resumes from iteration 40; iteration 166 was in node-local tiers only" in decision.reason
     state = begin_job(state)
     assert (state.best_durable, state.newest_iteration) == (40, 40)
     again = CycleEnd(cycle=0, incident=died(), durable_iteration=40, committed_iteration=60, progress_known=True)
-    state, verdict = decide(state, again, Limits())
-    assert "resuming from iteration 60" in verdict.reason
-    state, verdict = decide(state, again, Limits())
+    state, decision = decide(state, again, Limits())
+    assert "resuming from iteration 60" in decision.reason
+    state, decision = decide(state, again, Limits())
     assert state.cycles_without_progress == 1
 
 
@@ -597,7 +612,7 @@ def test_the_same_failure_before_the_first_step_is_not_repeated(
     with 93, on whichever ranks it came. Errors of devices, disks, networks and other processes, lost workers, and
     errors for which a spare may help keep the whole budget; so does every failure once training has got anywhere."""
     limits = Limits(max_restarts=4, max_no_progress_cycles=99)
-    state, has_trained, last = LadderState(), False, None
+    state, has_trained, last = RecoveryState(), False, None
     for cycle, (cause, trained) in enumerate(failures):
         evidence = {} if cause is None else {"cause": msgspec.to_builtins(cause)}
         kind = IncidentKind.WORKER_DIED if cause is None else IncidentKind.WORKER_FAILED
@@ -611,14 +626,14 @@ def test_the_same_failure_before_the_first_step_is_not_repeated(
             num_spares=spares,
             num_nodes=num_nodes,
         )
-        state, verdict = decide(state, end, limits)
+        state, decision = decide(state, end, limits)
         has_trained |= trained
         is_again = cause is not None and cause == last and cause in OF_CODE
         if is_again and not has_trained and durable is None and not (spares and num_nodes > 1):
-            assert (verdict.rung, verdict.exit_code) == (Rung.STOP, ExitReason.NO_PROGRESS)
-            assert "no rank has completed a step in this run" in verdict.reason
+            assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.NO_PROGRESS)
+            assert "no rank has completed a step in this run" in decision.reason
             break
-        assert (verdict.rung == Rung.STOP) == (cycle >= limits.max_restarts)
-        if verdict.rung == Rung.STOP:
+        assert (decision.recovery_level == RecoveryLevel.STOP) == (cycle >= limits.max_restarts)
+        if decision.recovery_level == RecoveryLevel.STOP:
             break
         last = cause
