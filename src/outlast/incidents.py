@@ -195,7 +195,7 @@ class Decision(msgspec.Struct, rename={"recovery_level": "rung"}, frozen=True, k
     reason: str
     """One line for people."""
     exit_code: int | None = None
-    """The job's exit code if ``rung`` is ``STOP`` (0: finished) or ``REQUEUE_JOB``; else ``None``."""
+    """The job's exit code if ``recovery_level`` is ``STOP`` (0: finished) or ``REQUEUE_JOB``; else ``None``."""
     quarantine: tuple[str, ...] = ()
     """Nodes that get no slot in the rest of this job."""
     hold_back: tuple[str, ...] = ()

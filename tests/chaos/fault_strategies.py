@@ -29,7 +29,7 @@ def outside_faults(draw: st.DrawFn) -> Fault:
     if kind.is_of_copies:
         tiers = [tier for tier in FaultTier if (kind, tier) != (FaultKind.TRUNCATE_COPY, FaultTier.MEMORY)]
         given["tier"] = draw(st.sampled_from(tiers))
-        given["generation"] = draw(st.none() | _counts)
+        given["checkpoint"] = draw(st.none() | _counts)
     if kind.is_of_disks:
         given["tier"] = draw(st.sampled_from([FaultTier.LOCAL, FaultTier.GLOBAL]))
         given["duration_s"] = draw(_seconds)

@@ -83,7 +83,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
         ({"faults": [COPY | {"tier": "lokal"}]}, "tier='lokal' is unknown; did you mean 'local'?"),
         ({"faults": [COPY | {"tier": "global", "node": "a"}]}, "node is not for kind='corrupt_copy'"),
         ({"faults": [COPY | {"kind": "truncate_copy", "tier": "memory"}]}, "write one of local, replica, global"),
-        ({"faults": [COPY | {"tier": "local", "generation": -1}]}, "generation=-1 must not be negative"),
+        ({"faults": [COPY | {"tier": "local", "checkpoint": -1}]}, "checkpoint=-1 must not be negative"),
         ({"faults": [DISK | {"tier": "memory"}]}, "tier='memory' is not for kind='disk_full'; write one of local, glo"),
         ({"faults": [DISK | {"delay_s": 1}]}, "delay_s is not for kind='disk_full'"),
         ({"faults": [DISK | {"kind": "slow_disk"}]}, "delay_s is missing; a slow_disk needs it"),

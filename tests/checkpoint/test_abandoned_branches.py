@@ -31,7 +31,7 @@ manager.close()
 RESUME = """
 manager = manage(config=CONFIG)
 restored = manager.load_latest(state)
-rejected = [[one.generation, one.rank, one.reason] for one in restored.rejected]
+rejected = [[one.checkpoint, one.rank, one.reason] for one in restored.rejected]
 losses = list(state["losses"])
 train()
 manager.save(state, 30).wait(100)

@@ -23,7 +23,7 @@ LOAD = """
 manager = manage()
 try:
     restored = manager.load_latest(state)
-    rejected = [(one.generation, one.tier, one.rank, one.file, one.reason) for one in restored.rejected]
+    rejected = [(one.checkpoint, one.tier, one.rank, one.file, one.reason) for one in restored.rejected]
     tell(iteration=restored.iteration, loaded=content(), rejected=rejected)
 except CheckpointError as error:
     tell(error=str(error), kind=type(error).__name__)
@@ -127,9 +127,9 @@ def test_checkpoints_of_another_run_are_an_error_not_a_start_from_scratch(
     for code, told in start(folder, LOAD, world=2):
         assert code == 0, told
         assert told["kind"] == "Untrusted"
-        assert "generation 2" in told["error"]
+        assert "checkpoint 2" in told["error"]
         assert "is the shard of run" in told["error"]
-        assert "generation 1" in told["error"]
+        assert "checkpoint 1" in told["error"]
         assert "belongs to run" in told["error"]
 
 

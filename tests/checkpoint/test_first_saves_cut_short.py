@@ -141,18 +141,18 @@ def test_a_node_lost_before_anything_was_durable_lets_the_run_begin_anew(
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("lost", ["folder", "generation"])
+@pytest.mark.parametrize("lost", ["folder", "checkpoint"])
 def test_a_durable_checkpoint_that_is_lost_is_not_given_up(
     tmp_path: Path, nodes: dict[str, WriterProcess], lost: str
 ) -> None:
     """Where a directory shows that a checkpoint was committed, a run whose copies are gone ends and begins nothing: of
     a node's folder, by its tracker beside the other node's, of the global tier by its own."""
     config: dict[str, Any] = {"replication": False}
-    if lost == "generation":
+    if lost == "checkpoint":
         config |= {"local_directory": None, "directory": str(tmp_path / "global")}
     run(tmp_path / "ckpt", SAVE, nodes, 0, **config)
     replace(nodes, "two")
-    if lost == "generation":
+    if lost == "checkpoint":
         shutil.rmtree(tmp_path / "global" / "step-1")
         assert (tmp_path / "global" / "latest").exists()
     else:

@@ -69,7 +69,7 @@ def test_a_newer_checkpoint_with_nan_is_passed_over_and_named(tmp_path: Path, ca
     assert (iteration, restored.finite) == (1, True)
     assert [(one.checkpoint, one.kind) for one in restored.rejected] == [(4, "NotFinite"), (3, "NotFinite")]
     told = "\n".join(_warnings(caplog))
-    assert "skipped: generation 4" in told
+    assert "skipped: checkpoint 4" in told
     assert "checkpoint 1 contains none; if they are expected, set prefer_finite=false" in told
     restored, iteration = _load(tmp_path, prefer_finite=False)
     assert (iteration, restored.finite, restored.rejected) == (4, False, [])

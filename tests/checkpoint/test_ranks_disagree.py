@@ -20,7 +20,7 @@ from outlast.policy.recovery_point import Tier
 OUTCOMES = """
 def outcome(save):
     try:
-        return save().wait(100).generation
+        return save().wait(100).checkpoint
     except CheckpointError as error:
         return str(error)
 """
@@ -102,7 +102,7 @@ manager.close()
         assert (code, told) == (0, {"saved": 1})
     for code, told in start(tmp_path / "ckpt", load, world=2):
         assert code == 0, told
-        assert f"generation 1 does not fit rank 1: {kind}: " in told["told"]
+        assert f"checkpoint 1 does not fit rank 1: {kind}: " in told["told"]
         assert "no such part" in told["told"]
 
 

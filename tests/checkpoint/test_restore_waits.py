@@ -193,7 +193,7 @@ def test_a_directory_that_hangs_for_good_ends_the_start_with_one_sentence(ranks:
     assert told[0]["error"].startswith("Outage: no checkpoint could be looked up for")
     assert f"{mount.path / 'run'} has not responded for" in told[0]["error"]
     assert "start again once it responds: nothing was changed" in told[0]["error"]
-    for word in ("generation -1", "move", "empty directory", "PeerLost"):
+    for word in ("checkpoint -1", "move", "empty directory", "PeerLost"):
         assert word not in output
     mount.resume()
     assert [name for name in sorted(os.listdir(mount.source / "run")) if not name.startswith(".probe")] == before

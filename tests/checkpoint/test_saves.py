@@ -48,7 +48,7 @@ logging.getLogger("outlast.checkpoint.outcomes").addHandler(handler)
 logging.getLogger("outlast.checkpoint.outcomes").setLevel("INFO")
 manager = manage(config={"local_most_recent_k": 2, "suspect_window": 0, "async_save": False})
 for iteration in (1, 2, 3):
-    assert manager.save(state, iteration).result.generation == iteration
+    assert manager.save(state, iteration).result.checkpoint == iteration
 before = os.stat(folder + "/step-3/manifest.json")
 train()
 said.clear()

@@ -276,7 +276,7 @@ def _check_indexes(place: Place, iterations: Sequence[int] = ()) -> None:
         entry = directory.manifest(iteration).metadata
         assert entry is not None
         data = directory.read(f"{directory.folder(iteration)}/{entry.name}")
-        assert (len(data), digests(data)) == (entry.num_bytes, entry.chunks), f"generation {iteration}"
+        assert (len(data), digests(data)) == (entry.num_bytes, entry.chunks), f"checkpoint {iteration}"
 
 
 _RANDOM = [("posix", 0), ("posix", 1), ("s3", 2)]

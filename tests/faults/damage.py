@@ -228,7 +228,7 @@ def _namesakes(world: World, spot: Spot, file: Path) -> Iterator[tuple[str, Path
     whole = world.whole(file)
     for checkpoint in ITERATIONS:
         if checkpoint != spot.checkpoint:
-            yield f"generation {checkpoint}'s file", whole.parent.parent / f"step-{checkpoint}" / file.name
+            yield f"checkpoint {checkpoint}'s file", whole.parent.parent / f"step-{checkpoint}" / file.name
     for other in sorted(whole.parent.glob(f"*{file.suffix}")):
         if other.name != file.name:
             yield "another rank's file", other
@@ -245,7 +245,7 @@ def _others(world: World, spot: Spot) -> Iterator[tuple[str, Callable[[], bytes]
     if own is not None:
         for checkpoint in ITERATIONS[:-1]:
             older = own / f"step-{checkpoint}" / shard_name(spot.rank)
-            yield f"generation {checkpoint}'s image", world.whole(older).read_bytes
+            yield f"checkpoint {checkpoint}'s image", world.whole(older).read_bytes
         yield "another run's image", world.foreign(own / f"step-{spot.checkpoint}" / shard_name(spot.rank)).read_bytes
 
 
@@ -264,7 +264,7 @@ def _bad_manifests(dice: Random, world: World, path: Path) -> Iterator[tuple[str
     if len(world.nodes) == 1 or path.parent.name != f"step-{NEWEST}":
         # Of the newest checkpoint a node gives others the manifest that its memory holds, which would be a right one.
         yield "the manifest forged: digests", partial(_reseal_with_other_digests, whole)
-    yield f"generation {older}'s manifest", (whole.parent.parent / f"step-{older}" / path.name).read_bytes
+    yield f"checkpoint {older}'s manifest", (whole.parent.parent / f"step-{older}" / path.name).read_bytes
     yield "another run's manifest", world.foreign(path).read_bytes
 
 

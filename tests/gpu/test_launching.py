@@ -106,11 +106,11 @@ def test_only_workers_use_the_driver(tmp_path: Path, options: list[str]) -> None
         worker = cluster.worker_pid(0)
         fork_server = psutil.Process(worker).ppid()
         assert "outlast.runtime.fork_server" in " ".join(psutil.Process(fork_server).cmdline())
-        used = {name: driver_files(pid) for name, pid in (("agent", cluster.agent(0).pid), ("zygote", fork_server))}
+        used = {name: driver_files(pid) for name, pid in (("agent", cluster.agent(0).pid), ("fork_server", fork_server))}
         used_by_worker = driver_files(worker)
         (tmp_path / "go").touch()
         assert cluster.wait(PATIENCE_S) == [0], cluster.tails()
-    assert used == {"agent": set(), "zygote": set()}
+    assert used == {"agent": set(), "fork_server": set()}
     if ON_GPU and not used_by_worker:
         pytest.skip("/proc does not show here which processes use the driver: not even the worker has its files")
 

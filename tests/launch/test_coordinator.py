@@ -522,7 +522,7 @@ def test_a_copy_that_proved_bad_is_named_to_every_node() -> None:
     (written,) = job.incidents
     assert (written.kind, written.rank, written.iteration) == (IncidentKind.COPY_UNTRUSTED, 2, 127)
     assert written.evidence["attempt"] == "job-0-aa.1"
-    assert "generation 120" in written.describe()
+    assert "checkpoint 120" in written.describe()
 
 
 def test_what_was_decided_survives_the_coordinators_machine() -> None:

@@ -172,7 +172,7 @@ def judge(folder: Path, number: int, codes: list[int], expected: int, told_ns: i
     for checkpoint in look_into(str(folder / "ckpt")).found:
         verified = verify(checkpoint, num_threads=1).entry
         if not verified.valid or verified.problems:
-            wrong.append(f"generation {verified.iteration}: {verified.problems}")
+            wrong.append(f"checkpoint {verified.iteration}: {verified.problems}")
         ends.discard(verified.iteration)
     if ends:
         wrong.append(f"there is no generation of {ends}")

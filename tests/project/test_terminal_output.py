@@ -21,7 +21,7 @@ KNOWN = {
     "cli.shims": {"click.echo"},
     # a worker's own output: of the user's script, as Python writes it
     "runtime.forked_worker": {"sys.stderr.write", "traceback.print_exception"},
-    "runtime.zygote": {"sys.stderr.write"},
+    "runtime.fork_server": {"sys.stderr.write"},
     "integrations.nvrx.__main__": {"sys.stderr.write"},
     # where NVRx warns by UserWarning, which scripts may catch
     "integrations.nvrx.inprocess": {"warnings.warn"},

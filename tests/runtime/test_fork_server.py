@@ -175,10 +175,10 @@ def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
     code = (
         "import os, sys, time\n"
         "from outlast.runtime.fork_server import *\n"
-        "zygote = Zygote(preload=(), env=dict(os.environ))\n"
-        "zygote.receive()\n"
-        f"zygote.send(Spawn(key=0, argv=({bytes(script)!r},), env=dict(os.environb)))\n"
-        "print(zygote.pid, zygote.receive().pid, flush=True)\n"
+        "fork_server = ForkServer(preload=(), env=dict(os.environ))\n"
+        "fork_server.receive()\n"
+        f"fork_server.send(Spawn(key=0, argv=({bytes(script)!r},), env=dict(os.environb)))\n"
+        "print(fork_server.pid, fork_server.receive().pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -54,7 +54,7 @@ class StoredCopy:
 
 
 def find_copies(sight: Sight, tier: str, checkpoint: int | None) -> list[StoredCopy]:
-    """Return the copies in a tier, in a fixed order; ``generation=None``: of the newest committed checkpoint found."""
+    """Return the copies in a tier, in a fixed order; ``checkpoint=None``: of the newest committed checkpoint found."""
     stored = _stored(sight, tier)
     found = [one for one in _copies_in(sight, tier) if one.checkpoint in stored]
     wanted = max((one.checkpoint for one in found), default=-1) if checkpoint is None else checkpoint

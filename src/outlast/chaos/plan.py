@@ -360,7 +360,7 @@ class Fault:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name}={value} must be above 0")
         require(self.share is None or 0 < self.share <= 1, f"share={self.share} must be above 0 and at most 1")
-        require(self.checkpoint is None or self.checkpoint >= 0, f"generation={self.checkpoint} must not be negative")
+        require(self.checkpoint is None or self.checkpoint >= 0, f"checkpoint={self.checkpoint} must not be negative")
         if self.tier is not None:
             require(self.tier in _TIERS, f"tier={self.tier!r} is unknown; {nearest(self.tier, _TIERS)}")
             can_be = {FaultTier.LOCAL, FaultTier.GLOBAL} if kind.is_of_disks else set(FaultTier)

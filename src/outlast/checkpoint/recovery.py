@@ -396,7 +396,7 @@ class CheckpointRecovery:
                 if not against:
                     for rank, vote in enumerate(votes):
                         if vote.fatal is not None:
-                            text = f"generation {point.checkpoint} does not fit rank {rank}: {vote.fatal}"
+                            text = f"checkpoint {point.checkpoint} does not fit rank {rank}: {vote.fatal}"
                             raise Mismatch(text, rank=rank)
                     assert verified is not None
                     unused.pop_all()

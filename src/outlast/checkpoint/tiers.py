@@ -49,7 +49,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.checkpoint == UNLISTED:
             return f"tier {self.tier}, rank {self.rank}, {self.file} cannot be listed: {self.reason}"
-        return f"generation {self.checkpoint}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
+        return f"checkpoint {self.checkpoint}, tier {self.tier}, rank {self.rank}, {self.file}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

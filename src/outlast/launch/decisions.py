@@ -240,7 +240,7 @@ def diagnosis_in(incident: Incident) -> Diagnosis | None:
 def copy_untrusted(one: Exclusion, cause: Incident | None) -> Incident:
     """Return the incident of a checkpoint copy that is excluded because of the invalid result in ``cause``."""
     assert cause is not None
-    what = f"generation {one.checkpoint} (attempt {one.attempt})"
+    what = f"checkpoint {one.checkpoint} (attempt {one.attempt})"
     return Incident(
         kind=IncidentKind.COPY_UNTRUSTED,
         job=cause.job,

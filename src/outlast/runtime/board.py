@@ -129,7 +129,7 @@ class LoadedCopy:
     tier: Tier
     """The tier by which the load of all ranks is judged."""
     suspect_window: int
-    """Iterations after ``generation`` in which an invalid result makes the copy suspect."""
+    """Iterations after the checkpoint in which an invalid result makes the copy suspect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
