@@ -83,7 +83,7 @@ def test_time_between_two_jobs_is_queued_and_a_wait_for_nodes_idle() -> None:
     run.on_ranks(21.0, EventKind.PROGRESS, cycle=0, iteration=1)
     run.write(118.0, EventKind.NOTICE, node="n1", proc="rank-1", cycle=0, rank=1, signal=15)
     run.on_ranks(120.0, EventKind.SESSION_ENDED, cycle=0, iteration=100, exit_code=75)
-    run.end_job(120.0, exit_code=75, reason="shutdown requested; a saved generation exists")
+    run.end_job(120.0, exit_code=75, reason="shutdown requested; a saved checkpoint exists")
     run.start_job(3720.0, job="k")
     run.start_cycle(3730.0, 0, job="k")
     run.on_ranks(3740.0, EventKind.STEPS_STARTED, job="k", cycle=0, iteration=100)

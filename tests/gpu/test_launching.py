@@ -106,7 +106,8 @@ def test_only_workers_use_the_driver(tmp_path: Path, options: list[str]) -> None
         worker = cluster.worker_pid(0)
         fork_server = psutil.Process(worker).ppid()
         assert "outlast.runtime.fork_server" in " ".join(psutil.Process(fork_server).cmdline())
-        used = {name: driver_files(pid) for name, pid in (("agent", cluster.agent(0).pid), ("fork_server", fork_server))}
+        pids = {"agent": cluster.agent(0).pid, "fork_server": fork_server}
+        used = {name: driver_files(pid) for name, pid in pids.items()}
         used_by_worker = driver_files(worker)
         (tmp_path / "go").touch()
         assert cluster.wait(PATIENCE_S) == [0], cluster.tails()

@@ -139,7 +139,7 @@ def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, fork_serve
     assert exited.exit_code == exit_code
     output = (tmp_path / "out0").read_text()
     assert text in output
-    assert "zygote" not in output
+    assert "fork_server" not in output
 
 
 def test_clear_ends_workers_and_their_children(fork_server: ForkServer, tmp_path: Path) -> None:

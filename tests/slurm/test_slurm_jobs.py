@@ -35,7 +35,7 @@ def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, tmp_path
     assert "is not re-queued: the run is finished" in training.output()
     for rank in (0, 1):
         first, second = training.iterations(0, rank), training.iterations(1, rank)
-        assert 10 <= second[0] <= first[-1] + 1, "it did not resume from the newest generation"
+        assert 10 <= second[0] <= first[-1] + 1, "it did not resume from the newest checkpoint"
         assert second == list(range(second[0], training.total))
 
 
@@ -77,7 +77,7 @@ def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
     assert limited.remembered()["failures"] == 0
     output, restarts = limited.output(), int(limited.facts()["Restarts"])
     assert restarts >= 1, "the limit was not reached"
-    assert output.count("goes back to the queue: shutdown requested, with a saved generation") == restarts, (
+    assert output.count("goes back to the queue: shutdown requested, with a saved checkpoint") == restarts, (
         "a finished run came back"
     )
     assert "is not re-queued: the run is finished" in output
@@ -106,7 +106,7 @@ def test_lost_node_costs_one_requeue_onto_others(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert [one.start for one in training.ran(rank)] == sorted(one.start for one in training.ran(rank))
         first, second = training.iterations(0, rank), training.iterations(1, rank)
-        assert 10 <= second[0] <= first[-1] + 1, "it did not resume from the newest generation"
+        assert 10 <= second[0] <= first[-1] + 1, "it did not resume from the newest checkpoint"
         assert second == list(range(second[0], training.total))
 
 
