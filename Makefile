@@ -8,6 +8,9 @@ CODE := src tests examples docs benchmarks
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Where bytecode is not written, each of the eight processes of `unit` compiles all test modules and pytest's plug-ins.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup slurm chromium wheel soak test test-all test-torch test-faults test-outage test-gpu bench-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
 
 help:
