@@ -62,16 +62,16 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("tier", ["local", "global"])
-@pytest.mark.parametrize("trouble", ["full", "read-only"])
+@pytest.mark.parametrize("problem", ["full", "read-only"])
 def test_a_place_that_takes_no_more_fails_saves_until_it_does_again(
-    tmp_path: Path, disk: SmallDisk, tier: str, episode: str
+    tmp_path: Path, disk: SmallDisk, tier: str, problem: str
 ) -> None:
     """Full or read-only, local or global: the save fails as an incident and training goes on; the older checkpoint is
     what it was, and once the place takes files again the next save succeeds."""
     worsen, mend, reason = {
         "full": (disk.fill, disk.make_room, "No space left"),
         "read-only": (disk.make_read_only, disk.make_writable, "Read-only file system"),
-    }[episode]
+    }[problem]
     place = "local_directory" if tier == "local" else "directory"
     config: dict[str, Any] = {place: os.fspath(disk.path / "run"), "save_timeout": 60.0, "suspect_window": 0}
     run = os.fspath(tmp_path / "events")

@@ -27,7 +27,7 @@ CHUNK = 3
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("first", [*SAMPLE, *(pytest.param(first, marks=pytest.mark.campaign) for first in CAMPAIGN)])
-@pytest.mark.parametrize("hub", ["agent process", "coordinator"])
+@pytest.mark.parametrize("coordinator", ["agent process", "coordinator"])
 def test_any_sequence_of_faults_ends_whole(first: int, coordinator: str) -> None:
     """A sequence ends with the bits of the undisturbed run on every rank, or with a RestartAbort that has counts."""
     seeds = [str(seed) for seed in range(first, first + CHUNK)]

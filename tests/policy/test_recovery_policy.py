@@ -237,7 +237,7 @@ def test_lost_node_moves_its_slot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_spares", "rung", "quarantine"),
+    ("num_spares", "recovery_level", "quarantine"),
     [(1, RecoveryLevel.REPLACE_NODE, ("b",)), (0, RecoveryLevel.RESTART_WORKERS, ())],
 )
 def test_node_that_cannot_start_gives_its_slot_away(
