@@ -33,10 +33,10 @@ class DiskFault(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds by which each write is delayed; 0 = writes fail, as if the disk were full."""
 
 
-def _trouble_disk(episodes: str, path: str) -> None:
-    """Apply the disk faults that the file ``troubles`` lists to a write. Raises: OSError."""
+def _apply_disk_faults(list_path: str, path: str) -> None:
+    """Apply the disk faults that the file ``list_path`` lists to a write. Raises: OSError."""
     try:
-        with open(episodes, "rb") as file:
+        with open(list_path, "rb") as file:
             listed = from_json(file.read(), tuple[DiskFault, ...])
     except FileNotFoundError:
         return
@@ -61,7 +61,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     def happen(self, facts: Mapping[str, object]) -> None:
         """Inject the fault. Raises: OSError: The disk is to appear full."""
         if self.do == "disk":
-            return _trouble_disk(self.path, os.fspath(facts["path"]))  # type: ignore[call-overload]
+            return _apply_disk_faults(self.path, os.fspath(facts["path"]))  # type: ignore[call-overload]
         if self.once:
             try:
                 os.close(os.open(self.once, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))

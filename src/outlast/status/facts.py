@@ -37,7 +37,7 @@ from outlast.status.report import (
 )
 from outlast.wording import duration
 
-MAX_TROUBLES = 50
+MAX_INCIDENTS = 50
 RECENT_S = 30.0
 """Processes on machines that are not visible from here count as alive while the newest line of the journal, or renewal
 of the run directory's owner, is younger than this."""
@@ -106,7 +106,7 @@ def judge(evidence: Evidence, now_ns: int) -> StatusReport:
         durability=_durability(job, checkpoints, None if farthest is None else farthest.iteration),
         directory=job.directory,
         local_directory=job.local_directory,
-        incidents=[_trouble(one, now_ns) for one in reversed(incidents[-MAX_TROUBLES:])],
+        incidents=[_describe(one, now_ns) for one in reversed(incidents[-MAX_INCIDENTS:])],
         num_incidents=len(incidents),
         problems=list(evidence.problems),
     )
@@ -190,7 +190,7 @@ def _end(job: JobView, live: LiveStatus | None) -> tuple[int | None, str | None]
     return (max(codes, key=lambda code: code != 0), None) if codes else (None, None)
 
 
-def _trouble(one: IncidentView, now_ns: int) -> IncidentReport:
+def _describe(one: IncidentView, now_ns: int) -> IncidentReport:
     event, incident, decision = one.event, one.incident, one.decision or {}
     try:
         text = convert(incident, Incident).describe()
