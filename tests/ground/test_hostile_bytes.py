@@ -296,7 +296,7 @@ DECODERS: dict[str, Decoder] = {
 LISTED = {
     "checkpoint.directory", "checkpoint.manifest", "checkpoint.shard", "checkpoint.state",
     "config.launching", "config.sources", "inprocess.protocol", "integrations.slurm.jobs", "journal", "launch.cycle",
-    "launch.in_process_recovery", "launch.ladder_file",
+    "launch.in_process_recovery", "launch.recovery_state_file",
     "monitor.examination", "monitor.learned_timeouts", "policy.recovery_point", "runtime.diagnoses",
     "ray.actor_state", "runtime.lease", "runtime.postmortem", "runtime.process_groups", "runtime.wire",
     "status.evidence",  # ladder.json

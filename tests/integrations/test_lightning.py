@@ -537,7 +537,7 @@ class Look(Callback):
         self.handlers.append(signal.getsignal(signal.SIGTERM))
     def on_validation_batch_start(self, trainer, *_):
         if not trainer.sanity_checking:
-            self.inside.add(len(open_monitor()._page._stack))  # its own section, and not the step's around it
+            self.inside.add(len(open_monitor().page._stack))  # its own section, and not the step's around it
 
 before = signal.getsignal(signal.SIGTERM)
 train(Look(), directory="usr", sig=signal.SIGUSR1, max_epochs=1, accumulate_grad_batches=2, val_check_interval=1)

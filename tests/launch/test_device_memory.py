@@ -89,7 +89,7 @@ if cycle < int(sys.argv[2]):
     journals = lambda: pathlib.Path(sys.argv[4]).rglob("*.jsonl")
     while sum(one.read_text().count('"cycle_started"') for one in journals()) <= cycle:
         time.sleep(0.01)
-    os.kill(os.getppid() if sys.argv[3] == "zygote" else os.getpid(), signal.SIGKILL)
+    os.kill(os.getppid() if sys.argv[3] == "fork server" else os.getpid(), signal.SIGKILL)
     signal.pause()
 """
 """A rank that notes what is in use as it starts, takes memory, and is killed, alone or with what forked it: once the
@@ -422,7 +422,7 @@ def launched(folder: Path, nvml: Path, *options: str, num_faults: int = 1, victi
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["rank", "zygote"])
+@pytest.mark.parametrize("victim", ["rank", "fork server"])
 def test_a_restart_waits_for_memory_that_comes_back_late(victim: str, nvml: Path, tmp_path: Path) -> None:
     """A rank is killed, or what forked it, and its memory stays in use: no rank starts until it is free; log and
     journal have the wait."""

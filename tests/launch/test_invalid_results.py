@@ -25,7 +25,7 @@ untrusted = os.environ.get("OUTLAST_UNTRUSTED", "")
 print("told", untrusted or "nothing", flush=True)
 if "job-0-aa.1" not in untrusted:
     loaded = LoadedCopy(checkpoint=120, attempt="job-0-aa.1", tier=Tier.REPLICA, suspect_window=20)
-    monitor._page.set_restored(loaded)
+    monitor.page.set_restored(loaded)
     monitor.set_iteration(iteration)
     monitor.set_durable_iteration(120)
     judged, deadline = pathlib.Path(__file__).with_name("judged"), time.monotonic() + 30

@@ -82,7 +82,7 @@ def test_no_signal_to_all_processes_of_a_job_ends_a_helper(tmp_path: Path) -> No
         helpers = agent.children()
         names = [" ".join(one.cmdline()) for one in helpers]
         assert any("checkpoint.writer" in name for name in names), names
-        assert any("runtime.zygote" in name for name in names), names
+        assert any("runtime.fork_server" in name for name in names), names
         for helper in helpers:
             for number in GROUP_SIGNALS:
                 helper.send_signal(number)

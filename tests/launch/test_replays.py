@@ -66,7 +66,7 @@ for other in range(place.world_size):  # who leaves ends the others, who may not
     when_there(folder / f"printed-{place.cycle}-{other}")
 if what == "near copy":
     if not place.untrusted:
-        monitor._page.set_restored(LoadedCopy(checkpoint=5, attempt="job-0-aa.1", tier=Tier.REPLICA, suspect_window=20))
+        monitor.page.set_restored(LoadedCopy(checkpoint=5, attempt="job-0-aa.1", tier=Tier.REPLICA, suspect_window=20))
         leave(16, Finding.REPRODUCED)
 elif replay is not None:
     before = {"node": replay.node, "device": replay.device, "tries": replay.tries, "replayed_on": device}
