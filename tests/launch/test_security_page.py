@@ -64,7 +64,7 @@ def role_of(process: psutil.Process) -> str:
         if module in line:
             return role
     if str(SCRIPT) not in line:
-        return next((word for word in line if word.startswith("outlast.")), "zygote")
+        return next((word for word in line if word.startswith("outlast.")), "fork server")
     return "agent" if "run" in line[: line.index(str(SCRIPT))] else "rank"
 
 
