@@ -105,7 +105,7 @@ def test_an_agreement_is_told_in_a_line() -> None:
     one = Replica(rank=3, node="b", device="b/cpu-1", tensor="model.weight")
     common = {"iteration": 12, "num_replicas": 4, "num_bytes": 80, "num_single_bytes": 20}
     good = Agreement(agrees=True, **common)
-    bad = Agreement(agrees=False, root_causes=(one,), undecided=(one,), **common)
+    bad = Agreement(agrees=False, deviating=(one,), undecided=(one,), **common)
     assert good.describe() == (
         "replicas agree at iteration 12: 80 bytes, up to 4 replicas; 20 bytes are on no other rank"
     )
@@ -124,7 +124,7 @@ def test_one_flipped_bit_names_its_rank_each_time(four_ranks: list[dict[str, Any
     for trials in zip(*told, strict=True):
         for found in trials:
             assert not found["agrees"]
-            assert [(one["rank"], one["node"]) for one in found["culprits"]] == [
+            assert [(one["rank"], one["node"]) for one in found["deviating"]] == [
                 (found["victim"], f"node-{found['victim']}")
             ]
             assert found["tensor"] == found["flipped"]
@@ -150,7 +150,7 @@ def test_a_replica_that_trained_on_is_still_named(four_ranks: list[dict[str, Any
     """Averaged gradients do not heal a changed weight: the next check, steps later, names the rank."""
     for checks in (scenes["poisoned_training"] for scenes in four_ranks):
         assert [found["agrees"] for found in checks] == [True, False]
-        assert [one["rank"] for one in checks[1]["culprits"]] == [2]
+        assert [one["rank"] for one in checks[1]["deviating"]] == [2]
         assert checks[1]["iteration"] == 8
 
 
@@ -160,7 +160,7 @@ def test_two_replicas_differ_without_a_root_cause() -> None:
     for scenes in run_ranks("replica_ranks", ["flips"], 2):
         for found in scenes["flips"]:
             assert not found["agrees"]
-            assert found["culprits"] == []
+            assert found["deviating"] == []
             assert [one["rank"] for one in found["undecided"]] == [0, 1]
             assert found["tensor"] == found["flipped"]
             assert found["agrees_again"]
@@ -174,7 +174,7 @@ def test_hybrid_shards_are_compared_along_the_replicate_dimension(four_ranks: li
         assert found["before"]["agrees"]
         assert found["before"]["num_single_bytes"] == 0
         assert found["after"]["agrees"] is False
-        assert found["after"]["culprits"] == []
+        assert found["after"]["deviating"] == []
         assert [one["rank"] for one in found["after"]["undecided"]] == [1, 3]
         assert found["after"]["tensor"] == "model.0.weight"
         assert found["both"]["agrees"]
@@ -191,7 +191,7 @@ def test_pure_shards_have_nothing_to_compare(four_ranks: list[dict[str, Any]]) -
         assert "nothing to compare" in found["fresh"]["text"]
         assert found["shard"]["agrees"]
         assert found["shard"]["num_replicas"] == 4
-        assert [one["rank"] for one in found["step"]["culprits"]] == [1]
+        assert [one["rank"] for one in found["step"]["deviating"]] == [1]
         assert found["step"]["tensor"] == "optim.model.0.weight.step"
 
 
@@ -209,5 +209,5 @@ def test_the_group_says_who_holds_plain_tensors(four_ranks: list[dict[str, Any]]
 def test_a_rank_without_its_optimizer_state_is_named(four_ranks: list[dict[str, Any]]) -> None:
     """Tensors that one replica lacks are a difference, and the first of them is named."""
     for found in (scenes["lost_state"] for scenes in four_ranks):
-        assert [one["rank"] for one in found["culprits"]] == [3]
+        assert [one["rank"] for one in found["deviating"]] == [3]
         assert found["tensor"] == "optim.model.module.0.weight.step"

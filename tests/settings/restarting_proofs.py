@@ -51,7 +51,7 @@ def looks_as_often_as_told(scene: Scene) -> None:
         intervals.append(interval_s)
         raise ConnectionError
 
-    scene.patch.setattr(rank.calls, "Background", Mock())
+    scene.patch.setattr(rank.leaving, "Background", Mock())
     for name in ("StatusReporter", "Bootstrap", "MonitorLink", "MonitorTask", "Page", "own_address"):
         scene.patch.setattr(rank, name, Mock())
     scene.patch.setattr(rank, "MonitorThread", start)

@@ -66,7 +66,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "replication_parity": "checkpoint/test_parity_tier.py::test_a_lost_node_is_rebuilt",
         "most_recent_k": "policy/test_retention.py::test_the_newest_are_kept",
         "suspect_window": "dcp/test_failed_global_saves.py::"
-        "test_old_generations_go_but_for_one_beyond_the_suspect_window",
+        "test_old_checkpoints_go_but_for_one_beyond_the_suspect_window",
         "local_most_recent_k": f"{SAVES}retention_and_saving_again",
         "save_retain_interval": "dcp/test_turns.py::test_a_checkpoint_that_is_kept_for_ever_is_not_replaced",
         "max_consecutive_save_failures": f"{SAVES}a_full_disk_fails_saves_until_there_is_room",
@@ -75,7 +75,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "response_timeout": f"{WAITS}a_directory_that_hangs_for_good_ends_the_start_with_one_sentence",
         "restore_timeout": f"{WAITS}a_start_that_must_not_wait_ends_at_the_first_failure",
         "missing": "session/test_missing_state.py::test_what_the_checkpoint_lacks_keeps_its_value",
-        "prefer_finite": "checkpoint/test_not_finite.py::test_a_newer_generation_with_nan_is_passed_over_and_named",
+        "prefer_finite": "checkpoint/test_not_finite.py::test_a_newer_checkpoint_with_nan_is_passed_over_and_named",
         "resume_from_other_run": "session/test_one_writer.py::"
         "test_what_another_run_saved_is_gone_on_from_only_when_it_is_asked_for",
         **dict.fromkeys(("non_persistent_local_ckpt_algo", "non_persistent_ckpt_type", "ckpt_format"), REFUSED),

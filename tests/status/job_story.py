@@ -139,7 +139,7 @@ class Story:
         """Add a decision on an incident."""
         decision = as_dict(Decision(recovery_level=recovery_level, reason=f"{incident.describe()}; {reason}"))
         found = as_dict(incident)
-        return self.add(EventKind.DECISION, proc="coordinator", cycle=incident.cycle, decision=decision, incident=found)
+        return self.add(EventKind.DECISION, proc="coordinator", cycle=incident.cycle, verdict=decision, incident=found)
 
     def end_cycle(self, number: int, *names: str, reason: str = "rank 0 died", **iterations: int) -> Story:
         """End a cycle on some nodes; ``iterations`` by rank as ``r0=57``."""
@@ -160,7 +160,7 @@ class Story:
         living: dict[JobProcess, bool | None] = dict.fromkeys(processes_in(view.job(self.job)), alive)
         living |= {one: given["nodes"][one.node] for one in living if one.node in given.get("nodes", {})}
         given.pop("nodes", None)
-        given.setdefault("ladder", RecoveryState())
+        given.setdefault("recovery_state", RecoveryState())
         return Evidence(run_dir="/runs/r", job=self.job, view=view, living=living, **given)
 
     def judge(self, *, after_s: float = 0.0, alive: bool | None = True, **given: Any) -> StatusReport:

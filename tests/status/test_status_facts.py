@@ -297,7 +297,7 @@ def test_step_that_was_run_again_says_so() -> None:
     story = running()
     decision = {"rung": int(RecoveryLevel.RERUN_STEP), "reason": "the step is run again"}
     incident = {"kind": "invalid_result", "node": "a", "rank": 0, "iteration": 7}
-    story.add(EventKind.INCIDENT, proc="rank-0", cycle=0, incident=incident, decision=decision)
+    story.add(EventKind.INCIDENT, proc="rank-0", cycle=0, incident=incident, verdict=decision)
     (episode,) = story.judge().incidents
     assert (episode.remedy, episode.decision) == ("rerun_step", "the step is run again")
 

@@ -71,7 +71,7 @@ _REPLACED = {
     "_save_checkpoint": "_save_checkpoint",
     "_finalize_training": "_finish",
     "evaluate": "_evaluate",
-    "log": "_log_with_figures",
+    "log": "_log_with_metrics",
     "training_step": "_validated_step",
 }
 """Methods of the ``Trainer``, and the method of :class:`TrainerProtection` that replaces each while it trains."""

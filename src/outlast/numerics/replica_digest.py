@@ -101,7 +101,7 @@ class Agreement:
     """Bytes of this rank that were compared."""
     num_single_bytes: int
     """Bytes of this rank that no other rank holds, such as shards."""
-    root_causes: tuple[Replica, ...] = ()
+    deviating: tuple[Replica, ...] = ()
     """Replicas that differ from the majority of at least three, by rank."""
     undecided: tuple[Replica, ...] = ()
     """Replicas that differ without a majority, as two always do, by rank: one of them is bad, or several."""
@@ -109,15 +109,15 @@ class Agreement:
     @property
     def tensor(self) -> str:
         """The first tensor that differs; empty = none."""
-        return next((replica.tensor for replica in (*self.root_causes, *self.undecided) if replica.tensor), "")
+        return next((replica.tensor for replica in (*self.deviating, *self.undecided) if replica.tensor), "")
 
     def describe(self) -> str:
         if not self.agrees:
             line = f"replicas differ at iteration {self.iteration}: "
-            if self.root_causes:
-                line += f"from the majority {', '.join(map(str, self.root_causes))}"
+            if self.deviating:
+                line += f"from the majority {', '.join(map(str, self.deviating))}"
             if self.undecided:
-                line += f"{'; ' if self.root_causes else ''}without a majority {', '.join(map(str, self.undecided))}"
+                line += f"{'; ' if self.deviating else ''}without a majority {', '.join(map(str, self.undecided))}"
             return line
         line = f"replicas agree at iteration {self.iteration}"
         if self.num_replicas == 1:
@@ -196,7 +196,7 @@ class ReplicaDigest:
             form = f"{tensor.name} {tensor.tensor.dtype} {tuple(tensor.tensor.shape)} {digest}"
             holdings.setdefault(tensor.ranks, []).append((tensor.name, xxhash.xxh3_64_intdigest(form.encode())))
         found = self._compare(holdings, iteration) if world_size > 1 else None
-        root_causes, undecided = found or ((), ())
+        deviating, undecided = found or ((), ())
         num_bytes = sum(tensor.tensor.nbytes for tensor in shared)
         agreement = Agreement(
             iteration=iteration,
@@ -204,7 +204,7 @@ class ReplicaDigest:
             num_replicas=max((len(ranks) for ranks in holdings), default=1),
             num_bytes=num_bytes,
             num_single_bytes=sum(tensor.tensor.nbytes for tensor in tensors) - num_bytes,
-            root_causes=root_causes,
+            deviating=deviating,
             undecided=undecided,
         )
         if not agreement.agrees:  # the result is the same on every rank
@@ -282,7 +282,7 @@ def _gather_differences(
     for rank, one in enumerate(ranks):
         for part in one.groups:
             by_holders.setdefault(part.holders, {})[rank] = part
-    root_causes: dict[int, Replica] = {}
+    deviating: dict[int, Replica] = {}
     undecided: dict[int, Replica] = {}
     num_located = 0
 
@@ -310,12 +310,12 @@ def _gather_differences(
         if (found := find_minority(by_digest, num_replicas)) is not None:
             reference, minority = found
             for rank in minority:
-                add(root_causes, [rank], key, reference, rank)
+                add(deviating, [rank], key, reference, rank)
         else:
             reference = min(by_digest)
             differing = (rank for rank in sorted(by_digest) if by_digest[rank] != by_digest[reference])
             add(undecided, by_digest, key, reference, next(differing, reference))
-    return tuple(root_causes[rank] for rank in sorted(root_causes)), tuple(
+    return tuple(deviating[rank] for rank in sorted(deviating)), tuple(
         undecided[rank] for rank in sorted(undecided)
     )
 

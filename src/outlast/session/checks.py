@@ -153,8 +153,8 @@ class ReplicaWatch:
 
     def _judge(self, agreement: Agreement) -> ExitReason:
         """Record a diagnosis; without a majority only a replay can identify the faulty replica."""
-        is_known = bool(agreement.root_causes)
-        others = agreement.root_causes or agreement.undecided
+        is_known = bool(agreement.deviating)
+        others = agreement.deviating or agreement.undecided
         blamed = others[0]
         diagnosis = Diagnosis(
             finding=Finding.PERSISTENT if is_known else Finding.SPLIT,
