@@ -103,7 +103,7 @@ def two_hundred_minutes(ahead_s: dict[str, float] | None = None) -> WrittenRun:
     run.on_ranks(1 * minute, EventKind.PROGRESS, cycle=0, iteration=1, step_s=60.0, loss=2.0)
     run.kill(40 * minute, 0, 40, decided_s=55 * minute)  # 40 lost, 15 restart
     run.start_cycle(55 * minute, 1)
-    run.on_ranks(65 * minute, EventKind.RESTORED, cycle=1, iteration=0, checkpoint=0, tier="global", load_s=600.0)
+    run.on_ranks(65 * minute, EventKind.RESTORED, cycle=1, iteration=0, generation=0, tier="global", load_s=600.0)
     run.on_ranks(65 * minute, EventKind.STEPS_STARTED, cycle=1, iteration=0)
     run.on_ranks(66.25 * minute, EventKind.PROGRESS, cycle=1, iteration=1, step_s=75.0)
     run.write(
@@ -112,7 +112,7 @@ def two_hundred_minutes(ahead_s: dict[str, float] | None = None) -> WrittenRun:
     )  # fmt: skip
     run.on_ranks(200 * minute, EventKind.SAVE_SCHEDULED, cycle=1, iteration=100, stall_s=600.0, tiers=["global"])
     run.on_ranks(
-        200 * minute, EventKind.SAVE_COMMITTED, cycle=1, iteration=100, checkpoint=100, duration_s=600.0, num_bytes=5,
+        200 * minute, EventKind.SAVE_COMMITTED, cycle=1, iteration=100, generation=100, duration_s=600.0, num_bytes=5,
         tiers=["global"],
     )  # fmt: skip
     run.on_ranks(200 * minute, EventKind.SESSION_ENDED, cycle=1, iteration=100, exit_code=0)

@@ -167,7 +167,7 @@ def test_iteration_goes_back_with_the_cycle() -> None:
     """After a restart the iteration is that of the newest cycle, and the rate that of its lines."""
     story = running().end_cycle(0, "a", "b", r0=25, r1=25).start_cycle(1, "a", "b")
     assert story.judge().iteration == 25
-    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", checkpoint=20)
+    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", generation=20)
     assert (story.judge().iteration, story.judge().rate) == (20, None)
 
 
@@ -356,7 +356,7 @@ def whole_story() -> list[Event]:
     story = running().tell(EventKind.SAVE_COMMITTED, 20, tiers=["memory", "local"])
     story.see(died(1, on="b"), on="b").end_cycle(0, "a", "b", r0=25, r1=24).rule(died(1, on="b"))
     story.start_cycle(1, "a", "b").start_sessions(1, "a", "b")
-    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", checkpoint=20).tell(EventKind.PROGRESS, 21, cycle=1)
+    story.tell(EventKind.RESTORED, 20, cycle=1, tier="local", generation=20).tell(EventKind.PROGRESS, 21, cycle=1)
     lost = Incident(kind=IncidentKind.NODE_LOST, job="job-1", cycle=1, node="b")
     story.see(lost, proc="coordinator").end_cycle(1, "a", r0=33).rule(lost, RecoveryLevel.REPLACE_NODE)
     story.start_agents("c").start_cycle(2, "a", "c").tell(EventKind.PROGRESS, 40, cycle=2)
