@@ -146,6 +146,7 @@ def test_a_stopped_agent_is_lost_and_ends(tmp_path: Path, kind: str, spares: int
     assert answer["faults"][0]["detected_as"] == "node_lost"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_damaged_copies_are_not_loaded(tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ def test_damaged_copies_are_not_loaded(tmp_path: Path) -> None:
     assert answer["faults"][4]["detected_as"] == "worker_died"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_full_disk_and_a_slow_one_cost_saves_alone(tmp_path: Path) -> None:

@@ -85,13 +85,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
     ("damage", "reason"),
     [
         (_flip, "differs from its digest"),
-        (_flip_header, "contradicts itself about tensor"),
-        (_truncate, "bytes long instead of"),
-        (_other_rank, "instead of"),
+        pytest.param(_flip_header, "contradicts itself about tensor", marks=pytest.mark.extended),
+        pytest.param(_truncate, "bytes long instead of", marks=pytest.mark.extended),
+        pytest.param(_other_rank, "instead of", marks=pytest.mark.extended),
         (_older, "instead of"),
-        (_of_another_run, "is the shard of run"),
+        pytest.param(_of_another_run, "is the shard of run", marks=pytest.mark.extended),
         (_no_manifest, "there is no manifest"),
-        (_edited_manifest, "differs from its own SHA-256"),
+        pytest.param(_edited_manifest, "differs from its own SHA-256", marks=pytest.mark.extended),
     ],
 )
 def test_all_ranks_pass_over_a_bad_copy_together(

@@ -14,6 +14,8 @@ from outlast.checkpoint.protocol import Done, Take, Write, Written
 from outlast.checkpoint.shard import CHUNK_BYTES
 from outlast.checkpoint.writer_client import WriterClient
 
+pytestmark = pytest.mark.extended
+
 SIZE = 2 * CHUNK_BYTES + 1000
 LIMIT_S = 60.0
 

@@ -140,6 +140,7 @@ def test_save_returns_once_the_device_has_copied(device: LaggingCopies, tmp_path
     manager.close()
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize("tier", ["local_directory", "directory"])
 def test_a_state_that_changes_during_its_copy_is_not_committed(
@@ -211,6 +212,7 @@ def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCop
     again.close()
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize("part_bytes", [256 << 20, 1 << 20], ids=["whole", "in parts"])
 def test_arenas_are_pinned_once_and_released(
@@ -410,6 +412,7 @@ def refuse(folder: Path, match: str) -> Training:
     return other
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.usefixtures("known_at_once")
 @pytest.mark.parametrize("steps", [0, 1], ids=["a fresh optimizer", "one that has stepped"])
@@ -473,6 +476,7 @@ def test_a_device_that_loses_a_bit_is_found_out(device: LaggingCopies, tmp_path:
     manager.close()
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_what_a_device_has_no_room_for_is_loaded_through_the_host(
@@ -497,6 +501,7 @@ def test_a_digest_that_is_missing_is_not_a_right_one(tmp_path: Path, monkeypatch
     refuse(tmp_path / "saves", "a device does not hold what was copied to it")
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.usefixtures("known_at_once")
 @pytest.mark.parametrize("digests", [True, False], ids=["found by the device", "found by the host"])

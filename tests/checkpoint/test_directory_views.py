@@ -111,6 +111,7 @@ def test_a_mount_that_comes_late_is_waited_for(tmp_path: Path) -> None:
         assert "step-1" in told["left"]
 
 
+@pytest.mark.extended
 def test_a_source_that_one_node_does_not_see_is_not_taken_for_empty(tmp_path: Path) -> None:
     """Where rank 0 sees no checkpoint in the directory to load from and another node sees some, all ranks refuse."""
     (tmp_path / "source" / "step-10").mkdir(parents=True)

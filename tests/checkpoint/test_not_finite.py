@@ -95,6 +95,7 @@ FLOATS = sorted(
 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_buffer_of_each_float_type_is_saved_and_loaded(
     dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture

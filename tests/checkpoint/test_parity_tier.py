@@ -109,6 +109,7 @@ def test_a_flipped_parity_is_not_trusted(tmp_path: Path, nodes: dict[str, Writer
         nodes[lost].close()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_two_lost_nodes_are_too_many_for_a_parity(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:

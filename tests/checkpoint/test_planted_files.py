@@ -171,6 +171,7 @@ def test_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) 
     assert (folder / "step-2" / "model.bin").read_text() == "precious"
 
 
+@pytest.mark.extended
 @pytest.mark.process
 def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
     """A link in place of the folder through which a run deletes, of an owner before it or of the records of owners is

@@ -73,6 +73,7 @@ manager.close()
     assert len(list((folder / "step-2").glob("rank-*"))) == 2
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize(("saved_by", "kind"), [(2, "KeyError"), (2, "RuntimeError"), (1, "KeyError")])
 def test_a_rank_whose_state_cannot_be_told_is_not_waited_for_at_a_load(

@@ -169,6 +169,7 @@ def settings(directory: Path | None, *, local: Path | None = None, **more: Any) 
     }
 
 
+@pytest.mark.extended
 def test_a_start_waits_for_a_global_directory_that_hangs(ranks: Ranks, mount: HangingMount) -> None:
     """Back after more than one attempt, the directory is loaded from, and the same run continues there."""
     told, _ = ranks.run(SAVE, settings(mount.path / "run"))
@@ -207,6 +208,7 @@ def test_a_start_that_must_not_wait_ends_at_the_first_failure(ranks: Ranks, moun
     assert "continues to wait" not in output
 
 
+@pytest.mark.extended
 def test_memory_of_this_job_is_loaded_at_once_while_the_global_directory_hangs(
     ranks: Ranks, mount: HangingMount
 ) -> None:
@@ -218,6 +220,7 @@ def test_memory_of_this_job_is_loaded_at_once_while_the_global_directory_hangs(
     assert "continues to wait" not in output
 
 
+@pytest.mark.extended
 def test_a_newer_checkpoint_that_a_node_lacks_keeps_no_restart_waiting(
     ranks: Ranks, mount: HangingMount, tmp_path: Path
 ) -> None:
@@ -251,6 +254,7 @@ def test_older_local_checkpoints_are_loaded_only_once_the_wait_is_over(
     assert "the start continues with the checkpoints of the node-local tiers" in output
 
 
+@pytest.mark.extended
 def test_one_node_whose_mount_hangs_is_identified_on_all_ranks(ranks: Ranks, mount: HangingMount) -> None:
     """The directory responds on node a and hangs on node b: both ranks name b, and only b's rank has it as its own
     failure, so that the recovery policy counts the failure for node b."""
@@ -266,6 +270,7 @@ def test_one_node_whose_mount_hangs_is_identified_on_all_ranks(ranks: Ranks, mou
         assert f"node b: {mount.path / 'run'} has not responded for" in one["error"]
 
 
+@pytest.mark.extended
 def test_a_rank_whose_reading_hangs_is_identified_with_its_file(ranks: Ranks, mount: HangingMount) -> None:
     """Rank 1's directory hangs after the look: the others learn rank, node and file, in bounded time."""
     options = settings(mount.source / "run"), settings(mount.path / "run")
@@ -295,6 +300,7 @@ def test_a_rank_whose_local_directory_hangs_loads_from_another_tier(
     assert told[0]["tiers"][1] == "global"
 
 
+@pytest.mark.extended
 def test_a_local_directory_that_hangs_at_the_start_is_done_without(
     ranks: Ranks, mount: HangingMount, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_replaced_writer_serves_other_nodes_at_the_same_port() -> None:
         ping(target, KEY, timeout_s=LONG_S)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bindfs") is None or os.getuid() != 0, reason="needs bindfs, and to be root")
 def test_a_writer_whose_directory_hangs_is_not_replaced(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_the_second_of_two_runs_in_one_directory_is_refused_at_once(tmp_path: Pa
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "owner", "run.json", "step-1", "step-2"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tier", ["global", "local"])
 def test_of_runs_that_save_at_the_same_moment_one_saves(tmp_path: Path, tier: str) -> None:
     """Whoever is quicker: one run has the directory, the others are refused, and what it reported as saved loads."""
@@ -204,6 +205,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tier", ["global", "local"])
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES, ids=["cut", "emptied", "deleted", "flipped", "not-utf8"])
 def test_a_damaged_run_name_costs_nothing_and_is_told(

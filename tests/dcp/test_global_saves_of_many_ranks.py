@@ -105,6 +105,7 @@ def test_what_is_alike_is_sent_once(tmp_path: Path, store: _CountedStore) -> Non
             assert sum(reads) < 1000
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rank", [0, 1, 16, 17, WORLD - 1])
 def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, rank: int) -> None:
     """Wherever in the tree it is, all ranks get its error, nothing of it stays, and the next save succeeds."""
@@ -137,7 +138,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("silent", [1, 17, WORLD - 1])
+@pytest.mark.parametrize("silent", [1, *(pytest.param(rank, marks=pytest.mark.extended) for rank in (17, WORLD - 1))])
 def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) -> None:
     """A leaf or an inner node of the tree: all others get the same error, those below it too; the older one stays."""
     with Lanes(str(tmp_path), WORLD) as lanes:

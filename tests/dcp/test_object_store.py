@@ -86,6 +86,7 @@ def test_a_checkpoint_goes_to_s3_and_comes_back(server: S3Server, url: str) -> N
     assert {name.rpartition("/")[2] for name in names} >= {".metadata", "manifest.json", "latest", "run.json"}
 
 
+@pytest.mark.extended
 def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: S3Server, url: str) -> None:
     """The store makes an object once, whoever else asks for it at the same moment; the second run is refused."""
     stores = [ObjectStore(f"{url}/race") for _ in range(6)]
@@ -166,6 +167,7 @@ for options in ({"checkpoint_id": url}, {"storage_reader": VerifiedReader(url)})
     subprocess.run([sys.executable, "-c", script, f"{url}/step-7"], env=environment, check=True, timeout=300)
 
 
+@pytest.mark.extended
 def test_large_files_go_up_in_parts(server: S3Server, url: str) -> None:
     """A file of more than two parts is uploaded in parts, and what arrives is what its digests say."""
     image = memoryview(os.urandom(20 << 20))
@@ -182,6 +184,7 @@ def test_large_files_go_up_in_parts(server: S3Server, url: str) -> None:
     assert len(done.chunks) == 3
 
 
+@pytest.mark.extended
 def test_a_server_killed_during_a_save_costs_that_save_only(mortal_server: S3Server) -> None:
     """The save fails as an error on all ranks; when the server is back, the older checkpoint is intact, nothing of the
     failed one is taken for a checkpoint, and later saves succeed and clear its remains away."""
@@ -266,6 +269,7 @@ def test_damage_in_the_bucket_is_seen(server: S3Server, url: str) -> None:
             VerifiedReader(f"{url}/step-11")
 
 
+@pytest.mark.extended
 def test_old_checkpoints_go_manifest_first(server: S3Server, url: str) -> None:
     """The newest two stay; of the others nothing is left."""
     with Lanes(url, 1, most_recent_k=2) as lanes:
@@ -274,6 +278,7 @@ def test_old_checkpoints_go_manifest_first(server: S3Server, url: str) -> None:
         assert lanes.directory.checkpoints() == [40, 30]
 
 
+@pytest.mark.extended
 def test_a_second_attempt_takes_the_first_ones_place(server: S3Server, url: str) -> None:
     """Saved again at the same iteration, a checkpoint is replaced as a whole, and the old one's files go."""
     with Lanes(url, 2) as first:
@@ -337,6 +342,7 @@ def test_an_outage_does_not_load_a_client_for_each_call(monkeypatch: pytest.Monk
     assert opened == ["s3://bucket/away"]
 
 
+@pytest.mark.extended
 def test_failed_saves_leave_no_memory_mapped(
     mortal_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -365,6 +371,7 @@ def test_failed_saves_leave_no_memory_mapped(
     assert mapped <= MAX_IMAGES
 
 
+@pytest.mark.extended
 def test_only_the_version_that_was_seen_is_replaced(server: S3Server, url: str) -> None:
     """An object that another process has made or changed since is left as it is; one's own is there already."""
     store = ObjectStore(f"{url}/versions")

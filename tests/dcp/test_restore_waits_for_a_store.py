@@ -15,7 +15,7 @@ from s3_server import S3Server
 
 from outlast.testing import RankProcesses
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 LIMIT_S = 240.0
 URL = "s3://bucket/run"
 

@@ -19,6 +19,8 @@ from s3_server import S3Server
 from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.shard import digests
 
+pytestmark = pytest.mark.extended
+
 HERE = Path(__file__).parent
 PATIENCE_S = 100
 KEEP_ALL = -1

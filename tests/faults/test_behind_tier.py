@@ -53,6 +53,7 @@ def test_the_next_start_loads_what_was_announced(
         assert moment.lost == moment.done - moment.loaded, moment
 
 
+@pytest.mark.extended
 def test_a_run_whose_commits_are_overdue_stops(tmp_path: Path, disk: ReadOnlyDisk) -> None:
     """After ``max_durable_lag``, over a restart: exit code 93, and a sentence with directory, error and what is lost.
 

@@ -10,6 +10,8 @@ from world_of_copies import NEWEST, make_world
 
 from outlast.checkpoint.manifest import SHARD_PART
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.slow
 @pytest.mark.process

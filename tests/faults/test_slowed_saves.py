@@ -12,6 +12,8 @@ import pytest
 from gated_nodes import GatedNodes, empty_memory
 from obedient_ranks import Ranks
 
+pytestmark = pytest.mark.extended
+
 NODES = ("one", "two")
 
 

@@ -162,6 +162,7 @@ def test_a_graph_from_before_the_hook_may_contain_a_step(
     assert guard.stepping({"optim": optimizer}, 1) == ([] if has_graphs and may_be_captured else [optimizer])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_inner", [False, True], ids=["step", "function"])
 def test_a_compiled_step_waits_each_time(is_inner: bool) -> None:
     """torch.compile does not trace the hook: each call of a compiled step waits for copies, not only the first."""

@@ -71,8 +71,11 @@ def last_line(output: str) -> str:
     ("way", "names", "expected"),
     [
         *((way, "ours", expected) for way, expected in ENDS.items()),
-        *((way, "ours", expected) for way, expected in WITH_A_SPARE.items()),
-        *((way, "nvrx", expected) for way, expected in BY_NVRX_NAMES.items()),
+        *(
+            pytest.param(way, names, expected, marks=pytest.mark.extended)
+            for names, ends in (("ours", WITH_A_SPARE), ("nvrx", BY_NVRX_NAMES))
+            for way, expected in ends.items()
+        ),
     ],
 )
 def test_how_a_wrapped_call_ends(way: str, names: str, expected: list[End], tmp_path: Path) -> None:
@@ -86,6 +89,7 @@ def test_how_a_wrapped_call_ends(way: str, names: str, expected: list[End], tmp_
         assert re.search(pattern, last_line(output)), output
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)

@@ -305,6 +305,7 @@ def test_rank_that_cannot_be_interrupted_is_ended() -> None:
         assert kinds(order) == {0: "exception", 1: "hard_timeout"}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_stopped_coordinating_agent_process_is_left() -> None:
     """One that shows no heartbeat for long is left by all; when it wakes up, its ranks stop and disturb nobody."""

@@ -54,6 +54,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["exception", pytest.param("sleep", marks=pytest.mark.campaign), "swallow"])
 def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> None:

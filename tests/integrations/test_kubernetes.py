@@ -216,6 +216,7 @@ def plain_strings(node: yaml.Node, value: Any) -> Iterator[str]:
 UNLIKE_STRINGS = ("3e-4", "1e5", "0o17", "0x_1", "1_0", "y", "n", "No", "ON", "~", ".inf", "-.INF", ".nan", "1:30", "=")
 
 
+@pytest.mark.extended
 @settings(max_examples=100)
 @given(
     words=st.lists(

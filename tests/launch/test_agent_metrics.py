@@ -166,6 +166,7 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
             urllib.request.urlopen(url, timeout=60)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None:

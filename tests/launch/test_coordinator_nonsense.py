@@ -199,6 +199,7 @@ class Checked:
         self.unanswered += [one for one in outbox if nodes.is_here(one[0], one[1])]
 
 
+@pytest.mark.extended
 @given(SETTINGS, st.lists(SCRIPT, max_size=40))
 def test_no_sequence_of_messages_ends_the_coordinator(settings: JobSettings, script: list[Any]) -> None:
     """Any messages in any order raise nothing; no phase is left half entered, and a job that is over stays over."""

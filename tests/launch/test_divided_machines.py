@@ -324,6 +324,7 @@ def test_node_that_knows_only_the_dead_host_finds_its_successor(machines: Machin
     machines.check_one_world()
 
 
+@pytest.mark.extended
 def test_survivor_joins_the_next_job_of_its_run(machines: Machines) -> None:
     """The agent at the only endpoint is killed and started again, which begins another job: the other machine joins
     that job at once, is refused no more than once, and training resumes with both."""
@@ -342,6 +343,7 @@ def test_survivor_joins_the_next_job_of_its_run(machines: Machines) -> None:
     machines.check_weights(least_steps=done)
 
 
+@pytest.mark.extended
 def test_replaced_agent_ends_its_workers(machines: Machines) -> None:
     """A machine is out of reach, and another one joins under its name. Once the network is whole, the replaced agent is
     stopped at once, ends its workers and reports no end of the node that trains."""
@@ -362,6 +364,7 @@ def test_replaced_agent_ends_its_workers(machines: Machines) -> None:
     machines.check_one_world()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 20))])
 def test_network_breaks_at_random_moments(machines: Machines, seed: int) -> None:
     """Divided into two or three at random, healed or not in between: never do two worlds train, and in the end one

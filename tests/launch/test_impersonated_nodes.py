@@ -22,7 +22,7 @@ from outlast.runtime.run_key import KeySource, RunKey
 from outlast.runtime.wire import MessageChannel
 from outlast.testing import Agent, Cluster
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 LIMIT_S = 300.0
 TIMEOUT_S = 5.0
 KEY = RunKey(hashlib.sha256(b"the run's secret").digest(), KeySource.VARIABLE)

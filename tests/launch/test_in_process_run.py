@@ -235,6 +235,7 @@ for iteration in range(1, 1000):
         assert cycles(job) == {0}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_progress_renews_what_restarts_in_process_spent(tmp_path: Path) -> None:
     """With a new durable checkpoint before each, more restarts in process than --max-restarts are no reason to stop."""

@@ -211,6 +211,7 @@ def test_giving_up_in_every_cycle_ends_with_93(tmp_path: Path) -> None:
         assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_spare_on_another_node_takes_the_place(tmp_path: Path) -> None:
     """On two nodes a rank of the first is lost; the spare on the second goes in, and both agents end with 0."""
@@ -253,6 +254,7 @@ def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
         assert {end["digest"] for end in ends(tmp_path, 1).values()} == {digest_of(3)}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed:1:0", "raises:1:0"])
 def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
@@ -317,6 +319,7 @@ def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
         job.assert_no_orphans(within_s=60)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_new_cycle_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
     """When the workers are restarted, the agent processes of the cycle before end by themselves."""
@@ -332,6 +335,7 @@ def test_a_new_cycle_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
         assert job.wait(timeout_s=300) == [0]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",

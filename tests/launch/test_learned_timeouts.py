@@ -53,6 +53,7 @@ def launch(folder: Path, *, total: int) -> str:
     return done.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_pauses_that_were_never_seen_before_end_no_cycle(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 MAIN = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())")
 TRAIN = """
 import os, pathlib, torch, torch.distributed as dist

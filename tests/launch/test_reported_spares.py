@@ -10,6 +10,8 @@ import pytest
 
 from outlast.testing import Cluster
 
+pytestmark = pytest.mark.extended
+
 WAITS = """
 import pathlib, sys, time
 from outlast.monitor import RankMonitor

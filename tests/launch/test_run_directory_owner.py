@@ -106,6 +106,7 @@ def test_the_same_run_twice_at_once(tmp_path: Path) -> None:
     assert json.loads(said.partition("finished with ")[2]) == weight.tolist()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_killed_job_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever starts the run again, with the directory that it had, is told in one line each that the dead one's two

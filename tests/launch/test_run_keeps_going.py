@@ -111,6 +111,7 @@ sys.exit(75)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_node_that_received_the_signal_is_named(tmp_path: Path) -> None:
     """SIGTERM to one agent ends the job on all nodes: the agent whose workers end first does not count as the one that
@@ -231,6 +232,7 @@ torch.save(result, f"{folder}-{run.global_rank}.pt")
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_finished_run_trains_on_if_it_is_given_more_iterations(tmp_path: Path) -> None:
     """Two ranks train to 20; launched again with the same --run-dir, they end at once with 0 and one line that says how

@@ -16,7 +16,7 @@ import pytest
 from outlast.incidents import EventKind
 from outlast.journal import read
 
-pytestmark = [pytest.mark.process, pytest.mark.cold, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.cold, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.extended]
 
 SCRIPTS = Path(__file__).parent / "unchanged"
 LAUNCHERS = {

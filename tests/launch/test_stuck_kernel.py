@@ -46,6 +46,7 @@ def fill(fifo: Path) -> int:
     return fd
 
 
+@pytest.mark.extended
 def test_journals_that_cannot_be_written_stop_nobody(tmp_path: Path) -> None:
     """With journals on a disk that hangs, the agent, the coordinator and both ranks do their work, save, and end with
     0; each of them says once that its journal waits, and what it did not write."""
@@ -194,6 +195,7 @@ sys.exit(7 if os.environ["OUTLAST_CYCLE"] == "0" else 0)
 """
 
 
+@pytest.mark.extended
 def test_the_first_process_of_a_container_reaps_what_it_adopts(tmp_path: Path) -> None:
     """With `outlast run` as pid 1, orphans do not stay as zombies; a worker's exit code is seen all the same, and so
     is the job's."""
@@ -206,6 +208,7 @@ def test_the_first_process_of_a_container_reaps_what_it_adopts(tmp_path: Path) -
     assert exits == [7, 0]
 
 
+@pytest.mark.extended
 def test_a_notice_to_the_first_process_of_a_container_reaches_the_agent(tmp_path: Path) -> None:
     """SIGTERM to pid 1 shuts the run down as one to the agent does, and the exit code is the agent's."""
     (tmp_path / "train.py").write_text("import time\nprint('runs', flush=True)\ntime.sleep(600)")

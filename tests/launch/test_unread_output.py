@@ -16,6 +16,8 @@ import pytest
 from outlast.env import environ
 from outlast.queued_writer import StreamWriter
 
+pytestmark = pytest.mark.extended
+
 LIMIT_S = 250.0
 
 PRINTS = """

@@ -229,6 +229,7 @@ def listening(answer: bytes) -> Iterator[int]:
         thread.join()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["speaks", "is silent"])
 def test_another_program_at_the_endpoint_is_named(shell: Shell, answer: bytes) -> None:

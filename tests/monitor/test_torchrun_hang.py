@@ -65,6 +65,7 @@ print("trained in cycle", cycle, flush=True)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_enable_ft_package_alone_is_enforced_under_torchrun(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def test_one_flipped_bit_names_its_rank_each_time(four_ranks: list[dict[str, Any
     assert len({found["victim"] for found in told[0]}) == 4
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("scene", "num_checks"), [("briefly_clean", 100), pytest.param("clean", 1000, marks=pytest.mark.campaign)]

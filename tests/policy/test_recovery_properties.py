@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -370,6 +371,7 @@ few_diagnosed = st.builds(
 )
 
 
+@pytest.mark.extended
 @given(histories, st.lists(st.one_of(few_diagnosed, invalid_ends), max_size=40))
 def test_no_result_is_replayed_on_its_device_more_than_twice(past: list[CycleEnd], stuck: list[CycleEnd]) -> None:
     """Without progress at most two same-device replays, and one elsewhere, are granted for a result of one step and

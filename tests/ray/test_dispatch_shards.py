@@ -37,6 +37,7 @@ def received(mesh: Mesh, *args: Any, **kwargs: Any) -> dict[int, tuple[Any, dict
     return {rank: pickle.loads(stored[dispatch.parcel_of(mesh.place(rank))]) for rank in range(mesh.size)}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 27])
 def test_every_sample_is_in_exactly_one_data_shard(num_samples: int) -> None:
     """On all meshes up to 16 actors each sample is real once, padding weighs 0, and peers get the same bytes."""

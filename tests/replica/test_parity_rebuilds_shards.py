@@ -72,6 +72,7 @@ def test_any_one_lost_shard_comes_back(
         assert found == digests_of(group.shards[rank])
 
 
+@pytest.mark.extended
 def test_a_parity_takes_a_fraction_of_a_shard(make_node, hold: Callable[[bytes], int]) -> None:
     """With four nodes, what a node holds for the others is a third of a shard."""
     group = Group(make_node, (0, 1, 2, 3), [6 * CHUNK_BYTES] * 4)

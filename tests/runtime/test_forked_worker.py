@@ -78,6 +78,7 @@ print(torch.rand(1).item())
 """
 
 
+@pytest.mark.extended
 def test_every_worker_draws_its_own_numbers_and_is_heeded_by_torch(tmp_path: Path) -> None:
     """Seeds and keys differ from worker to worker, those of a seeded script do not; torch appears when the script
     imports it, with the threads that the script asked for before, and what comes too late is said in one line."""
@@ -223,6 +224,7 @@ print(*freed)
 """
 
 
+@pytest.mark.extended
 def test_a_model_frees_its_process_group_last(tmp_path: Path) -> None:
     """A DistributedDataParallel that outlives destroy_process_group() frees its gloo group last, by a reference of
     Python's, for which torch releases the global lock. A reducer that frees the group does it with the lock, and waits

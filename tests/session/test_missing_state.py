@@ -72,6 +72,7 @@ def line(output: str, word: str) -> str:
     return next(text.removeprefix(word) for text in output.splitlines() if text.startswith(word))
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(

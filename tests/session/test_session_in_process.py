@@ -93,6 +93,7 @@ def test_an_update_that_is_under_way_elsewhere_is_finished(tmp_path: Path, calm:
     assert played.ends == calm
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("on", [0, pytest.param(2, marks=pytest.mark.campaign)])
@@ -224,6 +225,7 @@ train()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize(("how", "lines"), [("closes", "written returned"), ("returns", "returned written")])
 def test_a_session_that_ends_in_order_has_its_figures_written(tmp_path: Path, how: str, lines: str) -> None:

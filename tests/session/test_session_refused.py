@@ -11,7 +11,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import EventKind
 from outlast.journal import read
 
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.extended]
 
 SCRIPT = """
 import os, sys, time

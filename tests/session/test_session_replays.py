@@ -159,6 +159,7 @@ def test_a_broken_device_is_told_by_another_and_loses_its_slot(tmp_path: Path, c
     assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 2] == [4, 4]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_bad_batch_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
     """The batch gives NaN on another device too: 17 with fingerprint, rank, call and iteration, no restart after it,
@@ -196,6 +197,7 @@ def test_without_another_device_the_same_one_tries_twice(tmp_path: Path) -> None
     assert (tmp_path / "run" / "global" / "latest").read_text().strip() == "step-4"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_replica_nan_loop_ends_by_itself(tmp_path: Path, calm: str) -> None:
     """A near checkpoint was bad before it was digested. A node dies, the copies verify, and lead to NaN again and

@@ -89,6 +89,7 @@ def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Pat
     assert json.loads((hit / "result.json").read_text()) == json.loads((calm / "result.json").read_text())
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_without_a_spare_the_run_stops_with_a_code_of_its_own(tmp_path: Path) -> None:
     """The state is saved, the exit code is 18, and the node is remembered for whoever starts the next job."""

@@ -29,6 +29,8 @@ from outlast.integrations.nvrx.inprocess import WrapperOfNVRx
 from outlast.integrations.nvrx.straggler import Detector
 from outlast.launch.run_parser import RunParser, list_torchrun_options, names_of, parse_command
 
+pytestmark = pytest.mark.extended
+
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 _LOG_LINES = r'<div class="log-lines" markdown>.*?</div>'  # tests/project/test_docs.py checks them
 TEXT = re.sub(_LOG_LINES, "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -56,6 +56,7 @@ def test_the_simulation_agrees_with_the_closed_form(interval: int, every_s: floa
     assert study.ettr == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.extended
 def test_youngs_interval_is_about_the_best() -> None:
     """Of intervals around Young's optimum none gives clearly more, and those far away clearly less."""
     one, young_s = one_tier(failure_every_s=3000.0), optimal_interval_s(1.0, 1 / 3000.0)

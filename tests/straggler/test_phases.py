@@ -24,7 +24,7 @@ SECTIONS = {
 }
 """Phase in which a rank is slow to the section that is to be identified."""
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.extended]
 
 
 def read_reports(folder: Path, num_ranks: int) -> list[dict[str, Any]]:

@@ -130,6 +130,7 @@ def test_of_ranks_that_are_slow_alike_only_a_slow_machine_is_stopped_for() -> No
     detector.close()
 
 
+@pytest.mark.extended
 def test_a_stop_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """The log says for which rank training should stop."""
     from outlast.straggler.report import publish
