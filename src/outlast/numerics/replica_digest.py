@@ -315,9 +315,7 @@ def _gather_differences(
             reference = min(by_digest)
             differing = (rank for rank in sorted(by_digest) if by_digest[rank] != by_digest[reference])
             add(undecided, by_digest, key, reference, next(differing, reference))
-    return tuple(deviating[rank] for rank in sorted(deviating)), tuple(
-        undecided[rank] for rank in sorted(undecided)
-    )
+    return tuple(deviating[rank] for rank in sorted(deviating)), tuple(undecided[rank] for rank in sorted(undecided))
 
 
 def find_minority(digests: Mapping[int, int], num_replicas: int) -> tuple[int, list[int]] | None:
