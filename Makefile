@@ -8,7 +8,7 @@ CODE := src tests examples docs benchmarks
 PEERS := safetensors torch-checkpointing nvidia-resiliency-ext defusedxml
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Where bytecode is not written, each of the eight processes of `unit` compiles all test modules and pytest's plug-ins.
+# Where bytecode is not written, each of the processes of `unit` compiles all test modules and pytest's plug-ins.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup slurm chromium wheel soak test test-all test-torch test-faults test-outage test-gpu bench-gpu lint types collected unit docs demo demo-ray bench bench-peers bench-results format clean
@@ -75,7 +75,7 @@ test: setup slurm chromium
 	print("make test: the GPU tests are skipped;", f"{why};" if why else "", "make test-gpu runs them on a GPU")'
 	@$(MAKE) --no-print-directory -j2 lint types docs unit
 
-# pytest compiles each test module for its assertions: here once, and not in each of the eight processes of `unit`.
+# pytest compiles each test module for its assertions: here once, and not in each of the processes of `unit`.
 collected: setup
 	@$(BIN)/python -m compileall -q src benchmarks
 	-@$(BIN)/python -m pytest --collect-only -q >/dev/null
@@ -88,13 +88,13 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Eight processes run tests beside each other on two cores: most of the time a test waits.
+# Ten processes run tests in parallel on two cores: most of the time a test waits.
 unit: setup slurm chromium collected
-	$(BIN)/python -m pytest -n 8 --dist loadscope --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -n 10 --dist loadscope --no-loadscope-reorder --durations=10
 
 # What `make test` leaves out, too: the tests marked `extended`.
 test-all: setup slurm chromium lint types docs collected
-	$(BIN)/python -m pytest -m 'not campaign and not gpu and not overlay' -n 8 --dist loadscope --no-loadscope-reorder \
+	$(BIN)/python -m pytest -m 'not campaign and not gpu and not overlay' -n 10 --dist loadscope --no-loadscope-reorder \
 	  --durations=10
 
 # Twelve minutes: two nodes and two spares train under 120 faults of all kinds, and end bit-identical.

@@ -160,6 +160,7 @@ def test_another_number_of_ranks_loads_the_global_tier(tmp_path: Path, nodes: di
     assert told["loaded"][0] in (saved[0]["2"][0], saved[1]["2"][0])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_tier_that_lacks_the_loaded_checkpoint_gets_it(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:

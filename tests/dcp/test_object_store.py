@@ -223,6 +223,7 @@ def test_a_server_killed_during_a_save_costs_that_save_only(mortal_server: S3Ser
         assert not set(left) & set(server.objects(f"{prefix}/step-20/"))
 
 
+@pytest.mark.extended
 def test_a_silent_server_is_not_waited_for(server: S3Server, url: str) -> None:
     """Every operation ends within its time, as an error that names the object."""
     patient = ObjectStore(url, timeout_s=100.0)  # a busy machine may take longer than a second where all is well
@@ -324,6 +325,7 @@ def test_a_broken_connection_costs_one_operation(server: S3Server, url: str, mon
     assert store.read("a") == b"3"
 
 
+@pytest.mark.extended
 def test_an_outage_does_not_load_a_client_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each client of S3 takes about 10 MB: calls that fail for minutes use the same one."""
     opened = list[str]()
@@ -402,6 +404,7 @@ def test_a_store_that_replaces_without_a_condition_is_named_once_claimed(
     assert "cannot replace an object only if it is the one that was read, so it cannot fence" in line
 
 
+@pytest.mark.extended
 def test_a_bucket_of_s3_can_fence(server: S3Server, url: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is said of a store that knows both conditions."""
     ObjectStore(f"{url}/whole").check_fencing("owner/1.probe")

@@ -118,6 +118,7 @@ def test_death_of_the_one_who_assigns() -> None:
         assert ranks[1].orders("Assign")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_member_that_does_not_leave_is_expelled() -> None:
     """A rank that is not ready in time is ended by its agent process, and the others go on."""
@@ -217,6 +218,7 @@ def test_coordinating_agent_process_killed_while_a_restart_forms() -> None:
         assert ranks.go(1, but=(2,))["ranks"] == {"0": 0, "1": 1, "3": 2}
 
 
+@pytest.mark.extended
 def test_agent_processes_of_all_nodes_killed_one_after_the_other() -> None:
     """Each time another one takes over."""
     with FakeRanks(3, active=3, num_nodes=3) as ranks:
@@ -267,6 +269,7 @@ def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
         assert ranks[1].wait_end() == -signal.SIGKILL
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_stopped_spare_is_ended_after_the_hard_timeout() -> None:
     """Its agent process kills it, nobody is disturbed, and nobody waits for it when a spare is needed."""

@@ -73,7 +73,8 @@ def test_ranks_that_can_go_on_do(tmp_path: Path, expected: str, fault: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "victim"),
-    [("kill", 0), ("kill", 1), ("gil", 0)]
+    [("kill", 0)]
+    + [pytest.param(*other, marks=pytest.mark.extended) for other in (("kill", 1), ("gil", 0))]
     + [pytest.param(*other, marks=pytest.mark.campaign) for other in (("stop", 0), ("stop", 1), ("gil", 1))],
 )
 def test_a_spare_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault: str, victim: int) -> None:
@@ -90,6 +91,7 @@ def test_a_spare_takes_a_lost_ranks_place(tmp_path: Path, expected: str, fault: 
     assert [call[:3] for call in calls(outputs[2])] == [("1", str(victim), "2")]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_an_unhealthy_rank_leaves_for_good(tmp_path: Path, expected: str) -> None:
     """A rank whose health check fails ends with the exception of the check; a spare continues in its place."""

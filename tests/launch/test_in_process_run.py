@@ -200,6 +200,7 @@ finish(everybody)
         assert "did not recover in process in time" in job.agent(0).output()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_giving_up_for_ever_stops_with_93(tmp_path: Path) -> None:
     """A run that mends itself in process and then gives up, over and over, spends one budget and stops."""

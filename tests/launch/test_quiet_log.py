@@ -71,6 +71,7 @@ def test_a_healthy_run_writes_a_dozen_lines_in_one_form(tmp_path: Path) -> None:
     assert "exit code 0" in lines[-1], shown
 
 
+@pytest.mark.extended
 def test_a_restart_adds_few_lines(tmp_path: Path) -> None:
     """A killed worker costs at most six lines: what happened, what was decided, who runs again, and what was loaded;
     what was said of settings and protection in the first cycle is not repeated."""

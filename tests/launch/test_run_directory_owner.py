@@ -75,6 +75,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_same_run_twice_at_once(tmp_path: Path) -> None:
     """The second launch ends with 2 and one line, and changes nothing; one with a run directory of its own but the
@@ -137,6 +138,7 @@ def test_a_killed_job_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert "training resumes from there, since resume_from_other_run is on" in output
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_killed_job_is_followed_at_once_under_its_id(tmp_path: Path) -> None:
     """Started again with the command that it had, id included, a run whose agent and ranks were killed goes on from

@@ -191,6 +191,7 @@ def test_a_spare_replaces_the_node_of_every_failure_with_default_budgets(tmp_pat
         assert f"failures on node {bad.read_text()}" in replaced["reason"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
     """Five crashes with a new durable checkpoint before each are no reason to stop, with --max-restarts=1."""
@@ -201,6 +202,7 @@ def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
         assert started_cycles(cluster) == set(range(6))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
     """--max-restarts-total ends a run that does get further, with exit code 1: trying again can help."""

@@ -112,6 +112,7 @@ def test_only_the_killed_actor_is_replaced(group: ActorGroup, folder: Path) -> N
     assert report.checkpoint == report.iteration
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_an_actor_that_sleeps_in_a_section_is_found(group: ActorGroup, folder: Path) -> None:
     """One sleeps within its step while its peers wait for it: it is named, not they, and it alone is replaced."""
@@ -213,6 +214,7 @@ def test_the_journal_has_each_loss(group: ActorGroup, folder: Path) -> None:
     assert sum(event.kind == EventKind.ACTORS_RECOVERED for event in events) == len(group.recoveries)
 
 
+@pytest.mark.extended
 def test_a_keeper_that_dies_costs_no_save(group: ActorGroup, folder: Path) -> None:
     """It is killed between two steps: without any recovery another one takes its place, the saves that follow are
     committed, and there is one incident."""

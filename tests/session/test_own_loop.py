@@ -413,6 +413,7 @@ def test_figures_count_restarts_and_what_the_launcher_saw(tmp_path: Path) -> Non
         assert "logged 1.0 1.0" in cluster.agents[0].output()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_shuffled_loader_with_its_own_generator_resumes_exactly(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def test_a_deadline_shorter_than_the_save_keeps_the_earlier_checkpoint(tmp_path:
     assert _restored(tmp_path, 2) == kept
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_rank_that_never_comes_back_is_gone_by_the_deadline(tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def test_sigusr1_leaves_too_and_others_only_if_named(tmp_path: Path, number: int
     assert codes == [expected], outputs
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_end_of_slurms_time_limit_is_a_notice(tmp_path: Path) -> None:
