@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    train through slow, hung and killed ranks, lost nodes and a preemption, and prove the result"
 	@echo "make demo-ray    train actors on Ray through killed, stopped and raising ones, and prove the result"
-	@echo "make test    lint, types, docs, tests: some ten minutes on two cores"
+	@echo "make test    lint, types, docs, tests: eight minutes on two cores"
 	@echo "make test-all    make test, and the tests marked extended: long runs of adapters, Ray, Slurm, outages, benchmarks"
 	@echo "make test-faults    the long campaigns of faults that make test runs samples of: before a release"
 	@echo "make test-outage MINUTES=15    training while its directory, or its object store, hangs for so long"

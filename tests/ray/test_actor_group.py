@@ -24,7 +24,7 @@ from outlast.ray import ActorGroup, RecoveryConfig
 from outlast.ray.recovery import RecoveryReport
 from outlast.ray.watch import LossKind
 
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.extended]
 SECTION_S = 6.0
 RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=3)
 """Patient enough for a busy machine; nobody who only has to wait is to be taken for lost."""

@@ -23,7 +23,7 @@ from outlast import CheckpointConfig, clock
 from outlast.errors import ActorFailed, ConfigError, OutlastError, RolledBack, SparesExhausted
 from outlast.ray import ActorGroup, RecoveryConfig
 
-pytestmark = [pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.extended]
 PATIENT = {"examine_timeout": 3.0, "ping_timeout": 15.0, "abort_timeout": 20.0}
 DRIVER = """
 import json, sys, ray

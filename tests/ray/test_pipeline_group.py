@@ -19,6 +19,7 @@ from outlast.ray import ActorGroup, Mesh, MeshDispatch, RecoveryConfig
 from outlast.ray.watch import LossKind
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Megatron-Core warns of everything that it does not find

@@ -14,6 +14,8 @@ from ray.cluster_utils import Cluster
 import outlast
 import outlast.ray
 
+pytestmark = pytest.mark.extended
+
 LOOP = "for step in group.steps(total=1000):"
 LIMIT_S = 300.0
 

@@ -21,6 +21,8 @@ from outlast.incidents import EventKind  # noqa: E402
 from outlast.journal import read  # noqa: E402
 from outlast.ray.train import TrainCallback, session  # noqa: E402
 
+pytestmark = pytest.mark.extended
+
 STEP_TIMEOUT_S = 5.0
 WORKERS = 2
 

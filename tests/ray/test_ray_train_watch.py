@@ -14,6 +14,8 @@ from outlast.journal import read  # noqa: E402
 from outlast.ray.train_watch import TrainWatch, WorkerPlace  # noqa: E402
 from outlast.testing import RankProcesses  # noqa: E402
 
+pytestmark = pytest.mark.extended
+
 PATIENCE_S = 100.0
 
 WORKER = """
