@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,18 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long, so that at the end two processes have something to do."""
+    """Begin with the modules that take longest, so that all processes have work until the end.
 
-    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
+    Runs last: tests that are not selected do not count.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+
+    def order(item: pytest.Item) -> tuple[bool, bool, int, bool]:
         folder = item.path.parent.name
-        return folder not in _TOGETHER, folder not in _LONG, item.get_closest_marker("process") is None
+        is_of_processes = item.get_closest_marker("process") is not None
+        return folder not in _TOGETHER, folder not in _LONG, -slow[item.path], not is_of_processes
 
     items.sort(key=order)
 

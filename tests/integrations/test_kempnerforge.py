@@ -93,7 +93,7 @@ def test_the_detector_raises_where_it_should() -> None:
 
 
 STOPPED = """
-import atexit, math, sys
+import atexit, math, sys, time
 import torch.distributed as dist
 from outlast.integrations.kempnerforge import NaNDetector
 
@@ -111,6 +111,8 @@ def main():
                 break
             continue
     atexit.register(print, "what the script registered runs", flush=True)
+    if dist.get_rank():
+        atexit.register(time.sleep, 2)  # runs first: rank 0 has exited
     print("after the loop, at step", step)
     dist.destroy_process_group()
 
@@ -119,13 +121,14 @@ main()
 
 
 @pytest.mark.process
-def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path) -> None:
-    """At the limit the script leaves its loop and runs its code, and the process exits with 17; after a reset with the
-    script's code."""
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path, num_nodes: int) -> None:
+    """At the limit the script breaks out of its loop, and all ranks run their remaining code, also a slower one after
+    another has exited with 17. After a reset the exit code is the script's."""
     (script := tmp_path / "train.py").write_text(STOPPED)
-    with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
-        assert cluster.wait(timeout_s=300) == [17], cluster.tails()
-        output = cluster.agent(0).output()
+    with Cluster(script, run_dir=tmp_path / "run", num_nodes=num_nodes, nproc_per_node=2 // num_nodes) as cluster:
+        assert cluster.wait(timeout_s=300) == [17] * num_nodes, cluster.tails()
+        output = "".join(agent.output() for agent in cluster.agents)
     assert output.count("after the loop, at step 12") == output.count("what the script registered runs") == 2, output
     assert "NaN or infinity at iteration 12: loss of ranks 0, 1; 10 in a row" in output
     with RankProcesses(script, "reset", world_size=1, directory=tmp_path / "logs") as ranks:

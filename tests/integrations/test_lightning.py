@@ -177,6 +177,23 @@ def test_under_torchrun_a_signal_at_one_rank_loses_nothing_that_was_saved(
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(600)
+def test_under_outlast_run_a_preemption_notice_to_one_rank_ends_the_job_with_75(tmp_path: Path) -> None:
+    """SIGTERM to rank 1's process alone: all ranks save the same step, and the job exits with 75; no step is lost."""
+    with Cluster(EXAMPLE, str(tmp_path), "--size", "20000", run_dir=tmp_path / "run", num_nodes=1) as cluster:
+        cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED, WITHIN_S)
+        os.kill(cluster.worker_pid(1), signal.SIGTERM)
+        codes = cluster.wait(WITHIN_S)
+        text = cluster.agents[0].output()
+    assert codes == [ExitReason.PREEMPTED], text
+    assert "Preemption detected, saving checkpoint and exiting" in text
+    (last,) = re.findall(r"stopping after iteration (\d+), on all ranks", text)
+    assert f"iteration {last} is saved, nothing is lost; exiting with code 75" in text
+    assert max(found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found) == int(last)
+
+
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, before: int, after: int) -> None:
     """A run that exits within an epoch is completed by another number of ranks, which repeat at most a batch."""

@@ -245,6 +245,21 @@ def test_another_number_of_ranks_trains_to_the_end(tmp_path: Path) -> None:
     assert "trained 40 steps" in text
 
 
+@pytest.mark.campaign
+@pytest.mark.process
+@pytest.mark.timeout(900)
+def test_a_preemption_notice_to_one_rank_ends_both_with_75(tmp_path: Path) -> None:
+    """SIGTERM to rank 1 of two ranks without ``outlast run``: both exit with 75 after the same save."""
+    own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps", "100000"]
+    with RankProcesses(EXAMPLES / "train.py", *own, world_size=2) as ranks:
+        ranks.next_line(0, WITHIN_S, containing="'loss':")
+        os.kill(ranks.pid(1), signal.SIGTERM)
+        codes, text = ranks.wait(WITHIN_S), ranks.output(0)
+    assert codes == [ExitReason.PREEMPTED] * 2, text
+    (last,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
+    assert {found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found} >= {int(last)}
+
+
 # -- what is judged ------------------------------------------------------------------------------------------------
 
 

@@ -96,12 +96,12 @@ def test_all_must_fail_alike() -> None:
     assert permanent_cause([], has_session=True) is None
 
 
-@given(endings, st.floats(0, 1e5), st.integers(0, 8), st.booleans(), st.booleans(), st.booleans())
-def test_waiting_is_short_and_never_for_nobody(
-    ended: list[Ended], ran_s: float, num_running: int, early: bool, session: bool, alone: bool
+@given(endings, st.floats(0, 1e5), st.integers(0, 8), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_the_wait_for_other_workers_is_short(
+    ended: list[Ended], ran_s: float, num_running: int, early: bool, session: bool, alone: bool, is_agreed: bool
 ) -> None:
-    """A failure is reported within seconds, or within as many as the workers took to come to it, up to half a minute;
-    at once when nobody is left or another node's rank may be the cause."""
+    """A failure is reported within seconds, or within as many as the workers ran before, up to half a minute; at once
+    when no worker is left, or when another node's rank may be the cause and the ranks did not agree to exit."""
     seconds = wait_s(
         ended,
         ran_s=ran_s,
@@ -109,10 +109,13 @@ def test_waiting_is_short_and_never_for_nobody(
         is_before_first_step=early,
         has_session=session,
         is_alone=alone,
+        is_agreed=is_agreed,
     )
     assert 0 <= seconds <= min(max(5, ran_s), 30)
-    if not num_running or (not early and not alone):
+    if not num_running or (not early and not alone and not is_agreed):
         assert seconds == 0
+    elif is_agreed:
+        assert seconds == 5
 
 
 def test_workers_on_a_slow_file_system_have_longer_to_fail_alike() -> None:

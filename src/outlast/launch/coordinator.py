@@ -51,6 +51,7 @@ from outlast.launch.excluded_nodes import ExcludedNodes
 from outlast.launch.in_process_restarts import InProcessRestarts
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.membership import Adoption, Forming, Node, Nodes, Outbox, Quorum, why_it_waits
+from outlast.policy.causes import OWN_DECISIONS
 from outlast.policy.leadership import Leadership
 from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState
 
@@ -727,11 +728,13 @@ class Coordinator:
             return
         if self.phase in (m.JobPhase.RUNNING, m.JobPhase.PREPARING):
             reason = facts.incident.describe() if facts.incident else f"node {node.name} left the cycle"
-            self._end_cycle(reason, examine=False, but=node, awaits_alike=facts.permanent is not None)
+            is_agreed = facts.incident is not None and facts.incident.exit_code in OWN_DECISIONS
+            awaits_exits = is_agreed or facts.permanent is not None
+            self._end_cycle(reason, examine=False, but=node, awaits_exits=awaits_exits)
         if self._ending is not None:
             self._ending.take(node.name, facts)
 
-    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_alike: bool = False) -> CycleEnding:
+    def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_exits: bool = False) -> CycleEnding:
         has_begun = self.phase != m.JobPhase.PREPARING and not self._places
         self.phase, self._phase_since_s, self._members = m.JobPhase.FORMING, None, _Members()
         self._places = {}
@@ -740,7 +743,7 @@ class Coordinator:
         self._ending = CycleEnding(
             job=self.settings.job, cycle=self.cycle, has_begun=has_begun, has_trained=has_trained
         )
-        over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_alike=awaits_alike)
+        over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_exits=awaits_exits)
         for node in self.nodes:
             if node is not but and self.nodes.holds_slot(node) and not node.ready:
                 self.nodes.send(node, over)

@@ -40,7 +40,16 @@ from outlast.launch.workers import WorkerProcess
 from outlast.monitor.examination import examine
 from outlast.monitor.learned_timeouts import LearnedTimeouts, enforceable, observe
 from outlast.monitor.watchdog import HangReport, Watchdog
-from outlast.policy.causes import OWN_DECISIONS, PLAIN_START_S, Ended, find_first, permanent_cause, wait_s
+from outlast.policy.causes import (
+    AGREED_EXIT_S,
+    OWN_DECISIONS,
+    PLAIN_START_S,
+    Ended,
+    find_first,
+    permanent_cause,
+    same_fault_s,
+    wait_s,
+)
 from outlast.policy.deadlines import FIELD_OF_SETTING, Timeouts, describe_hangs
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.recovery_point import Exclusion, Load, tier_of_load
@@ -464,7 +473,13 @@ class Cycle:
             has_session=self.had_session,
             is_alone=self.start.num_nodes == 1,
             is_one_leaving=self.in_process.is_one_leaving,
+            is_agreed=not OWN_DECISIONS.isdisjoint(self.exit_codes),
         )
+
+    @property
+    def follow_s(self) -> float:
+        """Seconds for this node's workers to exit by themselves, like those of the node that ended the cycle."""
+        return same_fault_s(self.ran_s) if self._is_before_first_step else AGREED_EXIT_S
 
     def describe_failure(self) -> Incident:
         """Return the incident of the worker that failed first.

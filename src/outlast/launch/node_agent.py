@@ -54,7 +54,6 @@ from outlast.launch.node_health import NodeHealth
 from outlast.launch.node_journal import NodeJournal
 from outlast.launch.node_metrics import AgentOutlook
 from outlast.launch.workers import NodeWorkers, WorkerProcess
-from outlast.policy.causes import same_fault_s
 from outlast.policy.deadlines import NO_INIT, NO_SESSION, NOT_YET, Protection, Timeouts, describe_nodes
 from outlast.policy.recovery_policy import Limits, describe_next_job, describe_saved
 from outlast.runtime.board import KeptDurability
@@ -628,10 +627,10 @@ class NodeAgent(SimpleElasticAgent):
         cycle = self._running
         if cycle is None or cycle.number != over.cycle or self._state not in (AgentState.RUNNING, AgentState.FINISHED):
             return
-        if over.awaits_alike and not cycle.all_ended:
-            # The ranks here are about to fail like those elsewhere, or wait for them.
+        if over.awaits_exits and not cycle.all_ended:
+            # The ranks here are about to exit like those elsewhere, or wait for them.
             if not self._timers.is_set("clear"):  # otherwise a worker has failed, and the others' time runs
-                self._timers.set("clear", same_fault_s(cycle.ran_s), lambda: self._fail_or_follow(cycle, over.reason))
+                self._timers.set("clear", cycle.follow_s, lambda: self._fail_or_follow(cycle, over.reason))
             return
         level = logging.DEBUG if self.is_host else logging.WARNING  # the decision is logged there
         log.log(level, "cycle %d is over: %s", over.cycle, over.reason)

@@ -392,8 +392,9 @@ class CycleOver(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     examine: bool = False
     """Examine the ranks first: the root cause of a hang is searched."""
-    awaits_alike: bool = False
-    """Wait a moment for the ranks to fail by themselves: all did elsewhere, and a restart cannot help."""
+    awaits_exits: bool = False
+    """Wait a moment for the ranks to exit by themselves: all failed elsewhere and a restart cannot help, or one exited
+    with a decision for the whole job."""
 
 
 class NodesMissing(msgspec.Struct, frozen=True, kw_only=True, tag=True):

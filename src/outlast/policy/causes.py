@@ -18,6 +18,9 @@ from outlast.policy.rerun import Finding
 SAME_FAULT_S, MAX_SAME_FAULT_S = 5.0, 30.0
 """How long the other workers of a node are given to fail with the same cause, minimum and maximum; see
 :func:`same_fault_s`."""
+AGREED_EXIT_S = 5.0
+"""How long the other workers are given to exit by themselves after one exited with a decision for the whole job: all
+ranks exit for it, after the code that follows their training loop."""
 FIRST_FAULT_S = 0.3
 """How long a node waits for the root cause while its only failed workers lost a peer."""
 PLAIN_START_S = 60.0
@@ -159,6 +162,7 @@ def wait_s(
     has_session: bool,
     is_alone: bool,
     is_one_leaving: bool = False,
+    is_agreed: bool = False,
 ) -> float:
     """Return how long to wait for other workers of the node before the cycle is ended; 0 = the cause is clear.
 
@@ -170,9 +174,12 @@ def wait_s(
         has_session: The ranks report their steps.
         is_alone: No other node has ranks that may be the root cause.
         is_one_leaving: A running worker was permanently removed from an in-process restart, and is about to exit.
+        is_agreed: A worker exited with one of :data:`OWN_DECISIONS`.
     """
     if not num_running:
         return 0.0
+    if is_agreed:
+        return AGREED_EXIT_S
     causes = [one.cause for one in ended]
     if is_before_first_step and permanent_cause(causes, has_session=has_session) is not None:
         return same_fault_s(ran_s)
