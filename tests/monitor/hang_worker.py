@@ -49,7 +49,7 @@ def main() -> None:
         with monitor.section("step"):
             if kind == "mismatch" and iteration == int(at) - 1:
                 while not os.path.exists(f"{rendezvous}-go"):
-                    time.sleep(0.02)  # every rank is equally slow
+                    time.sleep(0.02)  # all ranks are equally slow
             batch = load_batch(kind if hangs else "none")
             if kind == "mismatch" and hangs:
                 dist.broadcast(batch, src=0)

@@ -1,4 +1,4 @@
-"""One agent process for all ranks of a node: how it is elected, what it outlives, and when it ends."""
+"""One agent process for all ranks of a node: its election, lifetime and replacement."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ print("over", flush=True)
 
 
 class Node(RankProcesses):
-    """Ranks of one node, or of several on this machine."""
+    """Ranks of one or more nodes on this machine."""
 
     def __init__(self, num: int, *, how: str = "", environments: list[Mapping[str, str]] | None = None) -> None:
         debug = {"OUTLAST_LOG_LEVEL": "debug", "OUTLAST_NODE": "n"}
         super().__init__(RANK, how, world_size=num, code=True, stdin=True, environment=debug, environments=environments)
 
     def agents(self) -> list[int]:
-        """Return the agent process of each rank, once all have one."""
+        """Return the process id of each rank's agent process, once all have one."""
         lines = [self.next_line(rank, PATIENCE_S, containing=WATCHED) for rank in range(self.world_size)]
         return [int(re.search(r"agent process (\d+) of node", line)[1]) for line in lines]  # type: ignore[index]
 
 
-def is_over(pid: int, timeout_s: float = PATIENCE_S) -> bool:
+def has_ended(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     end_s = time.monotonic() + timeout_s
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > end_s:
@@ -63,27 +63,27 @@ def is_over(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     return True
 
 
-def test_ranks_that_race_to_start_it_have_one() -> None:
-    """Eight ranks that start together elect one agent process, which ends soon after they were all killed."""
+def test_simultaneous_ranks_elect_one_agent_process() -> None:
+    """Eight ranks that start together elect one agent process, which exits soon after they were all killed."""
     with Node(8) as node:
         (agent,) = set(node.agents())
         for rank in range(8):
             node.kill(rank)
         node.wait(PATIENCE_S)
-        assert is_over(agent)
+        assert has_ended(agent)
 
 
-def test_separate_nodes_have_separate_ones() -> None:
-    """The ranks of two nodes of one job on one machine have an agent process each, as have the nodes' names."""
-    places = [{"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
-    with Node(4, environments=places) as node:
+def test_each_node_has_its_own_agent_process() -> None:
+    """Two nodes of one job on one machine have an agent process each."""
+    environments_of_ranks = [{"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2)} for rank in range(4)]
+    with Node(4, environments=environments_of_ranks) as node:
         agents = node.agents()
         assert len(set(agents)) == 2
         assert agents[0] == agents[1] != agents[2] == agents[3]
 
 
-def test_it_outlives_the_rank_that_started_it() -> None:
-    """After a SIGKILL of that rank the other one is protected still: its hang is ended."""
+def test_the_agent_process_survives_the_rank_that_started_it() -> None:
+    """After a SIGKILL of the rank that started the agent process, a hang of the other rank is still ended."""
     with Node(2) as node:
         (agent,) = set(node.agents())
         starter = psutil.Process(agent).ppid()
@@ -94,11 +94,11 @@ def test_it_outlives_the_rank_that_started_it() -> None:
         node.send(other, "into the step")
         assert node.wait(PATIENCE_S, ranks=[other]) == [-signal.SIGKILL]
         assert f"rank {other} (pid {node.pid(other)}) is ended with SIGKILL" in node.output(rank) + node.output(other)
-        assert is_over(agent)
+        assert has_ended(agent)
 
 
-def test_ranks_of_a_killed_one_elect_one_successor() -> None:
-    """All ranks go on with the same new agent process, which ends a rank that hangs."""
+def test_a_killed_agent_process_has_one_successor() -> None:
+    """After a SIGKILL of the agent process all ranks share one new agent process, which ends a hung rank."""
     with Node(3) as node:
         (agent,) = set(node.agents())
         os.kill(agent, signal.SIGKILL)
@@ -109,8 +109,8 @@ def test_ranks_of_a_killed_one_elect_one_successor() -> None:
         assert node.wait(PATIENCE_S, ranks=[1]) == [-signal.SIGKILL]
 
 
-def test_ranks_that_may_start_no_process_train_on() -> None:
-    """Where children are forbidden, one warning of the node reports it, and the ranks end with 0."""
+def test_training_continues_without_child_processes() -> None:
+    """Where child processes are forbidden, the node logs one warning, and the ranks exit with 0."""
     with Node(2, how="alone") as node:
         for rank in range(2):
             node.next_line(rank, PATIENCE_S, containing="begun")
@@ -122,22 +122,22 @@ def test_ranks_that_may_start_no_process_train_on() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
-def test_a_name_that_another_user_has_bound_is_left_to_them() -> None:
-    """The ranks of the node warn of the other user and share an agent process under the next name."""
-    places: list[Mapping[str, str]] = [{"MASTER_PORT": "29511"}] * 2
-    with Node(2, environments=places) as node:
+def test_a_socket_name_bound_by_another_user_is_skipped() -> None:
+    """The ranks of the node report the other user and share an agent process under the next name."""
+    environments_of_ranks: list[Mapping[str, str]] = [{"MASTER_PORT": "29511"}] * 2
+    with Node(2, environments=environments_of_ranks) as node:
         (agent,) = set(node.agents())
         owned = {os.readlink(fd) for fd in Path(f"/proc/{agent}/fd").iterdir()}
-        known = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-        (name,) = {line[-1] for line in known if f"socket:[{line[6]}]" in owned and "-agent-" in line[-1]}
-    assert is_over(agent)
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        (name,) = {line[-1] for line in sockets if f"socket:[{line[6]}]" in owned and "-agent-" in line[-1]}
+    assert has_ended(agent)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
-        os.seteuid(65534)  # the kernel notes the user that listens
+        os.seteuid(65534)  # the kernel records the user that listens
         try:
             squatter.bind(f"\0{name[1:]}")
             squatter.listen()
         finally:
             os.seteuid(0)
-        with Node(2, environments=places) as node:
+        with Node(2, environments=environments_of_ranks) as node:
             assert len(set(node.agents())) == 1
             assert "user 65534 of this machine has bound the name of the agent process" in node.output(0)

@@ -1,4 +1,4 @@
-"""A hang among four real gloo ranks is reported with its one root cause, whatever kind of hang it is, if it has one."""
+"""The root cause of a hang among four real gloo ranks is identified, whatever kind of hang it is."""
 
 import queue
 import re
@@ -29,8 +29,8 @@ STATES = {"sleep": "S", "gil": "S", "stop": "T"}
 
 
 @pytest.fixture(autouse=True)
-def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no reason to take a rank for a silent one."""
+def _long_response_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on a busy machine do not count as unresponsive."""
     for name in ("ANSWER_S", "DUMP_S", "BOOKS_S"):
         monkeypatch.setattr(f"outlast.monitor.examination.{name}", 3.0)
 
@@ -38,9 +38,9 @@ def _time_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["stop", "sleep", "gil"])
-def test_hang_names_root_cause(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report names the one rank that all wait for, its section, iteration and the line it hangs on; a stopped one
-    is woken for that once the others have answered."""
+def test_the_hung_rank_is_the_root_cause(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report identifies the hung rank with its section, iteration and source line; a stopped rank is continued for
+    that only once the others have responded."""
     answered_at_wake: list[int] = []
     answers: list[examination._Answers] = []
     ask, send = examination._Answers.__enter__, examination._send
@@ -88,41 +88,41 @@ def test_hang_names_root_cause(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     victims = [one for one in positions if one.global_rank != BAD_RANK]
     assert all(one.responsive and one.waits_in_collective for one in victims)
     assert len({one.collectives for one in victims}) == 1
-    if kind == "sleep":  # it could be asked: it is one collective behind
+    if kind == "sleep":  # it responded: one collective behind
         assert where.collectives < victims[0].collectives
 
 
 @pytest.mark.process
-def test_nobody_is_named_where_the_script_is_at_fault(tmp_path: Path) -> None:
-    """Equal slowness is nobody's, whoever exceeds the timeout first; of mismatched collectives it is said who is in
-    which."""
+def test_no_rank_is_the_root_cause_of_a_script_error(tmp_path: Path) -> None:
+    """Equally slow ranks have no root cause, whichever exceeds its timeout first; mismatched collectives are reported
+    with the ranks in each."""
     board = Board.create(num_ranks=WORLD_SIZE)
     arguments = (board.path, str(tmp_path / "rendezvous"), str(BAD_RANK), "mismatch", str(AT))
     with ExitStack() as stack:
         ranks = stack.enter_context(RankProcesses(WORKER, *arguments, world_size=WORLD_SIZE))
         examine_until(board, lambda one: one.iteration == AT - 1 and "in main" in str(one.stack_line))
-        late = {"subject": Subject.SECTION, "section": "step", "timeout_s": 1.0, "elapsed_s": 1.1}
-        first = Expired(**late, local_rank=0, global_rank=0, pid=ranks.pid(0), since_ns=0, iteration=AT - 1)
+        facts = {"subject": Subject.SECTION, "section": "step", "timeout_s": 1.0, "elapsed_s": 1.1}
+        first = Expired(**facts, local_rank=0, global_rank=0, pid=ranks.pid(0), since_ns=0, iteration=AT - 1)
         slow = examine(board, node="worker-1", stacks_dir=None, expired=[first])
         (tmp_path / "rendezvous-go").touch()
-        stuck = examine_until(board, lambda one: one.iteration == AT and one.waiting_in is not None)
+        positions_when_mismatched = examine_until(board, lambda one: one.iteration == AT and one.waiting_in is not None)
 
     assert sum(one.expired for one in slow) == 1
     root_cause = find_root_cause(slow)
     assert (root_cause.position, root_cause.node) == (None, "")
     assert root_cause.reason.startswith("ranks 0, 1, 2, 3 are indistinguishable"), root_cause.reason
-    root_cause = find_root_cause(stuck)
+    root_cause = find_root_cause(positions_when_mismatched)
     assert (root_cause.position, root_cause.node) == (None, "")
     where = r"ranks wait in different collectives: 0, 1, 3 in ALLREDUCE seq (\d+), 2 in BROADCAST seq \1$"
     assert re.match(where, root_cause.reason), root_cause.reason
 
 
-def examine_until(board: Board, is_so: Callable[[Position], bool]) -> list[Position]:
-    """Return where the ranks are, once it is so for all of them."""
-    until = time.monotonic() + 200
+def examine_until(board: Board, condition: Callable[[Position], bool]) -> list[Position]:
+    """Return the positions of the ranks once all of them fulfil the condition."""
+    deadline_s = time.monotonic() + 200
     while True:
         positions = examine(board, node="worker-1", stacks_dir=None)
-        if len(positions) == WORLD_SIZE and all(map(is_so, positions)):
+        if len(positions) == WORLD_SIZE and all(map(condition, positions)):
             return positions
-        assert time.monotonic() < until, positions
+        assert time.monotonic() < deadline_s, positions
         time.sleep(0.05)

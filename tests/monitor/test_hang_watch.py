@@ -1,4 +1,4 @@
-"""The agent process of ranks without ``outlast run``: a hung rank is ended all the same, and nothing is left behind."""
+"""The agent process of ranks without ``outlast run`` ends a hung rank and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.testing import RankProcesses
 
 pytestmark = [pytest.mark.process, pytest.mark.cold]
 PATIENCE_S = 100.0
-SIDE = "agent process: "
+AGENT = "agent process: "
 
 WORKER = """
 import logging, os, signal, sys, time
@@ -51,18 +51,18 @@ print("over", flush=True)
 class Worker(RankProcesses):
     """A rank without ``outlast run``, and its node's agent process."""
 
-    def __init__(self, what: str, folder: Path, ending: str = "SIGKILL") -> None:
-        arguments = what, str(folder / "run"), ending
+    def __init__(self, hang: str, folder: Path, ending: str = "SIGKILL") -> None:
+        arguments = hang, str(folder / "run"), ending
         debug = {"OUTLAST_LOG_LEVEL": "debug"}
         super().__init__(WORKER, *arguments, world_size=1, code=True, stdin=True, environment=debug)
 
-    def find_side(self) -> None:
-        self.side = int(self.next_line(0, PATIENCE_S, containing=SIDE).removeprefix(SIDE))
-        self.side_fd = os.pidfd_open(self.side)
+    def find_agent(self) -> None:
+        self.agent = int(self.next_line(0, PATIENCE_S, containing=AGENT).removeprefix(AGENT))
+        self.agent_fd = os.pidfd_open(self.agent)
         self.send(0, "go on")
 
-    def side_is_over(self, timeout_s: float = PATIENCE_S) -> bool:
-        return bool(select.select([self.side_fd], [], [], timeout_s)[0])
+    def agent_has_ended(self, timeout_s: float = PATIENCE_S) -> bool:
+        return bool(select.select([self.agent_fd], [], [], timeout_s)[0])
 
     def end(self) -> int:
         (code,) = self.wait(PATIENCE_S)
@@ -70,9 +70,9 @@ class Worker(RankProcesses):
 
     def end_both(self) -> None:
         self.kill(0)
-        over = self.side_is_over()
-        os.close(self.side_fd)
-        assert over  # whatever happened to the worker
+        has_ended = self.agent_has_ended()
+        os.close(self.agent_fd)
+        assert has_ended  # also when the worker has ended before
 
 
 @pytest.fixture
@@ -80,26 +80,26 @@ def start(tmp_path):
     before = set(os.listdir("/dev/shm"))
     with ExitStack() as stack:
 
-        def start(what: str, ending: str = "SIGKILL") -> Worker:
-            worker = stack.enter_context(Worker(what, tmp_path, ending))
-            worker.find_side()
+        def start(hang: str, ending: str = "SIGKILL") -> Worker:
+            worker = stack.enter_context(Worker(hang, tmp_path, ending))
+            worker.find_agent()
             stack.callback(worker.end_both)
             return worker
 
         yield start
-    left = [name for name in set(os.listdir("/dev/shm")) - before if "outlast" in name]
-    assert not [name for name in left if not name.startswith(".outlast-probe")]  # another test's, for a moment
+    leftovers = [name for name in set(os.listdir("/dev/shm")) - before if "outlast" in name]
+    assert not [name for name in leftovers if not name.startswith(".outlast-probe")]  # of another test, shortly
 
 
-@pytest.mark.parametrize(("what", "state"), [("sleep", "S"), ("stop", "T")])
-def test_hung_worker_is_ended_and_explained(start, tmp_path, what, state):
-    """A worker that sleeps or is stopped is killed, for its launcher to restart; report and stack are kept."""
-    worker = start(what)
+@pytest.mark.parametrize(("hang", "state"), [("sleep", "S"), ("stop", "T")])
+def test_a_hung_worker_is_killed_and_reported(start, tmp_path, hang, state):
+    """A worker that sleeps or is stopped is killed, for its launcher to restart it; report and stack are kept."""
+    worker = start(hang)
     assert worker.end() == -signal.SIGKILL
-    assert worker.side_is_over()
+    assert worker.agent_has_ended()
     log = worker.output(0)
     pid = worker.pid(0)
-    assert f"agent process {worker.side} of node n watches rank 3 (node n, pid {pid}" in log
+    assert f"agent process {worker.agent} of node n watches rank 3 (node n, pid {pid}" in log
     assert "node n watches 1 rank: section timeouts: step 0.5 s" in log
     assert f"rank 3 (node n, pid {pid}): section 'step' exceeded 0.5 s" in log
     assert f"rank 3 (pid {pid}) is ended with SIGKILL" in log
@@ -108,47 +108,48 @@ def test_hung_worker_is_ended_and_explained(start, tmp_path, what, state):
     assert 'File "<string>", line ' in text
 
 
-def test_chosen_signal_ends_even_a_stopped_worker(start):
-    """A stopped worker gets the chosen signal, and is woken for it."""
+def test_the_configured_signal_ends_a_stopped_worker(start):
+    """A stopped worker gets the configured signal, and is continued so that the signal takes effect."""
     worker = start("stop", "SIGTERM")
     assert worker.end() == -signal.SIGTERM
 
 
-def test_healthy_worker_outlives_its_watch(start):
-    """A worker that ends in order is not touched, and the agent process ends with it."""
+def test_a_healthy_worker_is_not_ended(start):
+    """A worker that finishes is not signalled, and the agent process exits with it."""
     worker = start("none")
     assert worker.end() == 0
-    assert worker.side_is_over()
+    assert worker.agent_has_ended()
     assert "over" in worker.output(0).splitlines()
     assert "exceeded" not in worker.output(0)
 
 
-def test_killed_worker_leaves_nothing_behind(start):
-    """After a SIGKILL of the worker the agent process is gone by itself, and so is the board."""
+def test_a_killed_worker_leaves_nothing_behind(start):
+    """After a SIGKILL of the worker the agent process exits and the heartbeat memory is removed."""
     worker = start("serve")
     worker.kill(0)
     assert worker.end() == -signal.SIGKILL
-    assert worker.side_is_over()
+    assert worker.agent_has_ended()
 
 
 def test_a_killed_agent_process_is_replaced(start):
-    """The rank is watched by another agent process, twice; then one warning reports that it is not watched any more."""
+    """A killed agent process is replaced twice; then one warning reports that hangs of the rank are no longer
+    detected."""
     worker = start("serve")
     for _ in range(2):
-        os.kill(worker.side, signal.SIGKILL)
-        line = worker.next_line(0, PATIENCE_S, containing=f"agent process {worker.side} ended: agent process ")
-        worker.side = int(line.partition("ended: agent process ")[2].split()[0])
-    os.kill(worker.side, signal.SIGKILL)
+        os.kill(worker.agent, signal.SIGKILL)
+        line = worker.next_line(0, PATIENCE_S, containing=f"agent process {worker.agent} ended: agent process ")
+        worker.agent = int(line.partition("ended: agent process ")[2].split()[0])
+    os.kill(worker.agent, signal.SIGKILL)
     assert "WARNING" in worker.next_line(0, PATIENCE_S, containing="hangs of rank 3 (node n")
     worker.end_input(0)
     assert worker.end() == 0
     assert worker.output(0).count("WARNING") == 3
 
 
-def test_closed_monitor_ends_the_agent_process(start):
-    """close() ends the agent process, while the worker goes on."""
+def test_close_ends_the_agent_process(start):
+    """close() ends the agent process, while the worker continues."""
     worker = start("close")
-    assert worker.side_is_over()
+    assert worker.agent_has_ended()
     worker.end_input(0)
     assert worker.end() == 0
     assert "WARNING" not in worker.output(0)

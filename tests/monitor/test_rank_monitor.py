@@ -1,4 +1,4 @@
-"""RankMonitor: the worker's side is easy to use, hard to misuse, and leaves nothing behind."""
+"""RankMonitor: sections, settings and lifetime on the worker's side."""
 
 import logging
 import os
@@ -41,9 +41,9 @@ def names(board):
     return [section.name for section in board.read(1).sections]
 
 
-def test_what_the_agent_was_given_comes_before_the_scripts_own(monitor, board, caplog):
-    """Field by field: the agent's section timeouts hold, and what only the script sets holds too. The line that users
-    search for names them."""
+def test_the_agents_settings_override_the_scripts(monitor, board, caplog):
+    """The agent's section timeouts override the script's, fields set only by the script apply as well, and one line
+    logs the timeouts in force."""
     (line,) = [text for record in caplog.get_records("setup") if " uses " in (text := record.getMessage())]
     assert line.startswith("rank 5 (node n")
     assert "section timeouts: setup 600.0 s, step 180.0 s" in line
@@ -53,8 +53,9 @@ def test_what_the_agent_was_given_comes_before_the_scripts_own(monitor, board, c
     assert (state.attached, state.pid, state.global_rank, state.cycle) == (True, os.getpid(), 5, 2)
 
 
-def test_the_agent_learns_what_the_script_sets(monitor, board):
-    """The fields of the script's own config, and no default, stand on the board; a rank that is not there has none."""
+def test_the_scripts_settings_reach_the_agent(monitor, board):
+    """The heartbeat memory holds the fields that the script set, without defaults; a rank that is not attached has
+    none."""
     assert FaultToleranceConfig.from_json(board.settings(1)).given == {
         "rank_section_timeouts": {"step": 1.0},
         "safety_factor": 3.0,
@@ -62,8 +63,9 @@ def test_the_agent_learns_what_the_script_sets(monitor, board):
     assert board.settings(0) is None
 
 
-def test_settings_that_are_too_long_are_said_and_not_cut(board, caplog):
-    """Settings beyond the board's room are not half taken: the agent gets none, and one line says where to put them."""
+def test_oversized_settings_are_reported_and_not_truncated(board, caplog):
+    """Settings that do not fit the heartbeat memory are not passed to the agent, and one line reports where to set
+    them."""
     sections = {f"section {number:031}": 1.0 for number in range(200)}
     place = WorkerEnv(local_rank=0, board=board.path)
     with closing(PlacedRankMonitor(place, FaultToleranceConfig(rank_section_timeouts=sections))):
@@ -71,8 +73,8 @@ def test_settings_that_are_too_long_are_said_and_not_cut(board, caplog):
     assert "give them to outlast run, by --config" in caplog.text
 
 
-def test_sections_open_and_close_also_on_errors(monitor, board):
-    """A section ends with its block, whatever ends the block; it nests in others and in itself."""
+def test_a_section_ends_with_its_block(monitor, board):
+    """A section ends with its block, also on an exception; sections nest in others and in themselves."""
     with monitor.section("step"), monitor.section("step"):
         assert names(board) == ["step", "step"]
         with pytest.raises(ZeroDivisionError), monitor.section("data"):
@@ -81,7 +83,7 @@ def test_sections_open_and_close_also_on_errors(monitor, board):
     assert names(board) == []
 
 
-def test_decorator_marks_every_call(monitor, board):
+def test_a_decorator_marks_every_call(monitor, board):
     """A decorated function keeps its name, arguments and result, and may call itself."""
 
     @monitor.section("eval")
@@ -94,8 +96,8 @@ def test_decorator_marks_every_call(monitor, board):
     assert monitor.board_state.counts["eval"] == 3
 
 
-def test_decorator_refuses_what_returns_too_early(monitor):
-    """A coroutine function would be measured while it does nothing; it is refused at once."""
+def test_a_coroutine_function_cannot_be_decorated(monitor):
+    """A coroutine function returns before its work is done, so it is rejected."""
 
     async def work() -> None: ...
 
@@ -103,8 +105,9 @@ def test_decorator_refuses_what_returns_too_early(monitor):
         monitor.section("step")(work)
 
 
-def test_sections_without_blocks(monitor, board, caplog):
-    """start and end work in any order; ending what is not open is said once and does no harm."""
+def test_start_and_end_work_in_any_order(monitor, board, caplog):
+    """Sections can be started and ended in any order; ending a section that is not open is logged once and has no
+    effect."""
     monitor.start_section("setup")
     monitor.start_section("step")
     monitor.end_section("setup")
@@ -118,9 +121,9 @@ def test_sections_without_blocks(monitor, board, caplog):
     assert names(board) == []
 
 
-def test_section_without_timeout_is_said_once(monitor, board, caplog):
-    """An unknown name is measured and not enforced, which is said once: at INFO by rank 0 in the first cycle, and by
-    others at DEBUG."""
+def test_a_section_without_timeout_is_logged_once(monitor, board, caplog):
+    """A section without a timeout is measured and not enforced, which rank 0 logs once at INFO in the first cycle, and
+    other ranks at DEBUG."""
     for _ in range(3):
         with monitor.section("eval"):
             pass
@@ -137,8 +140,8 @@ def test_section_without_timeout_is_said_once(monitor, board, caplog):
     assert (record.levelno, "'eval'" in record.message) == (logging.INFO, True)
 
 
-def test_facts_reach_the_board(monitor, board):
-    """What the session reports is what the agent sees."""
+def test_reported_facts_reach_the_heartbeat_memory(monitor, board):
+    """The agent reads the facts that the session reports from the heartbeat memory."""
     monitor.heartbeat()
     monitor.set_iteration(12)
     monitor.report_progress()
@@ -150,8 +153,8 @@ def test_facts_reach_the_board(monitor, board):
     assert state.last_heartbeat_ns
 
 
-def test_warmup_comes_from_the_config(monitor, board):
-    """The first steps of a cycle do not count as its longest."""
+def test_the_config_sets_the_number_of_warmup_steps(monitor, board):
+    """The warm-up steps of a cycle do not count for the longest duration."""
     for _ in range(2):
         with monitor.section("step"):
             pass
@@ -161,18 +164,18 @@ def test_warmup_comes_from_the_config(monitor, board):
     assert board.read(1).longest_s["step"] > 0
 
 
-def test_second_monitor_is_refused_until_the_first_is_closed(monitor, board):
-    """Two monitors would fight for one page; a closed one gives it free."""
+def test_a_second_monitor_is_rejected_until_the_first_is_closed(monitor, board):
+    """A process has one monitor per page of the heartbeat memory; closing it allows another one."""
     place = WorkerEnv(local_rank=0, board=board.path)
     with pytest.raises(OutlastError, match="has a RankMonitor already"):
         PlacedRankMonitor(place)
     monitor.close()
-    again = PlacedRankMonitor(place)
-    again.close()
+    replacement = PlacedRankMonitor(place)
+    replacement.close()
 
 
-def test_closed_monitor_does_no_harm(monitor, board):
-    """After close() a script may go on as it was; the rank counts as finished, and nothing stays behind."""
+def test_a_closed_monitor_accepts_calls(monitor, board):
+    """After close() a script can continue unchanged; the rank counts as finished, and no thread is left."""
     monitor.finish()
     monitor.close()
     monitor.close()
@@ -186,8 +189,8 @@ def test_closed_monitor_does_no_harm(monitor, board):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_does_not_end_its_parents_monitor(monitor, board):
-    """A data loader's process that is forked and exits leaves the parent watched."""
+def test_a_forked_child_does_not_end_its_parents_monitor(monitor, board):
+    """After a forked data loader process exits, the parent is still monitored."""
     child = os.fork()
     if child == 0:
         try:
@@ -201,27 +204,27 @@ def test_forked_child_does_not_end_its_parents_monitor(monitor, board):
     assert position.responsive
 
 
-def test_examiner_gets_an_answer_and_the_stack(monitor, board, tmp_path):
-    """A living rank answers, without collectives when it uses none, and shows its stack."""
+def test_an_examination_returns_response_and_stack(monitor, board, tmp_path):
+    """A living rank responds, without collectives if it uses none, and its stack is written."""
     with monitor.section("step"):
         (position,) = examine(board, node="n", stacks_dir=tmp_path / "stacks")
     assert (position.global_rank, position.pid, position.sections) == (5, os.getpid(), ("step",))
     assert (position.responsive, position.collectives, position.attached) == (True, -1, True)
-    assert "in test_examiner_gets_an_answer_and_the_stack" in position.stack_line
+    assert "in test_an_examination_returns_response_and_stack" in position.stack_line
     text = (tmp_path / "stacks" / "rank-5.txt").read_text()
     assert text.startswith(f"rank 5 (node n, pid {os.getpid()}), iteration 0, in step")
     assert "in examine" in text
 
 
-def test_wrong_board_is_an_error_at_once(tmp_path):
-    """A path that is no board, or a rank that it does not have, ends the script with a clear line."""
+def test_an_invalid_heartbeat_memory_is_an_error(tmp_path):
+    """A path that is not a heartbeat memory file raises an error at once."""
     (tmp_path / "x").write_text("x" * 8192)
     with pytest.raises(OutlastError, match="is not a heartbeat memory file"):
         PlacedRankMonitor(WorkerEnv(board=str(tmp_path / "x")))
 
 
-def test_nothing_to_enforce_starts_nothing(caplog):
-    """Without agent and timeouts there is no guard process, and one line says so."""
+def test_no_process_starts_without_timeouts(caplog):
+    """Without an agent and timeouts no monitor process starts, which is logged in one line."""
     caplog.set_level(logging.INFO)
     monitor = PlacedRankMonitor(WorkerEnv())
     try:
@@ -232,7 +235,7 @@ def test_nothing_to_enforce_starts_nothing(caplog):
 
 
 def test_timeouts_are_learned_without_an_agent(tmp_path, caplog):
-    """A plain run that ends in order leaves its durations, and the next one uses them."""
+    """A run without a launcher saves its durations when it finishes, and the next run uses them."""
     caplog.set_level(logging.DEBUG, logger="outlast")
     config = FaultToleranceConfig(calc_ft_timeouts=True, num_warmup_iterations=0)
     first = PlacedRankMonitor(WorkerEnv(), config, tmp_path)

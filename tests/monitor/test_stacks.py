@@ -1,4 +1,4 @@
-"""Stacks: what a dump tells about a rank, and that asking for one never harms it."""
+"""Stack dumps: parsing, arrangement and requests that do not harm the process."""
 
 import contextlib
 import subprocess
@@ -42,15 +42,15 @@ DDP = '  File "/v/site-packages/torch/nn/parallel/distributed.py", line 1666 in 
         ([], None, None),
     ],
 )
-def test_main_threads_stack_tells_where_it_is(frames, line, waits):
-    """The innermost line of the user's code is told, and whether the rank waits for others in it."""
+def test_the_main_threads_stack_gives_line_and_wait(frames, line, waits):
+    """A stack gives the innermost line of the user's code and whether the rank waits in a collective there."""
     stack = stacks.parse(DUMP.format(frames="\n".join(frames)))
     assert (stack.line, stack.waits_in_collective) == (line, waits)
 
 
 @pytest.mark.process
-def test_another_thread_may_be_the_one_that_trains(tmp_path):
-    """Where a thread trains, its stack tells what the process does, and not the main thread's, which only waits."""
+def test_the_stack_of_a_training_thread_is_used(tmp_path):
+    """Where another thread trains, its stack is used instead of the main thread's, which only waits."""
     script = (
         "import threading, time\n"
         "from outlast.monitor import stacks\n"
@@ -70,9 +70,9 @@ def test_another_thread_may_be_the_one_that_trains(tmp_path):
         assert process.stdout.readline() == "here\n"
         dump = stacks.Dump(process.pid)
         assert dump.request()
-        until = time.monotonic() + 60
+        deadline_s = time.monotonic() + 60
         while not dump.is_complete():
-            assert time.monotonic() < until, dump.text()
+            assert time.monotonic() < deadline_s, dump.text()
             time.sleep(0.01)
         stack = stacks.parse(dump.text())
         process.kill()
@@ -82,9 +82,9 @@ def test_another_thread_may_be_the_one_that_trains(tmp_path):
     assert stack.waits_in_collective is False
 
 
-def test_a_dump_is_arranged_for_its_reader():
-    """The user's lines of the thread that trains come first, then its whole stack, then other threads; threads that
-    outlast started are left out, and a dump in another form stays as it is."""
+def test_the_users_lines_come_first_in_a_dump():
+    """A dump starts with the user's lines of the training thread, followed by its whole stack and other threads,
+    without threads that outlast started; a dump in another form is not changed."""
     package = str(Path(outlast.__file__).parent)
     dump = (
         "main thread 0x0000000000000002\n"
@@ -110,8 +110,8 @@ def test_a_dump_is_arranged_for_its_reader():
     assert stacks.arrange("what py-spy says") == "what py-spy says"
 
 
-def test_own_call_that_may_wait_is_not_judged(tmp_path):
-    """A line of the user's own that calls into C to wait for something is neither busy nor waiting."""
+def test_a_users_own_wait_is_neither_busy_nor_waiting(tmp_path):
+    """It is unknown whether a user's line that calls into C to wait for something waits in a collective."""
     script = tmp_path / "train.py"
     script.write_text("work = start()\nwork.wait()\ntime.sleep(5)\n")
     frame = f'  File "{script}", line %d in <module>'
@@ -119,8 +119,8 @@ def test_own_call_that_may_wait_is_not_judged(tmp_path):
     assert stacks.parse(DUMP.format(frames=frame % 3)).waits_in_collective is False
 
 
-def test_form_of_py_spy_is_understood():
-    """What py-spy writes is read like the interpreter's own dump."""
+def test_a_dump_of_py_spy_is_parsed():
+    """A dump that py-spy wrote is parsed like one of the interpreter."""
     text = (
         "Process 1: python t.py\nPython v3.11.7\n\n"
         'Thread 8 (idle): "loader"\n    run (loader.py:3)\n'
@@ -129,8 +129,8 @@ def test_form_of_py_spy_is_understood():
     assert stacks.parse(text).line == 'File "/home/u/data.py", line 7 in fetch'
 
 
-def test_no_torch_no_collectives():
-    """A process that has not initialised torch.distributed has no count, and does not import it for the question."""
+def test_collectives_are_not_counted_without_torch():
+    """A process without torch.distributed has no count of collectives, and does not import it for the query."""
     assert count_collectives() == -1
 
 
@@ -138,8 +138,8 @@ C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 USER = stacks.Frame("/home/u/train.py", "9", "step")
 
 
-def test_without_a_recorder_the_stack_tells_the_collective():
-    """The function of torch.distributed is named; its number, where there is only one group that it can be of."""
+def test_the_stack_gives_the_collective_without_a_recorder():
+    """The stack gives the function of torch.distributed, and its number where only one group exists."""
     frames = (stacks.Frame(C10D, "1", "_wait"), stacks.Frame(C10D, "2", "all_reduce"), USER)
     waits, collective = waits_in(stacks.Stack(frames), Books(groups={"0": 7}))
     assert waits
@@ -148,8 +148,8 @@ def test_without_a_recorder_the_stack_tells_the_collective():
     assert waits_in(stacks.Stack((USER,)), Books(groups={"0": 7})) == (False, None)
 
 
-def test_the_recorder_tells_computing_from_waiting():
-    """A backward pass without a collective under way computes, one with a collective waits in it."""
+def test_the_recorder_distinguishes_computing_from_waiting():
+    """A backward pass without a pending collective computes; one with a pending collective waits in it."""
     backward = stacks.Stack((stacks.Frame("/x/site-packages/torch/autograd/graph.py", "1", "run_backward"), USER))
     pending = Collective(op="ALLREDUCE", seq=7, group="0")
     assert waits_in(backward, Books(groups={"0": 7}, recorded=True)) == (False, None)
@@ -176,8 +176,8 @@ assert "torch" not in sys.modules
 
 
 @contextlib.contextmanager
-def started(what: str):
-    command = [sys.executable, "-c", SCRIPT, what]
+def started(mode: str):
+    command = [sys.executable, "-c", SCRIPT, mode]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield process, int(process.stdout.readline())
@@ -190,8 +190,8 @@ def started(what: str):
 
 @pytest.mark.cold
 @pytest.mark.process
-def test_process_without_handler_is_left_alone():
-    """The signal would end a process that did not register; it is not sent."""
+def test_a_process_without_handler_is_not_signalled():
+    """The signal would end a process that did not register, so it is not sent."""
     with started("plain") as (_, pid):
         dump = stacks.Dump(pid)
         assert not dump.request()
@@ -200,13 +200,13 @@ def test_process_without_handler_is_left_alone():
 
 @pytest.mark.cold
 @pytest.mark.process
-def test_forked_child_writes_its_own_stack():
-    """A child that registers after a fork writes to its own memory, and its parent's stays empty."""
+def test_a_forked_child_writes_its_own_stack():
+    """A child that registers after a fork writes its stack to its own memory; the parent's memory stays empty."""
     with started("register") as (process, child):
         parent_dump, dump = stacks.Dump(process.pid), stacks.Dump(child)
         assert dump.request()
-        until = time.monotonic() + 60
-        while not dump.is_complete() and time.monotonic() < until:
+        deadline_s = time.monotonic() + 60
+        while not dump.is_complete() and time.monotonic() < deadline_s:
             time.sleep(0.005)
         line = stacks.parse(dump.text()).line
         assert line in ('File "<string>", line 9 in <module>', 'File "<string>", line 10 in <module>')

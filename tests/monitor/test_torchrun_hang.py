@@ -30,13 +30,13 @@ monitor.close()
 
 @pytest.mark.process
 def test_torchrun_restarts_a_hung_rank(tmp_path: Path) -> None:
-    """The hung rank is named and killed, both ranks start again and finish, and torchrun exits with 0."""
+    """The hung rank is reported and killed, both ranks start again and finish, and torchrun exits with 0."""
     script, out = tmp_path / "train.py", tmp_path / "out"
     script.write_text(SCRIPT)
     out.mkdir()
-    rest = ["--standalone", "--monitor-interval=0.1", str(script)]
+    options = ["--standalone", "--monitor-interval=0.1", str(script)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", *rest],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", *options],
         env={**os.environ, "OUT": str(out), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -69,13 +69,13 @@ print("trained in cycle", cycle, flush=True)
 @pytest.mark.slow
 @pytest.mark.process
 def test_enable_ft_package_alone_is_enforced_under_torchrun(tmp_path: Path) -> None:
-    """With a shorter timeout of heartbeats the hung rank is ended and torchrun restarts it; without any timeout those
-    of NVRx are in force, by the agent process, and no warning says that hangs are not noticed."""
+    """With a shorter heartbeat timeout the hung rank is killed and torchrun restarts it; without any timeout the
+    defaults of NVRx are enforced by the agent process, and no warning reports that hangs are not detected."""
     script = tmp_path / "train.py"
     script.write_text(SWITCHED_ON)
-    rest = ["--standalone", "--monitor-interval=0.1", "--max-restarts=1", str(script)]
+    options = ["--standalone", "--monitor-interval=0.1", "--max-restarts=1", str(script)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *rest],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -110,17 +110,17 @@ monitor.close()
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(400)
-def test_a_learned_timeout_under_torchrun_is_doubled_and_then_dropped(tmp_path: Path) -> None:
-    """The agent process doubles a learned timeout after a hang that nothing explains; after the second one the third
-    cycle trains without it, and no option suggests it."""
+def test_torchrun_doubles_and_then_drops_a_learned_timeout(tmp_path: Path) -> None:
+    """The agent process doubles a learned timeout after an unexplained hang; after the second one the third cycle
+    trains without it, and no option suggests it."""
     script, out = tmp_path / "train.py", tmp_path / "out"
     script.write_text(LEARNING)
     out.mkdir()
     known = {"version": 1, "cycle": "", "before": {}, "seen": {}, "learned": {"sections": {"step": 3.0}}}
     (out / "ft_state.json").write_text(json.dumps(known))
-    rest = ["--standalone", "--monitor-interval=0.1", "--max-restarts=2", str(script)]
+    options = ["--standalone", "--monitor-interval=0.1", "--max-restarts=2", str(script)]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *rest],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *options],
         env={**os.environ, "OUT": str(out), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

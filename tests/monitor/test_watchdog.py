@@ -1,4 +1,4 @@
-"""The watchdog: reports what hangs, once, in time, and nothing that is healthy."""
+"""The watchdog reports each hang once and at its deadline, and reports no healthy rank."""
 
 import logging
 import queue
@@ -27,7 +27,7 @@ class FakeClock:
 
 @pytest.fixture
 def clock(monkeypatch) -> FakeClock:
-    """One clock for the watchdog and for what the workers write."""
+    """One clock for the watchdog and the workers' heartbeats."""
     clock = FakeClock()
     monkeypatch.setattr(board_page, "now_ns", clock.now_ns)
     return clock
@@ -46,7 +46,7 @@ def attach(board, local_rank=0, global_rank=3):
     return page
 
 
-class Watched:
+class WatchdogOnFakeClock:
     """A watchdog that sleeps on a fake clock."""
 
     def __init__(self, board, clock, timeouts, node="worker-1"):
@@ -55,8 +55,8 @@ class Watched:
         self.dog = Watchdog(board, timeouts, node=node, on_hang=self.reports.append, clock=clock)
         self.wake = self.dog.check()
 
-    def until(self, at_ns: int) -> None:
-        """Let time pass; the watchdog wakes when it wanted to."""
+    def pass_until(self, at_ns: int) -> None:
+        """Let time pass; the watchdog wakes when it requested to."""
         while self.wake is not None and self.wake <= at_ns:
             self.clock.ns = max(self.wake, self.clock.ns)
             self.wake = self.dog.check()
@@ -65,36 +65,36 @@ class Watched:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_healthy_steps_are_not_reported(board, clock, seed):
-    """200 steps of up to 0.9 of their timeout, with heartbeats and pauses alike, bring no report."""
+    """200 steps of up to 0.9 of their timeout, with heartbeats and pauses, are not reported."""
     timeouts = Timeouts(
         initial_heartbeat_s=0.2, heartbeat_s=0.2, sections={"step": 0.1, "data": 0.1}, out_of_section_s=0.1
     )
     pages = [attach(board, local_rank, local_rank) for local_rank in range(2)]
-    watched = Watched(board, clock, timeouts)
+    fake = WatchdogOnFakeClock(board, clock, timeouts)
     jitter = random.Random(seed)
     for _ in range(200):
         for page in pages:
             page.heartbeat()
             page.enter("step")
-        watched.until(clock.ns + int(jitter.random() * 0.09 * S))
+        fake.pass_until(clock.ns + int(jitter.random() * 0.09 * S))
         for page in pages:
             page.leave("step")
-        watched.until(clock.ns + int(jitter.random() * 0.09 * S))
-    assert watched.reports == []
+        fake.pass_until(clock.ns + int(jitter.random() * 0.09 * S))
+    assert fake.reports == []
     assert board.read(0).counts["step"] == 200
 
 
-def test_hang_is_reported_at_its_deadline(board, clock, caplog):
-    """The report comes at the very deadline, and its line is the one that users search for."""
+def test_a_hang_is_reported_at_its_deadline(board, clock, caplog):
+    """A hang is reported exactly at its deadline, with the known log line."""
     page = attach(board)
-    watched = Watched(board, clock, Timeouts(sections={"step": 180.0}))
+    fake = WatchdogOnFakeClock(board, clock, Timeouts(sections={"step": 180.0}))
     page.set_iteration(57)
     page.enter("step")
-    begun = clock.ns
-    watched.until(begun + 180 * S - 1)
-    assert watched.reports == []
-    watched.until(begun + 180 * S)
-    (report,) = watched.reports
+    begin_ns = clock.ns
+    fake.pass_until(begin_ns + 180 * S - 1)
+    assert fake.reports == []
+    fake.pass_until(begin_ns + 180 * S)
+    (report,) = fake.reports
     (one,) = report.expired
     assert (one.subject, one.section, one.global_rank, one.pid, one.iteration) == (
         Subject.SECTION,
@@ -110,67 +110,67 @@ def test_hang_is_reported_at_its_deadline(board, clock, caplog):
     ]
 
 
-def test_expired_outer_section_with_valid_inner_one_is_reported(board, clock):
-    """Inner sections that come and go in time do not hide an outer one that takes too long."""
+def test_an_expired_outer_section_is_reported(board, clock):
+    """Inner sections within their timeout do not hide an outer section that exceeds its own."""
     page = attach(board)
-    watched = Watched(board, clock, Timeouts(sections={"epoch": 1.0, "step": 0.2}))
-    begun = clock.ns
+    fake = WatchdogOnFakeClock(board, clock, Timeouts(sections={"epoch": 1.0, "step": 0.2}))
+    begin_ns = clock.ns
     page.enter("epoch")
     for _ in range(12):
         page.enter("step")
-        watched.until(clock.ns + S // 10)
+        fake.pass_until(clock.ns + S // 10)
         page.leave("step")
-    (report,) = watched.reports
-    assert [(one.section, one.since_ns) for one in report.expired] == [("epoch", begun)]
+    (report,) = fake.reports
+    assert [(one.section, one.since_ns) for one in report.expired] == [("epoch", begin_ns)]
 
 
-def test_one_hang_is_one_report(board, clock):
-    """Ranks that exceed their timeout during a hang belong to it; a later hang is a new one."""
+def test_one_hang_is_reported_once(board, clock):
+    """Ranks that exceed their timeout during a hang belong to it; a later hang is reported separately."""
     pages = [attach(board, local_rank, local_rank) for local_rank in range(2)]
-    watched = Watched(board, clock, Timeouts(sections={"step": 1.0}))
+    fake = WatchdogOnFakeClock(board, clock, Timeouts(sections={"step": 1.0}))
     pages[0].enter("step")
-    watched.until(clock.ns + S // 2)
+    fake.pass_until(clock.ns + S // 2)
     pages[1].enter("step")
-    watched.until(clock.ns + 30 * S)
-    assert [[one.local_rank for one in report.expired] for report in watched.reports] == [[0]]
+    fake.pass_until(clock.ns + 30 * S)
+    assert [[one.local_rank for one in report.expired] for report in fake.reports] == [[0]]
     for page in pages:
         page.leave("step")
-    watched.until(clock.ns + 5 * S)
+    fake.pass_until(clock.ns + 5 * S)
     pages[1].enter("step")
-    watched.until(clock.ns + 5 * S)
-    assert [[one.local_rank for one in report.expired] for report in watched.reports] == [[0], [1]]
+    fake.pass_until(clock.ns + 5 * S)
+    assert [[one.local_rank for one in report.expired] for report in fake.reports] == [[0], [1]]
 
 
 def test_finished_and_unattached_ranks_are_not_reported(board, clock):
-    """A rank that is done, or was never there, cannot hang."""
+    """A rank that has finished or never attached cannot hang."""
     page = attach(board)
-    watched = Watched(board, clock, Timeouts(initial_heartbeat_s=1.0, heartbeat_s=1.0, sections={"step": 1.0}))
+    fake = WatchdogOnFakeClock(board, clock, Timeouts(initial_heartbeat_s=1.0, heartbeat_s=1.0, sections={"step": 1.0}))
     page.enter("step")
     page.finish()
-    watched.until(clock.ns + 60 * S)
-    assert watched.reports == []
+    fake.pass_until(clock.ns + 60 * S)
+    assert fake.reports == []
 
 
-def test_suspended_machine_is_not_a_hang(board, clock, caplog):
-    """When the watchdog itself did not run for a while, ranks get a moment to go on before they are judged."""
+def test_a_suspended_machine_is_not_a_hang(board, clock, caplog):
+    """After the watchdog itself was suspended, ranks get a moment to continue before they can be reported."""
     page = attach(board)
-    watched = Watched(board, clock, Timeouts(heartbeat_s=5.0))
+    fake = WatchdogOnFakeClock(board, clock, Timeouts(heartbeat_s=5.0))
     page.heartbeat()
     clock.ns += 600 * S
-    wake = watched.dog.check()
+    wake = fake.dog.check()
     assert wake == clock.ns + S
     page.heartbeat()
     clock.ns = wake
-    watched.dog.check()
-    assert watched.reports == []
+    fake.dog.check()
+    assert fake.reports == []
     assert "was suspended for 595.0 s" in caplog.text
-    clock.ns += 5 * S  # and one that does not go on is found
-    watched.dog.check()
-    assert len(watched.reports) == 1
+    clock.ns += 5 * S  # and a rank that does not continue is reported
+    fake.dog.check()
+    assert len(fake.reports) == 1
 
 
-def test_thread_reports_and_stops(board, caplog):
-    """The thread finds a hang by itself while it sleeps, says what it enforces, and ends when told."""
+def test_the_thread_reports_a_hang_and_stops(board, caplog):
+    """The watchdog's thread logs what it enforces, reports a hang that begins while it sleeps, and stops on request."""
     caplog.set_level(logging.INFO)
     reports: queue.Queue[HangReport] = queue.Queue()
     page = attach(board)
@@ -185,24 +185,24 @@ def test_thread_reports_and_stops(board, caplog):
     assert "node n watches 2 ranks: section timeouts: step 0.1 s" in caplog.text
 
 
-def test_thread_can_be_stopped_from_its_own_report(board):
-    """Who acts on a hang may stop the watchdog right there."""
+def test_a_report_can_stop_the_watchdog(board):
+    """The handler of a hang may stop the watchdog."""
     done = threading.Event()
     page = attach(board)
 
-    def act(_: HangReport) -> None:
+    def stop_watchdog(_: HangReport) -> None:
         dog.stop()
         done.set()
 
-    dog = Watchdog(board, Timeouts(sections={"step": 0.05}), node="n", on_hang=act)
+    dog = Watchdog(board, Timeouts(sections={"step": 0.05}), node="n", on_hang=stop_watchdog)
     dog.start()
     page.enter("step")
     assert done.wait(60)
     assert dog.stop()
 
 
-def test_failure_of_the_thread_reaches_its_owner(board, caplog):
-    """A watchdog that cannot go on tells its owner; it never dies in silence."""
+def test_a_failed_watchdog_reports_its_error(board, caplog):
+    """An exception in the watchdog's thread is logged and passed to its owner."""
     errors: queue.Queue[BaseException] = queue.Queue()
 
     def fail(_: HangReport) -> None:
@@ -218,8 +218,8 @@ def test_failure_of_the_thread_reaches_its_owner(board, caplog):
     assert module.__name__ in {record.name for record in caplog.records}
 
 
-def test_a_watchdog_that_enforces_nothing_is_woken_for_a_restart(board):
-    """A restart inside a process has a time limit of its own; who goes into one has the sleeping watchdog look."""
+def test_a_restart_wakes_a_watchdog_without_timeouts(board):
+    """A restart in process has its own time limit: it wakes a watchdog that enforces no other timeout."""
     reports: queue.Queue[HangReport] = queue.Queue()
     dog = Watchdog(board, Timeouts(), node="worker-1", on_hang=reports.put)
     dog.start()
