@@ -1,6 +1,6 @@
-"""A plain training script in DDP, as a stranger writes it, in which some ranks are slow in one phase after the other.
+"""A plain DDP training script in which some ranks are slow in one phase after another.
 
-Arguments: a folder for what each rank reports, and the scenes: phases, each with the ranks that are slow in it.
+Arguments: a folder for the reports of each rank, and the scenes: phases, each with the ranks that are slow in it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from outlast.straggler import StragglerDetector
 
 HEALTHY_S, SLOW_S = 0.01, 0.06
 CONFIG = StragglerDetectionConfig(report_time_interval=0.001, noticeable_score=0.6, confirmations=2)
-"""A report every few steps; on a busy machine a healthy rank is not twice as slow in what takes a share of a step."""
+"""A report every few steps; on a busy machine a healthy rank is less than twice as slow in a section with a relevant
+share of a step."""
 NUM_STEPS = 27
-"""Steps in which there are more than two reports."""
+"""Enough steps for more than two reports."""
 
 
 class Phase:
-    """Where this rank spends its time: a slow rank more of it, in one phase."""
+    """Spends the time of this rank's phases; a slow rank spends more in one of them."""
 
     def __init__(self) -> None:
         self.is_slow = False
@@ -74,8 +75,6 @@ class Optimizer(torch.optim.SGD):
 
 
 class Training:
-    """What both kinds of script train."""
-
     def __init__(self, phase: Phase) -> None:
         self.phase = phase
         self.model = DistributedDataParallel(Model(phase))
@@ -90,11 +89,11 @@ class Training:
         loss.backward()
         self.phase.spend("between")
         self.optim.step()
-        dist.all_reduce(loss.detach())  # as for a log: all ranks wait for the slowest
+        dist.all_reduce(loss.detach())  # as for a log: all ranks wait for the slowest one
 
 
 def detect(training: Training, rank: int, scenes: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
-    """Train in each scene with a detector, and yield what its last report has."""
+    """Train in each scene with a detector, and yield the content of its last report."""
     for name, slow_ranks in scenes:
         training.phase.name, training.phase.is_slow = name, rank in slow_ranks
         detector = StragglerDetector(CONFIG, num_warmup_steps=1)

@@ -1,6 +1,6 @@
-"""What ranks do in the tests of the search for slow ranks: they take their time, meet, and tell what they found.
+"""Scenes that ranks run in the straggler tests, each with the reports of its rank.
 
-Where it matters how slow a rank is, time passes by hand, so that other work on the machine does not decide it.
+Where it matters how slow a rank is, time is simulated, so that the load of the machine has no effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 10
 
 
 class _Time:
-    """Time that passes by hand on each rank, and is the same on all once they have met."""
+    """Simulated time of each rank, which is synchronized when the ranks meet."""
 
     def __init__(self) -> None:
         self.now_ns = 1
@@ -50,27 +50,27 @@ class _Time:
 
 
 @contextlib.contextmanager
-def _time_by_hand() -> Iterator[_Time]:
-    """Let what measures sections and steps see no other time."""
+def _simulated_time() -> Iterator[_Time]:
+    """Time sections and steps with the simulated time."""
     before = recorder.perf_counter_ns
-    passed = _Time()
-    recorder.perf_counter_ns = detector_module.perf_counter_ns = passed
+    clock = _Time()
+    recorder.perf_counter_ns = detector_module.perf_counter_ns = clock
     try:
-        yield passed
+        yield clock
     finally:
         recorder.perf_counter_ns = detector_module.perf_counter_ns = before
 
 
-def _window(detector: StragglerDetector, passed: _Time, factor: float, number: int) -> None:
+def _window(detector: StragglerDetector, clock: _Time, factor: float, number: int) -> None:
     for step in range(STEPS):
         with detector.step(number * STEPS + step):
             with detector.section("forward"):
-                passed.spend(FORWARD_S * factor * (1 + 0.01 * ((step + number) % 3)))
+                clock.spend(FORWARD_S * factor * (1 + 0.01 * ((step + number) % 3)))
             with detector.section("backward"):
-                passed.meet()  # everybody waits here for the slowest
+                clock.meet()  # every rank waits here for the slowest one
 
 
-def _tell(report: Report) -> dict[str, Any]:
+def _summarize(report: Report) -> dict[str, Any]:
     return {
         "iteration": report.iteration,
         "named": list(report.named_ranks),
@@ -94,46 +94,46 @@ def slowed(rank: int) -> list[dict[str, Any]]:
     journal = Journal(sys.argv[1], run_id="run", job="job", node=place.node, proc=f"rank-{rank}")
     keep = functools.partial(record, place=place, journal=journal)
     detector = StragglerDetector(StragglerDetectionConfig(), on_report=keep, num_warmup_steps=0, timeout_s=30)
-    told = []
-    with _time_by_hand() as passed:
+    results = []
+    with _simulated_time() as clock:
         for number in range(8):
-            _window(detector, passed, 1.3 if rank == 2 and number >= 4 else 1.0, number)
-            told.append(_tell(detector.report()))
+            _window(detector, clock, 1.3 if rank == 2 and number >= 4 else 1.0, number)
+            results.append(_summarize(detector.report()))
     detector.close()
     journal.close()
     machine_check.time_product, machine_check.time_copy = product_s, copy_s
-    return told
+    return results
 
 
 def stopped(rank: int) -> list[dict[str, Any]]:
-    """Rank 1 has twice as much to do from the start, on a machine that is as fast as the others."""
+    """Rank 1 is twice as slow from the start, on a machine that is as fast as the others."""
     machine_check.time_product = machine_check.time_copy = lambda device: 0.01
     config = StragglerDetectionConfig(stop_if_detected=True, confirmations=2)
     detector = StragglerDetector(config, num_warmup_steps=0, timeout_s=30)
-    told = []
-    with _time_by_hand() as passed:
+    results = []
+    with _simulated_time() as clock:
         for number in range(2):
-            _window(detector, passed, 2.0 if rank == 1 else 1.0, number)
-            told.append(_tell(detector.report()))
+            _window(detector, clock, 2.0 if rank == 1 else 1.0, number)
+            results.append(_summarize(detector.report()))
     detector.close()
-    return told
+    return results
 
 
 def paced(rank: int) -> list[int]:
-    """All ranks find out by themselves when a report is due."""
+    """Each rank determines by itself when a report is due."""
     detector = StragglerDetector(StragglerDetectionConfig(report_time_interval=0.1), timeout_s=30)
-    told = []
+    results = []
     for number in range(100):
         with detector.step(number), detector.section("forward"):
             time.sleep(0.002 + rank * 0.0005)
         if (report := detector.report_if_due()) is not None:
-            told.append(report.iteration)
+            results.append(report.iteration)
     detector.close()
-    return told
+    return results
 
 
 def missing(rank: int) -> list[dict[str, Any]]:
-    """Rank 3 never enters a section that the others do; what is gathered meanwhile is counted."""
+    """Rank 3 never enters a section that the others enter; calls of gather_bytes are counted."""
     gathered: list[int] = []
     gather_bytes = detector_module.gather_bytes
 
@@ -149,17 +149,17 @@ def missing(rank: int) -> list[dict[str, Any]]:
                 with detector.section("augment"):
                     time.sleep(0.001)
     before = len(gathered)
-    told = [_tell(detector.report()) | {"gathered": [before, len(gathered)]}]
+    results = [_summarize(detector.report()) | {"gathered": [before, len(gathered)]}]
     detector.close()
     detector_module.gather_bytes = gather_bytes
-    return told
+    return results
 
 
 def kernels(rank: int) -> dict[str, Any]:
-    """Operators are timed by torch's profiler in a few steps of each window."""
+    """Torch's profiler times operators in a few steps of each window."""
     detector = StragglerDetector(StragglerDetectionConfig(profile_kernels=True), num_warmup_steps=0, timeout_s=30)
     model = torch.nn.Linear(64, 64)
-    told = {}
+    results = {}
     for number in range(8):
         with detector.step(number):
             loss = model(torch.ones(8, 64)).sum()
@@ -167,20 +167,20 @@ def kernels(rank: int) -> dict[str, Any]:
             dist.all_reduce(loss.detach())
     report = detector.report()
     detector.close()
-    told["names"] = [[timing.name for timing in owner.kernels] for owner in report.ranks]
-    told["num_steps"] = [owner.num_steps for owner in report.ranks]
-    told["relative"] = report.findings.relative
-    return told
+    results["names"] = [[timing.name for timing in owner.kernels] for owner in report.ranks]
+    results["num_steps"] = [owner.num_steps for owner in report.ranks]
+    results["relative"] = report.findings.relative
+    return results
 
 
 def main() -> None:
-    """Play the scenes; arguments: the run directory, a folder for what is told, the scenes."""
+    """Run the scenes; arguments: the run directory, a folder for the results, the scenes."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    told = {name: globals()[name](rank) for name in sys.argv[3:]}
-    Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(told))
+    results = {name: globals()[name](rank) for name in sys.argv[3:]}
+    Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

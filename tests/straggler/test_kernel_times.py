@@ -1,4 +1,4 @@
-"""What counts as a kernel in what torch's profiler saw."""
+"""Kernel times from the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ EVENTS = [
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cuda", {"ampere_sgemm_128x64": 1e-4}), ("cpu", {"aten::mm": 5e-6})])
-def test_kernels_are_the_devices_own_without_collectives(
+def test_collectives_do_not_count_as_kernels(
     monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict[str, float]
 ) -> None:
-    """On a device only what ran there counts, without one only operators; a collective never does."""
+    """On a device only its kernels count, without a device only operators, and collectives never."""
     monkeypatch.setattr(device_timing, "training_device", lambda local_rank=0: torch.device(kind))
-    found = {one.name: seconds for one in EVENTS if (seconds := device_timing.kernel_seconds(one)) is not None}
-    assert found == pytest.approx(expected)
+    timings = {one.name: seconds for one in EVENTS if (seconds := device_timing.kernel_seconds(one)) is not None}
+    assert timings == pytest.approx(expected)
 
 
 @pytest.fixture
@@ -53,72 +53,71 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def running(on_cpu: None) -> Iterator[KernelTimes]:
     """Kernel times while the real profiler runs."""
-    made = KernelTimes()
-    made.start()
-    yield made
-    made.stop()
+    kernel_times = KernelTimes()
+    kernel_times.start()
+    yield kernel_times
+    kernel_times.stop()
 
 
-def test_the_real_profiler_gives_times_by_operator(running: KernelTimes) -> None:
-    """Each operator's own times are told once, those that took most first, and not told again."""
+def test_the_profiler_times_each_operator_once(running: KernelTimes) -> None:
+    """Each operator's own times are returned once, the longest first."""
     left = torch.ones(32, 32)
     for _ in range(4):
         left @ left
     running.stop()
-    found = running.take({"aten::mm": 0.5})
-    (product,) = [timing for timing in found if timing.name == "aten::mm"]
+    timings = running.take({"aten::mm": 0.5})
+    (product,) = [timing for timing in timings if timing.name == "aten::mm"]
     assert (product.count, product.best_s) == (4, 0.5)
     assert 0 < product.median_s < 1
-    assert [timing.total_s for timing in found] == sorted((timing.total_s for timing in found), reverse=True)
+    assert [timing.total_s for timing in timings] == sorted((timing.total_s for timing in timings), reverse=True)
     assert running.take({}) == ()
 
 
-def test_only_those_that_took_most_are_told(monkeypatch: pytest.MonkeyPatch, on_cpu: None) -> None:
-    """However many kernels there are, a rank tells a bounded number of them."""
-    seen = [event(f"kernel-{number}", DeviceType.CPU, float(number + 1)) for number in range(200)]
-    fake = SimpleNamespace(start=lambda: None, stop=lambda: None, events=lambda: seen)
+def test_the_number_of_reported_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch, on_cpu: None) -> None:
+    """However many kernels there are, a rank reports a bounded number: the longest ones."""
+    events_of_profiler = [event(f"kernel-{number}", DeviceType.CPU, float(number + 1)) for number in range(200)]
+    fake = SimpleNamespace(start=lambda: None, stop=lambda: None, events=lambda: events_of_profiler)
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: fake)
-    made = KernelTimes()
-    made.start()
-    made.stop()
-    found = made.take({})
-    assert len(found) == MAX_KERNELS
-    assert found[0].name == "kernel-199"
+    kernel_times = KernelTimes()
+    kernel_times.start()
+    kernel_times.stop()
+    timings = kernel_times.take({})
+    assert len(timings) == MAX_KERNELS
+    assert timings[0].name == "kernel-199"
 
 
-def test_a_profiler_that_cannot_start_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """When another profiler runs, kernels go untimed, with one warning; steps go on."""
+def test_a_failed_profiler_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """While another profiler runs, kernels are not timed, with one warning, and the steps continue."""
 
     def refuse() -> None:
         raise RuntimeError("another profiler runs")
 
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: SimpleNamespace(start=refuse))
-    made = KernelTimes()
+    kernel_times = KernelTimes()
     for _ in range(3):
-        made.start()
-        assert not made.is_running
-        made.stop()
+        kernel_times.start()
+        assert not kernel_times.is_running
+        kernel_times.stop()
     assert caplog.text.count("kernels are not timed") == 1
-    assert made.take({}) == ()
+    assert kernel_times.take({}) == ()
 
 
-def test_the_steps_that_are_looked_at_are_the_same_on_all_ranks() -> None:
-    """Two steps of each window, at the same place in it, and past the first steps in the first window."""
+def test_the_profiled_steps_are_the_same_on_all_ranks() -> None:
+    """Two steps of each window are profiled, at the same place in it, and in the first window after the warm-up
+    steps."""
     from outlast.config import StragglerDetectionConfig
 
     detector = StragglerDetector(StragglerDetectionConfig(profile_kernels=True), num_warmup_steps=2)
-    looked_at: list[int] = []
+    profiled: list[int] = []
     for number in range(20):
         detector.begin_step(number)
         assert detector._kernels is not None
         if detector._kernels.is_running:
-            looked_at.append(number)
+            profiled.append(number)
         detector.end_step()
         if number == 9:
             detector.report()
     detector.close()
     first = 2 + 3 - 1  # from 0
-    assert looked_at == [first, first + 1, 12, 13]
+    assert profiled == [first, first + 1, 12, 13]
     assert recorder.NUM_KERNEL_STEPS == 2

@@ -1,5 +1,5 @@
-"""Real ranks of a plain DDP script: the slow one is identified, with the phase in which it is slow and with what the
-decision is about, though all ranks wait for it in the same collective."""
+"""On real ranks of a plain DDP script the slow rank, its phase and the subject of the decision are identified, although
+all ranks wait for it in the same collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECTIONS = {
     "optimizer": "optimizer",
     "between": OUTSIDE,
 }
-"""Phase in which a rank is slow to the section that is to be identified."""
+"""Section in which a rank is identified that is slow in a phase."""
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.extended]
 
@@ -38,8 +38,8 @@ def read_reports(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.extended
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_slow_rank_of_one_host_is_identified_in_each_phase(tmp_path: Path, num_ranks: int) -> None:
-    """A rank that is slow in data loading, forward, backward, optimizer or in the code between: of two ranks and of
-    four. The decision is about the rank, as all of them are on one node; no line blames the node."""
+    """A rank that is slow in data loading, forward, backward, optimizer or outside of sections is identified, of two
+    ranks and of four. On one node the decision is about the rank, and no line blames the node."""
     arguments = (str(tmp_path), json.dumps([[phase, [1]] for phase in SECTIONS]))
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     nodes = ["host"] * num_ranks
@@ -63,18 +63,18 @@ def test_the_slow_rank_of_one_host_is_identified_in_each_phase(tmp_path: Path, n
         assert "the node is slow" not in one["text"]
 
 
-def test_a_node_whose_ranks_are_all_slow_is_responsible(tmp_path: Path) -> None:
-    """Two agents are two nodes with two ranks each; both ranks of the second one are slow between the sections: the
-    decision is about that node. When one of them alone is slow it is about the rank."""
+def test_a_node_with_only_slow_ranks_is_identified(tmp_path: Path) -> None:
+    """When both ranks of the second of two nodes are slow, the decision is about that node; when one of them is slow,
+    it is about the rank."""
     scenes = [["between", [2, 3]], ["between", [3]]]
     arguments = (str(tmp_path), json.dumps(scenes))
     with Cluster(SCRIPT, *arguments, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2) as cluster:
         assert cluster.wait(timeout_s=400) == [0, 0], cluster.tails()
-    both, one = read_reports(tmp_path, 4)
-    assert {rank: [section, scope] for rank, section, scope in both["named"] if rank in (2, 3)} == {
+    report_of_both, one = read_reports(tmp_path, 4)
+    assert {rank: [section, scope] for rank, section, scope in report_of_both["named"] if rank in (2, 3)} == {
         2: [OUTSIDE, Scope.NODE],
         3: [OUTSIDE, Scope.NODE],
-    }, both["text"]
-    assert "the decision is about the node: all its ranks (2, 3) are slow compared with" in both["text"]
+    }, report_of_both["text"]
+    assert "the decision is about the node: all its ranks (2, 3) are slow compared with" in report_of_both["text"]
     assert one["named"][0] == [3, OUTSIDE, Scope.RANK], one["text"]
     assert "not the node: rank 2 of the same node is not slow" in one["text"]

@@ -1,4 +1,4 @@
-"""What is timed is a section's own time, and what is put around other people's code is taken away again."""
+"""A section has its own time only, and hooks and wrappers in other code are removed again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outlast.straggler.recorder import SectionRecorder
 
 
 class Time:
-    """A performance counter that is moved by hand, in seconds."""
+    """A performance counter that tests advance, in seconds."""
 
     def __init__(self) -> None:
         self.now_ns = 1
@@ -35,26 +35,25 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The counter that sections read."""
-    moved = Time()
-    monkeypatch.setattr(recorder, "perf_counter_ns", moved)
-    return moved
+    counter = Time()
+    monkeypatch.setattr(recorder, "perf_counter_ns", counter)
+    return counter
 
 
 @pytest.fixture
 def detector() -> Iterator[StragglerDetector]:
     """A detector of one rank that times from the first step."""
-    made = StragglerDetector(num_warmup_steps=0)
-    yield made
-    made.close()
+    new_recorder = StragglerDetector(num_warmup_steps=0)
+    yield new_recorder
+    new_recorder.close()
 
 
 def timings(detector: StragglerDetector) -> dict[str, Timing]:
     return detector.report().ranks[0].by_name
 
 
-def test_a_sections_time_is_its_own(detector: StragglerDetector, time: Time) -> None:
-    """Sections within a section, and marked waiting, are not part of its time; sections are told in the order in which
-    they end."""
+def test_a_section_excludes_inner_sections(detector: StragglerDetector, time: Time) -> None:
+    """A section's time excludes inner sections and waiting; sections are reported in the order in which they end."""
     for number in range(5):
         with detector.step(number):
             time.passes(0.001)
@@ -66,19 +65,18 @@ def test_a_sections_time_is_its_own(detector: StragglerDetector, time: Time) -> 
                     time.passes(0.500)
             with detector.leave_out(), detector.section("evaluation"):
                 time.passes(7.0)
-    found = timings(detector)
-    assert list(found) == ["attention", "forward", OUTSIDE]
-    assert {name: round(timing.median_s, 6) for name, timing in found.items()} == {
+    timings_found = timings(detector)
+    assert list(timings_found) == ["attention", "forward", OUTSIDE]
+    assert {name: round(timing.median_s, 6) for name, timing in timings_found.items()} == {
         "attention": 0.030,
         "forward": 0.010,
         OUTSIDE: 0.001,
     }
-    assert {timing.count for timing in found.values()} == {5}
+    assert {timing.count for timing in timings_found.values()} == {5}
 
 
-def test_a_section_may_be_entered_many_times_and_within_itself(detector: StragglerDetector, time: Time) -> None:
-    """Each entry is a time of its own; one within itself, as around the forward of a module that is watched too, is
-    part of the one around it."""
+def test_a_section_can_be_entered_within_itself(detector: StragglerDetector, time: Time) -> None:
+    """Each entry has its own time, except for an entry within the same section, which is part of the outer one."""
     section = detector.section("layer")
     with detector.step(0):
         for _ in range(3):
@@ -86,14 +84,14 @@ def test_a_section_may_be_entered_many_times_and_within_itself(detector: Straggl
                 time.passes(0.002)
                 with section:
                     time.passes(0.001)
-    found = timings(detector)["layer"]
-    assert found.count == 3
-    assert found.median_s == pytest.approx(0.003)
-    assert found.total_s == pytest.approx(0.009)
+    timings_found = timings(detector)["layer"]
+    assert timings_found.count == 3
+    assert timings_found.median_s == pytest.approx(0.003)
+    assert timings_found.total_s == pytest.approx(0.009)
 
 
-def test_what_raises_is_not_counted(detector: StragglerDetector, time: Time) -> None:
-    """A section that ended by an exception has no time, and neither has its step; the next step is timed as ever."""
+def test_a_section_that_raises_is_not_counted(detector: StragglerDetector, time: Time) -> None:
+    """A section that ends with an exception is not counted, and neither is its step; the next step is."""
 
     def fail() -> None:
         with detector.step(0), detector.section("forward"):
@@ -104,36 +102,37 @@ def test_what_raises_is_not_counted(detector: StragglerDetector, time: Time) -> 
         fail()
     with detector.step(1), detector.section("forward"):
         time.passes(0.01)
-    found = timings(detector)
-    assert (found["forward"].count, found[OUTSIDE].count) == (1, 1)
-    assert found["forward"].median_s == pytest.approx(0.01)
+    timings_found = timings(detector)
+    assert (timings_found["forward"].count, timings_found[OUTSIDE].count) == (1, 1)
+    assert timings_found["forward"].median_s == pytest.approx(0.01)
 
 
-def test_an_open_section_does_not_outlive_what_is_around_it() -> None:
-    """What was entered and never left, as by a hook of a forward that raised, ends with the section around it."""
-    made = SectionRecorder()
-    made.active = True
-    outer, inner = made.index("outer"), made.index("inner")
-    made.enter(outer)
-    made.enter(inner)
-    made.leave(outer)
-    made.leave(inner)
-    assert [timing.name for timing in made.take({})] == ["outer"]
+def test_an_open_section_ends_with_its_outer_one() -> None:
+    """A section that was entered and not left, as by a hook of a forward that raised, ends with the section around
+    it."""
+    new_recorder = SectionRecorder()
+    new_recorder.active = True
+    outer, inner = new_recorder.index("outer"), new_recorder.index("inner")
+    new_recorder.enter(outer)
+    new_recorder.enter(inner)
+    new_recorder.leave(outer)
+    new_recorder.leave(inner)
+    assert [timing.name for timing in new_recorder.take({})] == ["outer"]
 
 
-def test_steps_are_left_out_as_configured(time: Time) -> None:
+def test_warmup_and_profiling_interval_skip_steps(time: Time) -> None:
     """The first steps are not timed, and of the others one in profiling_interval."""
     from outlast.config import StragglerDetectionConfig
 
-    made = StragglerDetector(StragglerDetectionConfig(profiling_interval=4), num_warmup_steps=3)
+    new_recorder = StragglerDetector(StragglerDetectionConfig(profiling_interval=4), num_warmup_steps=3)
     for number in range(20):
-        with made.step(number), made.section("forward"):
+        with new_recorder.step(number), new_recorder.section("forward"):
             time.passes(100.0 if number < 3 else 0.01)
-    assert made.report().ranks[0].by_name["forward"].count == 5
+    assert new_recorder.report().ranks[0].by_name["forward"].count == 5
 
 
 def test_sections_outside_of_steps_are_not_timed(detector: StragglerDetector) -> None:
-    """What lies between steps is no part of any; a rank that never begins one is said to have timed nothing."""
+    """Sections between steps belong to no step; a rank without steps reports that it timed nothing."""
     with detector.section("forward"):
         pass
     report = detector.report()
@@ -141,9 +140,8 @@ def test_sections_outside_of_steps_are_not_timed(detector: StragglerDetector) ->
     assert report.findings.notes == ("rank 0 timed nothing: it cannot be compared",)
 
 
-def test_other_threads_disturb_nothing(detector: StragglerDetector, time: Time) -> None:
-    """What another thread enters is not timed, leaves nothing out, and does not get into what the thread that trains
-    has open."""
+def test_sections_of_other_threads_are_ignored(detector: StragglerDetector, time: Time) -> None:
+    """Sections of another thread are not timed and do not affect the open sections of the training thread."""
     section = detector.section("load")
 
     def enter() -> None:
@@ -160,7 +158,7 @@ def test_other_threads_disturb_nothing(detector: StragglerDetector, time: Time) 
 
 
 def test_decorated_and_wrapped_functions_are_timed(detector: StragglerDetector, time: Time) -> None:
-    """A decorator and wrap() time every call; close() gives back what was there before."""
+    """A decorator and wrap() time every call; close() restores the original function."""
 
     class Model:
         def forward(self) -> str:
@@ -183,16 +181,16 @@ def test_decorated_and_wrapped_functions_are_timed(detector: StragglerDetector, 
         with detector.step(number):
             assert model.forward() == "out"
             assert loss() == 3
-    found = timings(detector)
-    assert found["forward"].median_s == pytest.approx(0.01)
-    assert found["loss"].median_s == pytest.approx(0.002)
+    timings_found = timings(detector)
+    assert timings_found["forward"].median_s == pytest.approx(0.01)
+    assert timings_found["loss"].median_s == pytest.approx(0.002)
     detector.close()
     assert "forward" not in vars(model)
     assert library.recv is before
 
 
-def test_what_cannot_be_timed_is_refused(detector: StragglerDetector) -> None:
-    """A name that is no callable, a coroutine, and the name of what is outside all sections are refused at once."""
+def test_a_target_that_cannot_be_timed_is_rejected(detector: StragglerDetector) -> None:
+    """A target that is not callable, a coroutine function and the reserved section name are rejected at once."""
     with pytest.raises(OutlastError, match="no callable 'forward'"):
         detector.wrap(SimpleNamespace(), "forward")
 
@@ -204,16 +202,16 @@ def test_what_cannot_be_timed_is_refused(detector: StragglerDetector) -> None:
         detector.section(OUTSIDE)
 
 
-def replaced() -> list[object]:
-    """Return what :meth:`StragglerDetector.watch` replaces in torch."""
+def torch_hooks() -> list[object]:
+    """Return the functions that :meth:`StragglerDetector.watch` replaces in torch."""
     return [torch.autograd.backward, _BaseDataLoaderIter.__next__, dist.Work.wait, dist.ProcessGroup.allreduce]
 
 
 @pytest.mark.slow
-def test_a_training_step_is_watched_by_hooks(detector: StragglerDetector) -> None:
-    """The data loader, the forward of a module, the backward and the step of an optimizer are sections, wherever they
-    are in the state; after close() no hook is left and torch is as it was."""
-    before = replaced()
+def test_hooks_time_a_training_step(detector: StragglerDetector) -> None:
+    """Data loader, forward, backward and optimizer step are sections, wherever the objects are in the state; close()
+    removes all hooks from torch."""
+    before = torch_hooks()
     model = torch.nn.Linear(3, 3)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     detector.watch({"model": SimpleNamespace(wrapped=model), "optimizers": {"0": optim}, "note": "text"})
@@ -222,18 +220,18 @@ def test_a_training_step_is_watched_by_hooks(detector: StragglerDetector) -> Non
         with detector.step(number):
             model(next(batches)).sum().backward()
             optim.step()
-    found = timings(detector)
-    assert list(found) == ["data", "forward", "backward", "optimizer", OUTSIDE]
-    assert {timing.count for timing in found.values()} == {4}
+    timings_found = timings(detector)
+    assert list(timings_found) == ["data", "forward", "backward", "optimizer", OUTSIDE]
+    assert {timing.count for timing in timings_found.values()} == {4}
     detector.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    assert replaced() == before
+    assert torch_hooks() == before
 
 
-def test_the_backward_ends_where_the_wait_for_other_ranks_begins(detector: StragglerDetector, time: Time) -> None:
-    """What a hook of a gradient does is part of the backward; final callbacks of the engine, in which DDP waits for the
-    other ranks' gradients, are not, also where the script has a section around the backward."""
+def test_the_backward_excludes_the_wait_for_other_ranks(detector: StragglerDetector, time: Time) -> None:
+    """Gradient hooks are part of the backward; the engine's final callbacks, in which DDP waits for other ranks, are
+    not, also within a section of the script."""
     weight = torch.ones(2, requires_grad=True)
 
     def compute(_: torch.Tensor) -> None:
@@ -249,14 +247,14 @@ def test_the_backward_ends_where_the_wait_for_other_ranks_begins(detector: Strag
         torch.ones(2).sum().backward()
     with detector.step(7):
         torch.autograd.backward([weight.sum(), (weight * 3).sum()])
-    found = timings(detector)
-    assert (found["backward"].count, found["backward"].median_s) == (7, pytest.approx(0.003))
-    assert found[OUTSIDE].median_s == 0.0
+    timings_found = timings(detector)
+    assert (timings_found["backward"].count, timings_found["backward"].median_s) == (7, pytest.approx(0.003))
+    assert timings_found[OUTSIDE].median_s == 0.0
 
 
 @pytest.mark.slow
-def test_a_backward_that_is_compiled_is_timed_as_a_whole(detector: StragglerDetector) -> None:
-    """Compiled autograd traces the hooks of tensors, which then may not queue callbacks: none is put there."""
+def test_a_compiled_backward_is_timed_as_a_whole(detector: StragglerDetector) -> None:
+    """Compiled autograd traces tensor hooks, which then must not queue callbacks, so none is added."""
     from torch._dynamo import compiled_autograd
 
     weight = torch.ones(2, requires_grad=True)
@@ -267,24 +265,24 @@ def test_a_backward_that_is_compiled_is_timed_as_a_whole(detector: StragglerDete
     assert timings(detector)["backward"].count == 1
 
 
-def test_in_a_long_window_few_backwards_are_timed_and_all_are_counted(detector: StragglerDetector, time: Time) -> None:
-    """The hooks that split a backward cost some microseconds: after 32 steps one of seven has them; the share of the
-    step that the backward takes is the same."""
+def test_a_long_window_samples_backwards(detector: StragglerDetector, time: Time) -> None:
+    """After 32 steps only one step of seven has the hooks that split a backward, and the backward keeps its share of
+    the step."""
     weight = torch.ones(2, requires_grad=True)
     weight.register_hook(lambda _: time.passes(0.003))
     detector.watch({})
     for number in range(102):
         with detector.step(number):
             (weight * 2).sum().backward()
-    found = timings(detector)
-    assert (found["backward"].count, found["backward"].median_s) == (102, pytest.approx(0.003))
-    assert found["backward"].total_s == pytest.approx(102 * 0.003)
-    assert found[OUTSIDE].median_s == 0.0
+    timings_found = timings(detector)
+    assert (timings_found["backward"].count, timings_found["backward"].median_s) == (102, pytest.approx(0.003))
+    assert timings_found["backward"].total_s == pytest.approx(102 * 0.003)
+    assert timings_found[OUTSIDE].median_s == 0.0
 
 
-def test_what_is_between_steps_counts_for_the_next_step(detector: StragglerDetector, time: Time) -> None:
-    """Data that a loop or a trainer loads between two steps is own time of the rank, in its section where it has one; a
-    save that is left out and the time around a report are not."""
+def test_time_between_steps_counts_for_the_next_step(detector: StragglerDetector, time: Time) -> None:
+    """Data loaded between two steps is the rank's own time, in its section if it has one; excluded saves and the time
+    around a report are not."""
     for number in range(5):
         with detector.section("data"):
             time.passes(0.004)
@@ -293,31 +291,31 @@ def test_what_is_between_steps_counts_for_the_next_step(detector: StragglerDetec
             time.passes(60.0)
         with detector.step(number):
             time.passes(0.001)
-    found = timings(detector)
-    assert (found["data"].count, found["data"].median_s) == (4, pytest.approx(0.004))
-    assert (found[OUTSIDE].count, found[OUTSIDE].median_s) == (5, pytest.approx(0.003))
+    timings_found = timings(detector)
+    assert (timings_found["data"].count, timings_found["data"].median_s) == (4, pytest.approx(0.004))
+    assert (timings_found[OUTSIDE].count, timings_found[OUTSIDE].median_s) == (5, pytest.approx(0.003))
     time.passes(9.0)
     with detector.step(5):
         time.passes(0.001)
     assert timings(detector)[OUTSIDE].median_s == pytest.approx(0.001)
 
 
-def test_the_newest_times_make_the_median_and_all_are_counted(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
-    """Memory is bounded: of very many times the newest count for the median, and the count is that of all."""
+def test_the_median_is_of_the_newest_times(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
+    """Memory is bounded: the median is of the newest times, and the count is of all."""
     monkeypatch.setattr(recorder, "MAX_SAMPLES", 8)
-    made = SectionRecorder()
-    made.active = True
-    index = made.index("forward")
+    new_recorder = SectionRecorder()
+    new_recorder.active = True
+    index = new_recorder.index("forward")
     for number in range(40):
-        made.enter(index)
+        new_recorder.enter(index)
         time.passes(1.0 if number < 32 else 0.01)
-        made.leave(index)
-    (found,) = made.take({})
-    assert (found.count, found.median_s) == (40, pytest.approx(0.01))
+        new_recorder.leave(index)
+    (timings_found,) = new_recorder.take({})
+    assert (timings_found.count, timings_found.median_s) == (40, pytest.approx(0.01))
 
 
-def test_a_window_begins_anew_after_a_report(detector: StragglerDetector, time: Time) -> None:
-    """What was told is not told again, and a section that is not entered any more is gone."""
+def test_a_report_starts_a_new_window(detector: StragglerDetector, time: Time) -> None:
+    """Times are reported once, and a section that is no longer entered is no longer reported."""
     with detector.step(0), detector.section("once"):
         time.passes(0.01)
     assert "once" in timings(detector)

@@ -1,4 +1,4 @@
-"""A report has the layout that people search their logs for, and metrics for their loggers."""
+"""Layout and metrics of a straggler report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.straggler import Report, StragglerDetector
 
 
 def report_of(times_s: Mapping[int, float], *, num_windows: int = 1, **facts: Any) -> Report:
-    """Return the report on ranks that take these times in ``forward``, having been at their best at 10 ms."""
+    """Return the report on ranks with these times in ``forward``, whose best times are 10 ms."""
     ranks = tuple(
         RankTimings(
             rank=rank,
@@ -34,8 +34,8 @@ def report_of(times_s: Mapping[int, float], *, num_windows: int = 1, **facts: An
     return Report(iteration=100, device="GPU", ranks=ranks, findings=findings, processing_s=0.042, **facts)
 
 
-def test_many_ranks_are_shown_by_the_worst_and_the_best() -> None:
-    """Of 512 ranks the five worst and the five best are listed, in the known form."""
+def test_a_large_report_lists_the_worst_and_best_ranks() -> None:
+    """Of 512 ranks the five worst and the five best are listed, in the known layout."""
     times_s = dict.fromkeys(range(512), 0.01) | {76: 0.01 / 0.94, 13: 0.01 / 0.95}
     lines = report_of(times_s).render().splitlines()
     assert lines[:4] == [
@@ -59,8 +59,8 @@ def test_many_ranks_are_shown_by_the_worst_and_the_best() -> None:
     assert "No straggler: all ranks are within noise of each other in what was compared, 100% of a step" in lines
 
 
-def test_few_ranks_are_all_shown() -> None:
-    """Where there are no more than twice the number, all ranks are listed, worst first."""
+def test_a_small_report_lists_all_ranks() -> None:
+    """With at most twice the configured number of ranks all of them are listed, worst first."""
     lines = report_of({0: 0.01, 1: 0.0125, 2: 0.01, 3: 0.01}).render().splitlines()
     assert lines[:5] == [
         "GPU relative performance:",
@@ -72,8 +72,8 @@ def test_few_ranks_are_all_shown() -> None:
     assert "Arrival at the step's end: rank 1 comes last, the longest wait of another one is 2.5 ms of 12.5 ms" in lines
 
 
-def test_metrics_are_smallest_median_and_largest() -> None:
-    """Loggers get three numbers for each kind of score."""
+def test_metrics_are_minimum_median_and_maximum() -> None:
+    """Each kind of score has three metrics."""
     assert report_of({0: 0.01, 1: 0.02, 2: 0.01}).metrics() == {
         "gpu_relative_perf/min": 0.5,
         "gpu_relative_perf/median": 1.0,
@@ -84,8 +84,8 @@ def test_metrics_are_smallest_median_and_largest() -> None:
     }
 
 
-def test_an_incident_says_who_and_where() -> None:
-    """Each rank that is newly named is one incident, with a line for people."""
+def test_an_incident_describes_the_slow_rank() -> None:
+    """Each newly identified rank is one incident, with a line for operators."""
     (incident,) = report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3).incidents(job="job", cycle=2)
     assert (incident.rank, incident.node, incident.section, incident.cycle) == (1, "h100-000", "forward", 2)
     assert "rank 1 on node h100-000 is slow in section 'forward' at iteration 100" in incident.describe()
@@ -95,16 +95,18 @@ def test_an_incident_says_who_and_where() -> None:
     assert report_of({0: 0.01, 1: 0.02, 2: 0.01}, num_windows=4).incidents() == ()
 
 
-def test_what_is_printed_is_configurable(caplog: pytest.LogCaptureFixture) -> None:
-    """With num_gpu_perf_scores_to_print=0 a report without a named rank is not printed; without enable_logging no
-    metrics are given."""
-    taken: list[tuple[dict[str, float], int]] = []
+def test_printing_and_metrics_are_configurable(caplog: pytest.LogCaptureFixture) -> None:
+    """With num_gpu_perf_scores_to_print=0 a report without a straggler is not logged; without enable_logging no metrics
+    are passed."""
+    metrics_logged: list[tuple[dict[str, float], int]] = []
     for number, logs in ((0, False), (5, True)):
         config = StragglerDetectionConfig(
             num_gpu_perf_scores_to_print=number, enable_logging=logs, logger_name="outlast.straggler.test"
         )
         detector = StragglerDetector(
-            config, num_warmup_steps=0, log_metrics=lambda metrics, iteration: taken.append((dict(metrics), iteration))
+            config,
+            num_warmup_steps=0,
+            log_metrics=lambda metrics, iteration: metrics_logged.append((dict(metrics), iteration)),
         )
         with caplog.at_level(logging.INFO, logger="outlast"):
             for iteration in range(5):
@@ -113,13 +115,14 @@ def test_what_is_printed_is_configurable(caplog: pytest.LogCaptureFixture) -> No
             detector.report()
         assert len(caplog.messages) == (2 if logs else 0)
         detector.close()
-    ((metrics, iteration),) = taken
+    ((metrics, iteration),) = metrics_logged
     assert iteration == 5
     assert metrics["gpu_individual_perf/max"] == 1.0
 
 
-def test_of_ranks_that_are_slow_alike_only_a_slow_machine_is_stopped_for() -> None:
-    """One of two ranks that are slow by the same amount may only wait for the other: the check of machines decides."""
+def test_of_equally_slow_ranks_only_a_slow_machine_stops() -> None:
+    """One of two equally slow ranks may only wait for the other, so the check of the machines decides which one
+    training stops for."""
     config = StragglerDetectionConfig(stop_if_detected=True)
     found = report_of({0: 0.01, 1: 0.02, 2: 0.02, 3: 0.01}, num_windows=3).findings
     detector = StragglerDetector(config)
@@ -131,8 +134,8 @@ def test_of_ranks_that_are_slow_alike_only_a_slow_machine_is_stopped_for() -> No
 
 
 @pytest.mark.extended
-def test_a_stop_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """The log says for which rank training should stop."""
+def test_a_requested_stop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The log contains the rank for which training should stop."""
     from outlast.straggler.report import publish
 
     report = replace(report_of({0: 0.01, 1: 0.02, 2: 0.01, 3: 0.01}, num_windows=3), stop_for=(1,))
