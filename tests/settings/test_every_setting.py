@@ -55,7 +55,7 @@ NODES = "launch/test_unhealthy_nodes.py::test_"
 LEAVING = "session/test_session_preemption.py::test_"
 RERUN = "numerics/test_rerun_in_place.py::test_"
 EVERYTHING_ON = "session/test_own_groups.py::test_a_session_with_everything_on_has_three_groups_of_its_own"
-PRINTED = "straggler/test_straggler_report.py::test_what_is_printed_is_configurable"
+PRINTED = "straggler/test_straggler_report.py::test_printing_and_metrics_are_configurable"
 FIGURES = "session/test_own_loop.py::test_figures_reach_the_logger_under_their_documented_names"
 GROUPS = "ray/test_group_limits.py::test_"
 ELSEWHERE: dict[type, dict[str, str]] = {
@@ -163,11 +163,11 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         **dict.fromkeys(("num_gpu_perf_scores_to_print", "enable_logging", "logger_name"), PRINTED),
         "stop_if_detected": "session/test_session_slow_ranks.py::"
         "test_all_ranks_leave_for_a_slow_one_and_nothing_is_lost",
-        "profiling_interval": "straggler/test_recorder.py::test_steps_are_left_out_as_configured",
+        "profiling_interval": "straggler/test_recorder.py::test_warmup_and_profiling_interval_skip_steps",
         "confirmations": "policy/test_stragglers.py::"
         "test_a_rank_that_is_ten_times_as_slow_is_not_hidden_by_its_own_variation",
         "profile_kernels": "straggler/test_kernel_times.py::"
-        "test_the_steps_that_are_looked_at_are_the_same_on_all_ranks",
+        "test_the_profiled_steps_are_the_same_on_all_ranks",
     },
 }
 """The settings whose effect a test of another folder proves."""
