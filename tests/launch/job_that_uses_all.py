@@ -1,8 +1,8 @@
 """A training script for tests that has all connections at once: a session that replicates, in a wrapped function.
 
-Arguments: a folder, and how many cycles end with a failure. In each cycle, once a checkpoint is committed, each rank
-creates ``ready-<cycle>-<rank>`` there, with the port of the launcher's store, and goes on when there is ``go-<cycle>``;
-rank 0 first writes ``store-<cycle>``, what the stores of the ranks hold.
+Arguments: a folder, and the number of cycles that end with a failure. Once a checkpoint is committed in a cycle, each
+rank creates ``ready-<cycle>-<rank>`` in the folder with the port of the launcher's store, and continues once
+``go-<cycle>`` exists; rank 0 first writes the content of the ranks' stores to ``store-<cycle>``.
 """
 
 import datetime
@@ -23,21 +23,21 @@ cycle, node = int(os.environ["OUTLAST_CYCLE"]), os.environ["GROUP_RANK"]
 PATIENCE_S = 200
 
 
-def where_store_is():
+def launchers_endpoint():
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-launchers_store = where_store_is()
+launchers_store = launchers_endpoint()
 
 
 def write_stores():
-    """Write all keys and values of the launcher's store and of the one of this call."""
-    held = {}
-    for host, port in {launchers_store, where_store_is()}:
+    """Write all keys and values of the launcher's store and of this call's store."""
+    entries = {}
+    for host, port in {launchers_store, launchers_endpoint()}:
         store = TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=60))
-        held.update({f"{port} {key}": store.get(key).decode("latin-1") for key in store.list_keys()})
+        entries.update({f"{port} {key}": store.get(key).decode("latin-1") for key in store.list_keys()})
     path = folder / f"store-{cycle}"
-    path.with_suffix(".new").write_text(json.dumps(held))
+    path.with_suffix(".new").write_text(json.dumps(entries))
     path.with_suffix(".new").rename(path)
 
 

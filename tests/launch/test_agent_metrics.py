@@ -1,4 +1,4 @@
-"""What an agent shows Prometheus: during a run, after a restart, to scrapers that do not read, and what is refused."""
+"""The Prometheus endpoint of an agent: its metrics during a run, after a restart, and with slow or wrong clients."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ while not (go_on.exists() and all(path.exists() for path in started)):
     time.sleep(0.02)
 sys.exit(3)
 """
-Figures = dict[str, list[tuple[dict[str, str], float]]]
+Series = dict[str, list[tuple[dict[str, str], float]]]
 
 
-def scrape(url: str) -> Figures:
-    """Return what an endpoint shows, by metric."""
+def scrape(url: str) -> Series:
+    """Return the series of an endpoint, by metric."""
     with urllib.request.urlopen(url, timeout=60) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
-    found: Figures = {}
+    found: Series = {}
     for family in families:
         for sample in family.samples:
             if not sample.name.endswith("_created"):
@@ -75,21 +75,25 @@ def scrape(url: str) -> Figures:
     return found
 
 
-def one(metrics: Figures, name: str, **labels: str) -> float | None:
+def one(metrics: Series, name: str, **labels: str) -> float | None:
     """Return the value of the only series with these labels."""
-    values = [value for own, value in metrics.get(f"outlast_{name}", []) if labels.items() <= own.items()]
+    values = [
+        value
+        for labels_of_series, value in metrics.get(f"outlast_{name}", [])
+        if labels.items() <= labels_of_series.items()
+    ]
     assert len(values) <= 1, (name, values)
     return values[0] if values else None
 
 
 def urls_of(cluster: Cluster) -> list[str]:
-    """Return where the agents' endpoints are, in the order of their nodes."""
+    """Return the URLs of the agents' endpoints, in the order of their nodes."""
     found = [re.search(r"http://\S+/metrics", agent.output()) for agent in cluster.agents]
     return [match[0] for match in found if match is not None]
 
 
-def scrape_until(url: str, name: str, value: float, **labels: str) -> Figures:
-    """Scrape again and again until a figure is reached."""
+def scrape_until(url: str, name: str, value: float, **labels: str) -> Series:
+    """Scrape until a metric has reached a value."""
     deadline_s = clock.now_s() + LONG_S
     while True:
         metrics = scrape(url)
@@ -101,7 +105,7 @@ def scrape_until(url: str, name: str, value: float, **labels: str) -> Figures:
 
 @pytest.fixture
 def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsEndpoint]:
-    """An endpoint of a node ``a`` without an agent, which reads the journal all the time."""
+    """An endpoint of a node ``a`` without an agent, which reads the journal continuously."""
     monkeypatch.setattr(metrics_endpoint, "LOOK_S", 0.02)
     shown = MetricsEndpoint(LOCAL, run_id="r", node="a", run_dir=tmp_path)
     yield shown
@@ -113,8 +117,8 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Metric
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> None:
-    """Each agent shows its own ranks, where they are and what is saved; after a killed rank the same endpoints go on,
+def test_each_agent_reports_its_ranks_and_the_restart(tmp_path: Path) -> None:
+    """Each agent reports its own ranks, their progress and checkpoints; after a rank is killed the endpoints continue
     and count the restart on the coordinator's node and the cycle on both."""
     script, go_on = tmp_path / "train.py", tmp_path / "go"
     script.write_text(SCRIPT)
@@ -127,10 +131,10 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
         cluster.wait_for("waits", LONG_S)
         urls = urls_of(cluster)
         assert len(set(urls)) == 2
-        seen = [scrape_until(url, "committed_iteration", 4, tier="local") for url in urls]
-        ranks = [metrics["outlast_rank_iteration"][0][0]["rank"] for metrics in seen]
+        scrapes = [scrape_until(url, "committed_iteration", 4, tier="local") for url in urls]
+        ranks = [metrics["outlast_rank_iteration"][0][0]["rank"] for metrics in scrapes]
         assert sorted(ranks) == ["0", "1"]
-        for metrics, rank, node in zip(seen, ranks, ("node-0", "node-1"), strict=True):
+        for metrics, rank, node in zip(scrapes, ranks, ("node-0", "node-1"), strict=True):
             assert metrics["outlast_rank_section_info"] == [
                 ({"run_id": cluster.run_id, "node": node, "rank": rank, "section": "step"}, 1.0)
             ]
@@ -143,7 +147,7 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
             assert (one(metrics, "saves_total") or 0) >= 2
             assert 0 < (one(metrics, "job_goodput") or 0) < 1
             assert {name.removeprefix("outlast_") for name in metrics} <= set(METRICS)
-        assert sorted(one(metrics, "agent_is_coordinator") or 0 for metrics in seen) == [0, 1]
+        assert sorted(one(metrics, "agent_is_coordinator") or 0 for metrics in scrapes) == [0, 1]
 
         psutil.Process(cluster.worker_pid(1)).suspend()
         scrape_until(urls[ranks.index("1")], "rank_state", 1, rank="1", state="stopped")
@@ -157,11 +161,11 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
             assert one(metrics, "budget_left", budget="restarts") == 2
         metrics = scrape_until(host, "last_incident_info", 1, kind="worker_died", exit_code="-9")
         assert one(metrics, "last_incident_info", root_cause_rank="1", recovery_level="restart_workers") == 1
-        counted = sum(one(scrape(url), "incidents_total", kind="worker_died") or 0 for url in urls)
-        assert counted == 1
+        num_died = sum(one(scrape(url), "incidents_total", kind="worker_died") or 0 for url in urls)
+        assert num_died == 1
         go_on.touch()
         assert cluster.wait(LONG_S) == [0, 0]
-    for url in urls:  # it ends with its agent
+    for url in urls:  # the endpoint closes with its agent
         with pytest.raises(OSError):
             urllib.request.urlopen(url, timeout=60)
 
@@ -169,10 +173,10 @@ def test_both_agents_show_their_ranks_and_count_a_restart(tmp_path: Path) -> Non
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None:
-    """All counters are there, at 0, before anything has happened. A script without a session that is stopped shows so.
-    Restarts are the same on all nodes, and no series falls while the coordinator's agent is killed and another one
-    takes over. The endpoints stay open after the end until a scraper has the exit code and its cause."""
+def test_counters_survive_a_takeover(tmp_path: Path) -> None:
+    """All counters start at 0, a stopped script without a session is reported, and no counter decreases when the
+    coordinator's agent is killed and another one takes over. The endpoints stay open after the end until a scraper has
+    the exit code and its cause."""
     script, go_on = tmp_path / "train.py", tmp_path / "go"
     script.write_text(PLAIN)
     options = ["--metrics-port=0", f"--metrics-linger={LONG_S:g}", "--max-restarts=2"]
@@ -188,17 +192,19 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
             counters = {f"outlast_{name}" for name, metric in METRICS.items() if metric.is_counter}
             assert counters <= set(metrics)
             assert {value for name in counters - {"outlast_cycles_started_total"} for _, value in metrics[name]} == {0}
-            assert {own["kind"] for own, _ in metrics["outlast_incidents_total"]} == set(IncidentKind)
+            assert {labels_of_series["kind"] for labels_of_series, _ in metrics["outlast_incidents_total"]} == set(
+                IncidentKind
+            )
             assert one(metrics, "excluded_nodes") == one(metrics, "missing_nodes") == 0
             assert one(metrics, "timeout_seconds", timeout="node_heartbeat_timeout") == 5
-        places = {
+        node_of_rank = {
             event.data["ranks"][0]: event.node for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED
         }
         worker = psutil.Process(cluster.worker_pid(1))
         worker.suspend()
-        scrape_until(urls[places[1]], "rank_state", 1, rank="1", state="stopped")
+        scrape_until(urls[node_of_rank[1]], "rank_state", 1, rank="1", state="stopped")
         worker.resume()
-        scrape_until(urls[places[1]], "rank_state", 1, rank="1", state="starting")
+        scrape_until(urls[node_of_rank[1]], "rank_state", 1, rank="1", state="starting")
         worker.kill()
         for url in urls.values():
             scrape_until(url, "restarts_total", 1, recovery_level="restart_workers")
@@ -206,22 +212,24 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
         host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         host.kill()
         del urls[host.name]
-        num_restarts = 2 if host.name in places.values() else 1  # the node that hosts the coordinator may be the spare
-        seen: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
+        num_restarts = (
+            2 if host.name in node_of_rank.values() else 1
+        )  # the node that hosts the coordinator may be the spare
+        scrapes: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
         deadline_s = clock.now_s() + LONG_S
-        while any(not all_seen or sum(all_seen[-1].values()) < num_restarts for all_seen in seen.values()):
-            assert clock.now_s() < deadline_s, seen
+        while any(not totals or sum(totals[-1].values()) < num_restarts for totals in scrapes.values()):
+            assert clock.now_s() < deadline_s, scrapes
             for name, url in urls.items():
                 shown = scrape(url)["outlast_restarts_total"]
-                seen[name].append({own["recovery_level"]: value for own, value in shown})
-        for all_seen in seen.values():
-            for before, after in pairwise(all_seen):
-                assert all(after[recovery_level] >= value for recovery_level, value in before.items()), all_seen
-            assert all_seen[-1]["restart_workers"] >= 1
+                scrapes[name].append({labels_of_series["recovery_level"]: value for labels_of_series, value in shown})
+        for totals in scrapes.values():
+            for before, after in pairwise(totals):
+                assert all(after[recovery_level] >= value for recovery_level, value in before.items()), totals
+            assert totals[-1]["restart_workers"] >= 1
         while sum(one(scrape(url), "agent_is_coordinator") or 0 for url in urls.values()) != 1:
-            assert clock.now_s() < deadline_s, seen
+            assert clock.now_s() < deadline_s, scrapes
         go_on.touch()
-        ends: dict[str, Figures] = {}
+        ends: dict[str, Series] = {}
         deadline_s = clock.now_s() + LONG_S
         while urls:
             assert clock.now_s() < deadline_s, ends
@@ -231,23 +239,27 @@ def test_counters_continue_when_another_agent_takes_over(tmp_path: Path) -> None
                 except OSError:
                     del urls[name]
         assert [one(metrics, "job_exit_code", reason="failed") for metrics in ends.values()] == [1, 1]
-        causes = [own for metrics in ends.values() for own, _ in metrics.get("outlast_last_incident_info", [])]
+        causes = [
+            labels_of_series
+            for metrics in ends.values()
+            for labels_of_series, _ in metrics.get("outlast_last_incident_info", [])
+        ]
         exits = [value for metrics in ends.values() for _, value in metrics.get("outlast_rank_exit_code", [])]
         assert 3 in exits
         assert set(exits) <= {3, -signal.SIGTERM, -signal.SIGKILL}  # a node may end its rank before that exits
         codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(LONG_S), strict=True))
         assert codes.pop(host.name) == -9
         assert set(codes.values()) == {1}
-        assert [(own["kind"], own["exit_code"], own["recovery_level"]) for own in causes] == [
-            ("worker_failed", "3", "stop")
-        ]
+        assert [
+            (labels_of_series["kind"], labels_of_series["exit_code"], labels_of_series["recovery_level"])
+            for labels_of_series in causes
+        ] == [("worker_failed", "3", "stop")]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_scrapers_that_do_not_read_hold_nothing_up(tmp_path: Path) -> None:
-    """With a stopped scraper that has asked, and silent connections, another scraper is answered, and the run ends in
-    order."""
+def test_a_stopped_scraper_does_not_block_others(tmp_path: Path) -> None:
+    """With a stopped scraper and silent connections another scraper gets its response, and the run finishes."""
     script, go_on = tmp_path / "train.py", tmp_path / "go"
     script.write_text(SCRIPT)
     client = "import socket, sys, os, signal, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
@@ -280,9 +292,9 @@ def test_scrapers_that_do_not_read_hold_nothing_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_port_that_is_taken_is_one_line_and_two(tmp_path: Path) -> None:
-    """A second agent with the same port starts nothing: one line names the port and the remedy, exit code 2; no run
-    directory is left."""
+def test_a_used_port_is_an_error(tmp_path: Path) -> None:
+    """A second agent with the same port exits with 2 and one line with the port and the remedy, and leaves no run
+    directory."""
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('it ran')\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -302,8 +314,8 @@ def test_port_that_is_taken_is_one_line_and_two(tmp_path: Path) -> None:
 # -- the endpoint alone ------------------------------------------------------------------------------------------
 
 
-def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that is not a valid port, a name instead of an address, an address without a port, a missing package."""
+def test_invalid_options_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invalid port, a name instead of an address, an address without a port and a missing package are errors."""
     script = tmp_path / "train.py"
     script.touch()
     for words, message in {
@@ -328,7 +340,7 @@ def test_wrong_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "run").exists()
 
 
-def test_options_come_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_override_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment sets port and address where no option does; without both there is no endpoint."""
     script = tmp_path / "train.py"
     script.touch()
@@ -344,21 +356,22 @@ def test_options_come_before_the_environment(tmp_path: Path, monkeypatch: pytest
     assert metrics("--metrics-port=0", "--metrics-address=::1") == Endpoint("::1", 0)
 
 
-def test_an_address_that_is_not_here_is_refused(tmp_path: Path) -> None:
-    """One line with the remedy, as for a port that is taken."""
+def test_an_address_of_another_machine_is_rejected(tmp_path: Path) -> None:
+    """One line contains the remedy, as for a used port."""
     with pytest.raises(ConfigError, match=r"nothing can listen at 192\.0\.2\.1:\d+ .*; give each agent"):
         MetricsEndpoint(Endpoint("192.0.2.1", free_port()), run_id="r", node="a", run_dir=tmp_path)
 
 
-def test_connections_are_bounded_in_number_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 17th connection is closed at once; silent ones are closed after their time, then scrapers are answered."""
+def test_connections_are_limited_in_number_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 17th connection is closed at once; silent ones are closed after their timeout, and then scrapers get a
+    response."""
     monkeypatch.setattr(metrics_endpoint, "SCRAPE_S", 1.0)
     shown = MetricsEndpoint(LOCAL, run_id="r", node="a", run_dir=tmp_path)
     try:
         where = "127.0.0.1", int(shown.url.rpartition(":")[2].partition("/")[0])
         with ExitStack() as stack:
-            silent = [stack.enter_context(socket.create_connection(where)) for _ in range(17)]
-            for connection in silent:
+            silent_connections = [stack.enter_context(socket.create_connection(where)) for _ in range(17)]
+            for connection in silent_connections:
                 connection.settimeout(LONG_S)
                 assert connection.recv(1) == b""
         assert one(scrape(shown.url), "agent_state", state="starting") == 1
@@ -367,11 +380,9 @@ def test_connections_are_bounded_in_number_and_time(tmp_path: Path, monkeypatch:
         shown.close()
 
 
-def test_what_the_journal_holds_is_counted(
-    tmp_path: Path, endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Saves by tier with their stalls, saves that failed, incidents by kind, the newest one with its cause, scores, and
-    goodput without the steps that were done again; what other nodes and jobs wrote is not."""
+def test_metrics_follow_the_journal(tmp_path: Path, endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves by tier with their stalls, failed saves, incidents by kind, the newest incident with its cause, scores and
+    goodput follow the events of this node and job in the journal, and no others."""
     agent, coordinator, rank = (
         Journal(tmp_path, run_id="r", job="job-1", node="a", proc=proc) for proc in ("agent", "coordinator", "rank-0")
     )
@@ -385,7 +396,7 @@ def test_what_the_journal_holds_is_counted(
     agent.write(EventKind.CYCLE_STARTED, cycle=0, ranks=[0])
     agent.write(EventKind.INCIDENT, incident=incident)
     coordinator.write(EventKind.DECISION, cycle=0, incident=incident, verdict=decision)
-    coordinator.write(EventKind.DECISION, cycle=0, verdict=decision)  # no incident: nothing was restarted for it
+    coordinator.write(EventKind.DECISION, cycle=0, verdict=decision)  # no incident: a restart without one
     now_ns = clock.wall_ns()
     for begin, end_ns in ((0, now_ns - 5_000_000_000), (5, now_ns)):  # half of the first ten steps are lost
         for iteration in (begin, begin + 1, 10):
@@ -426,9 +437,9 @@ def test_what_the_journal_holds_is_counted(
     assert {value for name, _, value in history.show() if name == "incidents_total"} == {0}
 
 
-def test_what_the_recovery_policy_allows_is_shown(endpoint: MetricsEndpoint) -> None:
-    """Restarts by remedy, budgets, excluded and missing nodes, timeouts and the exit code are those of the agent;
-    what it does not know yet is not shown, and a budget without a limit never is."""
+def test_budgets_and_limits_are_reported(endpoint: MetricsEndpoint) -> None:
+    """Restarts by recovery level, budgets, excluded and missing nodes, timeouts and the exit code are those of the
+    agent; unknown values and unlimited budgets are not reported."""
     assert not any("restarts" in name or "budget" in name for name in scrape(endpoint.url))
     recovery_state = RecoveryState(
         restarts_by_level={"REPLACE_NODE": 4}, restarts_without_progress=1, quarantined=("n3", "n1"), held_back=("n1",)
@@ -446,22 +457,29 @@ def test_what_the_recovery_policy_allows_is_shown(endpoint: MetricsEndpoint) -> 
     metrics = scrape(endpoint.url)
     level = ("restart_in_process", "restart_workers", "replace_node")
     assert [one(metrics, "restarts_total", recovery_level=recovery_level) for recovery_level in level] == [0, 0, 4]
-    budgets = {own["budget"]: value for own, value in metrics["outlast_budget_left"]}
+    budgets = {labels_of_series["budget"]: value for labels_of_series, value in metrics["outlast_budget_left"]}
     assert budgets == {"restarts": 2, "no_progress_cycles": 2}
     assert (one(metrics, "missing_nodes"), one(metrics, "excluded_nodes")) == (2, 2)
-    assert [own["excluded_node"] for own, _ in metrics["outlast_excluded_node_info"]] == ["n1", "n3"]
-    assert [own["timeout"] for own, _ in metrics["outlast_timeout_seconds"]] == ["rank_heartbeat_timeout"]
+    assert [labels_of_series["excluded_node"] for labels_of_series, _ in metrics["outlast_excluded_node_info"]] == [
+        "n1",
+        "n3",
+    ]
+    assert [labels_of_series["timeout"] for labels_of_series, _ in metrics["outlast_timeout_seconds"]] == [
+        "rank_heartbeat_timeout"
+    ]
     assert one(metrics, "job_exit_code", reason="no_progress") == 93
 
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "finished"), (143, "sigterm"), (75, "preempted"), (42, "other")])
 def test_an_exit_code_has_a_reason(endpoint: MetricsEndpoint, code: int, reason: str) -> None:
-    """The exit code of a job comes with a word for it."""
+    """The exit code of a job is reported with its reason."""
     endpoint.show(lambda: AgentOutlook(exit_code=code))
     assert one(scrape(endpoint.url), "job_exit_code", reason=reason) == code
 
 
-def test_the_end_is_awaited_until_a_scraper_has_it(endpoint: MetricsEndpoint, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_endpoint_stays_open_until_the_end_is_scraped(
+    endpoint: MetricsEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
     """The wait for a scrape ends with the first one after the job's last events were read, or with a warning."""
     endpoint.await_scrape(0.0)
     endpoint.await_scrape(0.05)
@@ -479,8 +497,8 @@ def test_the_end_is_awaited_until_a_scraper_has_it(endpoint: MetricsEndpoint, ca
 
 
 @pytest.mark.process
-def test_a_hung_disk_holds_up_no_scrape(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
-    """While the journal cannot be read, all else is shown, and the endpoint closes."""
+def test_a_hung_disk_does_not_block_scrapes(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
+    """While the journal cannot be read, all other metrics are reported, and the endpoint closes."""
     answers, hangs = threading.Event(), threading.Event()
 
     def hang(path: Path) -> None:
@@ -503,9 +521,9 @@ def test_a_hung_disk_holds_up_no_scrape(tmp_path: Path, endpoint: MetricsEndpoin
 # -- the dashboard -----------------------------------------------------------------------------------------------
 
 
-def test_dashboard_asks_for_what_there_is() -> None:
-    """Every query of docs/grafana/outlast.json names metrics of the endpoint, with labels that they have, and together
-    they name all of them; panels have a place, a title and a number of their own."""
+def test_the_dashboard_queries_existing_metrics() -> None:
+    """Each query of docs/grafana/outlast.json uses metrics and labels of the endpoint, and together they use all
+    metrics; panels have a unique place, title and number."""
     board = json.loads(DASHBOARD.read_text())
     assert {"title", "uid", "schemaVersion", "panels", "templating"} <= set(board)
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
@@ -530,22 +548,22 @@ def test_dashboard_asks_for_what_there_is() -> None:
     cells: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
-        own = {
+        labels_of_series = {
             (x, y)
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
         assert panel["title"]
-        assert not cells & own, f"{panel['title']} lies on another panel"
-        assert all(0 <= x < 24 for x, _ in own)
-        cells |= own
+        assert not cells & labels_of_series, f"{panel['title']} lies on another panel"
+        assert all(0 <= x < 24 for x, _ in labels_of_series)
+        cells |= labels_of_series
     variables = {one["name"] for one in board["templating"]["list"]}
     assert set(re.findall(r"\$\{?(\w+)", " ".join(queries))) <= variables
 
 
 @pytest.mark.process
-def test_nothing_large_is_imported() -> None:
-    """The module needs neither torch nor the client of Prometheus to be imported."""
+def test_the_endpoint_imports_neither_torch_nor_prometheus() -> None:
+    """The module can be imported without torch and the Prometheus client."""
     code = "import sys, outlast.launch.metrics_endpoint; print({'torch', 'prometheus_client'} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
-    assert told.stdout.strip() == "set()"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert loaded.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""The command line at the prompt: its help, hints, and what shells complete; as a module, with its version."""
+"""Help, hints and completion of the command line, and the package as a module."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from outlast.cli.main import cli, main
 from outlast.launch.run_parser import describe_options, list_torchrun_options, parse_command
 
 
-def completed(*words: str) -> list[str]:
-    """Return what a shell would offer for the last of the words after `outlast`; of paths, their kind."""
+def completions(*words: str) -> list[str]:
+    """Return the completions of the last of the words after `outlast`; paths as their kind."""
     kind = get_completion_class("bash")
     assert kind is not None
     items = kind(cli, {}, "outlast", "_OUTLAST_COMPLETE").get_completions([*words[:-1]], words[-1])
@@ -28,23 +28,22 @@ def completed(*words: str) -> list[str]:
 
 
 def test_commands_and_options_are_completed() -> None:
-    """Commands, their options and those of `outlast run`, each in one spelling, are offered; nothing is imported for
-    it that is not needed."""
-    assert completed("s") == ["status", "simulate", "slurm", "shims"]
-    assert completed("ckpt", "") == ["ls", "prune", "verify"]
-    assert completed("--ver") == ["--version"]
-    assert "--run-dir" in completed("run", "--standalone", "--")
+    """Commands, their options and those of `outlast run` are completed, each in one spelling, without heavy imports."""
+    assert completions("s") == ["status", "simulate", "slurm", "shims"]
+    assert completions("ckpt", "") == ["ls", "prune", "verify"]
+    assert completions("--ver") == ["--version"]
+    assert "--run-dir" in completions("run", "--standalone", "--")
 
 
-def test_what_belongs_to_the_script_is_left_to_it() -> None:
-    """Behind the script no option of ours is offered; an unknown command is answered with nothing that disturbs."""
-    assert completed("run", "--nnodes=2", "train.py", "--n") == []
-    assert "run" in completed("bogus", "")
+def test_arguments_of_the_script_are_not_completed() -> None:
+    """After the script no option of outlast is completed; an unknown command has no completions and no errors."""
+    assert completions("run", "--nnodes=2", "train.py", "--n") == []
+    assert "run" in completions("bogus", "")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_script_for_a_shell(shell: str) -> None:
-    """Each shell gets its script; a shell that is installed can read it."""
+def test_each_shell_has_a_completion_script(shell: str) -> None:
+    """The completion script of each shell is printed; an installed shell can read it."""
     printed = CliRunner().invoke(cli, ["completion", shell])
     assert printed.exit_code == 0
     assert f"_OUTLAST_COMPLETE={shell}_complete" in printed.output
@@ -53,15 +52,15 @@ def test_script_for_a_shell(shell: str) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_module_is_the_command(tmp_path: Path) -> None:
-    """`python -m outlast` is `outlast`, from anywhere: exit codes and one-line errors."""
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    """`python -m outlast` is `outlast`, from any directory: exit codes and one-line errors."""
     line = [sys.executable, "-m", "outlast", "runn"]
     refused = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert refused.returncode == 2
     assert refused.stderr == "outlast: there is no command 'runn'; did you mean 'run'?\n"
 
 
-def answer(
+def run_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[int | str | None, str, str]:
     """Return exit code, output and errors of `outlast`."""
@@ -75,21 +74,23 @@ def answer(
 def test_a_bare_command_prints_its_help(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who types a command that has commands gets its help on standard output, and exit code 0."""
-    bare = answer(monkeypatch, capsys, *words)
-    assert bare == answer(monkeypatch, capsys, *words, "--help")
+    """A command group without a command prints its help to standard output and exits with 0."""
+    bare = run_command(monkeypatch, capsys, *words)
+    assert bare == run_command(monkeypatch, capsys, *words, "--help")
     assert (bare[0], bare[2]) == (0, "")
     assert f"Usage: {' '.join(('outlast', *words))}" in bare[1]
 
 
 @pytest.mark.parametrize("option", ["-V", "--version"])
-def test_version(option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both spellings print the version."""
-    assert answer(monkeypatch, capsys, option) == (0, f"outlast, version {__version__}\n", "")
+def test_both_spellings_print_the_version(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--version and -V print the version."""
+    assert run_command(monkeypatch, capsys, option) == (0, f"outlast, version {__version__}\n", "")
 
 
 def commands(group: click.Group, *above: str) -> Iterator[tuple[str, ...]]:
-    """Yield every command, as its words."""
+    """Yield the words of each command."""
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -99,12 +100,12 @@ def commands(group: click.Group, *above: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("words", list(commands(cli)), ids=" ".join)
-def test_every_help_has_examples_and_fits(
+def test_every_help_has_examples_and_fits_80_columns(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each command's help shows it in use; no line but an example's own is longer than 80 columns."""
+    """The help of each command has examples; only their lines may exceed 80 columns."""
     monkeypatch.setenv("COLUMNS", "200")
-    code, text, err = answer(monkeypatch, capsys, *words, "--help")
+    code, text, err = run_command(monkeypatch, capsys, *words, "--help")
     assert (code, err) == (0, "")
     examples = re.split(r"^ *examples.*:$", text, maxsplit=1, flags=re.MULTILINE | re.IGNORECASE)[1]
     assert f"outlast {words[0]}" in examples
@@ -112,12 +113,13 @@ def test_every_help_has_examples_and_fits(
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_help_of_run_begins_with_what_is_ours(
+def test_the_help_of_run_lists_outlast_options_first(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three examples, then our options by topic, faults on purpose apart from them, torchrun's last; in 80 columns."""
+    """The help has three examples, then outlast's options by topic, with simulated faults apart, and torchrun's options
+    last; in 80 columns."""
     monkeypatch.setenv("COLUMNS", columns)
-    _, text, _ = answer(monkeypatch, capsys, "run", "--help")
+    _, text, _ = run_command(monkeypatch, capsys, "run", "--help")
     assert text.startswith("usage: outlast run [OPTION]... SCRIPT")
     before_options, _, rest = text.partition("\nrun:\n")
     assert before_options.count("\n  outlast run ") == 3
@@ -130,8 +132,8 @@ def test_help_of_run_begins_with_what_is_ours(
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_help_shows_each_option_once_and_with_dashes() -> None:
-    """Every option is in one group, in one spelling; none of ours is left to torchrun's."""
+def test_help_lists_each_option_once_with_dashes() -> None:
+    """Each option is in one group and in one spelling; torchrun's group contains none of outlast's."""
     groups = describe_options()
     shown = [option.long_name for group in groups for option in group.options]
     assert len(shown) == len(set(shown))
@@ -145,14 +147,14 @@ OPTIONS = {option.long_name: option for group in describe_options() for option i
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"--help"}))
-def test_underscores_are_taken_silently(name: str) -> None:
-    """Whatever is written with dashes is taken with underscores, too, and means the same."""
+def test_underscores_are_accepted_in_options(name: str) -> None:
+    """An option may be spelled with underscores instead of dashes, with the same meaning."""
     words = {"--numa-binding": "node", "--start-method": "fork", "--ft-rank-section-timeouts": "step:5"}
     value = [] if OPTIONS[name].value is None else [words.get(name, "7")]
-    both = [parse_command([one, *value, "train.py"]) for one in (name, "--" + name[2:].replace("-", "_"))]
+    spellings = [parse_command([one, *value, "train.py"]) for one in (name, "--" + name[2:].replace("-", "_"))]
     attribute = name[2:].replace("-", "_")
-    assert both[0].args == both[1].args
-    assert attribute in both[0].typed.keys() & both[1].typed.keys()
+    assert spellings[0].args == spellings[1].args
+    assert attribute in spellings[0].typed.keys() & spellings[1].typed.keys()
 
 
 @pytest.mark.parametrize(
@@ -173,14 +175,14 @@ def test_underscores_are_taken_silently(name: str) -> None:
             ["-m", "train", "--standalone"],
             "--standalone stands after the script, so the script gets it; put it before t",
         ),
-        (["train.py", "--nproc=2", "--lr", "--nnode", "-m", "nnodes"], None),  # no whole name
-        (["train.py", "--config=x", "--log-dir", "x", "--run_dir=x", "--role=x", "--help"], None),  # many scripts' own
+        (["train.py", "--nproc=2", "--lr", "--nnode", "-m", "nnodes"], None),  # no complete name
+        (["train.py", "--config=x", "--log-dir", "x", "--run_dir=x", "--role=x", "--help"], None),  # scripts' options
         (["train.py", "--", "--nnodes=3"], None),
         (["--nnodes=3", "train.py", "nnodes"], None),
     ],
 )
-def test_options_behind_the_script_get_a_hint(words: list[str], hint: str | None) -> None:
-    """One line names options of ours that the script gets; they reach it unchanged, whoever's they are."""
+def test_options_after_the_script_get_a_hint(words: list[str], hint: str | None) -> None:
+    """One line lists the options of outlast that are passed to the script, which gets all of them unchanged."""
     command = parse_command(words)
     at = words.index(command.args.training_script)
     assert command.args.training_script_args == [word for word in words[at + 1 :] if word != "--"]
@@ -189,13 +191,13 @@ def test_options_behind_the_script_get_a_hint(words: list[str], hint: str | None
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("words", "expected"),
     [
         (["run", "--nnodes", "2", "--nproc"], ["--nproc-per-node"]),
         (["run", "--ft-rank-h"], ["--ft-rank-heartbeat-timeout"]),
         (["run", "--ft-rank_h"], ["--ft-rank_heartbeat_timeout"]),
         (["run", "--start-method", "s"], ["spawn"]),
-        (["run", "--start-method", "=", "f"], ["fork", "forkserver"]),  # as bash takes --start-method=f apart
+        (["run", "--start-method", "=", "f"], ["fork", "forkserver"]),  # as bash splits --start-method=f
         (["run", "--nproc-per-node", ""], ["auto", "gpu", "cpu", "xpu"]),
         (["run", "--ft-simulated-fault-type", "rank_h"], ["rank_hung"]),
         (["run", "--nnodes", ""], []),
@@ -219,6 +221,6 @@ def test_options_behind_the_script_get_a_hint(words: list[str], hint: str | None
     ],
     ids=" ".join,
 )
-def test_words_are_completed(words: list[str], offered: list[str]) -> None:
-    """Options, their values, files and folders are offered where they fit, for every command."""
-    assert completed(*words) == offered
+def test_option_values_and_paths_are_completed(words: list[str], expected: list[str]) -> None:
+    """Options, their values, files and folders are completed in their place, for every command."""
+    assert completions(*words) == expected

@@ -1,4 +1,4 @@
-"""The connection between agents and the coordinator: strangers, other runs, silence, stuck agents, many agents."""
+"""The connection between agents and the coordinator: authentication, silence, hung agents, many agents."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ KEY = RunKey(hashlib.sha256(b"the run's secret").digest(), KeySource.FILE)
 IDENTITY = JobIdentity(run_id="run", key=KEY, command="aa", command_text="train.py --lr 1")
 
 
-class SomeAgent:
-    """An agent's link, and what it delivered."""
+class LinkedAgent:
+    """An agent's link and the events that it delivered."""
 
     def __init__(self, node: str, *ports: int, identity: JobIdentity = IDENTITY, **job: Any) -> None:
-        self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        given = {"num_slots": 1, "node_timeout_s": 60.0, "join_timeout_s": LIMIT_S, **job}
+        self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
+        settings_of_job = {"num_slots": 1, "node_timeout_s": 60.0, "join_timeout_s": LIMIT_S, **job}
         self.link = ControlLink(
             [Endpoint("127.0.0.1", port) for port in ports],
-            JobSettings(job="job", beat_interval_s=0.05, host=node, **given),
+            JobSettings(job="job", beat_interval_s=0.05, host=node, **settings_of_job),
             identity,
-            deliver=self.news.put,
+            deliver=self.events.put,
             layers=LayeredSettings(),
             has_loop=False,
         )
 
-    def start(self) -> SomeAgent:
+    def start(self) -> LinkedAgent:
         self.link.start()
         self.wait_for(LinkUp)
         return self
@@ -59,24 +59,24 @@ class SomeAgent:
     def wait_for(self, kind: type[Any]) -> Any:
         end_s = clock.now_s() + LIMIT_S
         while True:
-            news = self.news.get(timeout=max(0.1, end_s - clock.now_s()))
-            if isinstance(news, kind):
-                return news
+            events = self.events.get(timeout=max(0.1, end_s - clock.now_s()))
+            if isinstance(events, kind):
+                return events
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., SomeAgent]]:
+def make() -> Iterator[Callable[..., LinkedAgent]]:
     with contextlib.ExitStack() as stack:
 
-        def make_one(node: str, *ports: int, **options: Any) -> SomeAgent:
-            agent = SomeAgent(node, *ports, **options)
+        def make_one(node: str, *ports: int, **options: Any) -> LinkedAgent:
+            agent = LinkedAgent(node, *ports, **options)
             stack.callback(agent.link.close, goodbye_timeout_s=0.0)
             return agent
 
         yield make_one
 
 
-def train(agent: SomeAgent) -> m.Start:
+def train(agent: LinkedAgent) -> m.Start:
     agent.join()
     prepare = agent.wait_for(m.Prepare)
     agent.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
@@ -86,19 +86,19 @@ def train(agent: SomeAgent) -> m.Start:
     return start
 
 
-def finish(agent: SomeAgent, start: m.Start) -> None:
+def finish(agent: LinkedAgent, start: m.Start) -> None:
     agent.link.send(m.Finished(facts=m.CycleFacts(cycle=start.cycle)))
     assert agent.wait_for(m.Stop).exit_code == ExitReason.FINISHED
 
 
-def test_one_agent_hosts_and_trains(make: Callable[..., SomeAgent]) -> None:
-    """The first agent hosts the coordinator, joins it like any other, trains and finishes."""
+def test_one_agent_hosts_and_trains(make: Callable[..., LinkedAgent]) -> None:
+    """The first agent hosts the coordinator, joins it like any other agent, trains and finishes."""
     agent = make("a", free_port()).start()
     finish(agent, train(agent))
 
 
-def test_closed_connection_is_a_death(make: Callable[..., SomeAgent]) -> None:
-    """When an agent's connection ends and does not come back, its node is lost, long before its beats are missed."""
+def test_a_closed_connection_is_a_lost_node(make: Callable[..., LinkedAgent]) -> None:
+    """When an agent's connection ends and is not restored, its node is lost long before heartbeats are missed."""
     port = free_port()
     host = make("a", port, num_slots=2).start()
     with connect(port) as channel:
@@ -112,9 +112,8 @@ def test_closed_connection_is_a_death(make: Callable[..., SomeAgent]) -> None:
     assert "node b is lost" in over.reason
 
 
-def test_a_node_that_flaps_while_cycles_form_costs_no_restart(make: Callable[..., SomeAgent]) -> None:
-    """An agent that dies three times after it was placed, before its workers have started, leaves the restarts of the
-    job as they were."""
+def test_losses_before_the_workers_start_cost_no_restart(make: Callable[..., LinkedAgent]) -> None:
+    """An agent that dies three times after it was placed and before its workers start costs no restart of the job."""
     port = free_port()
     host = make("a", port, num_slots=2).start()
     for life in range(3):
@@ -133,13 +132,15 @@ def test_a_node_that_flaps_while_cycles_form_costs_no_restart(make: Callable[...
     assert (status.cycle, status.budgets.restarts_without_progress) == (3, 0)
 
 
-def test_whose_place_can_be_taken_is_dead(make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that is just ending may still take a connection and reset it, which tells nothing. That another one on
-    its machine can listen where it did tells that it is gone."""
+def test_a_free_port_shows_that_the_host_is_dead(
+    make: Callable[..., LinkedAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that is just ending may still accept a connection and reset it; another agent on its machine that can
+    listen on its port shows that it has ended."""
     port = free_port()
-    host, heir = make("a", port).start(), make("b", port).start()
+    host, successor_agent = make("a", port).start(), make("b", port).start()
     assert host.link.server is not None
-    join, is_reset = heir.link._join_at, threading.Event()
+    join, is_reset = successor_agent.link._join_at, threading.Event()
 
     def join_late(endpoint: Endpoint, answer_s: float) -> Any:
         if not is_reset.is_set():
@@ -147,16 +148,19 @@ def test_whose_place_can_be_taken_is_dead(make: Callable[..., SomeAgent], monkey
             raise ConnectionResetError
         return join(endpoint, answer_s)
 
-    monkeypatch.setattr(heir.link, "_join_at", join_late)
-    host.link._closing.set()  # it does not come back
+    monkeypatch.setattr(successor_agent.link, "_join_at", join_late)
+    host.link._closing.set()  # the host does not come back
     host.link.server.close()
-    assert heir.wait_for(LinkUp).is_host
-    assert heir.link.server is not None
-    assert (heir.link.server.settings.former_host, heir.link.server.settings.host_is_dead) == ("a", True)
+    assert successor_agent.wait_for(LinkUp).is_host
+    assert successor_agent.link.server is not None
+    assert (successor_agent.link.server.settings.former_host, successor_agent.link.server.settings.host_is_dead) == (
+        "a",
+        True,
+    )
 
 
-def test_broken_connection_is_not_a_death(make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent whose connection breaks connects again, and gets what it may have missed."""
+def test_a_broken_connection_is_restored(make: Callable[..., LinkedAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent whose connection breaks connects again, and its node is not lost."""
     monkeypatch.setattr("outlast.launch.coordinator_server.PATIENCE_S", LIMIT_S)
     port = free_port()
     make("a", port, num_slots=2).start()
@@ -166,15 +170,16 @@ def test_broken_connection_is_not_a_death(make: Callable[..., SomeAgent], monkey
     with connect(port) as channel:
         assert isinstance(hello(channel, node="b"), m.Welcome)
         channel.send(m.Register(addr="b", nproc=1))
-        channel.send(m.AskStatus())  # not a question of an agent's: ends the connection once all before it was taken
+        channel.send(m.AskStatus())  # not a valid message of an agent: ends the connection once all before it was read
         assert drain(channel) == []
     status = ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id="run", key=KEY, timeout_s=LIMIT_S)
     assert isinstance(status, m.LiveStatus)
     assert [node.name for node in status.nodes] == ["b"]
 
 
-def test_an_agent_whose_job_is_over_takes_nothing_over(make: Callable[..., SomeAgent]) -> None:
-    """When the coordinator ends, an agent that is ending as well hosts no other one; it would wait there for nodes."""
+def test_an_ending_agent_does_not_take_over(make: Callable[..., LinkedAgent]) -> None:
+    """When the coordinator ends, an agent that is ending as well does not host another one, which would wait for
+    nodes."""
     port = free_port()
     host, ending = make("a", port).start(), make("b", port).start()
     ending.link.stop_taking_over()
@@ -185,8 +190,8 @@ def test_an_agent_whose_job_is_over_takes_nothing_over(make: Callable[..., SomeA
     assert ending.link.server is None
 
 
-def test_stuck_main_loop_is_a_lost_node(make: Callable[..., SomeAgent]) -> None:
-    """Beats whose count does not advance show an agent whose main loop hangs: its node is lost, and it is said why."""
+def test_a_hung_main_loop_is_a_lost_node(make: Callable[..., LinkedAgent]) -> None:
+    """The node of an agent whose heartbeat count does not advance is lost, with the hung main loop as the reason."""
     port = free_port()
     host = make("a", port, num_slots=2, node_timeout_s=2.0, loop_timeout_factor=2).start()
     with connect(port) as channel:
@@ -213,8 +218,8 @@ def test_stuck_main_loop_is_a_lost_node(make: Callable[..., SomeAgent]) -> None:
             beating.join(LIMIT_S)
 
 
-def test_silent_coordinator_is_left(make: Callable[..., SomeAgent]) -> None:
-    """An agent whose beats are not answered says so, and looks for another coordinator."""
+def test_an_agent_leaves_a_silent_coordinator(make: Callable[..., LinkedAgent]) -> None:
+    """An agent whose heartbeats get no response reports that to the coordinator, and looks for another one."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         agent = make("b", port, node_timeout_s=0.3)
@@ -222,21 +227,21 @@ def test_silent_coordinator_is_left(make: Callable[..., SomeAgent]) -> None:
         connection, _ = listener.accept()
         with MessageChannel[m.OnControl](connection, m.OnControl) as channel:
             assert channel.authenticate(control.serve_handshake(IDENTITY), within_s=LIMIT_S)
-            said = channel.receive(within_s=LIMIT_S)
-            assert isinstance(said, m.Hello)
-            assert (said.node, said.run_id, said.command) == ("b", "run", "aa")
+            greeting = channel.receive(within_s=LIMIT_S)
+            assert isinstance(greeting, m.Hello)
+            assert (greeting.node, greeting.run_id, greeting.command) == ("b", "run", "aa")
             channel.send(m.Welcome(job="job", host="a", leader="x", term=4, version=__version__))
             agent.wait_for(LinkUp)
             assert "did not respond" in agent.wait_for(LinkDown).error
             kinds = {type(message) for message in drain(channel)}
             assert m.Moving in kinds
-        again, _ = listener.accept()
-        again.close()
+        reconnection, _ = listener.accept()
+        reconnection.close()
 
 
-def test_coordinator_that_yields_is_not_taken_for_dead(make: Callable[..., SomeAgent]) -> None:
-    """A coordinator yields to another one, which one of its agents does not reach: that agent is refused with the
-    successor's endpoint, and hosts a coordinator that does not count the living host among the dead."""
+def test_a_coordinator_that_yields_is_not_dead(make: Callable[..., LinkedAgent]) -> None:
+    """An agent that cannot reach the coordinator that its own one yields to is rejected with the successor's endpoint;
+    it hosts a coordinator that does not count the living host as dead."""
     port, own_port, rival = free_port(), free_port(), free_port()
     host = make("a", port, rival, num_slots=2).start()
     agent = make("b", port, own_port, num_slots=2, node_timeout_s=1.0).start()
@@ -248,9 +253,9 @@ def test_coordinator_that_yields_is_not_taken_for_dead(make: Callable[..., SomeA
             assert isinstance(channel.receive(within_s=LIMIT_S), m.AskLeadership)
             channel.send(m.Leads(job="job", term=9, leads=True, order=1))
             host.wait_for(LinkDown)
-        # The other one is silent from now on.
+        # The other one sends nothing from now on.
         end_s, refused = clock.now_s() + LIMIT_S, None
-        while refused is None and clock.now_s() < end_s:  # a connection that comes before it has yielded is closed
+        while refused is None and clock.now_s() < end_s:  # a connection before the host has yielded is closed
             with contextlib.suppress(OSError), connect(port) as channel:
                 refused = hello(channel, node="c")
         assert isinstance(refused, m.Refused)
@@ -262,11 +267,11 @@ def test_coordinator_that_yields_is_not_taken_for_dead(make: Callable[..., SomeA
     assert (agent.link.server.settings.former_host, agent.link.server.settings.host_is_dead) == ("a", False)
 
 
-# -- strangers -------------------------------------------------------------------------------------------------
+# -- authentication -----------------------------------------------------------------------------------------------
 
 
 def connect(port: int, identity: JobIdentity = IDENTITY) -> MessageChannel[m.OnAgent]:
-    """Return a connection on which both have proved the run key."""
+    """Return an authenticated connection."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
     channel: MessageChannel[m.OnAgent] = MessageChannel(connection, m.OnAgent | m.Answer)
     try:
@@ -278,21 +283,21 @@ def connect(port: int, identity: JobIdentity = IDENTITY) -> MessageChannel[m.OnA
 
 
 def hello(channel: MessageChannel[m.OnAgent], **fields: Any) -> m.OnAgent | None:
-    said = {
+    greeting = {
         **{"run_id": "run", "node": "n", "epoch": "1", "command": "aa", "command_text": "train.py --lr 1"},
         **{"version": __version__, **fields},
     }
-    channel.send(m.Hello(**said))
+    channel.send(m.Hello(**greeting))
     return channel.receive(within_s=LIMIT_S)
 
 
 def drain(channel: MessageChannel[Any]) -> list[Any]:
-    """Return what comes until the connection ends."""
-    came = []
+    """Return all messages until the connection ends."""
+    messages = []
     with contextlib.suppress(ConnectionError):
         while (message := channel.receive(within_s=LIMIT_S)) is not None:
-            came.append(message)
-    return came
+            messages.append(message)
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -305,10 +310,10 @@ def drain(channel: MessageChannel[Any]) -> list[Any]:
         ({"version": ""}, ["an earlier version", f"outlast {__version__}"]),
     ],
 )
-def test_agent_of_something_else_is_refused(
-    make: Callable[..., SomeAgent], fields: dict[str, str], names: list[str]
+def test_an_agent_of_another_run_is_rejected(
+    make: Callable[..., LinkedAgent], fields: dict[str, str], names: list[str]
 ) -> None:
-    """Another run, job or command is refused with a line that names what differs."""
+    """An agent of another run, job or command is rejected with a line that contains the difference."""
     port = free_port()
     make("a", port).start()
     with connect(port) as channel:
@@ -317,10 +322,8 @@ def test_agent_of_something_else_is_refused(
     assert all(name in answer.reason for name in names)
 
 
-def test_other_versions_join_where_that_is_allowed(
-    make: Callable[..., SomeAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With OUTLAST_ANY_VERSION=1 an agent of another version of the package is welcome."""
+def test_another_version_can_be_allowed(make: Callable[..., LinkedAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With OUTLAST_ANY_VERSION=1 an agent of another version of the package is accepted."""
     monkeypatch.setenv("OUTLAST_ANY_VERSION", "1")
     port = free_port()
     make("a", port).start()
@@ -328,8 +331,8 @@ def test_other_versions_join_where_that_is_allowed(
         assert isinstance(hello(channel, version="0.1.7"), m.Welcome)
 
 
-def test_coordinator_of_another_version_ends_the_link_with_two(make: Callable[..., SomeAgent]) -> None:
-    """An agent does not join a coordinator that reports another version of the package, or none."""
+def test_a_coordinator_of_another_version_is_an_error(make: Callable[..., LinkedAgent]) -> None:
+    """An agent exits with 2 if the coordinator reports another version of the package, or none."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         agent = make("b", listener.getsockname()[1])
         agent.link.start()
@@ -343,8 +346,8 @@ def test_coordinator_of_another_version_ends_the_link_with_two(make: Callable[..
     assert "an earlier version" in failed.error
 
 
-def test_another_run_at_the_endpoint_ends_the_link_with_two(make: Callable[..., SomeAgent]) -> None:
-    """An agent that finds another run, another key or another command at its endpoint gives up at once, code 2."""
+def test_another_run_at_the_endpoint_is_an_error(make: Callable[..., LinkedAgent]) -> None:
+    """An agent that finds another run, key or command at its endpoint exits with 2 at once."""
     port = free_port()
     make("a", port).start()
     others = (
@@ -360,8 +363,9 @@ def test_another_run_at_the_endpoint_ends_the_link_with_two(make: Callable[..., 
         assert named in failed.error
 
 
-def test_endpoint_is_looked_at_before_the_start(make: Callable[..., SomeAgent]) -> None:
-    """What is at an endpoint is told apart: nobody, a coordinator of this run, another run's, another program."""
+def test_an_endpoint_is_probed_before_the_start(make: Callable[..., LinkedAgent]) -> None:
+    """A probe distinguishes a free endpoint, a coordinator of this run, another run's coordinator and another
+    program."""
     port = free_port()
     endpoint = Endpoint("127.0.0.1", port)
     assert probe(endpoint, "run", KEY)[0] is Occupant.NOBODY
@@ -373,8 +377,9 @@ def test_endpoint_is_looked_at_before_the_start(make: Callable[..., SomeAgent]) 
         probe(endpoint, "run", RunKey.of_run_id("run"))
 
 
-def test_coordinator_that_dies_while_it_is_asked_is_no_other_program() -> None:
-    """One that ends a connection without a word and listens no more is gone; what does so each time is foreign."""
+def test_a_coordinator_that_dies_during_a_probe_is_gone() -> None:
+    """An endpoint that closes one connection and listens no more is free; one that closes every connection is another
+    program."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
 
@@ -392,15 +397,15 @@ def test_coordinator_that_dies_while_it_is_asked_is_no_other_program() -> None:
         dying.join()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
-        stranger = threading.Thread(target=hang_up, args=(3,))
-        stranger.start()
+        foreign = threading.Thread(target=hang_up, args=(3,))
+        foreign.start()
         assert probe(endpoint, "run", KEY)[0] is Occupant.FOREIGN
-        stranger.join()
+        foreign.join()
 
 
 @pytest.mark.parametrize(("times", "found"), [(1, Occupant.NOBODY), (3, Occupant.LEAVING)])
-def test_coordinator_that_ends_within_a_handshake_is_no_other_program(times: int, found: Occupant) -> None:
-    """One that has named the run and its key and hangs up then, as one whose heir leads, ends no agent that starts."""
+def test_a_coordinator_that_ends_in_a_handshake_is_gone(times: int, found: Occupant) -> None:
+    """A coordinator that identified itself and then closes the connection does not end an agent that starts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
 
@@ -420,21 +425,21 @@ def test_coordinator_that_ends_within_a_handshake_is_no_other_program(times: int
         ending.join()
 
 
-def test_strangers_change_nothing(make: Callable[..., SomeAgent]) -> None:
-    """Garbage, half a greeting, a wrong key and a recorded session are refused; the run ends as without them."""
+def test_unauthenticated_connections_are_rejected(make: Callable[..., LinkedAgent]) -> None:
+    """Garbage, a partial greeting, a wrong key and a replayed session are rejected; the run finishes unaffected."""
     port = free_port()
     agent = make("a", port).start()
     start = train(agent)
     recorded = record(port)
     slow = [socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) for _ in range(50)]
     try:
-        for number, stranger in enumerate(slow):
-            stranger.sendall(b"OLw1\0\1"[: number % 7])
+        for number, foreign in enumerate(slow):
+            foreign.sendall(b"OLw1\0\1"[: number % 7])
         for data in (b"GET / HTTP/1.0\r\n\r\n" * 20, secrets.token_bytes(4096), b"\0" * 70_000, recorded):
             connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
-            with connection as stranger, contextlib.suppress(ConnectionError):
-                stranger.sendall(data)
-                while stranger.recv(1 << 16):
+            with connection as foreign, contextlib.suppress(ConnectionError):
+                foreign.sendall(data)
+                while foreign.recv(1 << 16):
                     pass
         with pytest.raises(RendezvousError, match="run key is another one"):
             ask(
@@ -446,12 +451,12 @@ def test_strangers_change_nothing(make: Callable[..., SomeAgent]) -> None:
         assert status.phase == m.JobPhase.RUNNING
         finish(agent, start)
     finally:
-        for stranger in slow:
-            stranger.close()
+        for foreign in slow:
+            foreign.close()
 
 
 def record(port: int, identity: JobIdentity = IDENTITY) -> bytes:
-    """Return what a member sends that asks for the job's end."""
+    """Return the bytes that a member sends to request the end of the job."""
     sent = bytearray()
     near, far = socket.socketpair()
     with near, far, socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as to_server:
@@ -479,29 +484,30 @@ def record(port: int, identity: JobIdentity = IDENTITY) -> bytes:
     return bytes(sent)
 
 
-def test_many_strangers_keep_nobody_out(make: Callable[..., SomeAgent]) -> None:
+def test_silent_connections_do_not_keep_agents_out(make: Callable[..., LinkedAgent]) -> None:
     """While two thousand silent connections are open and more come, an agent joins, trains and finishes."""
     port = free_port()
     host = make("a", port, num_slots=2).start()
     before = len(os.listdir("/proc/self/fd"))
-    crowd: list[socket.socket] = []
+    silent_connections: list[socket.socket] = []
     try:
         for _ in range(2000):
-            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S))
+            silent_connections.append(socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S))
         other = make("b", port, num_slots=2).start()
         host.join()
         other.join(wish=1)
         prepare = host.wait_for(m.Prepare)
         host.link.send(m.Master(cycle=prepare.cycle, addr="127.0.0.1", port=1))
         assert {host.wait_for(m.Start).node_rank, other.wait_for(m.Start).node_rank} == {0, 1}
-        assert len(os.listdir("/proc/self/fd")) - before - len(crowd) < 1200
+        assert len(os.listdir("/proc/self/fd")) - before - len(silent_connections) < 1200
     finally:
-        for one in crowd:
+        for one in silent_connections:
             one.close()
 
 
-def test_status_needs_no_key_where_the_run_has_none(make: Callable[..., SomeAgent]) -> None:
-    """Where the run key is derived from the run's id, whoever reads the introduction can ask; otherwise it is said."""
+def test_status_needs_a_key_only_where_the_run_has_one(make: Callable[..., LinkedAgent]) -> None:
+    """Where the run key is derived from the run's id, status needs no key; otherwise the error contains the option for
+    it."""
     port = free_port()
     make("a", port, identity=JobIdentity(run_id="open", key=RunKey.of_run_id("open"))).start()
     status = ask(Endpoint("127.0.0.1", port), m.AskStatus(), run_id=None, key=None, timeout_s=LIMIT_S)

@@ -22,7 +22,7 @@ from outlast.policy.root_cause import Collective, Position
 
 
 class Job:
-    """A coordinator with nodes that do as they are told, as far as a test lets them."""
+    """A coordinator with simulated nodes, which follow its orders unless a test prevents that."""
 
     def __init__(self, num_slots: int = 2, **settings: Any) -> None:
         self.now_s = 0.0
@@ -33,14 +33,14 @@ class Job:
             self.state,
         )
         self.incidents: list[Incident] = []
-        """What the coordinator itself wrote into the journal."""
-        self.said: dict[str, list[m.ToNode]] = {}
+        """Incidents that the coordinator wrote to the journal."""
+        self.sent_to: dict[str, list[m.ToNode]] = {}
         self.running: dict[str, m.Start] = {}
         self.beats: dict[str, int] = {}
         self.positions: dict[str, tuple[Position, ...]] = {}
-        """What each node sees where it is asked to look at its ranks."""
-        self.mute: set[str] = set()
-        """Nodes that died: they answer nothing any more."""
+        """The positions that each node reports when an examination is requested."""
+        self.dead: set[str] = set()
+        """Nodes that died and send nothing any more."""
 
     def say(self, message: m.ToCoordinator) -> None:
         self._deliver(self.coordinator.handle(message, self.now_s))
@@ -56,15 +56,15 @@ class Job:
         self.join(name, ended=m.CycleFacts(cycle=cycle, incident=incident, **facts))
 
     def die(self, name: str) -> None:
-        self.mute.add(name)
+        self.dead.add(name)
         self.running.pop(name, None)
 
     def pass_time(self, seconds: float) -> None:
-        """Let time go by in steps of a second; the living beat."""
+        """Let time pass in steps of a second, with heartbeats of living nodes."""
         for _ in range(int(seconds)):
             self.now_s += 1.0
             for name in self.beats:
-                self.beats[name] += name not in self.mute
+                self.beats[name] += name not in self.dead
             self._deliver(self.coordinator.judge_beats(self.beats, self.now_s, since_last_s=1.0))
 
     def finish_all(self) -> None:
@@ -79,8 +79,8 @@ class Job:
                 case Record(EventKind.INCIDENT, _, {"incident": Incident() as incident}):
                     self.incidents.append(incident)
         for name, epoch, message in outbox:
-            self.said.setdefault(name, []).append(message)
-            if name in self.mute:
+            self.sent_to.setdefault(name, []).append(message)
+            if name in self.dead:
                 continue
             if isinstance(message, m.Prepare):
                 self.say(m.Master(node=name, epoch=epoch, cycle=message.cycle, addr=name, port=1000 + message.cycle))
@@ -95,8 +95,8 @@ def ranks(job: Job) -> dict[str, int]:
     return {name: start.node_rank for name, start in job.running.items()}
 
 
-def test_cycle_starts_once_every_slot_has_a_node() -> None:
-    """Nobody starts before the world is complete; then each node knows its ranks, and all the same master."""
+def test_a_cycle_starts_once_every_slot_has_a_node() -> None:
+    """No node starts before the world is complete; then each node gets its ranks, and all the same master."""
     job = Job(num_slots=3)
     job.join("a")
     job.join("b")
@@ -107,8 +107,9 @@ def test_cycle_starts_once_every_slot_has_a_node() -> None:
     assert {(s.master_addr, s.master_port, s.world_size) for s in job.running.values()} == {("a", 1000, 6)}
 
 
-def test_a_hang_that_is_nobodys_charges_no_node() -> None:
-    """Ranks wait in different collectives: the workers restart, who waits in what is said, and no node is at fault."""
+def test_a_hang_without_root_cause_counts_against_no_node() -> None:
+    """When ranks wait in different collectives the workers restart, the ranks in each collective are reported, and no
+    node is charged."""
     job = Job()
     for name in ("a", "b"):
         job.join(name)
@@ -124,8 +125,8 @@ def test_a_hang_that_is_nobodys_charges_no_node() -> None:
     assert job.state.history[-1].reason.startswith(f"the group of ranks hangs: {where}; restarting the workers")
 
 
-def test_surplus_node_never_disturbs() -> None:
-    """A node too many waits, whether it comes while the world forms or runs, and may die at any time."""
+def test_a_spare_never_disturbs_a_cycle() -> None:
+    """A surplus node waits, whether it joins while the world forms or runs, and may die at any time."""
     job = Job()
     for name in ("a", "b", "c"):
         job.join(name)
@@ -135,12 +136,12 @@ def test_surplus_node_never_disturbs() -> None:
     job.pass_time(10)
     job.join("e")
     assert job.running == before
-    assert isinstance(job.said["c"][-1], m.Wait)
-    assert isinstance(job.said["e"][-1], m.Wait)
+    assert isinstance(job.sent_to["c"][-1], m.Wait)
+    assert isinstance(job.sent_to["e"][-1], m.Wait)
 
 
-def test_joiner_that_dies_while_forming_leaves_no_hole() -> None:
-    """A node that joined and died before the world was complete holds nobody up."""
+def test_a_node_that_dies_before_the_start_is_not_awaited() -> None:
+    """The world forms without a node that joined and died before it was complete."""
     job = Job()
     job.join("a")
     job.die("a")
@@ -150,8 +151,8 @@ def test_joiner_that_dies_while_forming_leaves_no_hole() -> None:
     assert ranks(job) == {"b": 0, "c": 1}
 
 
-def test_nodes_keep_their_slots_over_a_restart() -> None:
-    """After a failure every node gets the ranks that it had, on a fresh port, in the next cycle."""
+def test_nodes_keep_their_slots_in_a_restart() -> None:
+    """After a failure each node gets the same ranks in the next cycle, on a fresh port."""
     job = Job(num_slots=3)
     for name in ("a", "b", "c"):
         job.join(name)
@@ -162,30 +163,30 @@ def test_nodes_keep_their_slots_over_a_restart() -> None:
     assert {start.master_port for start in job.running.values()} == {1001}
 
 
-def test_lost_node_gives_its_slot_to_the_spare() -> None:
-    """The spare takes the lost node's ranks; the others keep theirs; the world's size stays."""
+def test_a_spare_takes_the_slot_of_a_lost_node() -> None:
+    """The spare takes the lost node's ranks; the others keep theirs, and the world size stays the same."""
     job = Job()
     for name in ("a", "b", "s"):
         job.join(name)
     job.die("a")
-    job.fail("b", IncidentKind.WORKER_FAILED)  # what the loss does to its peer
+    job.fail("b", IncidentKind.WORKER_FAILED)  # the effect of the loss on its peer
     job.pass_time(8)
     assert ranks(job) == {"s": 0, "b": 1}
     assert job.state.node_faults == {"a": 1}, "the peer's collateral failure is not charged to it"
 
 
-def test_lost_node_that_comes_back_hears_that_its_cycle_is_over() -> None:
-    """A node that was only away must not let its ranks go on in a cycle that is over."""
+def test_a_returning_node_ends_its_old_cycle() -> None:
+    """A node that was out of reach is notified that its cycle is over, and ends its ranks."""
     job = Job()
     for name in ("a", "b", "s"):
         job.join(name)
     job.die("b")
     job.pass_time(8)
-    assert any(isinstance(message, m.CycleOver) and message.cycle == 0 for message in job.said["b"])
+    assert any(isinstance(message, m.CycleOver) and message.cycle == 0 for message in job.sent_to["b"])
 
 
-def test_world_waits_for_a_node_then_stops_with_the_reason() -> None:
-    """Without a spare the job waits join_timeout seconds for a node and then stops, saying why."""
+def test_a_job_without_a_spare_waits_and_then_stops() -> None:
+    """Without a spare the job waits join_timeout seconds for a node, and then stops with the reason."""
     job = Job(join_timeout_s=20.0)
     job.join("a")
     job.join("b")
@@ -198,8 +199,8 @@ def test_world_waits_for_a_node_then_stops_with_the_reason() -> None:
     assert "no spare" in job.coordinator.stop.reason
 
 
-def test_world_shrinks_when_the_script_allows_it() -> None:
-    """With min_nodes the survivors go on as a smaller world, in the same order."""
+def test_the_world_shrinks_with_min_nodes() -> None:
+    """With min_nodes the survivors continue as a smaller world, in the same order."""
     job = Job(num_slots=3, min_nodes=2)
     for name in ("a", "b", "c"):
         job.join(name)
@@ -209,8 +210,8 @@ def test_world_shrinks_when_the_script_allows_it() -> None:
     assert {start.world_size for start in job.running.values()} == {4}
 
 
-def test_spare_with_fewer_workers_cannot_take_a_slot() -> None:
-    """A slot's ranks go only to a node that can carry as many."""
+def test_a_spare_with_fewer_workers_cannot_take_a_slot() -> None:
+    """A slot is only assigned to a node with at least as many workers."""
     job = Job()
     job.join("a")
     job.join("b")
@@ -222,14 +223,16 @@ def test_spare_with_fewer_workers_cannot_take_a_slot() -> None:
     assert ranks(job) == {"a": 0, "fits": 1}
 
 
-def test_finished_run_ends_for_everyone_and_is_not_restarted() -> None:
-    """Once all slots finished, spares too are told to stop with 0, and so is whoever comes later."""
+def test_a_finished_run_stops_all_nodes_with_0() -> None:
+    """Once all slots have finished, spares and nodes that join later are stopped with 0."""
     job = Job()
     for name in ("a", "b", "s"):
         job.join(name)
     job.finish_all()
     job.join("late")
-    assert {name: said[-1].exit_code for name, said in job.said.items() if isinstance(said[-1], m.Stop)} == {
+    assert {
+        name: sent_to[-1].exit_code for name, sent_to in job.sent_to.items() if isinstance(sent_to[-1], m.Stop)
+    } == {
         "a": 0,
         "b": 0,
         "s": 0,
@@ -238,8 +241,8 @@ def test_finished_run_ends_for_everyone_and_is_not_restarted() -> None:
     assert job.state.finished
 
 
-def test_node_that_finished_runs_again_when_a_peer_fails() -> None:
-    """A finished node is not the end: when another one fails, all start again together."""
+def test_a_finished_node_restarts_when_a_peer_fails() -> None:
+    """When another node fails, a node that has finished restarts together with all others."""
     job = Job()
     job.join("a")
     job.join("b")
@@ -249,21 +252,21 @@ def test_node_that_finished_runs_again_when_a_peer_fails() -> None:
     assert set(job.running) == {"a", "b"}
 
 
-def test_second_agent_of_the_same_name_is_turned_away() -> None:
-    """Two living agents of one name: the first goes on, the second gets exit code 2 and the remedy."""
+def test_a_second_agent_of_a_name_is_rejected() -> None:
+    """Of two living agents of one name the first continues, and the second exits with 2 and the remedy."""
     job = Job()
     job.join("a")
     job.say(m.JoinRequest(node="a", epoch="a-2", addr="a", nproc=2))
     job.pass_time(3)
-    refusals = [message for message in job.said["a"] if isinstance(message, m.Stop)]
+    refusals = [message for message in job.sent_to["a"] if isinstance(message, m.Stop)]
     assert [refusal.exit_code for refusal in refusals] == [2]
     assert "--node-name" in refusals[0].reason
 
 
 @pytest.mark.parametrize(("unheard_s", "lost_after_s"), [(0.5, 60), (None, 5)])
 def test_a_starved_agent_is_kept_while_its_heartbeats_arrive(unheard_s: float | None, lost_after_s: int) -> None:
-    """A loaded machine may keep an agent's main loop from running: its node is lost after 60 s, and after 5 s where no
-    heartbeat arrives either."""
+    """On a loaded machine an agent's main loop may not run: its node is lost after 60 s, and after 5 s if no heartbeat
+    arrives either."""
     job = Job()
     job.join("a")
     job.join("b")
@@ -281,11 +284,11 @@ NODES = ("a", "b", "c", "d")
 
 
 @given(st.permutations(NODES), st.sets(st.sampled_from(NODES)), st.booleans())
-def test_only_nodes_that_received_the_signal_are_named(
+def test_the_reason_lists_the_nodes_that_got_the_signal(
     order: list[str], received: set[str], reports_early: bool
 ) -> None:
-    """Agents report a shutdown in whatever order their workers end: the reason names nodes whose agents received the
-    signal, never one that followed; all of them, where each reported the signal before the first workers ended."""
+    """Whatever the order in which agents report a shutdown, the reason lists only nodes whose agents received the
+    signal, and all of them if each reported it before the first workers ended."""
     job = Job(num_slots=len(NODES))
     for name in NODES:
         job.join(name)
@@ -297,8 +300,8 @@ def test_only_nodes_that_received_the_signal_are_named(
     stop = job.coordinator.stop
     assert stop is not None
     assert stop.exit_code == ExitReason.PREEMPTED
-    who, has_signal, _ = stop.reason.partition(" received ")
-    named = set(who.partition(" ")[2].split(", ")) if who.startswith("node") else set()
+    listed, has_signal, _ = stop.reason.partition(" received ")
+    named = set(listed.partition(" ")[2].split(", ")) if listed.startswith("node") else set()
     assert named <= received
     if reports_early and received:
         assert named == received
@@ -314,9 +317,9 @@ def test_a_signal_without_a_name_is_reported_by_its_number() -> None:
     assert job.coordinator.stop.reason.startswith("node a received signal 50; ")
 
 
-def test_a_name_is_claimed_before_anything_else() -> None:
-    """An agent that has just begun is admitted at once where its name is free, refused while another agent of that name
-    lives, and admitted once that one has left."""
+def test_a_node_name_is_claimed_first() -> None:
+    """A new agent is admitted at once where its name is free, rejected while another agent of that name lives, and
+    admitted once that agent has left."""
     job = Job(num_slots=1)
     claim = m.NameClaim(node="a", epoch="a-2")
     job.say(m.NameClaim(node="a", epoch="a-1"))
@@ -325,8 +328,8 @@ def test_a_name_is_claimed_before_anything_else() -> None:
     job.say(claim)
     assert job.coordinator.take_admissions() == []
     job.pass_time(3)
-    ((*who, reason),) = job.coordinator.take_admissions()
-    assert who == ["a", "a-2"]
+    ((*listed, reason),) = job.coordinator.take_admissions()
+    assert listed == ["a", "a-2"]
     assert "--node-name" in (reason or "")
     job.say(claim)
     job.finish_all()
@@ -334,15 +337,15 @@ def test_a_name_is_claimed_before_anything_else() -> None:
     assert job.coordinator.take_admissions() == [("a", "a-2", None)]
 
 
-def test_replaced_agent_is_stopped_when_it_returns() -> None:
-    """An agent that comes back after another one has taken its name is stopped; the job goes on with the other one."""
+def test_a_replaced_agent_is_stopped_when_it_returns() -> None:
+    """An agent that returns after another one took its name is stopped; the job continues with the other one."""
     job = Job()
     job.join("a")
     job.join("b")
     place = job.running["b"].place
     job.die("b")
     job.pass_time(8)
-    job.mute.discard("b")
+    job.dead.discard("b")
     job.say(m.JoinRequest(node="b", epoch="b-2", addr="c", nproc=2))
     outbox = job.coordinator.handle(
         m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place, ran=place, running=True), job.now_s
@@ -356,23 +359,23 @@ def test_replaced_agent_is_stopped_when_it_returns() -> None:
 
 
 @pytest.mark.parametrize("newer_first", [True, False])
-def test_takeover_keeps_the_newer_of_two_agents_of_a_name(newer_first: bool) -> None:
-    """A new coordinator that two agents of one name register with keeps the one that took a place in the newer cycle,
-    in whichever order they come."""
+def test_a_takeover_keeps_the_newer_agent_of_a_name(newer_first: bool) -> None:
+    """When two agents of one name register with a new coordinator, the one with a place in the newer cycle is kept, in
+    either order."""
     job = Job(num_slots=2, former_host="x")
     lives = [("b-1", m.SlotPlace(cycle=6, slot=1, num_slots=2)), ("b-2", m.SlotPlace(cycle=7, slot=1, num_slots=2))]
     stopped = []
     for epoch, place in reversed(lives) if newer_first else lives:
         message = m.Register(node="b", epoch=epoch, addr="b", nproc=2, place=place, running=True)
         outbox = job.coordinator.handle(message, job.now_s)
-        stopped += [who for _, who, sent in outbox if isinstance(sent, m.Stop) and sent.is_replaced]
+        stopped += [listed for _, listed, sent in outbox if isinstance(sent, m.Stop) and sent.is_replaced]
     assert stopped == ["b-1"]
     assert job.coordinator.nodes.by_name["b"].epoch == "b-2"
 
 
 @pytest.mark.parametrize("end", [m.Dead(reason="its connection ended"), m.Bye()])
 def test_a_claim_ends_with_its_agent(end: m.ToCoordinator) -> None:
-    """An agent that claimed a name and is gone gets no slot once the holder of the name is lost: its spare does."""
+    """An agent that claimed a name and has ended gets no slot once the holder of the name is lost; a spare gets it."""
     job = Job()
     for name in ("a", "b"):
         job.join(name)
@@ -386,23 +389,23 @@ def test_a_claim_ends_with_its_agent(end: m.ToCoordinator) -> None:
     assert ranks(job) == {"a": 0, "s": 1}
 
 
-def test_new_agent_of_a_dead_one_takes_its_name() -> None:
-    """An agent that was restarted under its old name is let in once the old one is known to be dead."""
+def test_a_restarted_agent_gets_its_name_back() -> None:
+    """An agent restarted under its old name is admitted once the old one is known to be dead."""
     job = Job()
     job.join("a")
     job.join("b")
     job.die("b")
     job.say(m.JoinRequest(node="b", epoch="b-2", addr="b", nproc=2))
-    job.mute.discard("b")
+    job.dead.discard("b")
     job.beats["b"] = 0
-    job.coordinator.nodes.by_name["b"].beat = 0  # the old life's counter stands still
-    job.mute.add("b")
+    job.coordinator.nodes.by_name["b"].beat = 0  # the counter of the old agent does not advance
+    job.dead.add("b")
     job.pass_time(8)
     assert job.coordinator.nodes.by_name["b"].epoch == "b-2"
 
 
-def test_takeover_keeps_cycle_and_slots() -> None:
-    """A new coordinator rebuilds the job from what the agents hold; a cycle that runs goes on untouched."""
+def test_a_takeover_keeps_cycle_and_slots() -> None:
+    """A new coordinator restores the job from the agents' state; a running cycle continues."""
     job = Job(num_slots=2, former_host="x")
     for slot, name in enumerate(("a", "b")):
         job.beats[name] = 0
@@ -410,11 +413,11 @@ def test_takeover_keeps_cycle_and_slots() -> None:
         job.say(m.Register(node=name, epoch=f"{name}-1", addr=name, nproc=2, place=place, running=True))
     assert job.coordinator.phase == JobPhase.RUNNING
     assert job.coordinator.cycle == 7
-    assert not any(job.said.values())
+    assert not any(job.sent_to.values())
 
 
-def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
-    """The slot that nobody claims went down with the old store's host; a spare takes it in the next cycle."""
+def test_a_takeover_replaces_the_node_of_the_store() -> None:
+    """The unclaimed slot was lost with the host of the store; a spare takes it in the next cycle."""
     job = Job(num_slots=2, former_host="host")
     job.beats.update(b=0, s=0)
     place = m.SlotPlace(cycle=3, slot=1, num_slots=2, host_slot=0)
@@ -429,8 +432,9 @@ def test_takeover_replaces_the_node_that_hosted_the_store() -> None:
     assert job.state.node_faults == {"host": 1}
 
 
-def test_a_number_that_an_heir_has_given_is_not_given_again() -> None:
-    """A coordinator was stopped, its heir formed two cycles and is gone: the next one has a number above them."""
+def test_cycle_numbers_are_unique_across_coordinators() -> None:
+    """After a successor formed two cycles and was lost, the coordinator that was stopped meanwhile continues with a
+    higher number."""
     job = Job(num_slots=2, num_endpoints=2, max_nodes=3)
     for name in ("a", "b", "s"):
         job.join(name)
@@ -441,27 +445,27 @@ def test_a_number_that_an_heir_has_given_is_not_given_again() -> None:
         node = job.coordinator.nodes.by_name[name]
         job.running.pop(name, None)
         job.say(m.Dead(node=name, epoch=node.epoch, reason="it went to another coordinator", is_known=False))
-    took = m.SlotPlace(term=2, cycle=2, slot=1, num_slots=2, num_spares=1)
+    started = m.SlotPlace(term=2, cycle=2, slot=1, num_slots=2, num_spares=1)
     waits = m.SlotPlace(term=2, cycle=2, spare=0, num_slots=2, num_spares=1)
-    job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=took, ran=took, running=True))
+    job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=started, ran=started, running=True))
     job.join("b", ended=m.CycleFacts(cycle=2))
     job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2, place=waits, ran=waits))
     job.join("s")
-    assert [told.cycle for told in job.said["a"] if isinstance(told, m.Prepare)] == [0, 3]
+    assert [told.cycle for told in job.sent_to["a"] if isinstance(told, m.Prepare)] == [0, 3]
 
 
 @pytest.mark.parametrize(("term", "host_slot"), [(0, None), (0, 1), (-1, 0)])
-def test_takeover_waits_for_a_node_that_was_not_the_hosts(term: int, host_slot: int | None) -> None:
-    """The slot that nobody claims was another node's, or it is not known whose: that one has as long as silent nodes
-    have, the cycle goes on if it comes, and the lost host is not blamed for its absence."""
-    for comes in (True, False):
+def test_a_takeover_waits_for_the_node_of_an_unclaimed_slot(term: int, host_slot: int | None) -> None:
+    """If the unclaimed slot was not the lost host's, or may not have been, its node may return within the timeout of
+    silent nodes: the cycle continues, and the lost host is not blamed."""
+    for returns in (True, False):
         job = Job(num_slots=2, former_host="host", term=2 + term)
         job.beats.update(b=0, late=0)
         place = m.SlotPlace(term=1, cycle=3, slot=1, num_slots=2, host_slot=host_slot)
         job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place, running=True))
         job.pass_time(4)
         assert job.coordinator.phase == JobPhase.ADOPTING
-        if comes:
+        if returns:
             late = m.SlotPlace(term=1, cycle=3, slot=0, num_slots=2, host_slot=host_slot)
             job.say(m.Register(node="late", epoch="late-1", addr="late", nproc=2, place=late, running=True))
             assert (job.coordinator.phase, job.coordinator.cycle) == (JobPhase.RUNNING, 3)
@@ -471,8 +475,8 @@ def test_takeover_waits_for_a_node_that_was_not_the_hosts(term: int, host_slot: 
             assert not job.state.node_faults
 
 
-def test_divided_network_does_not_make_two_runs() -> None:
-    """Where both halves of a divided network could be complete, only the one with most slots' holders goes on."""
+def test_a_divided_network_has_one_run() -> None:
+    """Where both parts of a divided network could be complete, only the part with most of the slots continues."""
     job = Job(num_slots=2, max_nodes=4, former_host="host", num_endpoints=2)
     place = m.SlotPlace(cycle=3, slot=1, num_slots=2)
     job.beats.update(b=0, s=0)
@@ -485,8 +489,8 @@ def test_divided_network_does_not_make_two_runs() -> None:
 
 
 @pytest.mark.parametrize("order", [("root", "peer"), ("peer", "root")])
-def test_cause_is_what_cannot_be_an_effect(order: tuple[str, str]) -> None:
-    """A killed rank is the cause, its peer's exception the effect, whichever is told first."""
+def test_a_killed_rank_is_the_root_cause(order: tuple[str, str]) -> None:
+    """A killed rank is the root cause and its peer's exception the effect, in either order of the reports."""
     job = Job()
     job.join("root")
     job.join("peer")
@@ -494,7 +498,7 @@ def test_cause_is_what_cannot_be_an_effect(order: tuple[str, str]) -> None:
         "root": Incident(kind=IncidentKind.WORKER_DIED, node="root", rank=0, exit_code=-9),
         "peer": Incident(kind=IncidentKind.WORKER_FAILED, node="peer", rank=2, exit_code=1),
     }
-    job.mute = {"root", "peer"}
+    job.dead = {"root", "peer"}
     for name in order:
         job.join(name, ended=m.CycleFacts(cycle=0, incident=incidents[name]))
     assert job.state.node_faults == {"root": 1}
@@ -504,16 +508,16 @@ def _load(cycle: int) -> Load:
     return Load(cycle=f"job-{cycle}", checkpoint=120, attempt="job-0-aa.1", tier="replica", suspect_window=20)
 
 
-def test_a_copy_that_proved_bad_is_named_to_every_node() -> None:
-    """Exit code 17 soon after a load starts another cycle; every node hears what not to load, and an incident says
-    which copy it was and why. The other node's load is known even where the failing one could not tell it."""
+def test_an_invalid_copy_is_excluded_on_every_node() -> None:
+    """Exit code 17 soon after a load starts another cycle with the copy excluded on all nodes, and an incident reports
+    the copy and the reason, also where only another node reported the load."""
     job = Job()
     job.join("a")
     job.join("b")
     incident = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=2, iteration=127, exit_code=17)
-    job.mute = {"a", "b"}
+    job.dead = {"a", "b"}
     job.join("b", ended=m.CycleFacts(cycle=0, incident=incident))
-    job.mute = set()
+    job.dead = set()
     job.join("a", ended=m.CycleFacts(cycle=0, load=_load(0)))
     assert {start.cycle for start in job.running.values()} == {1}
     for start in job.running.values():
@@ -525,9 +529,9 @@ def test_a_copy_that_proved_bad_is_named_to_every_node() -> None:
     assert "checkpoint 120" in written.describe()
 
 
-def test_what_was_decided_survives_the_coordinators_machine() -> None:
-    """A new coordinator without the old one's files learns from the agents what they must not load, and which restarts
-    were used, whichever of them comes first."""
+def test_the_recovery_state_survives_the_coordinator() -> None:
+    """A new coordinator without the old one's files gets the exclusions and used restarts from the agents, in any
+    order."""
     job = Job(num_slots=1, former_host="x")
     job.beats["a"] = 0
     one = Exclusion(checkpoint=120, attempt="job-0-aa.1", tier="memory")
@@ -556,17 +560,17 @@ def test_what_was_decided_survives_the_coordinators_machine() -> None:
     job.fail("a")
     job.pass_time(30)  # the delay of a fifth restart without progress
     assert job.running["a"].excluded == (one,)
-    decided = [message.recovery_state for message in job.said["a"] if isinstance(message, m.Decided)]
-    assert (decided[-1].restarts_total, job.coordinator.stop) == (8, None)
+    recovery_states = [message.recovery_state for message in job.sent_to["a"] if isinstance(message, m.Decided)]
+    assert (recovery_states[-1].restarts_total, job.coordinator.stop) == (8, None)
     job.fail("a")
     assert job.coordinator.stop is not None
     assert "all 5 restarts are used" in job.coordinator.stop.reason
 
 
 @pytest.mark.parametrize("how", ["takeover", "reconnection"])
-def test_nodes_are_notified_again_that_peers_have_finished(how: str) -> None:
-    """A node whose ranks still run learns from the coordinator that takes over, or that it reaches again, that the
-    ranks of another node have finished: the notification may have been lost with the connection."""
+def test_finished_peers_are_reported_again(how: str) -> None:
+    """A node with running ranks is notified after a takeover or reconnection that another node's ranks have finished,
+    since the first notification may have been lost."""
     job = Job(num_slots=2, former_host="x")
     places = {name: m.SlotPlace(cycle=7, slot=slot, num_slots=2) for slot, name in enumerate("ab")}
     registers = {
@@ -577,10 +581,10 @@ def test_nodes_are_notified_again_that_peers_have_finished(how: str) -> None:
     job.say(m.Finished(node="a", epoch="a-1", facts=m.CycleFacts(cycle=7)))
     job.say(registers["b"])
     if how == "reconnection":
-        job.said.clear()
+        job.sent_to.clear()
         job.say(registers["b"])
-    assert [one for one in job.said["b"] if isinstance(one, m.PeersFinished)] == [m.PeersFinished(cycle=7)]
-    assert not [one for one in job.said.get("a", ()) if isinstance(one, m.PeersFinished)]
+    assert [one for one in job.sent_to["b"] if isinstance(one, m.PeersFinished)] == [m.PeersFinished(cycle=7)]
+    assert not [one for one in job.sent_to.get("a", ()) if isinstance(one, m.PeersFinished)]
 
 
 EVENTS = st.lists(
@@ -589,9 +593,9 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_whatever_happens_a_cycle_is_one_world(events: list[tuple[str, str]]) -> None:
-    """For any order of joins, failures and deaths: no cycle starts twice on a node, each one that starts is whole,
-    with every slot held by one living node, and cycles without progress are bounded."""
+def test_each_cycle_has_one_complete_world(events: list[tuple[str, str]]) -> None:
+    """For any order of joins, failures and deaths no cycle starts twice on a node, each slot of a started cycle is held
+    by one living node, and cycles without progress are bounded."""
     job = Job(limits=Limits(max_restarts=4, max_no_progress_cycles=100))
     for action, name in events:
         if action == "join" and name not in job.beats:
@@ -604,9 +608,9 @@ def test_whatever_happens_a_cycle_is_one_world(events: list[tuple[str, str]]) ->
             job.pass_time(7)
         elif action == "finish":
             job.finish_all()
-    starts = [message for said in job.said.values() for message in said if isinstance(message, m.Start)]
-    for said in job.said.values():
-        cycles = [message.cycle for message in said if isinstance(message, m.Start)]
+    starts = [message for sent_to in job.sent_to.values() for message in sent_to if isinstance(message, m.Start)]
+    for sent_to in job.sent_to.values():
+        cycles = [message.cycle for message in sent_to if isinstance(message, m.Start)]
         assert cycles == sorted(set(cycles))
     for cycle in {start.cycle for start in starts}:
         world = [start for start in starts if start.cycle == cycle]

@@ -1,4 +1,4 @@
-"""What a coordinator of many nodes does for each message: counted, so that no machine's speed matters."""
+"""The coordinator's work per message with many nodes: counted, so that it does not depend on the machine's speed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from outlast.policy.recovery_policy import Limits, RecoveryState
 
 FEW, MANY = 100, 400
 MOST_GROWTH = 1.5
-"""Of the work for one message, where four times as many nodes are there."""
+"""Allowed ratio of the work per message with four times as many nodes."""
 
 
 def count_steps(work: Callable[[], object]) -> int:
-    """Return how many steps of the interpreter some work takes, those in comprehensions and callbacks included."""
+    """Return the number of interpreter steps of some work, including those in comprehensions and callbacks."""
     num = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -41,14 +41,14 @@ def count_steps(work: Callable[[], object]) -> int:
 
 
 class Nodes:
-    """A coordinator and nodes that do as they are told at once."""
+    """A coordinator and simulated nodes that follow its orders at once."""
 
     def __init__(self, num: int, **settings: Any) -> None:
         self.num, self.now_s, self.cycle = num, 0.0, -1
         self.num_messages = 0
         self.names = [f"n{number}" for number in range(num)]
         self.places: dict[str, m.SlotPlace] = {}
-        self.ran: dict[str, m.SlotPlace] = {}
+        self.registered_places: dict[str, m.SlotPlace] = {}
         self.waiting: list[m.ToCoordinator] = []
         self.coordinator = self.make(**settings)
 
@@ -58,41 +58,43 @@ class Nodes:
             RecoveryState(),
         )
 
-    def say(self, *messages: m.ToCoordinator) -> None:
+    def send_message(self, *messages: m.ToCoordinator) -> None:
         self.waiting += messages
         while self.waiting:
-            said, self.waiting = self.waiting, []
-            for message in said:
+            messages_waiting, self.waiting = self.waiting, []
+            for message in messages_waiting:
                 self.num_messages += 1
                 for name, epoch, answer in self.coordinator.handle(message, self.now_s):
                     self._answer({"node": name, "epoch": epoch}, answer)
 
-    def _answer(self, who: dict[str, str], answer: m.ToNode) -> None:
-        name = who["node"]
+    def _answer(self, sender: dict[str, str], answer: m.ToNode) -> None:
+        name = sender["node"]
         if name not in self.names:
             return
         match answer:
             case m.Prepare():
-                self.waiting.append(m.Master(**who, cycle=answer.cycle, addr=name, port=1))
+                self.waiting.append(m.Master(**sender, cycle=answer.cycle, addr=name, port=1))
             case m.Start():
                 self.cycle, self.places[name] = answer.cycle, answer.place
-                self.waiting.append(m.Running(**who, cycle=answer.cycle))
+                self.waiting.append(m.Running(**sender, cycle=answer.cycle))
             case m.Wait() if answer.place is not None:
                 self.places[name] = answer.place
                 counted = m.Counted(
-                    **who, cycle=answer.place.cycle, term=answer.place.term, num_spares=answer.place.num_spares
+                    **sender, cycle=answer.place.cycle, term=answer.place.term, num_spares=answer.place.num_spares
                 )
                 self.waiting.append(counted)
             case m.Ran() if name in self.places:
-                self.ran[name] = self.places[name]
+                self.registered_places[name] = self.places[name]
                 place = self.places[name]
-                self.waiting.append(m.Counted(**who, cycle=answer.cycle, term=place.term, num_spares=answer.num_spares))
+                self.waiting.append(
+                    m.Counted(**sender, cycle=answer.cycle, term=place.term, num_spares=answer.num_spares)
+                )
             case m.CycleOver():
                 self.waiting.append(join(name, ended=m.CycleFacts(cycle=answer.cycle)))
 
     def lose(self, names: list[str]) -> None:
         self.names = [name for name in self.names if name not in names]
-        self.say(*(m.Dead(node=name, epoch="1", reason="its agent's connection ended") for name in names))
+        self.send_message(*(m.Dead(node=name, epoch="1", reason="its agent's connection ended") for name in names))
 
 
 def join(name: str, **fields: Any) -> m.JoinRequest:
@@ -100,22 +102,22 @@ def join(name: str, **fields: Any) -> m.JoinRequest:
 
 
 def form(nodes: Nodes) -> None:
-    nodes.say(*(join(name) for name in nodes.names))
+    nodes.send_message(*(join(name) for name in nodes.names))
     assert (nodes.cycle, nodes.coordinator.phase) == (0, JobPhase.RUNNING)
 
 
 def form_and_lose(nodes: Nodes) -> None:
-    """A tenth dies at once, and spares take their slots."""
+    """A tenth of the nodes dies at once, and spares take their slots."""
     spares = [f"s{number}" for number in range(nodes.num // 10)]
     form(nodes)
     nodes.names += spares
-    nodes.say(*(join(name) for name in spares))
+    nodes.send_message(*(join(name) for name in spares))
     nodes.lose(nodes.names[: len(spares)])
     assert (nodes.cycle, nodes.coordinator.phase) == (1, JobPhase.RUNNING)
 
 
 def form_and_shrink(nodes: Nodes) -> None:
-    """A tenth dies at once, and the world goes on without them."""
+    """A tenth of the nodes dies at once, and the world continues without them."""
     form(nodes)
     nodes.lose(nodes.names[: nodes.num // 10])
     assert nodes.cycle == 1
@@ -128,20 +130,28 @@ def take_over(nodes: Nodes) -> None:
     nodes.coordinator = nodes.make(num_endpoints=2, order=1, host="n1", former_host="n0", host_is_dead=True, term=2)
     nodes.names.remove("n0")
     places = nodes.places
-    nodes.say(
+    nodes.send_message(
         *(
-            m.Register(node=name, epoch="1", addr=name, nproc=8, running=True, place=places[name], ran=nodes.ran[name])
+            m.Register(
+                node=name,
+                epoch="1",
+                addr=name,
+                nproc=8,
+                running=True,
+                place=places[name],
+                registered_places=nodes.registered_places[name],
+            )
             for name in nodes.names
         )
     )
     nodes.names.append("s")
     nodes.now_s = 2.0
-    nodes.say(m.CoordinatorTick(), join("s"))
+    nodes.send_message(m.CoordinatorTick(), join("s"))
     assert (nodes.cycle, nodes.coordinator.phase) == (1, JobPhase.RUNNING)
 
 
 @pytest.mark.parametrize(
-    ("story", "settings"),
+    ("scenario", "settings"),
     [
         (form, {}),
         (form, {"min_nodes": 2}),
@@ -152,20 +162,21 @@ def take_over(nodes: Nodes) -> None:
     ],
 )
 def test_work_for_a_message_does_not_grow_with_the_nodes(
-    story: Callable[[Nodes], None], settings: dict[str, Any]
+    scenario: Callable[[Nodes], None], settings: dict[str, Any]
 ) -> None:
-    """Cycles form, break and are taken over with as much work a message for 400 nodes as for 100."""
+    """Forming cycles, losing nodes and taking over needs as much work per message for 400 nodes as for 100."""
     work = []
     for num in (FEW, MANY):
         nodes = Nodes(num, **settings)
-        steps = count_steps(lambda nodes=nodes: story(nodes))  # type: ignore[misc]
+        steps = count_steps(lambda nodes=nodes: scenario(nodes))  # type: ignore[misc]
         work.append(steps / nodes.num_messages)
     assert work[1] < MOST_GROWTH * work[0], work
 
 
 @pytest.mark.process
-def test_crowd_meets_loses_some_and_meets_again() -> None:
-    """A few hundred simulated agents form a cycle with a real coordinator, lose 64 at once, and form the next."""
+def test_hundreds_of_agents_form_two_cycles() -> None:
+    """A few hundred simulated agents form a cycle with a real coordinator, lose 64 nodes at once, and form the next
+    cycle."""
     metrics = rendezvous_crowd.meet(200)
     assert metrics.rss_mib > 0
     assert metrics.node_kib < 64, "a node's share of the coordinator's memory"

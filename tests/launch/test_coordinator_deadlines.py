@@ -1,4 +1,4 @@
-"""Every phase of the coordinator has an end, and what is sent twice, or lost on the way, leaves no job waiting."""
+"""Each phase of the coordinator has a deadline, and repeated or lost messages leave no job waiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_control_connection import SomeAgent, free_port, make  # noqa: F401  the fixture
+from test_control_connection import LinkedAgent, free_port, make  # noqa: F401  the fixture
 from test_coordinator import Job, ranks
 
 from outlast.errors import ExitReason
@@ -17,7 +17,7 @@ from outlast.launch.protocol import JobPhase
 
 
 class SlowJob(Job):
-    """A job in which nodes beat and do not answer some orders."""
+    """A job whose nodes send heartbeats and do not respond to some orders."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -27,7 +27,7 @@ class SlowJob(Job):
         kept = []
         for name, epoch, message in outbox:
             if name in self.ignores and isinstance(message, self.ignores[name]):
-                self.said.setdefault(name, []).append(message)
+                self.sent_to.setdefault(name, []).append(message)
             else:
                 kept.append((name, epoch, message))
         super()._deliver(kept)
@@ -54,8 +54,9 @@ def job_of(*names: str, ignores: dict[str, type[m.ToNode]] | None = None) -> Slo
     return job
 
 
-def test_node_that_opens_no_store_is_replaced() -> None:
-    """A node that beats and does not open the cycle's store in 30 s loses its slot to the spare; its peer does not."""
+def test_a_node_that_opens_no_store_is_replaced() -> None:
+    """A node that sends heartbeats and does not open the cycle's store within 30 s loses its slot to the spare; its
+    peer keeps its own."""
     job = job_of("a", "b", "s", ignores={"a": m.Prepare})
     job.pass_time(30)
     assert job.coordinator.phase == JobPhase.PREPARING
@@ -64,8 +65,8 @@ def test_node_that_opens_no_store_is_replaced() -> None:
     assert "did not open the cycle's store within 31 s" in job.loss_of("a")
 
 
-def test_node_that_starts_no_workers_is_replaced() -> None:
-    """A node that does not report its workers 180 s after its Start is lost; those that did keep their slots."""
+def test_a_node_that_starts_no_workers_is_replaced() -> None:
+    """A node that does not report its workers within 180 s of its Start is lost; the others keep their slots."""
     job = job_of("a", "b", "s", ignores={"b": m.CycleOver})
     job.run("a")
     job.pass_time(180)
@@ -78,8 +79,8 @@ def test_node_that_starts_no_workers_is_replaced() -> None:
     assert job.coordinator.cycle == 1, "a cycle that has started has no deadline"
 
 
-def test_node_that_does_not_report_the_end_is_replaced() -> None:
-    """A node that does not say within 60 s how a cycle ended for it is lost; the others wait no longer for it."""
+def test_a_node_that_does_not_report_the_end_is_replaced() -> None:
+    """A node that does not report within 60 s how a cycle ended is lost, and is no longer waited for."""
     job = job_of("a", "b", "s")
     job.run("a", "b")
     job.ignores = {"b": m.CycleOver}
@@ -91,8 +92,8 @@ def test_node_that_does_not_report_the_end_is_replaced() -> None:
     assert "did not report the cycle's end within" in job.loss_of("b")
 
 
-def test_every_deadline_without_a_spare_ends_the_job() -> None:
-    """Where no node is left to take the slot, the job stops with a reason once join_timeout has passed."""
+def test_each_deadline_without_a_spare_ends_the_job() -> None:
+    """Without a node for the free slot the job stops with a reason after join_timeout."""
     for ignored in (m.Prepare, m.CycleOver):
         job = SlowJob(join_timeout_s=20.0)
         job.ignores = {"a": ignored}
@@ -106,23 +107,23 @@ def test_every_deadline_without_a_spare_ends_the_job() -> None:
         assert "no spare is left" in job.coordinator.stop.reason
 
 
-def test_repeated_join_of_a_running_node_changes_nothing() -> None:
-    """A Join that a node sent before it got its Start, and again over a new connection, gets that Start once more."""
+def test_a_repeated_join_changes_nothing() -> None:
+    """A node that sends its JoinRequest again, on the same or a new connection, gets the same Start once more."""
     job = job_of("a", "b")
     start = job.running["b"]
     job.run("a", "b")
     for ended in (None, m.CycleFacts(cycle=-1)):
         job.say(m.JoinRequest(node="b", epoch="b-1", addr="b", nproc=2, ended=ended))
-        assert job.said["b"][-1] == start
+        assert job.sent_to["b"][-1] == start
         assert job.coordinator.phase == JobPhase.RUNNING
     job.fail("a")
     assert {start.cycle for start in job.running.values()} == {1}, "b was asked for its end of the cycle, as before"
-    orders = [message for message in job.said["b"] if not isinstance(message, m.Decided)]
+    orders = [message for message in job.sent_to["b"] if not isinstance(message, m.Decided)]
     assert isinstance(orders[-2], m.CycleOver)
 
 
-def test_repeated_report_of_a_cycles_end_counts_once() -> None:
-    """What a node reports of a cycle's end, sent twice, is no second node's report."""
+def test_a_repeated_end_of_a_cycle_counts_once() -> None:
+    """A node's report of a cycle's end counts once, however often it is sent."""
     job = job_of("a", "b")
     job.ignores = {"b": m.CycleOver}
     incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", cycle=0, exit_code=1)
@@ -135,8 +136,8 @@ def test_repeated_report_of_a_cycles_end_counts_once() -> None:
     assert set(ranks(job)) == {"a", "b"}
 
 
-def test_node_that_says_goodbye_before_its_start_is_replaced() -> None:
-    """A node that leaves while the cycle's store is opened holds nobody up, and the coordinator goes on."""
+def test_a_node_that_exits_before_its_start_is_replaced() -> None:
+    """A node that exits while the cycle's store is opened is not waited for."""
     job = job_of("a", "b", "s", ignores={"a": m.Prepare})
     job.say(m.Bye(node="b", epoch="b-1"))
     job.ignores = {}
@@ -145,8 +146,8 @@ def test_node_that_says_goodbye_before_its_start_is_replaced() -> None:
     assert ranks(job) == {"a": 0, "s": 1}
 
 
-def test_only_the_first_slots_node_names_the_store() -> None:
-    """A Master of another node, or a second one, does not lead the ranks elsewhere."""
+def test_only_the_first_slots_node_reports_the_store() -> None:
+    """A Master message of another node, or a second one, has no effect on the ranks' store."""
     job = job_of("a", "b", ignores={"a": m.Prepare})
     job.say(m.Master(node="b", epoch="b-1", cycle=0, addr="elsewhere", port=1))
     assert not job.running
@@ -163,23 +164,29 @@ def place(slot: int | None, **fields: Any) -> m.SlotPlace:
     return msgspec.structs.replace(PLACE, slot=slot, **fields)
 
 
-def register(job: Job, name: str, slot: int | None, *, running: bool = True, ran: bool = True) -> None:
+def register(job: Job, name: str, slot: int | None, *, running: bool = True, previous: bool = True) -> None:
     job.beats.setdefault(name, 0)
-    where = None if slot is None else place(slot)
-    if running and where is not None:
+    place_of_slot = None if slot is None else place(slot)
+    if running and place_of_slot is not None:
         job.running[name] = m.Start(
-            cycle=4, term=1, node_rank=where.slot or 0, num_nodes=3, base_rank=0, world_size=6, master_addr="x",
-            master_port=1, place=where,
+            cycle=4, term=1, node_rank=place_of_slot.slot or 0, num_nodes=3, base_rank=0, world_size=6, master_addr="x",
+            master_port=1, place=place_of_slot,
         )  # fmt: skip
     job.say(
         m.Register(
-            node=name, epoch=f"{name}-1", addr=name, nproc=2, place=where, ran=where if ran else None, running=running
+            node=name,
+            epoch=f"{name}-1",
+            addr=name,
+            nproc=2,
+            place=place_of_slot,
+            previous=place_of_slot if previous else None,
+            running=running,
         )
     )
 
 
-def test_register_sent_twice_is_one_node() -> None:
-    """A node that registers again, while others are waited for and after that, keeps its slot; the cycle runs on."""
+def test_a_repeated_registration_is_one_node() -> None:
+    """A node that registers twice, before or after the others did, keeps its slot, and the cycle continues."""
     job = Job(num_slots=3, former_host="a")
     for name, slot in (("a", 0), ("b", 1), ("a", 0), ("b", 1)):
         register(job, name, slot)
@@ -189,11 +196,11 @@ def test_register_sent_twice_is_one_node() -> None:
     register(job, "a", 0)
     assert [slot.holder for slot in job.coordinator.nodes.slots] == ["a", "b", "c"]
     assert (job.coordinator.phase, job.coordinator.cycle) == (JobPhase.RUNNING, 4)
-    assert not any(isinstance(message, m.CycleOver) for some in job.said.values() for message in some)
+    assert not any(isinstance(message, m.CycleOver) for messages in job.sent_to.values() for message in messages)
 
 
-def test_registered_node_that_dies_before_the_others_came_is_lost() -> None:
-    """A node that claimed its slot and died while the others were waited for is charged, and its slot is given away."""
+def test_a_node_that_dies_after_registering_is_lost() -> None:
+    """A node that claimed its slot and died before the others registered is charged, and loses its slot."""
     job = Job(num_slots=3, former_host="a")
     register(job, "a", 0)
     register(job, "b", 1)
@@ -207,9 +214,9 @@ def test_registered_node_that_dies_before_the_others_came_is_lost() -> None:
     assert [one.node for one in job.incidents] == ["b"]
 
 
-def test_job_whose_nodes_were_in_no_cycle_is_begun_by_its_next_coordinator() -> None:
-    """The first coordinator was lost before an agent had a place, or had passed its checks: it joins the next one, and
-    has nothing to register there."""
+def test_a_takeover_before_the_first_cycle_starts_the_job() -> None:
+    """When the first coordinator is lost before any agent has a place, the agents join the next one, without a place to
+    register."""
     job = Job(num_slots=1, former_host="h")
     job.join("a")
     assert job.coordinator.phase == JobPhase.ADOPTING, "others may register a cycle"
@@ -217,11 +224,11 @@ def test_job_whose_nodes_were_in_no_cycle_is_begun_by_its_next_coordinator() -> 
     assert ranks(job) == {"a": 0}
 
 
-def test_place_in_a_larger_world_is_none() -> None:
-    """A node that reports a place in a world that this job cannot have had takes part as a new one."""
+def test_a_place_in_a_larger_world_is_ignored() -> None:
+    """A node that reports a place in a world that this job cannot have had joins as a new node."""
     job = Job(num_slots=3, former_host="a")
-    where = place(700_000, num_slots=1 << 20)
-    job.say(m.Register(node="x", epoch="x-1", addr="x", nproc=2, place=where, ran=where))
+    place_of_slot = place(700_000, num_slots=1 << 20)
+    job.say(m.Register(node="x", epoch="x-1", addr="x", nproc=2, place=place_of_slot, previous=place_of_slot))
     for name, slot in (("a", 0), ("b", 1), ("c", 2)):
         register(job, name, slot)
     assert job.coordinator.phase == JobPhase.RUNNING
@@ -229,13 +236,13 @@ def test_place_in_a_larger_world_is_none() -> None:
 
 
 @pytest.mark.parametrize("durable", [None, 10])
-def test_first_cycle_that_some_took_and_never_all_ends_the_job(durable: int | None) -> None:
-    """The coordinator's machine is lost while it starts the first cycle: one of three nodes got its Start. The two that
-    are left may be the fewer; they wait join_timeout and end, with 75 where there is something to go on from."""
+def test_a_first_cycle_that_only_one_node_started_ends_the_job(durable: int | None) -> None:
+    """The coordinator's machine is lost when one of three nodes has got its Start. The two remaining nodes may be the
+    minority: they wait join_timeout and exit, with 75 if a checkpoint exists."""
     job = Job(num_slots=3, former_host="h", num_endpoints=2, order=1, host="a", join_timeout_s=60.0)
     job.beats["a"] = 0
-    took = m.SlotPlace(term=1, cycle=0, num_slots=3, slot=0)
-    job.say(m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=took, running=False))
+    started_by = m.SlotPlace(term=1, cycle=0, num_slots=3, slot=0)
+    job.say(m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=started_by, running=False))
     job.join("a", ended=m.CycleFacts(cycle=0, durable_iteration=durable))
     job.say(m.Register(node="c", epoch="c-1", addr="c", nproc=2))
     job.join("c")
@@ -247,14 +254,15 @@ def test_first_cycle_that_some_took_and_never_all_ends_the_job(durable: int | No
     assert stop is not None
     assert stop.exit_code == (ExitReason.FAILED if durable is None else ExitReason.PREEMPTED)
     assert stop.reason.startswith("most nodes of the last cycle stayed away for 60 s (--rdzv-conf join_timeout=...)")
-    assert {type(job.said[name][-1]) for name in ("a", "c")} == {m.Stop}
+    assert {type(job.sent_to[name][-1]) for name in ("a", "c")} == {m.Stop}
 
 
 # -- over real connections -------------------------------------------------------------------------------------
 
 
-def test_agent_that_answers_no_prepare_is_replaced_by_the_spare(make: Callable[..., SomeAgent]) -> None:  # noqa: F811
-    """An agent that beats and never opens the store loses its slot; the spare gets it and opens the store."""
+def test_an_agent_that_ignores_prepare_is_replaced(make: Callable[..., LinkedAgent]) -> None:  # noqa: F811
+    """An agent that sends heartbeats and never opens the store loses its slot; the spare gets it and opens the
+    store."""
     port = free_port()
     settings = {"num_slots": 2, "prepare_timeout_s": 0.5, "join_timeout_s": 600.0}
     stuck = make("a", port, **settings).start()

@@ -1,4 +1,4 @@
-"""The coordinator and restarts inside the processes: what is charged, to whom, and how such a job ends."""
+"""The coordinator and in-process restarts: charges, root causes and the end of the job."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Job:
     def __init__(self, max_restarts: int = 5) -> None:
         self.decisions: list[Decision] = []
         self.incidents: list[Incident] = []
-        self.told: list[tuple[str, m.ToNode]] = []
+        self.sent: list[tuple[str, m.ToNode]] = []
         settings = JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=max_restarts))
         self.coordinator = Coordinator(settings, RecoveryState())
         for node in "ab":
             self.join(node)
         self.start(0)
 
-    def say(self, message: m.ToCoordinator) -> None:
-        self.told += [(node, reply) for node, _, reply in self.coordinator.handle(message, 0.0)]
+    def send_message(self, message: m.ToCoordinator) -> None:
+        self.sent += [(node, reply) for node, _, reply in self.coordinator.handle(message, 0.0)]
         for effect in self.coordinator.take_effects():
             if isinstance(effect, Record) and isinstance(decision := effect.data.get("verdict"), Decision):
                 self.decisions.append(decision)
@@ -38,27 +38,30 @@ class Job:
                     self.incidents.append(incident)
 
     def join(self, node: str, ended: m.CycleFacts | None = None) -> None:
-        self.say(m.JoinRequest(node=node, epoch="1", addr=node, nproc=2, ended=ended))
+        self.send_message(m.JoinRequest(node=node, epoch="1", addr=node, nproc=2, ended=ended))
 
     def start(self, cycle: int) -> None:
-        self.say(m.Master(node="a", epoch="1", cycle=cycle, addr="a", port=1))
+        self.send_message(m.Master(node="a", epoch="1", cycle=cycle, addr="a", port=1))
         assert self.coordinator.phase == JobPhase.RUNNING
 
     def restarted(
         self, node: str, restart_count: int, *, call: int = 0, cycle: int = 0, fault: Incident = FAULT
     ) -> None:
-        self.say(m.Restarted(node=node, epoch="1", cycle=cycle, call=call, restart_count=restart_count, incident=fault))
+        self.send_message(
+            m.Restarted(node=node, epoch="1", cycle=cycle, call=call, restart_count=restart_count, incident=fault)
+        )
 
     def finished(self, node: str, lost: Incident | None = None) -> None:
-        self.say(m.Finished(node=node, epoch="1", facts=m.CycleFacts(cycle=0, incident=lost)))
+        self.send_message(m.Finished(node=node, epoch="1", facts=m.CycleFacts(cycle=0, incident=lost)))
 
     @property
     def level(self) -> list[RecoveryLevel]:
         return [decision.recovery_level for decision in self.decisions]
 
 
-def test_each_restart_is_charged_once_though_every_node_tells() -> None:
-    """The first word of a restart counts; later ones, and late ones of an earlier one, change nothing."""
+def test_each_restart_is_charged_once_for_all_nodes() -> None:
+    """The first report of a restart counts; reports of other nodes and late ones of an earlier restart change
+    nothing."""
     job = Job()
     for node, restart_count in (("a", 1), ("b", 1), ("a", 2), ("a", 3), ("b", 2), ("b", 3)):
         job.restarted(node, restart_count)
@@ -67,7 +70,7 @@ def test_each_restart_is_charged_once_though_every_node_tells() -> None:
     assert job.coordinator.phase == JobPhase.RUNNING
 
 
-def test_another_call_counts_anew() -> None:
+def test_each_wrapped_call_counts_its_own_restarts() -> None:
     """A second wrapped function of the same cycle counts its own restarts; a report of another cycle is ignored."""
     job = Job()
     job.restarted("a", 2)
@@ -78,26 +81,26 @@ def test_another_call_counts_anew() -> None:
 
 
 @pytest.mark.parametrize(("rank", "node"), [(1, "a"), (3, "b"), (9, ""), (None, "")])
-def test_the_fault_counts_for_the_node_of_its_rank(rank: int | None, node: str) -> None:
-    """A node that tells of another node's rank does not know whose it is; the coordinator does."""
+def test_a_fault_counts_for_the_node_of_its_rank(rank: int | None, node: str) -> None:
+    """The coordinator determines the node of a faulty rank, also when another node reports it."""
     job = Job()
     job.restarted("a", 1, fault=Incident(kind=IncidentKind.WORKER_FAILED, rank=rank))
     assert job.incidents[0].node == node
     assert job.coordinator.state.node_faults == ({node: 1} if node else {})
 
 
-def test_one_restart_too_many_ends_the_job() -> None:
-    """When the budget is spent every node is told to stop, though all ranks run."""
+def test_a_spent_budget_ends_the_job() -> None:
+    """When the budget is spent all nodes are stopped, although all ranks run."""
     job = Job(max_restarts=1)
     job.restarted("a", 1)
-    assert not any(isinstance(reply, m.Stop) for _, reply in job.told)
+    assert not any(isinstance(reply, m.Stop) for _, reply in job.sent)
     job.restarted("b", 2)
-    stops = [(node, reply.exit_code) for node, reply in job.told if isinstance(reply, m.Stop)]
+    stops = [(node, reply.exit_code) for node, reply in job.sent if isinstance(reply, m.Stop)]
     assert stops == [("a", ExitReason.FAILED), ("b", ExitReason.FAILED)]
 
 
-def test_a_node_that_lost_all_waits_for_one_that_finished() -> None:
-    """One node whose ranks all were lost does not keep the job from finishing, whichever is done first."""
+def test_a_node_without_ranks_waits_for_the_others() -> None:
+    """A node that lost all its ranks does not keep the job from finishing, in either order of the reports."""
     for order in ("ab", "ba"):
         job = Job()
         job.restarted("b", 1)
@@ -106,12 +109,12 @@ def test_a_node_that_lost_all_waits_for_one_that_finished() -> None:
         assert job.decisions[-1].exit_code == ExitReason.FINISHED
 
 
-def test_a_world_that_lost_all_has_not_finished() -> None:
-    """When no node finished anything the cycle has failed, and the next one starts."""
+def test_a_world_without_ranks_restarts() -> None:
+    """When no rank of any node finished the cycle has failed, and the next one starts."""
     job = Job()
     job.finished("a", FAULT)
     job.finished("b", FAULT)
-    assert [node for node, reply in job.told if isinstance(reply, m.CycleOver)] == ["a", "b"]
+    assert [node for node, reply in job.sent if isinstance(reply, m.CycleOver)] == ["a", "b"]
     for node in "ab":
         job.join(node, ended=m.CycleFacts(cycle=0))
     assert job.level == [RecoveryLevel.RESTART_WORKERS]
@@ -119,7 +122,7 @@ def test_a_world_that_lost_all_has_not_finished() -> None:
     assert not job.coordinator.state.finished
 
 
-def report(node: str, restart_count: int, durable: int | None, *, knows: bool = True) -> m.Restarted:
+def report(node: str, restart_count: int, durable: int | None, *, progress_is_known: bool = True) -> m.Restarted:
     fault = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=3, iteration=19)
     return m.Restarted(
         node=node,
@@ -129,14 +132,14 @@ def report(node: str, restart_count: int, durable: int | None, *, knows: bool = 
         restart_count=restart_count,
         incident=fault,
         durable_iteration=durable,
-        progress_known=knows,
+        progress_known=progress_is_known,
     )
 
 
-def test_a_restart_is_judged_by_the_newest_checkpoint_that_any_node_knows() -> None:
-    """A node with only spares, or with an older checkpoint, reports first: the decision waits for the other one."""
+def test_the_newest_reported_checkpoint_counts_for_a_restart() -> None:
+    """After a report of a node with only spares, or with an older checkpoint, the decision waits for the other node."""
     reports = RestartReports()
-    assert reports.add(report("a", 1, None, knows=False), 0.0) is None
+    assert reports.add(report("a", 1, None, progress_is_known=False), 0.0) is None
     assert reports.due("ab", 0.0, progress_counts=True) is None
     assert reports.add(report("b", 1, 15), 0.1) is None
     end = reports.due("ab", 0.1, progress_counts=True)
@@ -148,8 +151,8 @@ def test_a_restart_is_judged_by_the_newest_checkpoint_that_any_node_knows() -> N
     assert reports.due("ab", 9.0, progress_counts=True) is None
 
 
-def test_a_silent_node_never_keeps_a_restart_from_being_charged() -> None:
-    """The next restart charges the one before, and so does the end of the wait."""
+def test_a_silent_node_does_not_delay_a_charge_for_ever() -> None:
+    """A restart is charged by the next restart, or at the end of the wait."""
     reports = RestartReports()
     assert reports.add(report("a", 1, 5), 0.0) is None
     earlier = reports.add(report("a", 2, 10), 1.0)

@@ -1,5 +1,5 @@
-"""A proved agent that sends nonsense: whatever passes the decoder leaves the coordinator in order, and the rest is
-refused by closing the connection."""
+"""Invalid messages of an authenticated agent: those that pass the decoder leave the coordinator consistent, and the
+others close the connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_control_connection import SomeAgent, connect, drain, finish, free_port, hello, make, train  # noqa: F401
+from test_control_connection import LinkedAgent, connect, drain, finish, free_port, hello, make, train  # noqa: F401
 
 from outlast.config.sources import LayeredSettings
 from outlast.errors import ConfigError
@@ -99,13 +99,13 @@ LADDERS = st.builds(
     quarantined=st.lists(NAMES, max_size=2).map(tuple),
     finished=st.booleans(),
 )
-WHO: dict[str, Any] = {"node": NAMES, "epoch": st.sampled_from("112")}
+SENDER: dict[str, Any] = {"node": NAMES, "epoch": st.sampled_from("112")}
 MESSAGES = st.one_of(
-    st.builds(m.JoinRequest, **WHO, addr=TEXTS, nproc=NUMBERS, wish=MAYBE, ended=st.one_of(st.none(), FACTS)),
-    st.builds(m.JoinRequest, **WHO, addr=NAMES, nproc=st.just(1)),
+    st.builds(m.JoinRequest, **SENDER, addr=TEXTS, nproc=NUMBERS, wish=MAYBE, ended=st.one_of(st.none(), FACTS)),
+    st.builds(m.JoinRequest, **SENDER, addr=NAMES, nproc=st.just(1)),
     st.builds(
         m.Register,
-        **WHO,
+        **SENDER,
         addr=TEXTS,
         nproc=FEW,
         place=PLACES,
@@ -113,19 +113,25 @@ MESSAGES = st.one_of(
         running=st.booleans(),
         recovery_state=st.one_of(st.none(), LADDERS),
     ),
-    st.builds(m.Running, **WHO, cycle=NUMBERS),
-    st.builds(m.Stepped, **WHO, cycle=NUMBERS),
-    st.builds(m.Counted, **WHO, cycle=NUMBERS, term=NUMBERS, num_spares=NUMBERS),
-    st.builds(m.Hung, **WHO, cycle=FEW, incident=INCIDENTS),
-    st.builds(m.Master, **WHO, cycle=NUMBERS, addr=TEXTS, port=NUMBERS),
+    st.builds(m.Running, **SENDER, cycle=NUMBERS),
+    st.builds(m.Stepped, **SENDER, cycle=NUMBERS),
+    st.builds(m.Counted, **SENDER, cycle=NUMBERS, term=NUMBERS, num_spares=NUMBERS),
+    st.builds(m.Hung, **SENDER, cycle=FEW, incident=INCIDENTS),
+    st.builds(m.Master, **SENDER, cycle=NUMBERS, addr=TEXTS, port=NUMBERS),
     st.builds(
-        m.Restarted, **WHO, cycle=FEW, call=NUMBERS, restart_count=NUMBERS, incident=INCIDENTS, durable_iteration=MAYBE
+        m.Restarted,
+        **SENDER,
+        cycle=FEW,
+        call=NUMBERS,
+        restart_count=NUMBERS,
+        incident=INCIDENTS,
+        durable_iteration=MAYBE,
     ),
-    st.builds(m.Finished, **WHO, facts=FACTS),
-    st.builds(m.Leave, **WHO, saved=st.booleans(), signal=NUMBERS, whole_job=st.just(False)),
-    st.builds(m.Unhealthy, **WHO, incident=INCIDENTS, stays=st.booleans()),
-    st.builds(m.Bye, **WHO),
-    st.builds(m.Dead, **WHO, reason=TEXTS, is_known=st.booleans()),
+    st.builds(m.Finished, **SENDER, facts=FACTS),
+    st.builds(m.Leave, **SENDER, saved=st.booleans(), signal=NUMBERS, whole_job=st.just(False)),
+    st.builds(m.Unhealthy, **SENDER, incident=INCIDENTS, stays=st.booleans()),
+    st.builds(m.Bye, **SENDER),
+    st.builds(m.Dead, **SENDER, reason=TEXTS, is_known=st.booleans()),
 )
 SETTINGS = st.builds(
     JobSettings,
@@ -143,8 +149,8 @@ SETTINGS = st.builds(
 SCRIPT = st.one_of(MESSAGES, st.just("obey"), st.just("obey"), st.sampled_from([1.0, 4.0, 40.0, 200.0]))
 
 
-class Checked:
-    """A coordinator whose state is looked at after everything that happens to it."""
+class CheckedCoordinator:
+    """A coordinator whose state is checked after each message."""
 
     def __init__(self, settings: JobSettings) -> None:
         self.coordinator = Coordinator(settings, RecoveryState())
@@ -152,12 +158,12 @@ class Checked:
         self.unanswered: list[tuple[str, str, m.ToNode]] = []
         self.was_over = False
 
-    def say(self, message: m.ToCoordinator) -> None:
+    def send_message(self, message: m.ToCoordinator) -> None:
         if not isinstance(message, m.Dead):
             try:
                 message = DECODER.decode(msgspec.msgpack.encode(message))
             except msgspec.ValidationError:
-                return  # its connection is closed
+                return  # the connection is closed
         self.check(self.coordinator.handle(message, self.now_s))
 
     def pass_time(self, seconds: float) -> None:
@@ -165,19 +171,19 @@ class Checked:
         beats = {node.name: next(self.beats) for node in self.coordinator.nodes if node.name != "d"}
         self.check(self.coordinator.judge_beats(beats, self.now_s, since_last_s=1.0))
 
-    def obey(self) -> None:
-        """Let the nodes do as they were sent."""
+    def follow_orders(self) -> None:
+        """Let the nodes follow the orders that they were sent."""
         orders, self.unanswered = self.unanswered, []
         for node, epoch, order in orders:
-            who = {"node": node, "epoch": epoch}
+            sender = {"node": node, "epoch": epoch}
             match order:
                 case m.Prepare():
-                    self.say(m.Master(**who, cycle=order.cycle, addr=node, port=1))
+                    self.send_message(m.Master(**sender, cycle=order.cycle, addr=node, port=1))
                 case m.Start():
-                    self.say(m.Running(**who, cycle=order.cycle))
+                    self.send_message(m.Running(**sender, cycle=order.cycle))
                 case m.CycleOver():
                     facts = m.CycleFacts(cycle=order.cycle)
-                    self.say(m.JoinRequest(**who, addr=node, nproc=1, ended=facts))
+                    self.send_message(m.JoinRequest(**sender, addr=node, nproc=1, ended=facts))
 
     def check(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
         coordinator = self.coordinator
@@ -201,33 +207,35 @@ class Checked:
 
 @pytest.mark.extended
 @given(SETTINGS, st.lists(SCRIPT, max_size=40))
-def test_no_sequence_of_messages_ends_the_coordinator(settings: JobSettings, script: list[Any]) -> None:
-    """Any messages in any order raise nothing; no phase is left half entered, and a job that is over stays over."""
-    checked = Checked(settings)
+def test_no_sequence_of_messages_breaks_the_coordinator(settings: JobSettings, script: list[Any]) -> None:
+    """Any messages in any order raise nothing, no phase is entered partially, and a job that is over stays over."""
+    coordinator_under_test = CheckedCoordinator(settings)
     for step in script:
         if step == "obey":
-            checked.obey()
+            coordinator_under_test.follow_orders()
         elif isinstance(step, float):
-            checked.pass_time(step)
+            coordinator_under_test.pass_time(step)
         else:
-            checked.say(step)
+            coordinator_under_test.send_message(step)
 
 
 @given(st.lists(st.one_of(st.just("obey"), st.just("obey"), MESSAGES), max_size=25))
-def test_nonsense_within_a_running_job(script: list[Any]) -> None:
-    """The same with a job of two nodes and a spare that runs, so that every phase meets every message."""
-    checked = Checked(JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=20, max_no_progress_cycles=20)))
+def test_no_message_breaks_a_running_job(script: list[Any]) -> None:
+    """The same holds for a running job of two nodes and a spare, so that each phase gets each message."""
+    coordinator_under_test = CheckedCoordinator(
+        JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=20, max_no_progress_cycles=20))
+    )
     for name in "abc":
-        checked.say(m.JoinRequest(node=name, epoch="1", addr=name, nproc=1))
-    checked.obey()
-    checked.obey()
-    assert checked.coordinator.phase == JobPhase.RUNNING
+        coordinator_under_test.send_message(m.JoinRequest(node=name, epoch="1", addr=name, nproc=1))
+    coordinator_under_test.follow_orders()
+    coordinator_under_test.follow_orders()
+    assert coordinator_under_test.coordinator.phase == JobPhase.RUNNING
     for step in script:
         if step == "obey":
-            checked.obey()
+            coordinator_under_test.follow_orders()
         else:
-            checked.say(step)
-    checked.pass_time(200.0)
+            coordinator_under_test.send_message(step)
+    coordinator_under_test.pass_time(200.0)
 
 
 @pytest.mark.parametrize(
@@ -247,24 +255,24 @@ def test_nonsense_within_a_running_job(script: list[Any]) -> None:
         m.AgentBeat(count=-1),
     ],
 )
-def test_what_is_beyond_its_limits_is_refused(message: msgspec.Struct) -> None:
-    """A negative cycle, a world of a trillion nodes, a name of kilobytes: such a message is not decoded."""
+def test_a_message_beyond_its_limits_is_rejected(message: msgspec.Struct) -> None:
+    """A negative cycle, a world of a trillion nodes and a name of kilobytes are not decoded."""
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.OnControl)
 
 
 @given(st.one_of(JSON.map(lambda value: msgspec.json.encode(value).decode()), TEXTS))
-def test_settings_of_a_script_that_are_none_are_refused(text: str) -> None:
-    """Whatever a node reports as its script's settings is taken, or refused as the coordinator expects."""
+def test_invalid_settings_of_a_script_are_rejected(text: str) -> None:
+    """A script's settings as a node reports them are accepted, or rejected as the coordinator expects."""
     try:
         LayeredSettings().with_script(text or "{}")
     except ConfigError:
         pass
 
 
-def test_nonsense_and_floods_of_a_proved_agent_change_nothing(make: Callable[..., SomeAgent]) -> None:  # noqa: F811
-    """Who sends a negative cycle is disconnected; who sends as fast as it can, and reads nothing, is too, or served;
-    the job trains and finishes."""
+def test_invalid_messages_and_floods_are_survived(make: Callable[..., LinkedAgent]) -> None:  # noqa: F811
+    """An agent that sends a negative cycle is disconnected; one that floods the coordinator and reads nothing is
+    disconnected or served; the job finishes."""
     port = free_port()
     agent = make("a", port).start()
     start = train(agent)

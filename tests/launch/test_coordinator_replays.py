@@ -1,4 +1,4 @@
-"""The coordinator and replays: who is held back, who is told to replay, and what becomes of it without a spare."""
+"""The coordinator and replays: nodes that are held back, orders to replay, and replays without a spare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.policy.rerun import Diagnosis, Finding, Replay
 
 
 class Job:
-    """A coordinator whose nodes do as they are told."""
+    """A coordinator with simulated nodes that follow its orders."""
 
     def __init__(self, *nodes: str, state: RecoveryState | None = None, nproc: dict[str, int] | None = None) -> None:
         self.state = state or RecoveryState()
@@ -26,16 +26,16 @@ class Job:
         self.starts: list[dict[str, m.Start]] = []
         """The starts of each cycle, by node."""
         self.waits: dict[str, str] = {}
-        """Why each node waits."""
-        self.deaf: set[str] = set()
-        """Nodes that do not leave a cycle by themselves."""
+        """The reason for which each node waits."""
+        self.ignoring: set[str] = set()
+        """Nodes that do not end a cycle when ordered."""
         for name in nodes:
             self.join(name, nproc=(nproc or {}).get(name, 1))
 
     def join(self, name: str, *, ended: m.CycleFacts | None = None, nproc: int = 1) -> None:
-        self.say(m.JoinRequest(node=name, epoch="1", addr=name, nproc=nproc, ended=ended))
+        self.send_message(m.JoinRequest(node=name, epoch="1", addr=name, nproc=nproc, ended=ended))
 
-    def say(self, message: m.ToCoordinator) -> None:
+    def send_message(self, message: m.ToCoordinator) -> None:
         outbox = self.coordinator.handle(message, 0.0)
         for effect in self.coordinator.take_effects():
             match effect:
@@ -43,89 +43,90 @@ class Job:
                     self.state = state
                 case Record(EventKind.DECISION, _, {"verdict": Decision() as decision, **others}):
                     self.decisions.append((decision, others.get("incident")))  # type: ignore[arg-type]
-        for name, epoch, told in outbox:
-            match told:
+        for name, epoch, order in outbox:
+            match order:
                 case m.Prepare():
-                    self.say(m.Master(node=name, epoch=epoch, cycle=told.cycle, addr=name, port=1))
+                    self.send_message(m.Master(node=name, epoch=epoch, cycle=order.cycle, addr=name, port=1))
                 case m.Start():
-                    self.starts += [{}] * (told.cycle + 1 - len(self.starts))
-                    self.starts[told.cycle] = {**self.starts[told.cycle], name: told}
+                    self.starts += [{}] * (order.cycle + 1 - len(self.starts))
+                    self.starts[order.cycle] = {**self.starts[order.cycle], name: order}
                 case m.Wait():
-                    self.waits[name] = told.reason
-                case m.CycleOver() if name not in self.deaf:
-                    self.join(name, ended=m.CycleFacts(cycle=told.cycle))
+                    self.waits[name] = order.reason
+                case m.CycleOver() if name not in self.ignoring:
+                    self.join(name, ended=m.CycleFacts(cycle=order.cycle))
 
-    def leave(self, name: str, code: int, found: Diagnosis, *, rank: int = 1) -> None:
-        evidence = {"diagnosis": msgspec.to_builtins(found), "summary": found.describe()}
+    def exit_with(self, name: str, code: int, diagnose: Diagnosis, *, rank: int = 1) -> None:
+        evidence = {"diagnosis": msgspec.to_builtins(diagnose), "summary": diagnose.describe()}
         incident = Incident(
             kind=IncidentKind.WORKER_FAILED, node=name, rank=rank, pid=77, exit_code=code, evidence=evidence
         )
         self.join(name, ended=m.CycleFacts(cycle=self.coordinator.cycle, incident=incident))
 
 
-def found(finding: Finding = Finding.REPRODUCED, **facts: Any) -> Diagnosis:
+def diagnose(finding: Finding = Finding.REPRODUCED, **facts: Any) -> Diagnosis:
     return Diagnosis(finding=finding, **{"rank": 1, "node": "b", "device": "b/cpu-0", "iteration": 7, **facts})
 
 
-ASKED = Replay(iteration=7, device="b/cpu-0", node="b", rank=1)
+EXPECTED = Replay(iteration=7, device="b/cpu-0", node="b", rank=1)
 
 
-def test_every_node_of_the_next_cycle_is_told_to_replay_and_only_of_that_one() -> None:
-    """The spare has the slot of the node that saw the result, all nodes get the replay with their start, and the cycle
-    after it trains as usual, on the nodes that have the slots then."""
+def test_a_replay_lasts_one_cycle_on_all_nodes() -> None:
+    """The spare replaces the node with the invalid result, all nodes get the replay with their start, and the cycle
+    after it trains as usual on the nodes of its slots."""
     job = Job("a", "b", "s")
-    job.leave("b", 16, found())
+    job.exit_with("b", 16, diagnose())
     assert job.starts[1].keys() == {"a", "s"}
-    assert {start.replay for start in job.starts[1].values()} == {ASKED}
+    assert {start.replay for start in job.starts[1].values()} == {EXPECTED}
     assert "replayed on another" in job.waits["b"]
-    job.leave("s", 17, found(Finding.PERSISTENT, replayed_on="s/cpu-0"))
+    job.exit_with("s", 17, diagnose(Finding.PERSISTENT, replayed_on="s/cpu-0"))
     assert job.starts[2].keys() == {"a", "s"}
     assert {start.replay for start in job.starts[2].values()} == {None}
     assert job.state.quarantined == ("b",)
     assert job.coordinator.nodes.spares(job.state.barred) == []
 
 
-def test_a_node_that_is_cleared_waits_as_a_spare() -> None:
-    """Once the replay is over without a fault of its own, the node that was held back may take a slot again."""
+def test_a_cleared_node_becomes_a_spare() -> None:
+    """Once the replay is over without a fault of the node that was held back, it may take a slot again."""
     job = Job("a", "b", "s")
-    job.leave("b", 16, found())
+    job.exit_with("b", 16, diagnose())
     died = Incident(kind=IncidentKind.WORKER_DIED, node="s", exit_code=-9)
     job.join("s", ended=m.CycleFacts(cycle=1, incident=died, durable_iteration=20, progress_known=True))
     assert [node.name for node in job.coordinator.nodes.spares(job.state.barred)] == ["b"]
-    job.deaf = {"s"}
-    job.say(m.Dead(node="s", epoch="1", reason="killed"))
+    job.ignoring = {"s"}
+    job.send_message(m.Dead(node="s", epoch="1", reason="killed"))
     assert job.starts[-1].keys() == {"a", "b"}
 
 
-def test_a_spare_with_fewer_workers_is_no_other_device() -> None:
+def test_a_spare_with_fewer_workers_does_not_replay() -> None:
     """Where no spare fits the slot, the same nodes replay."""
     job = Job("a", "b", "small", nproc={"a": 2, "b": 2})
-    job.leave("b", 16, found())
+    job.exit_with("b", 16, diagnose())
     assert job.starts[1].keys() == {"a", "b"}
-    assert job.starts[1]["a"].replay == ASKED
+    assert job.starts[1]["a"].replay == EXPECTED
     assert job.state.held_back == ()
 
 
-def test_without_the_spare_the_node_has_its_slot_again_and_no_replay() -> None:
-    """The spare is gone before the replay began: the node that was held back takes its slot, and the cycle trains as
-    usual, since a replay there would prove nothing."""
-    job = Job("a", "b", state=RecoveryState(held_back=("b",), replay=ASKED))
+def test_without_a_spare_no_node_is_held_back() -> None:
+    """If the spare is lost before the replay began, the node that was held back takes its slot, and the cycle trains as
+    usual, since a replay on the same node would prove nothing."""
+    job = Job("a", "b", state=RecoveryState(held_back=("b",), replay=EXPECTED))
     assert job.starts[0].keys() == {"a", "b"}
     assert {start.replay for start in job.starts[0].values()} == {None}
     assert (job.state.held_back, job.state.replay) == ((), None)
 
 
-def test_the_next_job_replays_what_was_left() -> None:
-    """A replay that a preempted job left is what the first cycle of the next one does."""
-    left = RecoveryStep(cycle=3, recovery_level=RecoveryLevel.REQUEUE_JOB, reason="told to leave")
-    job = Job("a", "b", state=begin_job(RecoveryState(held_back=("b",), replay=ASKED, history=(left,))))
-    assert {start.replay for start in job.starts[0].values()} == {ASKED}
+def test_the_next_job_runs_a_pending_replay() -> None:
+    """The first cycle of the next job runs the pending replay of a preempted job."""
+    last_step = RecoveryStep(cycle=3, recovery_level=RecoveryLevel.REQUEUE_JOB, reason="told to leave")
+    job = Job("a", "b", state=begin_job(RecoveryState(held_back=("b",), replay=EXPECTED, history=(last_step,))))
+    assert {start.replay for start in job.starts[0].values()} == {EXPECTED}
 
 
-def test_the_rank_that_saw_it_is_named_even_if_only_others_were_heard() -> None:
-    """All ranks leave with 16; only another rank's end is told: the cause is the rank that the diagnosis names."""
+def test_the_diagnosed_rank_is_the_cause_without_its_report() -> None:
+    """When all ranks exit with 16 and only another rank's end is reported, the root cause is the rank of the
+    diagnosis."""
     job = Job("a", "b")
-    job.leave("a", 16, found(), rank=0)
+    job.exit_with("a", 16, diagnose(), rank=0)
     ((decision, incident),) = job.decisions
     assert incident is not None
     assert (incident.node, incident.rank, incident.pid) == ("b", 1, None)
@@ -133,30 +134,30 @@ def test_the_rank_that_saw_it_is_named_even_if_only_others_were_heard() -> None:
     assert "node b" in decision.reason
 
 
-def test_the_rank_that_saw_it_is_the_cause_whoever_is_first() -> None:
-    """Of two nodes that both tell of exit code 16, the one of the diagnosis's rank is the cause."""
+def test_the_diagnosed_rank_is_the_cause_in_any_order() -> None:
+    """Of two nodes that report exit code 16 the one with the rank of the diagnosis is the root cause."""
     job = Job("a", "b", "s")
-    job.deaf = {"a", "b"}
-    job.leave("a", 16, found(), rank=0)
-    job.leave("b", 16, found(), rank=1)
+    job.ignoring = {"a", "b"}
+    job.exit_with("a", 16, diagnose(), rank=0)
+    job.exit_with("b", 16, diagnose(), rank=1)
     ((_, incident),) = job.decisions
     assert incident is not None
     assert (incident.node, incident.rank, incident.pid) == ("b", 1, 77)
 
 
-def test_what_a_replay_found_is_not_lost_with_a_node() -> None:
-    """A node is lost in the moment in which the replay names another one: that one is quarantined all the same."""
+def test_the_result_of_a_replay_survives_a_lost_node() -> None:
+    """When a node is lost while the replay identifies another one, the identified node is quarantined."""
     job = Job("a", "b", "s", "t")
-    job.leave("b", 16, found())
-    job.deaf = {"a", "s"}
-    job.say(m.Dead(node="a", epoch="1", reason="killed"))
-    job.leave("s", 17, found(Finding.PERSISTENT, replayed_on="s/cpu-0"))
+    job.exit_with("b", 16, diagnose())
+    job.ignoring = {"a", "s"}
+    job.send_message(m.Dead(node="a", epoch="1", reason="killed"))
+    job.exit_with("s", 17, diagnose(Finding.PERSISTENT, replayed_on="s/cpu-0"))
     assert job.state.quarantined == ("b",)
     assert job.starts[2].keys() == {"s", "t"}
 
 
-def test_an_unreadable_diagnosis_is_none() -> None:
-    """A diagnosis of another version is passed over: the exit code alone decides, within its own bound."""
+def test_an_unreadable_diagnosis_is_ignored() -> None:
+    """With a diagnosis of another version the exit code alone decides, within its own limit."""
     job = Job("a", "b")
     for _ in range(3):
         evidence = {"diagnosis": {"rank": "first"}}
