@@ -48,7 +48,7 @@ class Nodes:
         self.num_messages = 0
         self.names = [f"n{number}" for number in range(num)]
         self.places: dict[str, m.SlotPlace] = {}
-        self.registered_places: dict[str, m.SlotPlace] = {}
+        self.ran: dict[str, m.SlotPlace] = {}
         self.waiting: list[m.ToCoordinator] = []
         self.coordinator = self.make(**settings)
 
@@ -84,7 +84,7 @@ class Nodes:
                 )
                 self.waiting.append(counted)
             case m.Ran() if name in self.places:
-                self.registered_places[name] = self.places[name]
+                self.ran[name] = self.places[name]
                 place = self.places[name]
                 self.waiting.append(
                     m.Counted(**sender, cycle=answer.cycle, term=place.term, num_spares=answer.num_spares)
@@ -132,15 +132,7 @@ def take_over(nodes: Nodes) -> None:
     places = nodes.places
     nodes.send_message(
         *(
-            m.Register(
-                node=name,
-                epoch="1",
-                addr=name,
-                nproc=8,
-                running=True,
-                place=places[name],
-                registered_places=nodes.registered_places[name],
-            )
+            m.Register(node=name, epoch="1", addr=name, nproc=8, running=True, place=places[name], ran=nodes.ran[name])
             for name in nodes.names
         )
     )

@@ -164,23 +164,17 @@ def place(slot: int | None, **fields: Any) -> m.SlotPlace:
     return msgspec.structs.replace(PLACE, slot=slot, **fields)
 
 
-def register(job: Job, name: str, slot: int | None, *, running: bool = True, previous: bool = True) -> None:
+def register(job: Job, name: str, slot: int | None, *, running: bool = True, ran: bool = True) -> None:
     job.beats.setdefault(name, 0)
-    place_of_slot = None if slot is None else place(slot)
-    if running and place_of_slot is not None:
+    taken = None if slot is None else place(slot)
+    if running and taken is not None:
         job.running[name] = m.Start(
-            cycle=4, term=1, node_rank=place_of_slot.slot or 0, num_nodes=3, base_rank=0, world_size=6, master_addr="x",
-            master_port=1, place=place_of_slot,
+            cycle=4, term=1, node_rank=taken.slot or 0, num_nodes=3, base_rank=0, world_size=6, master_addr="x",
+            master_port=1, place=taken,
         )  # fmt: skip
     job.say(
         m.Register(
-            node=name,
-            epoch=f"{name}-1",
-            addr=name,
-            nproc=2,
-            place=place_of_slot,
-            previous=place_of_slot if previous else None,
-            running=running,
+            node=name, epoch=f"{name}-1", addr=name, nproc=2, place=taken, ran=taken if ran else None, running=running
         )
     )
 
@@ -227,8 +221,8 @@ def test_a_takeover_before_the_first_cycle_starts_the_job() -> None:
 def test_a_place_in_a_larger_world_is_ignored() -> None:
     """A node that reports a place in a world that this job cannot have had joins as a new node."""
     job = Job(num_slots=3, former_host="a")
-    place_of_slot = place(700_000, num_slots=1 << 20)
-    job.say(m.Register(node="x", epoch="x-1", addr="x", nproc=2, place=place_of_slot, previous=place_of_slot))
+    taken = place(700_000, num_slots=1 << 20)
+    job.say(m.Register(node="x", epoch="x-1", addr="x", nproc=2, place=taken, ran=taken))
     for name, slot in (("a", 0), ("b", 1), ("c", 2)):
         register(job, name, slot)
     assert job.coordinator.phase == JobPhase.RUNNING

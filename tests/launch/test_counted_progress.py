@@ -1,4 +1,4 @@
-"""Progress between faults reaches the restart budgets in time, and each fault is reported at its iteration."""
+"""Progress between faults reaches the restart budgets in time, and each fault is reported with its iteration."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ else:
 
 
 @pytest.mark.parametrize("mode", ["in process", "new workers"])
-def test_a_fault_after_a_commit_is_never_counted_as_without_progress(mode: str, tmp_path: Path) -> None:
-    """With a checkpoint committed before each fault one allowed restart suffices for all of them; each decision reports
-    the iteration at which the fault was raised."""
+def test_a_fault_after_a_commit_counts_with_progress(mode: str, tmp_path: Path) -> None:
+    """With a checkpoint committed before each fault, one allowed restart suffices for all faults; each decision has the
+    iteration at which the fault was raised."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     arguments = [str(tmp_path), mode, *map(str, FAULTS)]

@@ -1,4 +1,4 @@
-"""What is said of a cycle's end, from what its nodes told."""
+"""The reason of a cycle's end, from the reports of its nodes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from outlast.launch.decisions import CycleEnding
 from outlast.policy.causes import Cause
 
 
-def test_a_fault_of_all_ranks_is_not_put_down_to_a_node_lost_afterwards() -> None:
-    """All ranks failed alike before their first step, and then a node was lost: the reason is what they failed with."""
+def test_a_fault_of_all_ranks_precedes_a_later_lost_node() -> None:
+    """When all ranks failed identically before their first step and then a node was lost, the reason is the failure."""
     ending = CycleEnding(job="j", cycle=0)
     for node in ("a", "b"):
         incident = Incident(kind=IncidentKind.WORKER_FAILED, job="j", cycle=0, node=node)

@@ -1,6 +1,6 @@
-"""Workers start only once the GPU memory of those that were killed before them is free, and wait for it within bounds.
+"""Workers start only once the GPU memory of their killed predecessors is free, and wait for a limited time.
 
-NVML alone is a stand-in here, which the probe process finds in NVML's place: it reads what is in use from a file.
+Only NVML is replaced, in the probe process: the stand-in reads the memory in use from a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes, processes
 
 GIB = 2**30
 BEFORE = GIB // 2
-"""What others have in use."""
+"""Memory in use by other processes."""
 PYNVML = """
 import os
 from types import SimpleNamespace
@@ -92,8 +92,8 @@ if cycle < int(sys.argv[2]):
     os.kill(os.getppid() if sys.argv[3] == "fork server" else os.getpid(), signal.SIGKILL)
     signal.pause()
 """
-"""A rank that notes what is in use as it starts, takes memory, and is killed, alone or with what forked it: once the
-agent has written that it runs, of which it hears from what forked it."""
+"""A rank that records the memory in use as it starts, takes memory, and is killed, alone or with the process that
+forked it, once the agent has recorded that the rank runs."""
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------
@@ -116,13 +116,13 @@ agent has written that it runs, of which it hears from what forked it."""
         ("MIG-1234", "aa ab b"),
     ],
 )
-def test_gpus_that_workers_can_see_count(visible: str | None, chosen: str) -> None:
-    """They are named by index, by UUID or by its beginning; if it is not certain which are meant, all of them count."""
+def test_visible_gpus_are_selected(visible: str | None, chosen: str) -> None:
+    """GPUs are selected by index, UUID or prefix of a UUID; if the selection is ambiguous, all GPUs count."""
     assert choose_gpus(["GPU-aa", "GPU-ab", "GPU-b"], visible) == tuple(f"GPU-{name}" for name in chosen.split())
 
 
-def test_memory_is_held_where_more_is_in_use_than_before() -> None:
-    """What was in use before counts for nothing, the tolerance is not waited for, nor a GPU that was not there."""
+def test_memory_beyond_the_baseline_is_held() -> None:
+    """Memory in use before, memory within the tolerance and GPUs that were not there before do not count as held."""
     used = {"GPU-0": 100, "GPU-1": 111, "GPU-2": 50, "GPU-3": 10}
     assert find_held(used, {"GPU-0": 90, "GPU-1": 100, "GPU-2": 100}, tolerance_bytes=10) == {"GPU-1": 11}
 
@@ -130,8 +130,8 @@ def test_memory_is_held_where_more_is_in_use_than_before() -> None:
 # -- the wait ------------------------------------------------------------------------------------------------------
 
 
-def lay_use(folder: Path, num_bytes: int) -> None:
-    """Have the stand-in for NVML report this much in use on its second GPU."""
+def set_use(folder: Path, num_bytes: int) -> None:
+    """Set the memory in use on the second GPU of the stand-in for NVML."""
     (folder / "new").write_text(str(num_bytes))
     (folder / "new").replace(folder / "used")
 
@@ -145,95 +145,95 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 300.0) -> None:
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of a stand-in for NVML, which probe processes use; the node has GPUs."""
+    """Return the folder of a stand-in for NVML for probe processes of a node with GPUs."""
     folder = tmp_path / "nvml"
     folder.mkdir()
     (folder / "pynvml.py").write_text(PYNVML)
-    lay_use(folder, BEFORE)
+    set_use(folder, BEFORE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).strip(":"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(device_memory, "has_gpus", lambda: True)
     return folder
 
 
-class Waiting:
-    """What waits for the memory, and its owner's mailbox."""
+class Reclaim:
+    """A memory reclaim and its owner's mailbox."""
 
     def __init__(self, **settings: float) -> None:
         self.mailbox: queue.SimpleQueue[MemoryReclaimed] = queue.SimpleQueue()
         self.memory = MemoryReclaim(FaultToleranceConfig(**settings), self.mailbox.put)  # type: ignore[arg-type]
 
     def wait(self) -> MemoryReclaimed:
-        """Wait once, as an agent does, and return what came of it."""
+        """Wait once, as an agent does, and return the result."""
         self.memory.begin()
         return self.take()
 
     def take(self) -> MemoryReclaimed:
-        over = self.mailbox.get(timeout=300)
-        self.memory.take(over)
-        return over
+        result = self.mailbox.get(timeout=300)
+        self.memory.take(result)
+        return result
 
 
 @pytest.fixture
-def waiting() -> Iterator[Callable[..., Waiting]]:
-    """Return a function that makes one; all are closed at the end."""
-    made: list[Waiting] = []
+def make_reclaim() -> Iterator[Callable[..., Reclaim]]:
+    """Return a function that creates a memory reclaim; all are closed at the end."""
+    made: list[Reclaim] = []
 
-    def make(**settings: float) -> Waiting:
-        made.append(Waiting(**settings))
+    def make(**settings: float) -> Reclaim:
+        made.append(Reclaim(**settings))
         return made[-1]
 
     yield make
-    for one in made:
-        one.memory.close()
+    for reclaim in made:
+        reclaim.memory.close()
     wait_until(lambda: not threads() and not probes())
 
 
 def probes() -> list[psutil.Process]:
     """Return the probe processes of this process."""
-    return [one for one in psutil.Process().children() if "outlast.health.node" in one.cmdline()]
+    return [reclaim for reclaim in psutil.Process().children() if "outlast.health.node" in reclaim.cmdline()]
 
 
 def threads() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "outlast-gpu-memory"]
+    return [reclaim for reclaim in threading.enumerate() if reclaim.name == "outlast-gpu-memory"]
 
 
 @pytest.mark.process
-def test_memory_is_waited_for_once_workers_have_started(nvml: Path, waiting: Callable[..., Waiting]) -> None:
-    """The first workers wait for a reading alone; the next ones until the memory is back, however late."""
-    one = waiting(gpu_memory_reclaim_timeout=600, gpu_memory_poll_interval=0.01)
-    assert one.memory.is_awaited
-    assert one.wait() == MemoryReclaimed()
-    assert not one.memory.is_awaited
-    one.memory.begin()  # no workers were there since
-    one.memory.note_started()
-    lay_use(nvml, 3 * GIB)
-    one.memory.begin()
-    one.memory.begin()
+def test_memory_of_started_workers_is_awaited(nvml: Path, make_reclaim: Callable[..., Reclaim]) -> None:
+    """The first workers wait only for a reading; the next ones until the memory is free, however late."""
+    reclaim = make_reclaim(gpu_memory_reclaim_timeout=600, gpu_memory_poll_interval=0.01)
+    assert reclaim.memory.is_awaited
+    assert reclaim.wait() == MemoryReclaimed()
+    assert not reclaim.memory.is_awaited
+    reclaim.memory.begin()  # no workers were started since
+    reclaim.memory.note_started()
+    set_use(nvml, 3 * GIB)
+    reclaim.memory.begin()
+    reclaim.memory.begin()
     wait_until(lambda: (nvml / "readings").read_text().count(str(3 * GIB)) >= 3)
-    assert one.memory.is_awaited
-    assert one.mailbox.empty()
-    lay_use(nvml, BEFORE + 2**20)
-    assert one.take().waited_s > 0
-    assert not one.memory.is_awaited
-    assert one.mailbox.empty()
+    assert reclaim.memory.is_awaited
+    assert reclaim.mailbox.empty()
+    set_use(nvml, BEFORE + 2**20)
+    assert reclaim.take().waited_s > 0
+    assert not reclaim.memory.is_awaited
+    assert reclaim.mailbox.empty()
     assert len(probes()) == len(threads()) == 1
 
 
 @pytest.mark.process
-def test_memory_that_stays_is_waited_for_once(
-    nvml: Path, waiting: Callable[..., Waiting], caplog: pytest.LogCaptureFixture
+def test_memory_that_is_not_released_is_awaited_once(
+    nvml: Path, make_reclaim: Callable[..., Reclaim], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It holds workers back for a bounded time; one warning names GPU and amount; then it counts as another's, and less
-    of it again once it has come back."""
-    one = waiting(gpu_memory_reclaim_timeout=0.5, gpu_memory_poll_interval=0.01, gpu_memory_tolerance_mb=100)
-    one.wait()
+    """Memory that is not released delays workers for a limited time and is logged once with GPU and amount; from then
+    on it counts as another process's memory."""
+    reclaim = make_reclaim(gpu_memory_reclaim_timeout=0.5, gpu_memory_poll_interval=0.01, gpu_memory_tolerance_mb=100)
+    reclaim.wait()
     for used, num_warnings in ((3 * GIB, 1), (3 * GIB, 1), (BEFORE, 1), (GIB, 2)):
-        lay_use(nvml, used)
-        one.memory.note_started()
-        assert one.memory.is_awaited
-        one.wait()
-        assert not one.memory.is_awaited
+        set_use(nvml, used)
+        reclaim.memory.note_started()
+        assert reclaim.memory.is_awaited
+        reclaim.wait()
+        assert not reclaim.memory.is_awaited
         assert caplog.text.count("GPU memory was not released") == num_warnings
     assert "GPU-1 has 2.50 GiB more in use than before the workers; the next workers start nevertheless" in caplog.text
     assert "GPU-1 has 0.50 GiB more" in caplog.text
@@ -241,96 +241,96 @@ def test_memory_that_stays_is_waited_for_once(
 
 
 @pytest.mark.process
-def test_memory_of_gpus_that_are_not_visible_is_not_waited_for(
-    nvml: Path, waiting: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_memory_of_invisible_gpus_is_not_awaited(
+    nvml: Path, make_reclaim: Callable[..., Reclaim], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What another job's workers take on another GPU of the node keeps nobody waiting."""
+    """Memory of another job's workers on another GPU of the node delays no worker."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    one = waiting(gpu_memory_reclaim_timeout=600)
-    one.wait()
-    lay_use(nvml, 3 * GIB)
-    one.memory.note_started()
-    one.wait()
+    reclaim = make_reclaim(gpu_memory_reclaim_timeout=600)
+    reclaim.wait()
+    set_use(nvml, 3 * GIB)
+    reclaim.memory.note_started()
+    reclaim.wait()
     assert not caplog.records
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_probe_that_hangs_or_dies_keeps_nobody_waiting(
+def test_a_hung_or_dead_probe_does_not_block_workers(
     number: int,
     nvml: Path,
-    waiting: Callable[..., Waiting],
+    make_reclaim: Callable[..., Reclaim],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A driver that does not return means memory that is not known: workers start after a bounded time, with a warning.
-    The next wait has another probe process."""
-    one = waiting(gpu_memory_reclaim_timeout=600)
-    one.wait()
+    """With a hung driver the memory in use is unknown: workers start after a limited time with a warning, and the next
+    wait has a new probe process."""
+    reclaim = make_reclaim(gpu_memory_reclaim_timeout=600)
+    reclaim.wait()
     (probe,) = probes()
     os.kill(probe.pid, number)
     with monkeypatch.context() as patch:
         patch.setattr(device_memory, "_READ_S", 1.0)
-        one.memory.note_started()
-        assert not one.wait().is_last
+        reclaim.memory.note_started()
+        assert not reclaim.wait().is_last
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "workers start without a wait for GPU memory" in record.getMessage()
-    assert not one.memory.is_awaited
+    assert not reclaim.memory.is_awaited
     assert not probe.is_running()
-    one.memory.note_started()
-    one.wait()
+    reclaim.memory.note_started()
+    reclaim.wait()
     assert len(caplog.records) == 1
 
 
 @pytest.mark.process
-def test_without_nvml_nothing_is_waited_for(
-    nvml: Path, waiting: Callable[..., Waiting], caplog: pytest.LogCaptureFixture
+def test_nothing_is_awaited_without_nvml(
+    nvml: Path, make_reclaim: Callable[..., Reclaim], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line says so at the start, and neither a thread nor a process stays."""
+    """One line at the start reports that NVML is missing, and no thread or process is left."""
     caplog.set_level(logging.INFO)
     (nvml / "pynvml.py").write_text("raise ImportError")
-    one = waiting()
-    one.memory.begin()
-    assert one.take().is_last
+    reclaim = make_reclaim()
+    reclaim.memory.begin()
+    assert reclaim.take().is_last
     wait_until(lambda: not threads() and not probes())
-    one.memory.note_started()
-    assert not one.memory.is_awaited
-    one.memory.begin()
+    reclaim.memory.note_started()
+    assert not reclaim.memory.is_awaited
+    reclaim.memory.begin()
     (record,) = caplog.records
     assert (record.levelno, "nvidia-ml-py is not installed" in record.getMessage()) == (logging.INFO, True)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("why", ["no GPU", "switched off", "hidden"])
-def test_a_node_without_gpus_has_nothing_for_it(
-    why: str, waiting: Callable[..., Waiting], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", ["no GPU", "switched off", "hidden"])
+def test_nothing_is_awaited_without_gpus(
+    case: str, make_reclaim: Callable[..., Reclaim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU, with a timeout of 0, and with all GPUs hidden: no thread, no process, no wait."""
-    monkeypatch.setattr(device_memory, "has_gpus", lambda: why != "no GPU")
-    if why == "hidden":
+    """Without a GPU, with a timeout of 0 and with all GPUs hidden there is no thread, no process and no wait."""
+    monkeypatch.setattr(device_memory, "has_gpus", lambda: case != "no GPU")
+    if case == "hidden":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    one = waiting(**({"gpu_memory_reclaim_timeout": 0.0} if why == "switched off" else {}))
-    one.memory.begin()
-    one.memory.note_started()
-    assert not one.memory.is_awaited
+    reclaim = make_reclaim(**({"gpu_memory_reclaim_timeout": 0.0} if case == "switched off" else {}))
+    reclaim.memory.begin()
+    reclaim.memory.note_started()
+    assert not reclaim.memory.is_awaited
     assert not threads()
     assert not probes()
 
 
 @pytest.mark.process
-def test_the_end_cuts_a_wait_short(
-    nvml: Path, waiting: Callable[..., Waiting], caplog: pytest.LogCaptureFixture
+def test_close_interrupts_a_wait(
+    nvml: Path, make_reclaim: Callable[..., Reclaim], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job that ends while memory is waited for leaves neither thread nor process, and no complaint about it."""
-    one = waiting(gpu_memory_reclaim_timeout=600, gpu_memory_poll_interval=300)
-    one.wait()
-    lay_use(nvml, 3 * GIB)
-    one.memory.note_started()
-    one.memory.begin()
+    """A job that ends during a wait for memory leaves no thread or process and logs no warning."""
+    reclaim = make_reclaim(gpu_memory_reclaim_timeout=600, gpu_memory_poll_interval=300)
+    reclaim.wait()
+    set_use(nvml, 3 * GIB)
+    reclaim.memory.note_started()
+    reclaim.memory.begin()
     wait_until(lambda: str(3 * GIB) in (nvml / "readings").read_text())
-    one.memory.close()
-    one.memory.close()
+    reclaim.memory.close()
+    reclaim.memory.close()
     wait_until(lambda: not threads() and not probes())
     assert not caplog.records
 
@@ -348,10 +348,10 @@ def test_the_end_cuts_a_wait_short(
         (AgentState.LEAVING, True, False, False),
     ],
 )
-def test_an_agent_waits_when_neither_workers_nor_a_check_have_the_memory(
+def test_the_wait_follows_workers_and_checks(
     state: AgentState, are_cleared: bool, uses_gpus: bool, begins: bool
 ) -> None:
-    """Memory is looked at when all workers are gone, and behind a check of the GPUs, which takes some for itself."""
+    """The wait begins once all workers are gone and after a check of the GPUs, which uses memory as well."""
     agent: Any = Mock(_state=state, _is_done=False, _start=None)
     agent._workers.are_cleared, agent._health.uses_gpus, agent._health.stop = are_cleared, uses_gpus, None
     NodeAgent._advance(agent)
@@ -359,16 +359,16 @@ def test_an_agent_waits_when_neither_workers_nor_a_check_have_the_memory(
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
-def test_no_worker_starts_while_memory_is_waited_for(is_awaited: bool) -> None:
-    """A start that was ordered stays where it is until the wait is over."""
+def test_no_worker_starts_while_memory_is_awaited(is_awaited: bool) -> None:
+    """An ordered start is delayed until the wait is over."""
     agent: Any = Mock(_state=AgentState.JOINING, _is_done=False)
     agent._health.stop, agent._health.is_looking, agent._memory.is_awaited = None, False, is_awaited
     NodeAgent._advance(agent)
     assert agent._start_cycle.called is not is_awaited
 
 
-def test_a_check_of_the_gpus_comes_before_the_wait() -> None:
-    """From its second fault on a node's GPUs are checked: they are in use until the result is there."""
+def test_a_gpu_check_uses_the_gpus_until_its_result() -> None:
+    """From its second fault on a node's GPUs are checked, and are in use until the result is there."""
     checkups: Any = Mock(config=HealthConfig(before_joining=False))
     others = {"client": Mock(), "journal": Mock(), "timers": Mock()}
     health = NodeHealth(checkups, **others, is_alone=False)
@@ -381,34 +381,34 @@ def test_a_check_of_the_gpus_comes_before_the_wait() -> None:
 
 
 class Launched:
-    """`outlast run` on a node that has GPUs, with a rank that takes memory and is killed."""
+    """`outlast run` on a node with GPUs, with a rank that takes memory and is killed."""
 
     def __init__(self, folder: Path, nvml: Path, process: LoggedProcess) -> None:
         self.folder, self.nvml, self.process = folder, nvml, process
 
     def in_use_at_start(self, cycle: int) -> int | None:
-        """Return what was in use as a cycle's rank started; ``None`` = it has not."""
+        """Return the memory in use when a cycle's rank started; ``None`` if it has not started."""
         path = self.nvml / f"cycle-{cycle}"
         return int(path.read_text()) if path.exists() and path.read_text() else None
 
-    def wait_until_looked_at(self, num_bytes: int, times: int) -> None:
-        """Wait until the agent has seen this much in use, so many times."""
+    def wait_for_readings(self, num_bytes: int, times: int) -> None:
+        """Wait until the agent has read this much memory in use, as often as given."""
 
-        def is_seen() -> bool:
+        def is_read() -> bool:
             assert self.process.running, self.process.tail()
-            seen = (self.nvml / "readings").read_text() if (self.nvml / "readings").exists() else ""
-            return seen.split().count(str(num_bytes)) >= times
+            readings = (self.nvml / "readings").read_text() if (self.nvml / "readings").exists() else ""
+            return readings.split().count(str(num_bytes)) >= times
 
-        wait_until(is_seen)
+        wait_until(is_read)
 
 
 @contextmanager
 def launched(folder: Path, nvml: Path, *options: str, num_faults: int = 1, victim: str = "rank") -> Iterator[Launched]:
     (folder / "train.py").write_text(LEAKS)
     token = uuid.uuid4().hex
-    words = ["--nproc-per-node=1", f"--run-dir={folder / 'run'}", "--no-health-check", *options]
+    arguments = ["--nproc-per-node=1", f"--run-dir={folder / 'run'}", "--no-health-check", *options]
     script = [str(folder / "train.py"), str(nvml), str(num_faults), victim, str(folder / "run")]
-    command = [sys.executable, "-c", LAUNCHER, "run", *words, *script]
+    command = [sys.executable, "-c", LAUNCHER, "run", *arguments, *script]
     process = LoggedProcess("agent", command, {**os.environ, TOKEN: token}, folder / "log")
     try:
         yield Launched(folder, nvml, process)
@@ -423,15 +423,15 @@ def launched(folder: Path, nvml: Path, *options: str, num_faults: int = 1, victi
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "fork server"])
-def test_a_restart_waits_for_memory_that_comes_back_late(victim: str, nvml: Path, tmp_path: Path) -> None:
-    """A rank is killed, or what forked it, and its memory stays in use: no rank starts until it is free; log and
-    journal have the wait."""
+def test_a_restart_waits_for_the_release_of_memory(victim: str, nvml: Path, tmp_path: Path) -> None:
+    """After a rank or its fork server is killed, no rank starts until the memory is released; log and journal have the
+    wait."""
     options = "--ft-gpu-memory-reclaim-timeout=600", "--ft-gpu-memory-poll-interval=0.2"
     with launched(tmp_path, nvml, *options, victim=victim) as run:
-        run.wait_until_looked_at(3 * GIB, times=8)
+        run.wait_for_readings(3 * GIB, times=8)
         assert run.in_use_at_start(0) == BEFORE
         assert run.in_use_at_start(1) is None
-        lay_use(nvml, BEFORE)
+        set_use(nvml, BEFORE)
         assert run.process.wait(300) == 0, run.process.tail()
         assert run.in_use_at_start(1) == BEFORE
         assert "the GPU memory of the previous workers was released after" in run.process.output()
@@ -442,8 +442,9 @@ def test_a_restart_waits_for_memory_that_comes_back_late(victim: str, nvml: Path
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_restart_does_not_wait_forever(nvml: Path, tmp_path: Path) -> None:
-    """Memory that never comes back is waited for up to the timeout, after the first fault alone; the job goes on."""
+def test_a_restart_waits_for_memory_once_up_to_the_timeout(nvml: Path, tmp_path: Path) -> None:
+    """Memory that is never released delays the restart up to the timeout, after the first fault only; the job
+    continues."""
     with launched(tmp_path, nvml, "--ft-gpu-memory-reclaim-timeout=1", num_faults=2) as run:
         assert run.process.wait(300) == 0, run.process.tail()
         assert [run.in_use_at_start(cycle) for cycle in range(3)] == [BEFORE, 3 * GIB, 3 * GIB]
@@ -452,10 +453,10 @@ def test_a_restart_does_not_wait_forever(nvml: Path, tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_job_can_be_stopped_while_memory_is_waited_for(nvml: Path, tmp_path: Path) -> None:
-    """SIGTERM ends an agent that waits, at once, with all that it has started."""
+def test_a_waiting_job_can_be_stopped(nvml: Path, tmp_path: Path) -> None:
+    """SIGTERM ends an agent that waits for memory at once, with all its processes."""
     with launched(tmp_path, nvml, "--ft-gpu-memory-reclaim-timeout=3600") as run:
-        run.wait_until_looked_at(3 * GIB, times=2)
+        run.wait_for_readings(3 * GIB, times=2)
         run.process.signal(signal.SIGTERM)
         assert run.process.wait(120) == 143, run.process.tail()
         assert run.in_use_at_start(1) is None
@@ -464,12 +465,12 @@ def test_a_job_can_be_stopped_while_memory_is_waited_for(nvml: Path, tmp_path: P
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.process
-def test_memory_of_a_killed_process_comes_back(waiting: Callable[..., Waiting], tmp_path: Path) -> None:
-    """On a real GPU: a process takes 2 GiB and is killed; the wait ends, and what is in use is what was before."""
+def test_memory_of_a_killed_process_is_released(make_reclaim: Callable[..., Reclaim], tmp_path: Path) -> None:
+    """On a real GPU the wait for a killed process with 2 GiB ends with the memory in use at its value before."""
     before = read_memory_use()
     assert isinstance(before, dict), before
-    one = waiting()
-    one.wait()
+    reclaim = make_reclaim()
+    reclaim.wait()
     code = (
         "import pathlib, signal, sys, torch\n"
         "held = torch.ones(2**31, dtype=torch.uint8, device='cuda')\n"
@@ -481,13 +482,13 @@ def test_memory_of_a_killed_process_comes_back(waiting: Callable[..., Waiting], 
     process = LoggedProcess("holder", command, dict(os.environ), tmp_path / "log")
     try:
         wait_until((tmp_path / "holds").exists)
-        one.memory.note_started()
+        reclaim.memory.note_started()
         held = read_memory_use()
         assert isinstance(held, dict)
         assert any((held[gpu] or 0) - (before[gpu] or 0) >= 2**31 for gpu in before)
     finally:
         process.kill()
-    assert not one.wait().is_last
+    assert not reclaim.wait().is_last
     after = read_memory_use()
     assert isinstance(after, dict)
     assert all((after[gpu] or 0) - (before[gpu] or 0) <= 512 * 2**20 for gpu in before)

@@ -1,7 +1,7 @@
-"""Real agents on machines whose network breaks apart: namespaces on bridges that swallow packets. Needs root.
+"""Real agents on machines with a divided network: namespaces on bridges that drop packets. Needs root.
 
-Each machine hosts an endpoint. Rank 0 of whatever world trains appends a line to one file after each all-reduce, so a
-second world that trains would show between the lines of the first.
+Each machine hosts an endpoint. Rank 0 of each world appends a line to one file after each all-reduce, so lines of two
+concurrent worlds would alternate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIMIT_S = 150.0
 SILENCE_S = 2
 HAS_PLACE = {"runs here", "is a spare", "is reached again"}
 PLACES = re.compile("|".join(("^", "starting;", "hosts the coordinator", "waiting for", "out of reach", *HAS_PLACE)))
-"""What an agent logs of its place; the last one tells whether it has one."""
+"""Log lines on an agent's place; the last one shows whether it has one."""
 COORDINATORS = re.compile(r"(?:hosts the coordinator|the coordinator is reached again) at (\S+)")
 TRAIN = """
 import os, time, torch, torch.distributed as dist
@@ -62,7 +62,7 @@ def ip(*words: str) -> None:
 
 
 class Machines:
-    """Namespaces, each on one of some bridges; machines on different bridges do not reach each other."""
+    """Network namespaces, each on one of several bridges; machines on different bridges do not reach each other."""
 
     def __init__(self, folder: Path, num: int) -> None:
         self.folder, self.num = folder, num
@@ -110,7 +110,7 @@ class Machines:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=300)
 
     def divide(self, parts: Sequence[int]) -> None:
-        """Put each machine into a part of the network; what is on its way to another is swallowed."""
+        """Assign each machine to a part of the network; packets between parts are dropped."""
         for number, part in enumerate(parts):
             ip("-n", self.switch, "link", "set", f"p{number}", "master", f"br{part}")
 
@@ -118,7 +118,8 @@ class Machines:
         self.divide([0] * self.num)
 
     def start(self, nnodes: str, *options: str, is_first_host: bool = False) -> None:
-        """Start an agent on each machine; as asked, the others once the first one hosts the coordinator."""
+        """Start an agent on each machine; with ``is_first_host`` the others start once the first one hosts the
+        coordinator."""
         for number in range(self.num):
             self.start_agent(number, nnodes, *options, num_endpoints=self.num)
             if is_first_host:
@@ -127,7 +128,7 @@ class Machines:
     def start_agent(
         self, number: int, nnodes: str, *options: str, num_endpoints: int, name: str = "", log: str = ""
     ) -> subprocess.Popen[bytes]:
-        """Start an agent on a machine, as the node ``n<number>`` where no other name is given."""
+        """Start an agent on a machine, by default as the node ``n<number>``."""
         (self.folder / "train.py").write_text(TRAIN)
         endpoints = ",".join(f"10.9.0.{number + 1}:29400" for number in range(num_endpoints))
         name = name or f"n{number}"
@@ -151,7 +152,7 @@ class Machines:
         return agent
 
     def wait_for_line(self, log: str, text: str) -> None:
-        """Return once an agent has logged a text."""
+        """Wait until the log of an agent contains a text."""
         end_s = time.monotonic() + LIMIT_S
         while text not in (self.folder / f"{log}.log").read_text():
             assert time.monotonic() < end_s, self.logs()
@@ -166,19 +167,21 @@ class Machines:
         return [(int(cycle), int(size), node) for cycle, size, node in (line.split() for line in text.splitlines())]
 
     def wait_for_steps(self, *, after: int = 0, nodes: set[str] | None = None, size: int | None = None) -> int:
-        """Return the number of steps once some more were trained, as asked for."""
+        """Return the number of steps once five more steps match the criteria."""
         end_s = time.monotonic() + LIMIT_S
         while True:
             lines = self.lines()
-            fits = [line for line in lines[after:] if (nodes is None or line[2] in nodes) and size in (None, line[1])]
-            if len(fits) >= 5:
+            matching = [
+                line for line in lines[after:] if (nodes is None or line[2] in nodes) and size in (None, line[1])
+            ]
+            if len(matching) >= 5:
                 return len(lines)
             assert time.monotonic() < end_s, f"nothing was trained\n{self.logs()}"
             time.sleep(0.1)
 
-    def wait_until_together(self) -> None:
-        """Return once each agent has its place with the coordinator that leads: one that finds nobody when the run has
-        ended waits for others as long as it is told to."""
+    def wait_for_places(self) -> None:
+        """Wait until each agent has a place with one coordinator; an agent alone would wait for others after the end of
+        the run."""
         end_s = time.monotonic() + LIMIT_S
         while True:
             logs = [path.read_text() for path in self.folder.glob("n*.log")]
@@ -190,18 +193,18 @@ class Machines:
             time.sleep(0.1)
 
     def wait_for_spare(self) -> int:
-        """Return the number of steps once the spare is a member: one that came late is, when all holders know of it."""
+        """Return the number of steps once the spare is a member and all slot holders know about it."""
         end_s = time.monotonic() + LIMIT_S
         while "is a spare" not in self.logs():
             assert time.monotonic() < end_s, f"no spare came\n{self.logs()}"
             time.sleep(0.1)
         done = len(self.lines())
-        for _ in range(5):  # it takes two exchanges of a few bytes, and nothing shows its end
+        for _ in range(5):  # membership takes two exchanges of a few bytes, without an event at its end
             done = self.wait_for_steps(after=done, size=2)
         return done
 
     def end(self) -> list[int]:
-        """Let training end; return the agents' exit codes."""
+        """End training, and return the exit codes of the agents."""
         (self.folder / "enough").touch()
         try:
             return [agent.wait(LIMIT_S) for agent in self.agents]
@@ -209,14 +212,14 @@ class Machines:
             raise AssertionError(f"an agent did not end\n{self.logs()}") from None
 
     def holders(self) -> list[str]:
-        """Return the nodes that started the first cycle, the coordinator's first."""
+        """Return the nodes that started the first cycle, in the order of their names."""
         return sorted({e.node for e in read(self.folder / "run") if e.kind == EventKind.CYCLE_STARTED})
 
     def logs(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("n*.log")))
 
     def check_weights(self, *, least_steps: int) -> None:
-        """Two nodes trained all along, from the first step on: nothing of it was lost."""
+        """Check that two nodes trained all steps, without a lost one."""
         steps, weight = (self.folder / "weights").read_text().split()
         assert int(steps) >= least_steps
         expected = 0.0
@@ -224,8 +227,8 @@ class Machines:
             expected = 0.9 * expected + 2.0
         assert float(weight) == expected
 
-    def check_noticed(self, since_ns: int, *, victim: str) -> None:
-        """After a node fell silent the others found it lost, and then the next cycle started, once."""
+    def check_detected(self, since_ns: int, *, victim: str) -> None:
+        """Check that the other nodes detected the lost node, and then started exactly the next cycle."""
         later = [e for e in read(self.folder / "run") if e.wall_ns > since_ns and e.node != victim]
         lost = [e for e in later if e.kind == EventKind.INCIDENT and e.data["incident"]["kind"] == "node_lost"]
         started = [event for event in later if event.kind == EventKind.CYCLE_STARTED]
@@ -235,7 +238,7 @@ class Machines:
         print(f"noticed after {(lost[0].wall_ns - since_ns) / 1e9:.2f} s, the timeout is {SILENCE_S} s")
 
     def check_one_world(self) -> None:
-        """Whatever trained, trained one after another: no earlier cycle's step comes after a later one's."""
+        """Check that no step of an earlier cycle follows a step of a later one."""
         cycles = [cycle for cycle, _, _ in self.lines()]
         assert cycles == sorted(cycles), f"two worlds trained at once: {cycles}\n{self.logs()}"
         worlds = {(cycle, size) for cycle, size, _ in self.lines()}
@@ -250,24 +253,24 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield three
 
 
-def test_majority_goes_on_without_the_coordinators_machine(machines: Machines) -> None:
-    """The first machine, which hosts the coordinator, is cut off: the two others go on under another coordinator with
-    one slot fewer; once the network is whole, the first one joins them, and all end with 0."""
+def test_the_majority_continues_without_the_coordinator(machines: Machines) -> None:
+    """When the coordinator's machine is cut off, the two others continue with one slot fewer under another coordinator;
+    once the network is restored the first one joins them, and all exit with 0."""
     machines.start("3", "--ft-min-nodes=2", "--rdzv-conf=join_timeout=600", is_first_host=True)
     done = machines.wait_for_steps(size=3)
     machines.divide([1, 0, 0])
     done = machines.wait_for_steps(after=done, size=2)
     machines.heal()
     machines.wait_for_steps(after=done)
-    machines.wait_until_together()
+    machines.wait_for_places()
     assert machines.end() == [0, 0, 0], machines.logs()
     machines.check_one_world()
 
 
 @pytest.mark.extended
-def test_silent_coordinator_is_replaced(machines: Machines) -> None:
-    """The agent that hosts the coordinator is stopped, and so its workers wait: the two other machines go on; the exit
-    code is the one of an undisturbed run. Continued after the end of the run, the agent exits with the result."""
+def test_a_stopped_coordinator_is_replaced(machines: Machines) -> None:
+    """When the agent with the coordinator is stopped, the two other machines continue and exit as in an undisturbed
+    run; continued afterwards, the agent exits with the same result."""
     machines.start("2:3", "--rdzv-conf=join_timeout=600", is_first_host=True)
     done = machines.wait_for_spare()
     stopped_ns = time.time_ns()
@@ -281,16 +284,15 @@ def test_silent_coordinator_is_replaced(machines: Machines) -> None:
     assert machines.agents[0].wait(LIMIT_S) == 0, machines.logs()
     assert "has ended without this node" in (machines.folder / "n0.log").read_text()
     machines.check_one_world()
-    machines.check_noticed(stopped_ns, victim="n0")
+    machines.check_detected(stopped_ns, victim="n0")
     machines.check_weights(least_steps=done)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("number", [0, 1])
-def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: int) -> None:
-    """The link of a machine that trains goes down, of the coordinator's or of another: nothing is closed, and nobody
-    says anything. The node is found lost, the spare takes its slot in the next cycle, training goes on from where it
-    was, and the others' exit codes are those of an undisturbed run."""
+def test_a_machine_without_network_is_replaced(machines: Machines, number: int) -> None:
+    """When the link of a training machine goes down without any connection being closed, its node is lost, the spare
+    takes its slot, training continues from its last step, and the others exit as in an undisturbed run."""
     machines.start("2:3", "--rdzv-conf=join_timeout=600", is_first_host=True)
     done = machines.wait_for_spare()
     victim = machines.holders()[number]
@@ -301,14 +303,14 @@ def test_machine_whose_link_goes_down_is_replaced(machines: Machines, number: in
     (machines.folder / "enough").touch()
     assert [machines.agents[int(name[1:])].wait(LIMIT_S) for name in others] == [0, 0], machines.logs()
     machines.check_one_world()
-    machines.check_noticed(down_ns, victim=victim)
+    machines.check_detected(down_ns, victim=victim)
     machines.check_weights(least_steps=done)
 
 
 @pytest.mark.extended
-def test_node_that_knows_only_the_dead_host_finds_its_successor(machines: Machines) -> None:
-    """The machine of the coordinator is lost and another one takes over. A node that starts then with the endpoint of
-    the lost machine alone learns the other endpoint from the run directory, takes the empty slot, and trains."""
+def test_a_new_node_finds_the_successor_of_a_dead_host(machines: Machines) -> None:
+    """After a takeover a node that starts with only the lost machine's endpoint finds the other endpoint in the run
+    directory, takes the empty slot, and trains."""
     for number in range(2):
         machines.start_agent(number, "2:3", num_endpoints=2)
         machines.wait_for_line("n0", "hosts the coordinator")
@@ -325,9 +327,9 @@ def test_node_that_knows_only_the_dead_host_finds_its_successor(machines: Machin
 
 
 @pytest.mark.extended
-def test_survivor_joins_the_next_job_of_its_run(machines: Machines) -> None:
-    """The agent at the only endpoint is killed and started again, which begins another job: the other machine joins
-    that job at once, is refused no more than once, and training resumes with both."""
+def test_a_survivor_joins_the_next_job_of_its_run(machines: Machines) -> None:
+    """When the agent at the only endpoint is killed and started again, the other machine joins its new job at once, is
+    rejected at most once, and training resumes with both."""
     for number in range(2):
         machines.start_agent(number, "2", num_endpoints=1)
     done = machines.wait_for_steps(size=2)
@@ -344,15 +346,15 @@ def test_survivor_joins_the_next_job_of_its_run(machines: Machines) -> None:
 
 
 @pytest.mark.extended
-def test_replaced_agent_ends_its_workers(machines: Machines) -> None:
-    """A machine is out of reach, and another one joins under its name. Once the network is whole, the replaced agent is
-    stopped at once, ends its workers and reports no end of the node that trains."""
+def test_a_replaced_agent_ends_its_workers(machines: Machines) -> None:
+    """An agent whose name was taken while it was out of reach is stopped at once when the network is restored, ends its
+    workers, and reports no end of the other node."""
     for number in range(2):
         machines.start_agent(number, "2", num_endpoints=1)
     done = machines.wait_for_steps(size=2)
     machines.divide([0, 1, 0])
     machines.wait_for_line("n0", "node n1 is lost")
-    heir = machines.start_agent(2, "2", num_endpoints=1, name="n1", log="n1-again")
+    successor = machines.start_agent(2, "2", num_endpoints=1, name="n1", log="n1-again")
     done = machines.wait_for_steps(after=done, size=2)
     machines.heal()
     assert machines.agents[1].wait(LIMIT_S) == 1, machines.logs()
@@ -360,15 +362,14 @@ def test_replaced_agent_ends_its_workers(machines: Machines) -> None:
     assert not [e for e in read(machines.folder / "run") if e.kind == EventKind.JOB_ENDED]
     machines.wait_for_steps(after=done, size=2)
     (machines.folder / "enough").touch()
-    assert [machines.agents[0].wait(LIMIT_S), heir.wait(LIMIT_S)] == [0, 0], machines.logs()
+    assert [machines.agents[0].wait(LIMIT_S), successor.wait(LIMIT_S)] == [0, 0], machines.logs()
     machines.check_one_world()
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 20))])
-def test_network_breaks_at_random_moments(machines: Machines, seed: int) -> None:
-    """Divided into two or three at random, healed or not in between: never do two worlds train, and in the end one
-    finishes."""
+def test_random_network_partitions_have_one_world(machines: Machines, seed: int) -> None:
+    """With random partitions and repairs two worlds never train concurrently, and in the end one finishes."""
     rng = random.Random(seed)
     machines.start(rng.choice(["2:3", "3"]), "--ft-min-nodes=2", "--rdzv-conf=join_timeout=600")
     machines.wait_for_steps()
@@ -381,7 +382,7 @@ def test_network_breaks_at_random_moments(machines: Machines, seed: int) -> None
     machines.heal()
     done = len(machines.lines())
     machines.wait_for_steps(after=done)
-    machines.wait_until_together()
+    machines.wait_for_places()
     codes = machines.end()
     assert set(codes) == {0}, f"{codes}\n{machines.logs()}"
     machines.check_one_world()

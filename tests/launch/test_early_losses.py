@@ -1,4 +1,4 @@
-"""A node that is lost before any rank of its cycle completed a step costs the node, not the job's restart budget."""
+"""A node lost before any rank of its cycle completed a step is charged to the node, not to the job's restart budget."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def job_of(*names: str, **settings: Any) -> StartedJob:
 
 
 @pytest.mark.parametrize("outcome", ["a spare", "a smaller world", "neither"])
-def test_a_node_lost_before_a_step_costs_the_node(outcome: str) -> None:
-    """A node that is lost three times right after it started its workers is quarantined where the world can do without
-    it, and the budgets are as before; else the fourth loss counts against them, so that losses end the job."""
+def test_a_loss_before_a_step_is_charged_to_the_node(outcome: str) -> None:
+    """A node lost three times right after it started its workers is quarantined if the world can continue without it,
+    without a charge to the budgets; otherwise the fourth loss counts against them."""
     job = job_of("a", "b", limits=Limits(max_restarts=1))
     for number in range(3):
         if number == 2 and outcome == "a spare":
@@ -99,28 +99,28 @@ def test_a_node_lost_before_a_step_costs_the_node(outcome: str) -> None:
         assert job.coordinator.stop is not None
 
 
-@pytest.mark.parametrize("who", ["survivor", "lost node", "none"])
-def test_a_completed_step_makes_a_loss_count(who: str) -> None:
-    """A loss counts against the budget once any rank of the cycle has completed a step, as the survivors report when
-    the cycle ends, or the lost node reported itself; what an earlier cycle reported says nothing of this one."""
+@pytest.mark.parametrize("reporter", ["survivor", "lost node", "none"])
+def test_a_loss_after_a_step_counts_against_the_budget(reporter: str) -> None:
+    """A loss counts against the budget once any rank of the cycle has completed a step, reported by a survivor or by
+    the lost node; reports of an earlier cycle do not count."""
     job = job_of("a", "b", "s")
     job.step("a")
     job.lose("b")
     job.join("b")
     job.start_all()
     assert job.state.restarts_without_progress == 1
-    if who == "survivor":
+    if reporter == "survivor":
         job.has_trained.add("a")
-    elif who == "lost node":
+    elif reporter == "lost node":
         job.step("s")
     job.lose("s")
-    assert job.state.restarts_without_progress == (1 if who == "none" else 2)
+    assert job.state.restarts_without_progress == (1 if reporter == "none" else 2)
 
 
 @pytest.mark.parametrize("survives", [True, False])
-def test_a_takeover_knows_as_much_as_its_nodes(survives: bool) -> None:
-    """A loss with the coordinator's own node is free if a survivor reports that no step was completed; if no node of
-    the cycle is left, the loss counts."""
+def test_a_loss_in_a_takeover_counts_without_a_survivor(survives: bool) -> None:
+    """The loss of the coordinator's own node is free if a survivor reports that no step was completed; without a
+    survivor the loss counts."""
     job = StartedJob(num_slots=2 if survives else 1, former_host="x", term=2)
     place = m.SlotPlace(term=1, cycle=7, slot=1, num_slots=2, host_slot=0)
     if not survives:
@@ -142,17 +142,19 @@ def test_a_takeover_knows_as_much_as_its_nodes(survives: bool) -> None:
     st.integers(0, 3),
     st.integers(0, 3),
 )
-def test_losses_end(losses: list[tuple[str, bool]], min_nodes: int | None, max_restarts: int, faults: int) -> None:
-    """Whichever nodes are lost right after they were placed, and return or not: at most max_restarts restarts count
-    against the budget, at most max_node_faults more are free, and the job stops or waits for nodes then."""
+def test_the_number_of_losses_is_bounded(
+    losses: list[tuple[str, bool]], min_nodes: int | None, max_restarts: int, faults: int
+) -> None:
+    """For any sequence of early losses and returns at most max_restarts restarts count against the budget, at most
+    max_node_faults more are free, and then the job stops or waits for nodes."""
     limits = Limits(max_restarts=max_restarts, max_node_faults=faults)
     job = job_of("a", "b", "c", "d", limits=limits, min_nodes=min_nodes)
     num_losses = 0
-    for name, returns in losses:
+    for name, comes_back in losses:
         if name in job.running:
             num_losses += 1
             job.lose(name)
-        if returns and name not in job.coordinator.nodes.by_name:
+        if comes_back and name not in job.coordinator.nodes.by_name:
             job.join(name)
         job.start_all()
         if job.coordinator.stop is not None:
@@ -162,15 +164,22 @@ def test_losses_end(losses: list[tuple[str, bool]], min_nodes: int | None, max_r
 
 
 def start_of(place: m.SlotPlace) -> m.Start:
-    where = {"node_rank": 1, "num_nodes": 2, "base_rank": 2, "world_size": 4, "master_addr": "x", "master_port": 1}
-    return m.Start(cycle=place.cycle, term=place.term, place=place, **where)
+    fields_of_start = {
+        "node_rank": 1,
+        "num_nodes": 2,
+        "base_rank": 2,
+        "world_size": 4,
+        "master_addr": "x",
+        "master_port": 1,
+    }
+    return m.Start(cycle=place.cycle, term=place.term, place=place, **fields_of_start)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_node_that_dies_after_each_start_is_quarantined(tmp_path: Path) -> None:
-    """The agent of one of two nodes is killed three times as soon as all workers run, and started again; a spare comes
-    before the third time. With one restart allowed, none is used: the node is quarantined, and the spare finishes."""
+def test_a_node_that_keeps_dying_is_quarantined(tmp_path: Path) -> None:
+    """A node whose agent is killed three times as soon as all workers run is quarantined, and a spare finishes the job
+    without using the one allowed restart."""
     with cluster_of(tmp_path, num_steps=0) as cluster:
         cluster.add_node("host")
         wait_for_join(cluster, "host")
@@ -194,7 +203,7 @@ def test_a_node_that_dies_after_each_start_is_quarantined(tmp_path: Path) -> Non
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_node_that_dies_after_a_step_counts_as_a_restart(tmp_path: Path) -> None:
-    """The same after one completed step uses the one restart that is allowed."""
+    """A loss after one completed step uses the one allowed restart."""
     with cluster_of(tmp_path, num_steps=1) as cluster:
         cluster.add_node("host")
         wait_for_join(cluster, "host")
@@ -211,8 +220,16 @@ def test_a_node_that_dies_after_a_step_counts_as_a_restart(tmp_path: Path) -> No
 def cluster_of(folder: Path, *, num_steps: int) -> Cluster:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    where = {"run_dir": folder / "run", "num_nodes": 2, "num_spares": 1, "num_started": 0, "nproc_per_node": 1}
-    return Cluster(script, str(folder), str(num_steps), options=["--max-restarts=1", "--no-health-check"], **where)
+    fields_of_start = {
+        "run_dir": folder / "run",
+        "num_nodes": 2,
+        "num_spares": 1,
+        "num_started": 0,
+        "nproc_per_node": 1,
+    }
+    return Cluster(
+        script, str(folder), str(num_steps), options=["--max-restarts=1", "--no-health-check"], **fields_of_start
+    )
 
 
 def wait_for_join(cluster: Cluster, name: str) -> None:
@@ -220,7 +237,7 @@ def wait_for_join(cluster: Cluster, name: str) -> None:
 
 
 def wait_for_ranks(cluster: Cluster, folder: Path, cycle: int) -> None:
-    """Wait until both ranks of a cycle have done their steps."""
+    """Wait until both ranks of a cycle have completed their steps."""
     paths = [folder / f"waits-{cycle}-{rank}" for rank in range(2)]
     deadline = time.monotonic() + LIMIT_S
     while not all(path.exists() for path in paths):

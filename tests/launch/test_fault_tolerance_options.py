@@ -1,4 +1,4 @@
-"""The --ft-* options: one for each field, both spellings, clear errors."""
+"""The --ft-* options: one for each field, both spellings, errors of one line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outlast.errors import ConfigError
 from outlast.launch.run_parser import describe_options, parse_command
 
 
-def given(*argv: str) -> dict[str, Any]:
+def parse(*argv: str) -> dict[str, Any]:
     return parse_command([*argv, "train.py", "--ft-simulate_fault", "--lr", "1"]).fault_tolerance
 
 
-def test_every_field_has_an_option_with_help() -> None:
-    """Each field of FaultToleranceConfig is an option whose help says what it does and its default."""
+def test_each_field_has_an_option_with_help() -> None:
+    """Each field of FaultToleranceConfig is an option, whose help describes the field and its default."""
     helps = {option.long_name: str(option.help) for group in describe_options() for option in group.options}
     for field in dataclasses.fields(FaultToleranceConfig):
         assert "(default: " in helps[f"--ft-{field.name.replace('_', '-')}"]
@@ -34,9 +34,9 @@ def test_every_field_has_an_option_with_help() -> None:
         ["--ft_rank-section-timeouts", "setup:600,step:180.5,save:none"],
     ],
 )
-def test_dash_and_underscore_are_alike(argv: list[str]) -> None:
-    """An option may be written with - or _, with = or a blank."""
-    assert given(*argv) == {"rank_section_timeouts": {"setup": 600.0, "step": 180.5, "save": None}}
+def test_options_accept_both_spellings(argv: list[str]) -> None:
+    """An option may be written with - or _, with = or a space."""
+    assert parse(*argv) == {"rank_section_timeouts": {"setup": 600.0, "step": 180.5, "save": None}}
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_dash_and_underscore_are_alike(argv: list[str]) -> None:
         (["--ft-simulate_fault", "--ft_simulate_fault=off"], False),
     ],
 )
-def test_switch_never_swallows_the_script(argv: list[str], value: bool) -> None:
-    """A switch may stand bare or with a truth value; a bare one leaves the script's name alone."""
+def test_a_switch_does_not_consume_the_script(argv: list[str], value: bool) -> None:
+    """A switch may have a truth value; without one the script's name is not taken as its value."""
     command = parse_command([*argv, "train.py", "--epochs", "3"])
     assert command.args.training_script == "train.py"
     assert command.args.training_script_args == ["--epochs", "3"]
@@ -60,19 +60,19 @@ def test_switch_never_swallows_the_script(argv: list[str], value: bool) -> None:
 
 
 def test_only_given_options_are_returned() -> None:
-    """What was not given is not there, so that a file's value is not overwritten by a default."""
-    assert given() == {}
-    assert given("--ft-safety_factor=3") == {"safety_factor": 3.0}
+    """Options that were not given are not returned, so that defaults do not override values of a file."""
+    assert parse() == {}
+    assert parse("--ft-safety_factor=3") == {"safety_factor": 3.0}
 
 
-def test_none_disables() -> None:
-    """The text none switches a timeout off."""
-    assert given("--ft-rank_heartbeat_timeout=none") == {"rank_heartbeat_timeout": None}
+def test_none_disables_a_timeout() -> None:
+    """The text none disables a timeout."""
+    assert parse("--ft-rank_heartbeat_timeout=none") == {"rank_heartbeat_timeout": None}
 
 
 def test_options_make_a_config() -> None:
-    """The returned values are accepted by the config as they are."""
-    values = given("--ft-rank_section_timeouts=step:5", "--ft-max-node-faults", "2", "--ft-calc_ft_timeouts")
+    """The config accepts the returned values as they are."""
+    values = parse("--ft-rank_section_timeouts=step:5", "--ft-max-node-faults", "2", "--ft-calc_ft_timeouts")
     config = from_mapping(FaultToleranceConfig, values, where="command line")
     assert config.rank_section_timeouts == {"step": 5.0}
     assert (config.max_node_faults, config.calc_ft_timeouts) == (2, True)
@@ -95,9 +95,9 @@ def test_options_make_a_config() -> None:
         ("--ft-safety=3", "unknown option --ft-safety; did you mean --ft-safety-factor?"),
     ],
 )
-def test_a_mistake_names_the_option(flag: str, message: str) -> None:
-    """A value that does not fit, an unknown name and a shortened one, which is never guessed, are one line each."""
+def test_an_invalid_option_is_a_one_line_error(flag: str, message: str) -> None:
+    """An invalid value, an unknown option and an abbreviated option are errors of one line that contain the option."""
     with pytest.raises(ConfigError) as caught:
-        given(flag)
+        parse(flag)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

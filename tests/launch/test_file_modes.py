@@ -1,4 +1,4 @@
-"""What a run leaves of command lines and output can be read by its owner alone."""
+"""Files of a run with command lines or output can be read by their owner only."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_finished_runs_files_are_its_owners_alone(tmp_path: Path) -> None:
-    """After a run with a fault, whose umask takes nothing: all that holds command lines, output or stacks is 0600, in
-    folders of 0700."""
+def test_files_of_a_run_are_private_to_its_owner(tmp_path: Path) -> None:
+    """With umask 0 all files with command lines, output or stacks have mode 0600, in folders of mode 0700."""
     script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)
     command = f"umask 0; exec {sys.executable} -m outlast run --standalone --nproc-per-node 2 --max-restarts 1"

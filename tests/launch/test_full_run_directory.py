@@ -1,4 +1,4 @@
-"""A run directory whose file system takes no more files costs evidence, never the training."""
+"""A full file system of the run directory costs records, never the training."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ for iteration in run.steps({"model": model}, total=1_000_000):
         sys.exit(0)
 """
 NUM_BYTES = 1200 << 20
-"""More than the health check of an agent that joins asks for; the image is sparse."""
+"""More than the health check of a joining agent requires; the image is sparse."""
 
 
 class SmallDisk:
-    """A mounted ext4 file system of ``NUM_BYTES``, in an image."""
+    """A mounted ext4 file system of ``NUM_BYTES`` in an image."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def use_up_bytes(self) -> None:
-        """Fill the last block."""
+        """Fill the disk to the last block."""
         with (self.path / "filler").open("ab", buffering=0) as file:
             for shift in range(30, -1, -1):
                 try:
@@ -63,7 +63,7 @@ class SmallDisk:
                     continue
 
     def use_up_files(self) -> None:
-        """Make files until no more can be made."""
+        """Create files until no inode is left."""
         folder = self.path / "fillers"
         folder.mkdir()
         try:
@@ -73,7 +73,7 @@ class SmallDisk:
             return
 
     def make_room(self) -> None:
-        """Free what was used up."""
+        """Free all blocks and inodes that were used up."""
         _run("rm", "-rf", *map(os.fspath, self.path.glob("filler*")))
 
 
@@ -96,26 +96,26 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def wait_for_iteration(cluster: Cluster, folder: Path, *, cycle: int, least: int = 12) -> int:
-    """Wait until a cycle has trained, and return how far; the script writes that elsewhere than to the full disk."""
+    """Return the iteration of a cycle once it is reached; the script writes it outside the full disk."""
     path = folder / f"iterations-{cycle}"
     deadline = time.monotonic() + 280
-    while (done := max(map(int, path.read_text().split()), default=0) if path.exists() else 0) < least:
+    while (iteration_before := max(map(int, path.read_text().split()), default=0) if path.exists() else 0) < least:
         assert time.monotonic() < deadline, cluster.tails()
         assert cluster.agent(0).running, cluster.tails()
         time.sleep(0.02)
-    return done
+    return iteration_before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lacks", ["bytes", "files"])
-def test_full_run_directory_costs_evidence_and_no_restart(lacks: str, disk: SmallDisk, tmp_path: Path) -> None:
-    """Without space or inodes a worker's death costs one restart, as always; each kind of file that cannot be written
-    is one warning with the path, and what is written again once there is room is reported with the number of losses."""
+@pytest.mark.parametrize("resource", ["bytes", "files"])
+def test_a_full_run_directory_costs_no_restart(resource: str, disk: SmallDisk, tmp_path: Path) -> None:
+    """Without space or inodes a worker's death costs one restart, as always. Each kind of file that cannot be written
+    is logged once with its path, and with the number of losses once it can be written again."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
     (disk.path / "run").mkdir()
     (tmp_path / "agents").mkdir()
-    (disk.path / "run" / "agents").symlink_to(tmp_path / "agents")  # the log of the agent itself is read elsewhere
+    (disk.path / "run" / "agents").symlink_to(tmp_path / "agents")  # the agent's own log stays on another disk
     with Cluster(
         script,
         *(str(tmp_path / "checkpoints"), str(tmp_path / "end")),
@@ -124,12 +124,16 @@ def test_full_run_directory_costs_evidence_and_no_restart(lacks: str, disk: Smal
         options=["--redirects=3", "--max-restarts=3"],
     ) as cluster:
         wait_for_iteration(cluster, tmp_path, cycle=0)
-        disk.use_up_bytes() if lacks == "bytes" else disk.use_up_files()
+        disk.use_up_bytes() if resource == "bytes" else disk.use_up_files()
         os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGKILL)
         wait_for_iteration(cluster, tmp_path, cycle=1, least=30)
         lines = cluster.agent(0).output().splitlines()
-        for what in ("reports of failed workers", "log files of the workers", "decisions of the recovery policy"):
-            (line,) = (line for line in lines if f"{what} cannot be written" in line)
+        for kind_of_file in (
+            "reports of failed workers",
+            "log files of the workers",
+            "decisions of the recovery policy",
+        ):
+            (line,) = (line for line in lines if f"{kind_of_file} cannot be written" in line)
             assert f"to {disk.path}/run/" in line
             assert "No space left on device" in line
         assert "(restart 1 of 3 without progress)" in cluster.agent(0).output()
@@ -137,11 +141,13 @@ def test_full_run_directory_costs_evidence_and_no_restart(lacks: str, disk: Smal
         cluster.wait_for("decisions of the recovery policy are written", timeout_s=200)
         assert (disk.path / "run" / "ladder.json").exists()
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
-        done = wait_for_iteration(cluster, tmp_path, cycle=2)
+        iteration_before = wait_for_iteration(cluster, tmp_path, cycle=2)
         disk.use_up_bytes()
-        wait_for_iteration(cluster, tmp_path, cycle=2, least=done + 40)  # print() to a full file ends no worker
+        wait_for_iteration(
+            cluster, tmp_path, cycle=2, least=iteration_before + 40
+        )  # print() to a full disk ends no worker
         disk.make_room()
-        wait_for_iteration(cluster, tmp_path, cycle=2, least=done + 80)
+        wait_for_iteration(cluster, tmp_path, cycle=2, least=iteration_before + 80)
         (tmp_path / "end").touch()
         assert cluster.wait(timeout_s=200) == [0], cluster.tails()
         output = cluster.agent(0).output()
@@ -171,7 +177,7 @@ while not (folder / "end").exists():
 
 
 def wait_for_pids(cluster: Cluster, folder: Path, *, cycle: int) -> dict[str, int]:
-    """Wait until both ranks of a cycle run, and return their process ids by node."""
+    """Return the process ids of a cycle's two ranks by node, once both run."""
     deadline = time.monotonic() + 280
     while True:
         texts = [path.read_text().split() for path in folder.glob(f"pid-{cycle}-*")]
@@ -182,9 +188,9 @@ def wait_for_pids(cluster: Cluster, folder: Path, *, cycle: int) -> dict[str, in
 
 
 @pytest.mark.slow
-def test_a_takeover_on_a_full_disk_knows_which_restarts_were_used(disk: SmallDisk, tmp_path: Path) -> None:
-    """A restart is granted while the run directory is full, and then the coordinator's node is lost: the coordinator
-    that takes over counts the restart, although no file has it, and the budget ends the job."""
+def test_a_takeover_on_a_full_disk_counts_used_restarts(disk: SmallDisk, tmp_path: Path) -> None:
+    """After a restart with a full run directory and the loss of the coordinator's node, the new coordinator counts the
+    restart, although no file has it, and the spent budget ends the job."""
     script = tmp_path / "train.py"
     script.write_text(WAITS)
     (disk.path / "run").mkdir()

@@ -1,4 +1,4 @@
-"""Another process that has the run key joins under the name of a living agent: the agent trains on, or it ends its
+"""Another process with the run key joins under the name of a living agent: the agent continues training, or ends its
 workers and exits with one line; the job never waits for the other process."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLACE = m.SlotPlace(term=1, cycle=50, slot=1, num_slots=2)
 
 
 class Run:
-    """A run of two nodes, `host` and `victim`, whose coordinator is on the first."""
+    """A run of two nodes, `host` and `victim`, with the coordinator on the first."""
 
     def __init__(self, folder: Path) -> None:
         self._go = folder / "go"
@@ -81,9 +81,9 @@ class Run:
             )
 
     @contextlib.contextmanager
-    def impersonator(self, *, takes_part: bool) -> Iterator[Channel]:
-        """Connect as another agent of the victim's name; ``takes_part``: it claims to be in the job already."""
-        job = self.status().job if takes_part else None
+    def impersonator(self, *, is_member: bool) -> Iterator[Channel]:
+        """Connect as another agent of the victim's name; ``is_member``: it claims to be in the job already."""
+        job = self.status().job if is_member else None
         with connect(self._endpoint.port, JobIdentity(run_id=self.cluster.run_id, key=KEY)) as channel:
             answer = hello(channel, node="victim", epoch="other", run_id=self.cluster.run_id, command="", job=job)
             assert isinstance(answer, m.Welcome)
@@ -102,26 +102,26 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
-def be_silent(run: Run, channel: Channel) -> None:
-    """Send nothing until an agent that sends nothing would be lost."""
+def send_nothing(run: Run, channel: Channel) -> None:
+    """Wait until an agent without heartbeats would be lost."""
     with pytest.raises(TimeoutError):
         channel.receive(within_s=3 * TIMEOUT_S)
 
 
 def register(run: Run, channel: Channel) -> None:
     channel.send(m.Register(addr="127.0.0.1", nproc=1, place=PLACE, ran=PLACE, running=True))
-    assert is_refused(channel)
+    assert is_rejected(channel)
 
 
 def join(run: Run, channel: Channel) -> None:
     channel.send(m.JoinRequest(addr="127.0.0.1", nproc=1))
-    assert is_refused(channel)
+    assert is_rejected(channel)
 
 
 def report_unhealthy(run: Run, channel: Channel) -> None:
     incident = Incident(kind=IncidentKind.NODE_UNHEALTHY, node="victim")
     channel.send(m.Unhealthy(incident=incident, stays=True))
-    join(run, channel)  # answered after it
+    join(run, channel)  # the response comes after it was handled
 
 
 def send_end_of_job(run: Run, channel: Channel) -> None:
@@ -130,7 +130,7 @@ def send_end_of_job(run: Run, channel: Channel) -> None:
     join(run, channel)
 
 
-def is_refused(channel: Channel) -> bool:
+def is_rejected(channel: Channel) -> bool:
     while (answer := channel.receive(within_s=LIMIT_S)) is not None:
         if isinstance(answer, m.Stop):
             return answer.is_replaced
@@ -138,26 +138,25 @@ def is_refused(channel: Channel) -> bool:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("act", [None, be_silent, register, join, report_unhealthy, send_end_of_job])
-def test_an_agent_that_trains_keeps_its_name(run: Run, act: Callable[[Run, Channel], None] | None) -> None:
-    """Whatever a second agent of its name sends, or where it only hangs up: the agent trains on, no node is lost, and
-    none is quarantined."""
+@pytest.mark.parametrize("action", [None, send_nothing, register, join, report_unhealthy, send_end_of_job])
+def test_a_training_agent_keeps_its_name(run: Run, action: Callable[[Run, Channel], None] | None) -> None:
+    """Whatever a second agent of its name sends, the agent continues training, and no node is lost or quarantined."""
     run.add_host()
     run.add_victim()
     run.wait_for_cycle(0, "host", "victim")
-    with run.impersonator(takes_part=True) as channel:
-        if act is not None:
-            act(run, channel)
+    with run.impersonator(is_member=True) as channel:
+        if action is not None:
+            action(run, channel)
     status = run.status()
     assert (status.phase, status.cycle, status.quarantined) == ("running", 0, ())
     run.finish()
     assert not [event for event in run.cluster.events() if event.kind == EventKind.INCIDENT]
 
 
-def test_an_agent_gets_its_name_from_one_that_does_nothing(run: Run) -> None:
-    """An agent whose name was taken before it started joins once the other one is lost, and trains."""
+def test_an_idle_impersonator_loses_the_name(run: Run) -> None:
+    """An agent whose name was taken before it started joins once the other agent is lost, and trains."""
     run.add_host()
-    with run.impersonator(takes_part=False) as channel:
+    with run.impersonator(is_member=False) as channel:
         channel.send(m.JoinRequest(addr="127.0.0.1", nproc=1, wish=1))
         run.add_victim()
         run.cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == "victim", LIMIT_S)
@@ -166,18 +165,18 @@ def test_an_agent_gets_its_name_from_one_that_does_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize("hangs_up", [True, False])
 def test_a_replaced_agent_exits_and_the_job_continues(run: Run, hangs_up: bool) -> None:
-    """An agent that was stopped until another one has taken its place ends its workers and exits with one line. The
-    other one starts no workers, and is silent or hangs up: it is lost, and a new agent of the name trains."""
+    """A stopped agent whose place was taken ends its workers and exits with one line. The impersonator starts no
+    workers and is lost, and a new agent of the name trains."""
     run.add_host()
     victim = run.add_victim()
     run.wait_for_cycle(0, "host", "victim")
     worker = psutil.Process(run.cluster.worker_pid(1))
-    with run.impersonator(takes_part=True) as channel:
+    with run.impersonator(is_member=True) as channel:
         victim.signal(signal.SIGSTOP)
         channel.send(m.JoinRequest(addr="127.0.0.1", nproc=1))
         while not isinstance(answer := channel.receive(within_s=LIMIT_S), m.Start):
             assert answer is not None
-            if isinstance(answer, m.Stop):  # the agent's last heartbeat came after the request
+            if isinstance(answer, m.Stop):  # the agent's last heartbeat arrived after the request
                 channel.send(m.JoinRequest(addr="127.0.0.1", nproc=1))
         victim.signal(signal.SIGCONT)
         assert victim.wait(LIMIT_S) == ExitReason.FAILED

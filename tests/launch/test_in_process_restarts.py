@@ -1,4 +1,4 @@
-"""The coordinator's hub of restarts in process: what it costs, what it sends to whom, and what it forgets."""
+"""The in-process restart coordinator: cost, recipients of orders, and cleanup."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def store_of(rank: int) -> str:
     return f"10.123.{rank // 256}.{rank % 256} 43210"
 
 
-def gone(rank: int, restart_count: int) -> Gone:
+def fault_of(rank: int, restart_count: int) -> Gone:
     fault = p.RankFault(initial_rank=rank, restart_count=restart_count, kind=p.RankFaultKind.DIED)
     return Gone(fault=fault)
 
 
 class Nodes:
-    """Nodes whose ranks do what they are ordered; bytes of all messages are counted, either way.
+    """Simulated nodes whose ranks follow their orders; the bytes of all messages are counted in both directions.
 
     Args:
         num: Nodes.
@@ -50,16 +50,16 @@ class Nodes:
         self.orders: dict[int, list[p.Order]] = {rank: [] for rank in self.records}
         self.dead: set[int] = set()
         self.busy: set[int] = set()
-        """They do not get ready."""
+        """Ranks that do not get ready."""
         self.coordinator = InProcessRestarts()
         self.coordinator.begin(0, 1)
 
-    def home(self, rank: int) -> str:
+    def node_of(self, rank: int) -> str:
         return f"node-{rank // self.nproc}"
 
-    def join(self, *, call: int = 0, but: tuple[int, ...] = ()) -> None:
-        for rank in self.records.keys() - set(but) - self.dead:
-            self.stand((rank,), call=call)
+    def join(self, *, call: int = 0, except_for: tuple[int, ...] = ()) -> None:
+        for rank in self.records.keys() - set(except_for) - self.dead:
+            self.send_standing((rank,), call=call)
             self.report({rank: p.RankReady(restart_count=0, store_address=store_of(rank))}, call=call)
         self.settle()
 
@@ -68,13 +68,13 @@ class Nodes:
             m.KnownRank(
                 initial_rank=rank,
                 standing=self.records[rank].standing,
-                last_words=gone(rank, self.records[rank].standing.restart_count) if rank in self.dead else None,
+                last_words=fault_of(rank, self.records[rank].standing.restart_count) if rank in self.dead else None,
             )
             for rank in ranks
         )
         return m.RankStandings(
-            node=self.home(ranks[0]),
-            epoch=self.home(ranks[0]),
+            node=self.node_of(ranks[0]),
+            epoch=self.node_of(ranks[0]),
             cycle=0,
             call=call,
             world_size=len(self.records),
@@ -82,56 +82,56 @@ class Nodes:
             ranks=known,
         )
 
-    def stand(self, ranks: tuple[int, ...], *, call: int = 0) -> None:
-        self.carry(self.standings(ranks, call))
+    def send_standing(self, ranks: tuple[int, ...], *, call: int = 0) -> None:
+        self.deliver(self.standings(ranks, call))
 
     def report(self, reports: dict[int, Any], *, call: int = 0) -> None:
         """Report for ranks of one node."""
         for rank, report in reports.items():
             if not isinstance(report, Gone):
                 self.records[rank].note_report(report)
-        several = [reports] if self.is_batched else [{rank: report} for rank, report in reports.items()]
-        for some in several:
-            node = self.home(next(iter(some)))
-            self.carry(m.RankReports(node=node, epoch=node, cycle=0, call=call, reports=tuple(some.items())))
+        batches = [reports] if self.is_batched else [{rank: report} for rank, report in reports.items()]
+        for batch in batches:
+            node = self.node_of(next(iter(batch)))
+            self.deliver(m.RankReports(node=node, epoch=node, cycle=0, call=call, reports=tuple(batch.items())))
 
-    def carry(self, message: m.RankStandings | m.RankReports) -> None:
-        sent = msgspec.structs.replace(message, node="", epoch="")  # the coordinator's side of the link fills it in
-        self.num_bytes += len(encode_frame(sent))
+    def deliver(self, message: m.RankStandings | m.RankReports) -> None:
+        counted = msgspec.structs.replace(message, node="", epoch="")  # the coordinator's side of the link adds both
+        self.num_bytes += len(encode_frame(counted))
         self.num_messages += 1
         self.coordinator.take(message, self.now_s)
 
     def die(self, *ranks: int, restart_count: int) -> None:
         self.dead |= set(ranks)
         for rank in ranks:
-            self.report({rank: gone(rank, restart_count)})
+            self.report({rank: fault_of(rank, restart_count)})
         self.settle()
 
     def settle(self) -> None:
-        """Carry orders and what follows from them until nothing is left."""
+        """Deliver orders and their consequences until nothing is left."""
         while self.coordinator.out:
             orders, self.coordinator.out = self.coordinator.out, []
             for node, _, order in orders:
                 self.num_bytes += len(encode_frame(order))
                 self.num_messages += 1
-                self.obey(node, order)
+                self.follow(node, order)
 
-    def obey(self, node: str, order: m.RankOrder) -> None:
-        answers: dict[int, p.Report] = {}
+    def follow(self, node: str, order: m.RankOrder) -> None:
+        responses: dict[int, p.Report] = {}
         for first, num in order.runs:
             for rank in range(first, first + num):
-                assert self.home(rank) == node
+                assert self.node_of(rank) == node
                 if rank in self.dead:
                     continue
                 self.records[rank].note_order(order.order)
                 self.orders[rank].append(order.order)
                 match order.order:
                     case p.Restart(restart_count=count) if rank not in self.busy:
-                        answers[rank] = p.RankReady(restart_count=count, store_address=store_of(rank))
+                        responses[rank] = p.RankReady(restart_count=count, store_address=store_of(rank))
                     case p.Assign(ordinal=ordinal, members=members):
-                        answers[rank] = p.Assigned(ordinal=ordinal, ranks=self.assign(members))
-        if answers:
-            self.report(answers, call=order.call)
+                        responses[rank] = p.Assigned(ordinal=ordinal, ranks=self.assign(members))
+        if responses:
+            self.report(responses, call=order.call)
 
     def assign(self, members: tuple[Any, ...]) -> dict[int, int | None]:
         ranks = {member.initial_rank: member.rank for member in members if member.alive}
@@ -147,16 +147,16 @@ class Nodes:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_batched", [True, False])
-def test_a_loss_among_ten_thousand_ranks_costs_each_a_hundred_bytes(is_batched: bool) -> None:
-    """All messages of a restart together, both ways, for one rank lost; 64 at once cost up to three times that, where
-    no two of them are neighbours."""
+def test_a_loss_of_ten_thousand_ranks_costs_100_bytes_each(is_batched: bool) -> None:
+    """All messages of a restart in both directions for one lost rank take at most 100 bytes per rank, and up to three
+    times that for 64 lost ranks without neighbours among them."""
     nodes = Nodes(1280, num_spares=256, is_batched=is_batched)
     nodes.join()
     num = len(nodes.records)
     assert all(isinstance(orders[-1], p.Go) for orders in nodes.orders.values())
     lost: set[int] = set()
     cases = ((1, [9], 100), (2, [*range(1000, 1064)], 150), (3, [*range(2000, 8400, 100)], 300))
-    for restart_count, victims, bar in cases:
+    for restart_count, victims, limit in cases:
         nodes.num_bytes = nodes.num_messages = 0
         nodes.die(*victims, restart_count=restart_count - 1)
         lost |= set(victims)
@@ -164,17 +164,17 @@ def test_a_loss_among_ten_thousand_ranks_costs_each_a_hundred_bytes(is_batched: 
             order = nodes.last(rank)
             assert isinstance(order, p.Go)
             assert order.restart_count == restart_count
-        each = nodes.num_bytes / num
-        print(f"{num} ranks, {len(victims)} lost: {each:.1f} bytes for each, {nodes.num_messages} messages")
-        assert each <= bar
+        bytes_per_rank = nodes.num_bytes / num
+        print(f"{num} ranks, {len(victims)} lost: {bytes_per_rank:.1f} bytes for each, {nodes.num_messages} messages")
+        assert bytes_per_rank <= limit
 
 
-def test_an_order_goes_to_each_node_once() -> None:
-    """However many ranks a node has; who is left out of the order is left out there."""
+def test_an_order_is_sent_once_per_node() -> None:
+    """An order is sent once however many ranks a node has, without the ranks that are excluded from it."""
     nodes = Nodes(3, 4, num_spares=1)
     nodes.join()
     nodes.coordinator.take(
-        m.RankReports(node="node-0", epoch="e", cycle=0, call=0, reports=((1, gone(1, 0)),)), nodes.now_s
+        m.RankReports(node="node-0", epoch="e", cycle=0, call=0, reports=((1, fault_of(1, 0)),)), nodes.now_s
     )
     assert [(node, order.runs) for node, _, order in nodes.coordinator.out] == [
         ("node-0", ((0, 1), (2, 2))),
@@ -184,31 +184,32 @@ def test_an_order_goes_to_each_node_once() -> None:
     assert {order.term for _, _, order in nodes.coordinator.out} == {1}
 
 
-def test_a_rank_that_died_before_it_had_a_duty_is_not_waited_for() -> None:
-    """Neither in the call that it was about to begin, nor, where nobody has begun it yet, in the next one."""
+def test_a_rank_that_died_early_is_not_awaited() -> None:
+    """A rank that died before it joined is not awaited in the call that it was about to begin, nor in the next one if
+    no rank has begun a call."""
     nodes = Nodes(2, 2, num_spares=1)
     nodes.dead.add(1)
-    nodes.carry(m.RankReports(node="node-0", epoch="e", cycle=0, call=ANY_CALL, reports=((1, gone(1, 0)),)))
+    nodes.deliver(m.RankReports(node="node-0", epoch="e", cycle=0, call=ANY_CALL, reports=((1, fault_of(1, 0)),)))
     nodes.join()
     order = nodes.last(0)
     assert isinstance(order, p.Go)
     assert order.ranks == {0: 0, 2: 1, 3: 2}
 
-    late = Nodes(2, 2, num_spares=1)
-    late.join(but=(1,))
-    assert not late.orders[0]
-    late.dead.add(1)
-    late.carry(m.RankReports(node="node-0", epoch="e", cycle=0, call=ANY_CALL, reports=((1, gone(1, 0)),)))
-    late.settle()
-    order = late.last(0)
+    second = Nodes(2, 2, num_spares=1)
+    second.join(except_for=(1,))
+    assert not second.orders[0]
+    second.dead.add(1)
+    second.deliver(m.RankReports(node="node-0", epoch="e", cycle=0, call=ANY_CALL, reports=((1, fault_of(1, 0)),)))
+    second.settle()
+    order = second.last(0)
     assert isinstance(order, p.Go)
     assert order.ranks == {0: 0, 2: 1, 3: 2}
 
 
-def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
-    """After the barrier's timeout the others go without."""
+def test_an_absent_rank_is_awaited_up_to_the_barrier_timeout() -> None:
+    """After the barrier's timeout the other ranks continue without an absent one, which is expelled later."""
     nodes = Nodes(2, 2, num_spares=1)
-    nodes.join(but=(3,))
+    nodes.join(except_for=(3,))
     assert nodes.coordinator.deadline_s == LIMITS.barrier_timeout_s
     nodes.now_s = LIMITS.barrier_timeout_s
     nodes.coordinator.look(nodes.now_s)
@@ -216,13 +217,13 @@ def test_who_does_not_come_is_not_waited_for_for_ever() -> None:
     order = nodes.last(0)
     assert isinstance(order, p.Go)
     assert order.ranks == {0: 0, 1: 1, 2: 2}
-    nodes.stand((3,))
+    nodes.send_standing((3,))
     nodes.settle()
     assert isinstance(nodes.last(3), p.Expel)
 
 
-def test_calls_follow_one_another() -> None:
-    """Each has members, restarts and an end of its own; one that came back for the end of the last one gets it."""
+def test_each_call_has_its_own_state() -> None:
+    """Each call has its own members, restarts and end; a rank that returns for the end of the previous call gets it."""
     nodes = Nodes(2, 2)
     nodes.join(call=0)
     for rank in range(4):
@@ -239,14 +240,14 @@ def test_calls_follow_one_another() -> None:
     assert isinstance(order, p.Go)
     assert order.restart_count == 1
     nodes.records = ended
-    nodes.stand((3,), call=0)
-    ((node, _, again),) = nodes.coordinator.out
-    assert (node, again.call, again.runs) == ("node-1", 0, ((3, 1),))
-    assert isinstance(again.order, p.Finish)
+    nodes.send_standing((3,), call=0)
+    ((node, _, repeated),) = nodes.coordinator.out
+    assert (node, repeated.call, repeated.runs) == ("node-1", 0, ((3, 1),))
+    assert isinstance(repeated.order, p.Finish)
 
 
-def test_what_comes_of_another_cycle_changes_nothing() -> None:
-    """Not what ranks of a cycle before report, nor anything after the cycle's end."""
+def test_reports_of_another_cycle_are_ignored() -> None:
+    """Reports of ranks of an earlier cycle and reports after the cycle's end change nothing."""
     nodes = Nodes(2, 2)
     nodes.join()
     fault = p.RankFault(initial_rank=0, restart_count=0, kind=p.RankFaultKind.EXCEPTION)
@@ -258,12 +259,13 @@ def test_what_comes_of_another_cycle_changes_nothing() -> None:
     assert nodes.coordinator.deadline_s is None
 
 
-@pytest.mark.parametrize("dies", [(), (2,), (0, 2)])
-def test_another_coordinator_goes_on_from_the_standings(dies: tuple[int, ...]) -> None:
-    """It disturbs nobody while all live, and restarts all for those that died, whichever node speaks first."""
+@pytest.mark.parametrize("dead_ranks", [(), (2,), (0, 2)])
+def test_a_takeover_continues_from_the_ranks_state(dead_ranks: tuple[int, ...]) -> None:
+    """A new coordinator disturbs no rank while all live, and restarts all once for those that died, in any order of
+    reports."""
     nodes = Nodes(3, 2, num_spares=2)
     nodes.join()
-    nodes.dead |= set(dies)
+    nodes.dead |= set(dead_ranks)
     before = {rank: len(orders) for rank, orders in nodes.orders.items()}
     nodes.coordinator = InProcessRestarts()
     for first in (4, 0, 2):
@@ -272,19 +274,19 @@ def test_another_coordinator_goes_on_from_the_standings(dies: tuple[int, ...]) -
     nodes.coordinator.keep(stale)
     nodes.coordinator.take_over(0, 2, ["node-0", "node-1", "node-2"], 5.0)
     nodes.settle()
-    for rank in nodes.records.keys() - set(dies):
-        if dies:
+    for rank in nodes.records.keys() - set(dead_ranks):
+        if dead_ranks:
             order = nodes.last(rank)
             assert isinstance(order, p.Go)
             assert order.restart_count == 1
             assert sorted(active for active in order.ranks.values() if active is not None) == [0, 1, 2, 3]
-            assert not order.ranks.keys() & set(dies)
+            assert not order.ranks.keys() & set(dead_ranks)
         else:
             assert len(nodes.orders[rank]) == before[rank]
 
 
-def test_ranks_of_a_node_out_of_reach_are_resumed_without() -> None:
-    """Where no launcher ends the cycle for it, spares elsewhere take their places."""
+def test_spares_replace_the_ranks_of_an_unreachable_node() -> None:
+    """Where no launcher ends the cycle of an unreachable node, spares on other nodes take the places of its ranks."""
     nodes = Nodes(3, 4, num_spares=4)
     nodes.join()
     nodes.dead |= set(range(4))
@@ -297,8 +299,8 @@ def test_ranks_of_a_node_out_of_reach_are_resumed_without() -> None:
     assert sorted(rank for rank in order.ranks.values() if rank is not None) == list(range(8))
 
 
-def test_who_is_with_fewer_than_half_of_the_members_stops() -> None:
-    """The others may resume elsewhere; of two halves the one with the lowest rank resumes."""
+def test_a_minority_of_the_members_stops() -> None:
+    """A minority stops, since the others may resume elsewhere; of two halves the one with the lowest rank resumes."""
     cases = [(3, {"node-1", "node-2"}, True), (3, {"node-1"}, False), (2, {"node-0"}, True), (2, {"node-1"}, False)]
     for num, lost, stops in cases:
         nodes = Nodes(num, 2)
@@ -309,8 +311,9 @@ def test_who_is_with_fewer_than_half_of_the_members_stops() -> None:
         assert ("cannot be reached" in getattr(order, "reason", "")) == stops
 
 
-def test_a_coordinator_that_does_not_know_the_nodes_misses_members_of_the_last_call() -> None:
-    """It waits for those of whom no node has sent anything, and resumes without them in the end."""
+def test_a_takeover_waits_for_members_of_unknown_nodes() -> None:
+    """A coordinator without a list of nodes waits for the members that no node has reported, and finally resumes
+    without them."""
     nodes = Nodes(3, 2, num_spares=2)
     nodes.join()
     nodes.coordinator = InProcessRestarts()
@@ -326,8 +329,8 @@ def test_a_coordinator_that_does_not_know_the_nodes_misses_members_of_the_last_c
     assert (order.restart_count, order.ranks) == (1, {0: 0, 1: 1, 4: 2, 5: 3})
 
 
-def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
-    """An agent that was welcomed in the risen term takes its orders; it takes none of an earlier coordinator's."""
+def test_orders_of_an_earlier_term_are_ignored() -> None:
+    """An agent accepts orders of its coordinator's current term, and none of an earlier coordinator."""
     relay, coordinator = RankRelay(), InProcessRestarts()
     with closing(relay), socket.socket(socket.AF_UNIX) as duty:
         coordinator.begin(0, 1)
@@ -358,9 +361,9 @@ def test_a_coordinator_whose_term_rose_is_obeyed() -> None:
             0.0,
         )
         ((_, _, order),) = coordinator.out
-        relay.obey(msgspec.structs.replace(order, term=2))
+        relay.follow(msgspec.structs.replace(order, term=2))
         duty.setblocking(False)
         with pytest.raises(BlockingIOError):
             duty.recv(1)
-        relay.obey(order)
+        relay.follow(order)
         assert duty.recv(1000)

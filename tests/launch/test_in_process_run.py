@@ -1,6 +1,6 @@
-"""`outlast run` and workers that restart inside their processes: who is spared, what it costs, and how a job ends.
+"""`outlast run` with workers that restart inside their processes: ranks that continue, charges, and the end of the job.
 
-The workers here only say what a wrapper says; tests/inprocess tells what the wrapper does.
+The workers here only send a wrapper's messages; tests/inprocess verifies the wrapper itself.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def cycles(job: Cluster) -> set[int | None]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_costs_no_cycle(tmp_path: Path) -> None:
-    """The others go on inside their processes; the job ends with 0 and says what it did without."""
+def test_a_killed_rank_restarts_the_others_in_process(tmp_path: Path) -> None:
+    """The other ranks continue in their processes; the job exits with 0, and its summary reports the lost rank."""
     code = """
 arm()
 if rank == 1:
@@ -130,9 +130,9 @@ finish((0, 2))
 
 
 @pytest.mark.slow
-def test_a_fault_that_ends_no_process_is_charged_once_for_all_nodes(tmp_path: Path) -> None:
-    """Every node tells of an exception that was mended; the recovery policy counts one restart, on the node it
-    happened on. A hang in which every rank waited for others is charged to none."""
+def test_a_recovered_fault_is_charged_once(tmp_path: Path) -> None:
+    """A recovered exception that all nodes report is charged once, to the node where it was raised; a hang in which all
+    ranks waited for others is charged to no node."""
     code = """
 arm()
 fault = InProcessFault(rank=3, kind=IncidentKind.WORKER_FAILED, summary="ValueError: three")
@@ -148,9 +148,9 @@ finish(everybody)
     with cluster(tmp_path, code, num_nodes=2, nproc=2) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0, 0]
         assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
-        nobodys = data_of(job, EventKind.DECISION)[1]["incident"]
-        assert not {"rank", "node"} & nobodys.keys()
-        assert "every rank that exceeded its timeout waited for others" in nobodys["evidence"]["summary"]
+        uncharged = data_of(job, EventKind.DECISION)[1]["incident"]
+        assert not {"rank", "node"} & uncharged.keys()
+        assert "every rank that exceeded its timeout waited for others" in uncharged["evidence"]["summary"]
         assert sum(json.loads((tmp_path / "run" / "ladder.json").read_text())["node_faults"].values()) == 1
         incident = data_of(job, EventKind.DECISION)[0]["incident"]
         assert (incident["rank"], incident["evidence"]["summary"]) == (3, "ValueError: three")
@@ -159,8 +159,8 @@ finish(everybody)
         )
 
 
-def test_what_cannot_be_recovered_in_process_restarts_the_workers(tmp_path: Path) -> None:
-    """Survivors that give up end the cycle; the cause is the rank that was lost, and the next cycle finishes."""
+def test_a_failed_in_process_restart_restarts_the_workers(tmp_path: Path) -> None:
+    """Survivors that abort end the cycle with the lost rank as the root cause, and the next cycle finishes."""
     code = """
 arm()
 if cycle == 0:
@@ -184,8 +184,8 @@ finish(everybody)
 
 
 @pytest.mark.slow
-def test_survivors_that_never_restart_are_not_waited_for_for_ever(tmp_path: Path) -> None:
-    """A loss after which nobody gets on within the workers' own patience ends the cycle."""
+def test_survivors_that_do_not_restart_end_the_cycle(tmp_path: Path) -> None:
+    """A loss after which no rank continues within the workers' own timeout ends the cycle."""
     code = """
 arm(patience_s=1.0 if cycle == 0 else 60.0)
 if cycle == 0:
@@ -202,8 +202,8 @@ finish(everybody)
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_giving_up_for_ever_stops_with_93(tmp_path: Path) -> None:
-    """A run that mends itself in process and then gives up, over and over, spends one budget and stops."""
+def test_repeated_aborts_spend_one_budget_and_stop_with_93(tmp_path: Path) -> None:
+    """A run that restarts in process and then aborts, in each cycle, spends one budget and stops."""
     code = """
 from outlast.monitor import RankMonitor
 arm()
@@ -220,8 +220,8 @@ raise SystemExit(1)
         assert level(job) == [1, 2, 1, RecoveryLevel.STOP]
 
 
-def test_restarts_in_process_alone_are_bounded_too(tmp_path: Path) -> None:
-    """Mending the same place without an end stops at --max-restarts, though every process lives."""
+def test_in_process_restarts_alone_are_bounded(tmp_path: Path) -> None:
+    """Restarts in process at the same iteration stop at --max-restarts, although all processes live."""
     code = """
 from outlast.monitor import RankMonitor
 arm()
@@ -238,8 +238,8 @@ for iteration in range(1, 1000):
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_progress_renews_what_restarts_in_process_spent(tmp_path: Path) -> None:
-    """With a new durable checkpoint before each, more restarts in process than --max-restarts are no reason to stop."""
+def test_progress_resets_the_budget_of_in_process_restarts(tmp_path: Path) -> None:
+    """With a new durable checkpoint before each, more restarts in process than --max-restarts do not stop the job."""
     code = """
 from outlast.monitor import RankMonitor
 arm()
@@ -261,8 +261,9 @@ finish(everybody)
 
 
 @pytest.mark.slow
-def test_a_node_without_workers_waits_for_the_others(tmp_path: Path) -> None:
-    """All ranks of one node are lost, those of another go on in process: the job finishes in the same cycle."""
+def test_a_job_finishes_without_the_ranks_of_one_node(tmp_path: Path) -> None:
+    """When all ranks of one node are lost and those of another continue in process, the job finishes in the same
+    cycle."""
     code = """
 arm()
 if rank in (2, 3):
@@ -279,8 +280,7 @@ finish((0, 1))
 
 @pytest.mark.slow
 def test_ranks_lost_on_every_node_restart_the_workers(tmp_path: Path) -> None:
-    """When nobody is left anywhere, nothing was finished: the recovery policy's next recovery level follows, never
-    success."""
+    """When no rank is left on any node, the workers are restarted; the job does not count as finished."""
     code = """
 arm()
 if cycle == 0:
@@ -293,8 +293,8 @@ finish(everybody)
         assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
 
 
-def test_a_rank_that_fails_after_all_returned_is_a_failure(tmp_path: Path) -> None:
-    """Once the wrapped function is behind them, ranks are spared no more: what fails then fails the cycle."""
+def test_a_failure_after_the_wrapped_call_fails_the_cycle(tmp_path: Path) -> None:
+    """Once the wrapped function has returned on all ranks, a rank that fails is not excused, and the cycle fails."""
     code = """
 arm()
 finish(everybody)
@@ -307,8 +307,8 @@ meet("end", everybody)
         assert level(job) == [RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
 
 
-def test_spares_and_ranks_that_leave_are_not_missed(tmp_path: Path) -> None:
-    """A spare that is killed needs no restart; a rank that leaves for good with 0 is no failure."""
+def test_a_killed_spare_needs_no_restart(tmp_path: Path) -> None:
+    """A spare that is killed needs no restart, and a rank that exits with 0 is not a failure."""
     code = """
 mark.arm(0, patience_s=0.0 if rank == 2 else 60.0)
 meet("armed", everybody)
@@ -333,8 +333,8 @@ finish((0,))
 
 
 @pytest.mark.campaign
-def test_a_rank_in_a_restart_does_not_hang(tmp_path: Path) -> None:
-    """Sections that were open when a restart began are no hang, however long it takes; one after it is judged."""
+def test_a_rank_in_a_restart_does_not_count_as_hung(tmp_path: Path) -> None:
+    """Sections that were open when a restart began do not expire, however long it takes; sections after it do."""
     code = """
 from outlast.monitor import RankMonitor
 arm()
@@ -359,7 +359,7 @@ finish(everybody)
 
 
 def test_a_restart_that_takes_too_long_is_a_hang(tmp_path: Path) -> None:
-    """A rank that stays in a restart beyond what its own timeouts allow is reported, and the workers are restarted."""
+    """A rank whose restart exceeds its own timeouts is reported, and the workers are restarted."""
     code = """
 arm(patience_s=0.5 if cycle == 0 else 60.0)
 if cycle == 0:
@@ -374,8 +374,8 @@ finish(everybody)
 
 
 @pytest.mark.slow
-def test_spares_do_not_keep_a_preempted_job_from_having_saved(tmp_path: Path) -> None:
-    """A notice ends spares, which have nothing to save; the others saved, and the job says so with 75."""
+def test_spares_need_no_save_at_a_preemption(tmp_path: Path) -> None:
+    """A preemption notice ends spares without a save; the others save, and the job exits with 75."""
     code = """
 def save(*_):
     mark.set(InProcessState.COMPLETED)

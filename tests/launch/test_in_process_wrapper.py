@@ -1,4 +1,5 @@
-"""The wrapper under `outlast run` and `torchrun`: faults mended in process, and what is left to the launcher."""
+"""The wrapper under `outlast run` and `torchrun`: faults recovered in process, and faults that the launcher
+recovers."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ for _ in range(int(os.environ.get("calls", "1"))):
 
 
 def digest_of(world_size: int) -> str:
-    """Return what the weights of an undisturbed run hash to."""
+    """Return the digest of the weights of an undisturbed run."""
     weights = torch.zeros(1000)
     for step in range(20):
         weights += torch.full((1000,), float(sum(rank + step for rank in range(world_size)))) * 0.37
@@ -109,19 +110,19 @@ def cluster(tmp_path: Path, active: int, *faults: str, **changes: Any) -> Cluste
 
 
 def ends(tmp_path: Path, cycle: int) -> dict[int, dict[str, Any]]:
-    """Return how each initial rank that was active at the end of a cycle ended."""
+    """Return the results of each initial rank that was active at the end of a cycle."""
     found = {}
     for path in tmp_path.glob(f"end-{cycle}-*.json"):
         found[int(path.stem.rpartition("-")[2])] = json.loads(path.read_text())
     return found
 
 
-def started(tmp_path: Path, cycle: int, initial: int) -> int:
+def pid_of(tmp_path: Path, cycle: int, initial: int) -> int:
     return int((tmp_path / f"pid-{cycle}-{initial}").read_text())
 
 
 def command(process: psutil.Process) -> str:
-    """Return a process's command line, nothing if it has ended."""
+    """Return the command line of a process, empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -149,9 +150,9 @@ def level(job: Cluster) -> list[int]:
         pytest.param("stopped:2:0", marks=pytest.mark.campaign),
     ],
 )
-def test_a_spare_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> None:
-    """Whichever rank is killed, the one that hosts the store too, or is ended because it is stopped: the job finishes
-    in its first cycle, in the same processes, with the weights of an undisturbed run."""
+def test_a_spare_replaces_a_lost_rank(fault: str, tmp_path: Path) -> None:
+    """A rank, also the host of the store, is killed, or ended because it is stopped: the job finishes in its first
+    cycle, in the same processes, with the weights of an undisturbed run."""
     victim = int(fault.split(":")[1])
     with cluster(tmp_path, 4, fault) as job:
         assert job.wait(timeout_s=300) == [0]
@@ -162,7 +163,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> N
             4: victim,
         }
         assert {end["digest"] for end in ended.values()} == {digest_of(4)}
-        assert all(end["pid"] == started(tmp_path, 0, initial) for initial, end in ended.items())
+        assert all(end["pid"] == pid_of(tmp_path, 0, initial) for initial, end in ended.items())
         assert all(end["iteration"] == 1 for end in ended.values())
         (restarted,) = [event for event in job.events() if event.kind == EventKind.RESTARTED_IN_PROCESS]
         assert (restarted.data["restart_iteration"], restarted.data["replaced"]) == (1, {str(victim): 4})
@@ -173,25 +174,26 @@ def test_a_spare_takes_the_place_of_a_lost_rank(fault: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raises:1:0", pytest.param("sleeps:3:0", marks=pytest.mark.campaign)])
-def test_what_ends_no_process_replaces_none(fault: str, tmp_path: Path) -> None:
-    """An exception, or a hang that can be interrupted, is mended in the same processes and the same places."""
+def test_an_exception_or_hang_replaces_no_process(fault: str, tmp_path: Path) -> None:
+    """An exception, or a hang that can be interrupted, is recovered in the same processes with the same ranks."""
     with cluster(tmp_path, 4, fault) as job:
         assert job.wait(timeout_s=300) == [0]
         assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
         ended = ends(tmp_path, 0)
         assert {(initial, end["rank"], end["pid"]) for initial, end in ended.items()} == {
-            (rank, rank, started(tmp_path, 0, rank)) for rank in range(4)
+            (rank, rank, pid_of(tmp_path, 0, rank)) for rank in range(4)
         }
         assert {end["digest"] for end in ended.values()} == {digest_of(4)}
         incident = next(event.data["incident"] for event in job.events() if event.kind == EventKind.DECISION)
-        assert incident["rank"] == int(fault.split(":")[1])  # the one that slept, not one that waited for it
+        assert incident["rank"] == int(fault.split(":")[1])  # the rank that slept, not one that waited for it
         assert "train.py" in incident["evidence"]["summary"]
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_spares_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:
-    """The first loss takes the spare; after the second nobody is left: the next cycle finishes, with all ranks."""
+def test_workers_restart_when_no_spare_is_left(tmp_path: Path) -> None:
+    """The first loss takes the spare; after the second one no spare is left, and the next cycle finishes with all
+    ranks."""
     with cluster(tmp_path, 4, "killed:1:0:0", "killed:2:1:0") as job:
         assert job.wait(timeout_s=300) == [0]
         assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.RESTART_WORKERS, RecoveryLevel.STOP]
@@ -203,8 +205,8 @@ def test_spares_spent_leave_it_to_the_workers_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_giving_up_in_every_cycle_ends_with_93(tmp_path: Path) -> None:
-    """Ranks that abort for ever cost what other restarts cost: the job ends, with the exit code for no progress."""
+def test_aborts_in_each_cycle_exit_with_93(tmp_path: Path) -> None:
+    """Aborts count like other restarts: the job ends with the exit code for no progress."""
     job = cluster(tmp_path, 2, "aborts:1:*", nproc_per_node=3, environment={"reports": "1"})
     with job:
         assert job.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
@@ -213,8 +215,8 @@ def test_giving_up_in_every_cycle_ends_with_93(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_spare_on_another_node_takes_the_place(tmp_path: Path) -> None:
-    """On two nodes a rank of the first is lost; the spare on the second goes in, and both agents end with 0."""
+def test_a_spare_on_another_node_replaces_a_lost_rank(tmp_path: Path) -> None:
+    """A rank of the first node is replaced by the spare on the second, and both agents exit with 0."""
     with cluster(tmp_path, 3, "killed:0:0", num_nodes=2, nproc_per_node=2) as job:
         assert job.wait(timeout_s=300) == [0, 0]
         assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
@@ -225,8 +227,8 @@ def test_a_spare_on_another_node_takes_the_place(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_all_ranks_of_a_node_can_be_replaced(tmp_path: Path) -> None:
-    """Two of four ranks, all that one node has, are killed at once: those of the other node finish without them."""
+def test_a_job_finishes_without_all_ranks_of_a_node(tmp_path: Path) -> None:
+    """When both ranks of one node are killed at once, those of the other node finish without them."""
     with cluster(tmp_path, 2, "killed:0:0", "killed:1:0", num_nodes=2, nproc_per_node=2) as job:
         assert job.wait(timeout_s=300) == [0, 0]
         assert {event.cycle for event in job.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
@@ -237,8 +239,9 @@ def test_all_ranks_of_a_node_can_be_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
-    """A node that dies with its agent ends the cycle, spares or not: a spare takes its slot, and all ranks run."""
+def test_a_spare_node_replaces_a_lost_node(tmp_path: Path) -> None:
+    """A node that dies with its agent ends the cycle, also where spare ranks exist: a spare node takes its slot, and
+    all ranks run."""
     (tmp_path / "until").touch()
     with cluster(tmp_path, 3, num_nodes=2, num_spares=1, nproc_per_node=2) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 0)) == 3, timeout_s=300)
@@ -257,9 +260,9 @@ def test_a_lost_node_is_replaced_by_a_spare(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed:1:0", "raises:1:0"])
-def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
-    """A second wrapped call begins in the same processes, with restarts of its own; nobody waits in it for a rank that
-    died in the first one."""
+def test_each_wrapped_call_has_its_own_restarts(fault: str, tmp_path: Path) -> None:
+    """A second wrapped call runs in the same processes with its own restarts, and does not wait for a rank that died in
+    the first call."""
     with cluster(tmp_path, 3, fault, nproc_per_node=4, environment={"calls": "2"}) as job:
         assert job.wait(timeout_s=300) == [0]
         num = 1 if "killed" in fault else 2
@@ -268,7 +271,7 @@ def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
         assert {end["iteration"] for end in ended.values()} == {num - 1}
         assert {end["digest"] for end in ended.values()} == {digest_of(3)}
         assert sorted(end["rank"] for end in ended.values() if end["iteration"] == num - 1) == [0, 1, 2]
-        assert all(end["pid"] == started(tmp_path, 0, initial) for initial, end in ended.items())
+        assert all(end["pid"] == pid_of(tmp_path, 0, initial) for initial, end in ended.items())
 
 
 @pytest.mark.slow
@@ -281,9 +284,9 @@ def test_calls_follow_one_another(fault: str, tmp_path: Path) -> None:
         pytest.param(signal.SIGSTOP, "check", marks=pytest.mark.extended),
     ],
 )
-def test_a_restart_in_process_outlives_the_coordinator(how: signal.Signals, moment: str, tmp_path: Path) -> None:
-    """Its agent is killed, or falls silent, and carries no ranks: before a rank dies, or while the restart forms. The
-    next coordinator completes the restart in the same cycle; the weights are those of an undisturbed run."""
+def test_an_in_process_restart_survives_the_coordinator(how: signal.Signals, moment: str, tmp_path: Path) -> None:
+    """The coordinator's agent, without ranks, is killed or stopped before a rank dies or during the restart: the next
+    coordinator completes the restart in the same cycle, with the weights of an undisturbed run."""
     (tmp_path / moment).touch()
     (tmp_path / "sick.toml").write_text("[health]\nmin_open_files = 16\ncommands = ['exit 3']\n")
     endpoints = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
@@ -308,8 +311,8 @@ def test_a_restart_in_process_outlives_the_coordinator(how: signal.Signals, mome
         assert {end["digest"] for end in ended.values()} == {digest_of(3)}
 
 
-def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
-    """Ranks, spares and their agent processes are gone soon after their agent was killed."""
+def test_no_process_survives_a_killed_agent(tmp_path: Path) -> None:
+    """Ranks, spares and their agent processes exit soon after their agent was killed."""
     (tmp_path / "until").touch()
     with cluster(tmp_path, 2, nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 0)) == 2, timeout_s=300)
@@ -321,14 +324,14 @@ def test_nothing_outlives_an_agent(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_new_cycle_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
-    """When the workers are restarted, the agent processes of the cycle before end by themselves."""
+def test_agent_processes_end_with_their_cycle(tmp_path: Path) -> None:
+    """When the workers are restarted, the agent processes of the previous cycle exit by themselves."""
     (tmp_path / "until").touch()
     with cluster(tmp_path, 2, "aborts:1:0:0", nproc_per_node=3) as job:
         job.wait_for(lambda _: len(ends(tmp_path, 1)) == 2, timeout_s=300)
-        of_now = {started(tmp_path, 1, rank) for rank in range(3)}
+        monitors_of_cycle = {pid_of(tmp_path, 1, rank) for rank in range(3)}
         monitors = [process for process in job.processes() if "runtime.agent_process" in command(process)]
-        old = [process for process in monitors if parent(process) not in of_now]
+        old = [process for process in monitors if parent(process) not in monitors_of_cycle]
         _, alive = psutil.wait_procs(old, timeout=300)
         assert not alive
         (tmp_path / "until").unlink()
@@ -342,9 +345,9 @@ def test_a_new_cycle_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
     [pytest.param(["torchrun"], marks=pytest.mark.campaign), [sys.executable, "-m", "torch.distributed.run"]],
 )
 @pytest.mark.parametrize("fault", ["raises:1:0", pytest.param("sleeps:1:0", marks=pytest.mark.campaign)])
-def test_stock_torchrun_mends_what_ends_no_process(launcher: list[str], fault: str, tmp_path: Path) -> None:
-    """Under torchrun exceptions and hangs that can be interrupted are mended in process, and the log says once what
-    this launcher does not allow."""
+def test_faults_are_recovered_in_process_under_torchrun(launcher: list[str], fault: str, tmp_path: Path) -> None:
+    """Under torchrun exceptions and interruptible hangs are recovered in process, and the limits of this launcher are
+    logged once."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     token = f"torchrun-{os.getpid()}-{tmp_path.name}"

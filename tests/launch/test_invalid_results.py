@@ -1,4 +1,4 @@
-"""A worker's exit code 17 soon after a load is answered by another copy, later by the end of the run."""
+"""Exit code 17 soon after a load leads to a load from another copy, and later to the end of the run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _run(tmp_path: Path, *, iteration: int, nproc: int = 1) -> tuple[list[int], 
         return cluster.wait(timeout_s=300), cluster
 
 
-def _untrusted(cluster: Cluster) -> list[Incident]:
+def _exclusion_incidents(cluster: Cluster) -> list[Incident]:
     incidents = [
         msgspec.convert(event.data["incident"], Incident)
         for event in cluster.events()
@@ -62,13 +62,13 @@ def _untrusted(cluster: Cluster) -> list[Incident]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_within_the_window_the_next_cycle_is_told_what_not_to_load(nproc: int, tmp_path: Path) -> None:
-    """The run goes on in a second cycle, whose workers know the copy; the journal and ladder.json name it, its tier and
-    why. The rank that judged is taken for the cause, also when its peer ends before it."""
+def test_an_invalid_result_after_a_load_excludes_the_copy(nproc: int, tmp_path: Path) -> None:
+    """The run continues in a second cycle with the copy excluded; the journal and ladder.json have the copy, its tier
+    and the reason. The rank that detected the result is the root cause, also if its peer exits before it."""
     codes, cluster = _run(tmp_path, iteration=127, nproc=nproc)
     assert codes == [0], cluster.tails()
     assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0, 1}
-    (incident,) = _untrusted(cluster)
+    (incident,) = _exclusion_incidents(cluster)
     assert (incident.rank, incident.iteration) == (nproc - 1, 127)
     assert (incident.evidence["generation"], incident.evidence["tier"]) == (120, "replica")
     decision = next(event for event in cluster.events() if event.kind == EventKind.DECISION)
@@ -79,20 +79,20 @@ def test_within_the_window_the_next_cycle_is_told_what_not_to_load(nproc: int, t
         assert fact in text
 
 
-def test_beyond_the_window_the_run_stops(tmp_path: Path) -> None:
-    """An invalid result long after the load ends the run with 17 at once, and no copy is blamed."""
+def test_an_invalid_result_long_after_a_load_stops_the_run(tmp_path: Path) -> None:
+    """An invalid result long after the load ends the run with 17 at once, and no copy is excluded."""
     codes, cluster = _run(tmp_path, iteration=141)
     assert codes == [ExitReason.FAILED_VALIDATION], cluster.tails()
     assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
-    assert _untrusted(cluster) == []
+    assert _exclusion_incidents(cluster) == []
     state = msgspec.json.decode((tmp_path / "run" / "ladder.json").read_bytes(), type=RecoveryState)
     assert state.excluded == ()
     assert [load.checkpoint for load in state.loads] == [120]
 
 
 @pytest.mark.slow
-def test_bad_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    """A loss that stays NaN costs no restart: the run ends with 17, and says which rank, where and how often."""
+def test_consecutive_invalid_steps_stop_the_run(tmp_path: Path) -> None:
+    """A loss that stays NaN costs no restart: the run exits with 17 and reports rank, iteration and number of steps."""
     script = tmp_path / "train.py"
     script.write_text("""
 import math, os
@@ -113,8 +113,8 @@ for iteration in range(100, 200):
 
 
 @pytest.mark.slow
-def test_the_next_job_of_the_run_is_told_too(tmp_path: Path) -> None:
-    """What one job learned to distrust, the workers of the next job's first cycle are told."""
+def test_exclusions_apply_to_the_next_job(tmp_path: Path) -> None:
+    """Copies that one job excluded are excluded in the first cycle of the run's next job."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     for options, code in ((["--max-restarts=0"], 17), ([], 0)):

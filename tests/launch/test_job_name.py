@@ -1,4 +1,4 @@
-"""A job's name is its own, whatever the scheduler calls it."""
+"""Each job has a unique name, also with the same allocation of the scheduler."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from outlast.policy.recovery_point import Exclusion, Load
 from outlast.policy.recovery_policy import RecoveryState, RecoveryStep
 
 
-def test_an_allocation_that_comes_back_gets_another_name() -> None:
-    """A re-queued allocation keeps its number; its job does not keep its name, as far as anything is remembered of it:
-    what it saves must not be taken for what the earlier job saved."""
+def test_a_requeued_allocation_gets_another_name() -> None:
+    """A requeued allocation keeps its number and gets a job name that no record contains, so that its checkpoints are
+    not taken for those of the earlier job."""
     assert name_job("4711", RecoveryState()) == "4711"
-    load = Load(cycle="4711-0", checkpoint=5, attempt="4711-0-aa.1", tier="local")
-    assert name_job("4711", RecoveryState(loads=(load,))) == "4711.1"
+    loaded = Load(cycle="4711-0", checkpoint=5, attempt="4711-0-aa.1", tier="local")
+    assert name_job("4711", RecoveryState(loads=(loaded,))) == "4711.1"
     step = RecoveryStep(cycle=0, job="4711", recovery_level=RecoveryLevel.RESTART_WORKERS, reason="")
     one = Exclusion(checkpoint=5, attempt="x", tier="local", tainted=("4711.1-3",))
     assert name_job("4711", RecoveryState(history=(step,), excluded=(one,))) == "4711.2"
 
 
-def test_without_a_scheduler_names_are_drawn() -> None:
-    """Two jobs that no scheduler numbers have different names."""
+def test_names_are_random_without_a_scheduler() -> None:
+    """Two jobs without a number of a scheduler have different names."""
     assert name_job(None, RecoveryState()) != name_job(None, RecoveryState())
 
 
-def test_a_finished_run_without_a_name_is_followed_by_another(tmp_path: Path) -> None:
-    """It leaves no budgets behind, but its jobs' names stay taken. The next job of a run with a name has all budgets,
-    too, and knows what is durable; a job that is still in progress keeps what it had, and a coordinator that takes it
-    over does not take the record of an earlier job for its own."""
+def test_budgets_of_a_finished_run_are_not_inherited(tmp_path: Path) -> None:
+    """A finished run leaves no used budgets, but its jobs' names stay taken. The next job of a named run has full
+    budgets and the durable iteration; a job in progress keeps its state, and a takeover ignores the record of an
+    earlier job."""
     step = RecoveryStep(cycle=0, job="4711", recovery_level=RecoveryLevel.STOP, reason="finished")
-    kept = RecoveryState(job="4711", finished=True, stopped_with=0, restarts_total=5, best_durable=9, history=(step,))
-    save_recovery_state(tmp_path, kept)
+    kept_state = RecoveryState(
+        job="4711", finished=True, stopped_with=0, restarts_total=5, best_durable=9, history=(step,)
+    )
+    save_recovery_state(tmp_path, kept_state)
     resumed = RecoveryState(best_durable=9, best_committed=9, history=(step,))
     assert load_recovery_state(tmp_path, is_new_job=True) == resumed
     assert load_recovery_state(tmp_path, job="4711.1") == resumed
-    assert load_recovery_state(tmp_path, is_named=False, job="4711") == kept
+    assert load_recovery_state(tmp_path, is_named=False, job="4711") == kept_state
     another = load_recovery_state(tmp_path, is_new_job=True, is_named=False)
     assert another == RecoveryState(history=(step,))
     assert name_job("4711", another) == "4711.1"

@@ -1,4 +1,4 @@
-"""Learned timeouts end no healthy run, and the next launch of the same command finds them."""
+"""Learned timeouts end no healthy run, and the next launch of the same command uses them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for iteration in run.steps({"model": torch.nn.Linear(2, 2)}, total=total):
 
 
 def launch(folder: Path, *, total: int) -> str:
-    """Run the same command in a folder, up to an iteration; return its output."""
+    """Run the same command in a folder up to an iteration, and return its output."""
     (folder / "total").write_text(str(total))
     command = [sys.executable, "-m", "outlast", "run", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -56,9 +56,9 @@ def launch(folder: Path, *, total: int) -> str:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_pauses_that_were_never_seen_before_end_no_cycle(tmp_path: Path) -> None:
-    """After a cycle of very short steps and evaluations, an evaluation and a step of some seconds are not taken for a
-    hang; the end suggests options, and the next launch of the same command enforces what was learned."""
+def test_a_longer_pause_is_not_a_hang(tmp_path: Path) -> None:
+    """After a cycle of very short steps and evaluations, longer ones of some seconds are not taken for a hang; options
+    are suggested at the end, and the next launch of the same command enforces the learned timeouts."""
     (tmp_path / "train.py").write_text(SCRIPT)
     output = launch(tmp_path, total=60)
     assert "exceeded" not in output, output
@@ -67,9 +67,9 @@ def test_pauses_that_were_never_seen_before_end_no_cycle(tmp_path: Path) -> None
     learned = json.loads((tmp_path / "checkpoints" / "ft_state.json").read_text())["learned"]["sections"]
     assert learned.keys() == {"setup", "step", "evaluation"}
     assert min(learned.values()) == 10.0
-    again = launch(tmp_path, total=70)
-    assert "evaluation 100 s" in again
-    assert f"step {learned['step']:g} s" in again
+    second_output = launch(tmp_path, total=70)
+    assert "evaluation 100 s" in second_output
+    assert f"step {learned['step']:g} s" in second_output
 
 
 FAILING = """
@@ -88,9 +88,9 @@ with outlast.init(outlast.Config(run_dir="run", fault_tolerance=timeouts)) as ru
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["fails", "fails alone", "shutdown"])
-def test_a_run_that_does_not_finish_suggests_timeouts_too(tmp_path: Path, how: str) -> None:
-    """The line with the options comes at the end of each job: also after a failure, with and without a launcher, and
-    after a shutdown."""
+def test_timeouts_are_suggested_at_the_end_of_each_job(tmp_path: Path, how: str) -> None:
+    """The line with the options is logged at the end of each job: also after a failure, with and without a launcher,
+    and after a shutdown."""
     (tmp_path / "train.py").write_text("import sys, time\n" + FAILING)
     launcher = [] if how == "fails alone" else ["-m", "outlast", "run", "--max-restarts=0"]
     with subprocess.Popen(

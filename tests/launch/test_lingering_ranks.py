@@ -1,4 +1,4 @@
-"""Ranks that outlive the first clean exit of their cycle are reported with their stacks and ended."""
+"""Ranks that do not exit after the first clean exit of their cycle are reported with their stacks and ended."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ S = 10**9
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_rank_that_does_not_exit_is_ended(num_nodes: int, tmp_path: Path) -> None:
-    """A rank that blocks while its interpreter ends is reported with its native stack and ended as hung, also where the
-    rank that exited with 0 is on another node; the next cycle ends with 0."""
+def test_a_rank_that_hangs_at_its_exit_is_ended(num_nodes: int, tmp_path: Path) -> None:
+    """A rank that blocks while its interpreter exits is reported with its native stack and ended as hung, also where
+    the rank that exited with 0 is on another node; the next cycle exits with 0."""
     script = tmp_path / "train.py"
     script.write_text(STUCK_AT_THE_END)
     options = ["--ft-exit-timeout=2"]
@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_exit_is_ended(num_nodes: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("exit_s", "is_given", "rank", "at_s", "ended"),
+    ("exit_s", "is_configured", "rank", "at_s", "ended"),
     [
         (60.0, True, LateRank(global_rank=1), 59, False),
         (60.0, True, LateRank(global_rank=1), 60, True),
@@ -61,7 +61,10 @@ def test_a_rank_that_does_not_exit_is_ended(num_nodes: int, tmp_path: Path) -> N
         (None, True, LateRank(global_rank=1), 10**6, False),
     ],
 )
-def test_when_a_rank_is_overdue(exit_s: float | None, is_given: bool, rank: LateRank, at_s: int, ended: bool) -> None:
-    """A given timeout counts from the first clean exit or the last heartbeat; the default one needs idle processes."""
+def test_the_timeout_of_an_exit(
+    exit_s: float | None, is_configured: bool, rank: LateRank, at_s: int, ended: bool
+) -> None:
+    """A configured timeout counts from the first clean exit or the last heartbeat; the default timeout applies to idle
+    processes only."""
     now_ns = (100 + at_s) * S
-    assert ExitLimit(exit_s, is_given).overdue([rank], first_exit_ns=100 * S, now_ns=now_ns) == [rank] * ended
+    assert ExitLimit(exit_s, is_configured).overdue([rank], first_exit_ns=100 * S, now_ns=now_ns) == [rank] * ended

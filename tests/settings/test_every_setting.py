@@ -95,14 +95,14 @@ ELSEWHERE: dict[type, dict[str, str]] = {
             ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"), TIMEOUTS
         ),
         **dict.fromkeys(("rank_out_of_section_timeout", "num_warmup_iterations"), TIMEOUTS),
-        "exit_timeout": "launch/test_lingering_ranks.py::test_a_rank_that_does_not_exit_is_ended",
+        "exit_timeout": "launch/test_lingering_ranks.py::test_a_rank_that_hangs_at_its_exit_is_ended",
         **dict.fromkeys(("max_no_progress_cycles", "max_restart_delay", "max_node_faults", "min_nodes"), LIMITS),
         "node_heartbeat_timeout": "launch/test_impersonated_nodes.py::"
-        "test_an_agent_gets_its_name_from_one_that_does_nothing",
+        "test_an_idle_impersonator_loses_the_name",
         "shutdown_grace": "launch/test_shutdown_in_restore.py::test_a_job_that_is_shut_down_while_it_loads_is_requeued",
         **dict.fromkeys(
             ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
-            "launch/test_device_memory.py::test_memory_that_stays_is_waited_for_once",
+            "launch/test_device_memory.py::test_memory_that_is_not_released_is_awaited_once",
         ),
         **dict.fromkeys(
             ("simulate_fault", "simulated_fault_type", "simulated_fault_rank"), f"{SIMULATED}it_comes_once_a_run"
