@@ -77,11 +77,7 @@ def scrape(url: str) -> Series:
 
 def one(metrics: Series, name: str, **labels: str) -> float | None:
     """Return the value of the only series with these labels."""
-    values = [
-        value
-        for labels_of_series, value in metrics.get(f"outlast_{name}", [])
-        if labels.items() <= labels_of_series.items()
-    ]
+    values = [value for tags, value in metrics.get(f"outlast_{name}", []) if labels.items() <= tags.items()]
     assert len(values) <= 1, (name, values)
     return values[0] if values else None
 
@@ -192,19 +188,17 @@ def test_counters_survive_a_takeover(tmp_path: Path) -> None:
             counters = {f"outlast_{name}" for name, metric in METRICS.items() if metric.is_counter}
             assert counters <= set(metrics)
             assert {value for name in counters - {"outlast_cycles_started_total"} for _, value in metrics[name]} == {0}
-            assert {labels_of_series["kind"] for labels_of_series, _ in metrics["outlast_incidents_total"]} == set(
-                IncidentKind
-            )
+            assert {tags["kind"] for tags, _ in metrics["outlast_incidents_total"]} == set(IncidentKind)
             assert one(metrics, "excluded_nodes") == one(metrics, "missing_nodes") == 0
             assert one(metrics, "timeout_seconds", timeout="node_heartbeat_timeout") == 5
-        node_of_rank = {
+        nodes = {
             event.data["ranks"][0]: event.node for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED
         }
         worker = psutil.Process(cluster.worker_pid(1))
         worker.suspend()
-        scrape_until(urls[node_of_rank[1]], "rank_state", 1, rank="1", state="stopped")
+        scrape_until(urls[nodes[1]], "rank_state", 1, rank="1", state="stopped")
         worker.resume()
-        scrape_until(urls[node_of_rank[1]], "rank_state", 1, rank="1", state="starting")
+        scrape_until(urls[nodes[1]], "rank_state", 1, rank="1", state="starting")
         worker.kill()
         for url in urls.values():
             scrape_until(url, "restarts_total", 1, recovery_level="restart_workers")
@@ -212,16 +206,14 @@ def test_counters_survive_a_takeover(tmp_path: Path) -> None:
         host = next(agent for agent in cluster.agents if "hosts the coordinator" in agent.output())
         host.kill()
         del urls[host.name]
-        num_restarts = (
-            2 if host.name in node_of_rank.values() else 1
-        )  # the node that hosts the coordinator may be the spare
+        num_restarts = 2 if host.name in nodes.values() else 1  # the node that hosts the coordinator may be the spare
         scrapes: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
         deadline_s = clock.now_s() + LONG_S
         while any(not totals or sum(totals[-1].values()) < num_restarts for totals in scrapes.values()):
             assert clock.now_s() < deadline_s, scrapes
             for name, url in urls.items():
                 shown = scrape(url)["outlast_restarts_total"]
-                scrapes[name].append({labels_of_series["recovery_level"]: value for labels_of_series, value in shown})
+                scrapes[name].append({tags["recovery_level"]: value for tags, value in shown})
         for totals in scrapes.values():
             for before, after in pairwise(totals):
                 assert all(after[recovery_level] >= value for recovery_level, value in before.items()), totals
@@ -239,21 +231,16 @@ def test_counters_survive_a_takeover(tmp_path: Path) -> None:
                 except OSError:
                     del urls[name]
         assert [one(metrics, "job_exit_code", reason="failed") for metrics in ends.values()] == [1, 1]
-        causes = [
-            labels_of_series
-            for metrics in ends.values()
-            for labels_of_series, _ in metrics.get("outlast_last_incident_info", [])
-        ]
+        causes = [tags for metrics in ends.values() for tags, _ in metrics.get("outlast_last_incident_info", [])]
         exits = [value for metrics in ends.values() for _, value in metrics.get("outlast_rank_exit_code", [])]
         assert 3 in exits
         assert set(exits) <= {3, -signal.SIGTERM, -signal.SIGKILL}  # a node may end its rank before that exits
         codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(LONG_S), strict=True))
         assert codes.pop(host.name) == -9
         assert set(codes.values()) == {1}
-        assert [
-            (labels_of_series["kind"], labels_of_series["exit_code"], labels_of_series["recovery_level"])
-            for labels_of_series in causes
-        ] == [("worker_failed", "3", "stop")]
+        assert [(tags["kind"], tags["exit_code"], tags["recovery_level"]) for tags in causes] == [
+            ("worker_failed", "3", "stop")
+        ]
 
 
 @pytest.mark.slow
@@ -457,16 +444,11 @@ def test_budgets_and_limits_are_reported(endpoint: MetricsEndpoint) -> None:
     metrics = scrape(endpoint.url)
     level = ("restart_in_process", "restart_workers", "replace_node")
     assert [one(metrics, "restarts_total", recovery_level=recovery_level) for recovery_level in level] == [0, 0, 4]
-    budgets = {labels_of_series["budget"]: value for labels_of_series, value in metrics["outlast_budget_left"]}
+    budgets = {tags["budget"]: value for tags, value in metrics["outlast_budget_left"]}
     assert budgets == {"restarts": 2, "no_progress_cycles": 2}
     assert (one(metrics, "missing_nodes"), one(metrics, "excluded_nodes")) == (2, 2)
-    assert [labels_of_series["excluded_node"] for labels_of_series, _ in metrics["outlast_excluded_node_info"]] == [
-        "n1",
-        "n3",
-    ]
-    assert [labels_of_series["timeout"] for labels_of_series, _ in metrics["outlast_timeout_seconds"]] == [
-        "rank_heartbeat_timeout"
-    ]
+    assert [tags["excluded_node"] for tags, _ in metrics["outlast_excluded_node_info"]] == ["n1", "n3"]
+    assert [tags["timeout"] for tags, _ in metrics["outlast_timeout_seconds"]] == ["rank_heartbeat_timeout"]
     assert one(metrics, "job_exit_code", reason="no_progress") == 93
 
 
@@ -477,9 +459,7 @@ def test_an_exit_code_has_a_reason(endpoint: MetricsEndpoint, code: int, reason:
     assert one(scrape(endpoint.url), "job_exit_code", reason=reason) == code
 
 
-def test_the_endpoint_stays_open_until_the_end_is_scraped(
-    endpoint: MetricsEndpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_endpoint_waits_for_a_last_scrape(endpoint: MetricsEndpoint, caplog: pytest.LogCaptureFixture) -> None:
     """The wait for a scrape ends with the first one after the job's last events were read, or with a warning."""
     endpoint.await_scrape(0.0)
     endpoint.await_scrape(0.05)
@@ -548,15 +528,15 @@ def test_the_dashboard_queries_existing_metrics() -> None:
     cells: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
-        labels_of_series = {
+        tags = {
             (x, y)
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
         assert panel["title"]
-        assert not cells & labels_of_series, f"{panel['title']} lies on another panel"
-        assert all(0 <= x < 24 for x, _ in labels_of_series)
-        cells |= labels_of_series
+        assert not cells & tags, f"{panel['title']} lies on another panel"
+        assert all(0 <= x < 24 for x, _ in tags)
+        cells |= tags
     variables = {one["name"] for one in board["templating"]["list"]}
     assert set(re.findall(r"\$\{?(\w+)", " ".join(queries))) <= variables
 

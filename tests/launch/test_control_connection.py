@@ -132,15 +132,13 @@ def test_losses_before_the_workers_start_cost_no_restart(make: Callable[..., Lin
     assert (status.cycle, status.budgets.restarts_without_progress) == (3, 0)
 
 
-def test_a_free_port_shows_that_the_host_is_dead(
-    make: Callable[..., LinkedAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_free_port_shows_a_dead_host(make: Callable[..., LinkedAgent], monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is just ending may still accept a connection and reset it; another agent on its machine that can
     listen on its port shows that it has ended."""
     port = free_port()
-    host, successor_agent = make("a", port).start(), make("b", port).start()
+    host, next_host = make("a", port).start(), make("b", port).start()
     assert host.link.server is not None
-    join, is_reset = successor_agent.link._join_at, threading.Event()
+    join, is_reset = next_host.link._join_at, threading.Event()
 
     def join_late(endpoint: Endpoint, answer_s: float) -> Any:
         if not is_reset.is_set():
@@ -148,15 +146,12 @@ def test_a_free_port_shows_that_the_host_is_dead(
             raise ConnectionResetError
         return join(endpoint, answer_s)
 
-    monkeypatch.setattr(successor_agent.link, "_join_at", join_late)
+    monkeypatch.setattr(next_host.link, "_join_at", join_late)
     host.link._closing.set()  # the host does not come back
     host.link.server.close()
-    assert successor_agent.wait_for(LinkUp).is_host
-    assert successor_agent.link.server is not None
-    assert (successor_agent.link.server.settings.former_host, successor_agent.link.server.settings.host_is_dead) == (
-        "a",
-        True,
-    )
+    assert next_host.wait_for(LinkUp).is_host
+    assert next_host.link.server is not None
+    assert (next_host.link.server.settings.former_host, next_host.link.server.settings.host_is_dead) == ("a", True)
 
 
 def test_a_broken_connection_is_restored(make: Callable[..., LinkedAgent], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,13 +99,13 @@ LADDERS = st.builds(
     quarantined=st.lists(NAMES, max_size=2).map(tuple),
     finished=st.booleans(),
 )
-SENDER: dict[str, Any] = {"node": NAMES, "epoch": st.sampled_from("112")}
+SRC: dict[str, Any] = {"node": NAMES, "epoch": st.sampled_from("112")}
 MESSAGES = st.one_of(
-    st.builds(m.JoinRequest, **SENDER, addr=TEXTS, nproc=NUMBERS, wish=MAYBE, ended=st.one_of(st.none(), FACTS)),
-    st.builds(m.JoinRequest, **SENDER, addr=NAMES, nproc=st.just(1)),
+    st.builds(m.JoinRequest, **SRC, addr=TEXTS, nproc=NUMBERS, wish=MAYBE, ended=st.one_of(st.none(), FACTS)),
+    st.builds(m.JoinRequest, **SRC, addr=NAMES, nproc=st.just(1)),
     st.builds(
         m.Register,
-        **SENDER,
+        **SRC,
         addr=TEXTS,
         nproc=FEW,
         place=PLACES,
@@ -113,25 +113,19 @@ MESSAGES = st.one_of(
         running=st.booleans(),
         recovery_state=st.one_of(st.none(), LADDERS),
     ),
-    st.builds(m.Running, **SENDER, cycle=NUMBERS),
-    st.builds(m.Stepped, **SENDER, cycle=NUMBERS),
-    st.builds(m.Counted, **SENDER, cycle=NUMBERS, term=NUMBERS, num_spares=NUMBERS),
-    st.builds(m.Hung, **SENDER, cycle=FEW, incident=INCIDENTS),
-    st.builds(m.Master, **SENDER, cycle=NUMBERS, addr=TEXTS, port=NUMBERS),
+    st.builds(m.Running, **SRC, cycle=NUMBERS),
+    st.builds(m.Stepped, **SRC, cycle=NUMBERS),
+    st.builds(m.Counted, **SRC, cycle=NUMBERS, term=NUMBERS, num_spares=NUMBERS),
+    st.builds(m.Hung, **SRC, cycle=FEW, incident=INCIDENTS),
+    st.builds(m.Master, **SRC, cycle=NUMBERS, addr=TEXTS, port=NUMBERS),
     st.builds(
-        m.Restarted,
-        **SENDER,
-        cycle=FEW,
-        call=NUMBERS,
-        restart_count=NUMBERS,
-        incident=INCIDENTS,
-        durable_iteration=MAYBE,
+        m.Restarted, **SRC, cycle=FEW, call=NUMBERS, restart_count=NUMBERS, incident=INCIDENTS, durable_iteration=MAYBE
     ),
-    st.builds(m.Finished, **SENDER, facts=FACTS),
-    st.builds(m.Leave, **SENDER, saved=st.booleans(), signal=NUMBERS, whole_job=st.just(False)),
-    st.builds(m.Unhealthy, **SENDER, incident=INCIDENTS, stays=st.booleans()),
-    st.builds(m.Bye, **SENDER),
-    st.builds(m.Dead, **SENDER, reason=TEXTS, is_known=st.booleans()),
+    st.builds(m.Finished, **SRC, facts=FACTS),
+    st.builds(m.Leave, **SRC, saved=st.booleans(), signal=NUMBERS, whole_job=st.just(False)),
+    st.builds(m.Unhealthy, **SRC, incident=INCIDENTS, stays=st.booleans()),
+    st.builds(m.Bye, **SRC),
+    st.builds(m.Dead, **SRC, reason=TEXTS, is_known=st.booleans()),
 )
 SETTINGS = st.builds(
     JobSettings,
@@ -209,33 +203,33 @@ class CheckedCoordinator:
 @given(SETTINGS, st.lists(SCRIPT, max_size=40))
 def test_no_sequence_of_messages_breaks_the_coordinator(settings: JobSettings, script: list[Any]) -> None:
     """Any messages in any order raise nothing, no phase is entered partially, and a job that is over stays over."""
-    coordinator_under_test = CheckedCoordinator(settings)
+    tested = CheckedCoordinator(settings)
     for step in script:
         if step == "obey":
-            coordinator_under_test.follow_orders()
+            tested.follow_orders()
         elif isinstance(step, float):
-            coordinator_under_test.pass_time(step)
+            tested.pass_time(step)
         else:
-            coordinator_under_test.send_message(step)
+            tested.send_message(step)
 
 
 @given(st.lists(st.one_of(st.just("obey"), st.just("obey"), MESSAGES), max_size=25))
 def test_no_message_breaks_a_running_job(script: list[Any]) -> None:
     """The same holds for a running job of two nodes and a spare, so that each phase gets each message."""
-    coordinator_under_test = CheckedCoordinator(
+    tested = CheckedCoordinator(
         JobSettings(job="job", num_slots=2, limits=Limits(max_restarts=20, max_no_progress_cycles=20))
     )
     for name in "abc":
-        coordinator_under_test.send_message(m.JoinRequest(node=name, epoch="1", addr=name, nproc=1))
-    coordinator_under_test.follow_orders()
-    coordinator_under_test.follow_orders()
-    assert coordinator_under_test.coordinator.phase == JobPhase.RUNNING
+        tested.send_message(m.JoinRequest(node=name, epoch="1", addr=name, nproc=1))
+    tested.follow_orders()
+    tested.follow_orders()
+    assert tested.coordinator.phase == JobPhase.RUNNING
     for step in script:
         if step == "obey":
-            coordinator_under_test.follow_orders()
+            tested.follow_orders()
         else:
-            coordinator_under_test.send_message(step)
-    coordinator_under_test.pass_time(200.0)
+            tested.send_message(step)
+    tested.pass_time(200.0)
 
 
 @pytest.mark.parametrize(

@@ -164,15 +164,8 @@ def test_the_number_of_losses_is_bounded(
 
 
 def start_of(place: m.SlotPlace) -> m.Start:
-    fields_of_start = {
-        "node_rank": 1,
-        "num_nodes": 2,
-        "base_rank": 2,
-        "world_size": 4,
-        "master_addr": "x",
-        "master_port": 1,
-    }
-    return m.Start(cycle=place.cycle, term=place.term, place=place, **fields_of_start)
+    values = {"node_rank": 1, "num_nodes": 2, "base_rank": 2, "world_size": 4, "master_addr": "x", "master_port": 1}
+    return m.Start(cycle=place.cycle, term=place.term, place=place, **values)
 
 
 @pytest.mark.process
@@ -220,16 +213,8 @@ def test_a_node_that_dies_after_a_step_counts_as_a_restart(tmp_path: Path) -> No
 def cluster_of(folder: Path, *, num_steps: int) -> Cluster:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    fields_of_start = {
-        "run_dir": folder / "run",
-        "num_nodes": 2,
-        "num_spares": 1,
-        "num_started": 0,
-        "nproc_per_node": 1,
-    }
-    return Cluster(
-        script, str(folder), str(num_steps), options=["--max-restarts=1", "--no-health-check"], **fields_of_start
-    )
+    values = {"run_dir": folder / "run", "num_nodes": 2, "num_spares": 1, "num_started": 0, "nproc_per_node": 1}
+    return Cluster(script, str(folder), str(num_steps), options=["--max-restarts=1", "--no-health-check"], **values)
 
 
 def wait_for_join(cluster: Cluster, name: str) -> None:

@@ -99,11 +99,11 @@ def wait_for_iteration(cluster: Cluster, folder: Path, *, cycle: int, least: int
     """Return the iteration of a cycle once it is reached; the script writes it outside the full disk."""
     path = folder / f"iterations-{cycle}"
     deadline = time.monotonic() + 280
-    while (iteration_before := max(map(int, path.read_text().split()), default=0) if path.exists() else 0) < least:
+    while (before := max(map(int, path.read_text().split()), default=0) if path.exists() else 0) < least:
         assert time.monotonic() < deadline, cluster.tails()
         assert cluster.agent(0).running, cluster.tails()
         time.sleep(0.02)
-    return iteration_before
+    return before
 
 
 @pytest.mark.slow
@@ -128,12 +128,8 @@ def test_a_full_run_directory_costs_no_restart(resource: str, disk: SmallDisk, t
         os.kill(int((tmp_path / "pid-0").read_text()), signal.SIGKILL)
         wait_for_iteration(cluster, tmp_path, cycle=1, least=30)
         lines = cluster.agent(0).output().splitlines()
-        for kind_of_file in (
-            "reports of failed workers",
-            "log files of the workers",
-            "decisions of the recovery policy",
-        ):
-            (line,) = (line for line in lines if f"{kind_of_file} cannot be written" in line)
+        for text in ("reports of failed workers", "log files of the workers", "decisions of the recovery policy"):
+            (line,) = (line for line in lines if f"{text} cannot be written" in line)
             assert f"to {disk.path}/run/" in line
             assert "No space left on device" in line
         assert "(restart 1 of 3 without progress)" in cluster.agent(0).output()
@@ -141,13 +137,11 @@ def test_a_full_run_directory_costs_no_restart(resource: str, disk: SmallDisk, t
         cluster.wait_for("decisions of the recovery policy are written", timeout_s=200)
         assert (disk.path / "run" / "ladder.json").exists()
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
-        iteration_before = wait_for_iteration(cluster, tmp_path, cycle=2)
+        before = wait_for_iteration(cluster, tmp_path, cycle=2)
         disk.use_up_bytes()
-        wait_for_iteration(
-            cluster, tmp_path, cycle=2, least=iteration_before + 40
-        )  # print() to a full disk ends no worker
+        wait_for_iteration(cluster, tmp_path, cycle=2, least=before + 40)  # print() to a full disk ends none
         disk.make_room()
-        wait_for_iteration(cluster, tmp_path, cycle=2, least=iteration_before + 80)
+        wait_for_iteration(cluster, tmp_path, cycle=2, least=before + 80)
         (tmp_path / "end").touch()
         assert cluster.wait(timeout_s=200) == [0], cluster.tails()
         output = cluster.agent(0).output()
