@@ -147,8 +147,7 @@ def test_a_free_port_shows_a_dead_host(make: Callable[..., LinkedAgent], monkeyp
         return join(endpoint, answer_s)
 
     monkeypatch.setattr(next_host.link, "_join_at", join_late)
-    host.link._closing.set()  # the host does not come back
-    host.link.server.close()
+    host.link.close(goodbye_timeout_s=0.0)
     assert next_host.wait_for(LinkUp).is_host
     assert next_host.link.server is not None
     assert (next_host.link.server.settings.former_host, next_host.link.server.settings.host_is_dead) == ("a", True)

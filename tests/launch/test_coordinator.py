@@ -43,7 +43,7 @@ class Job:
         """Nodes that died and send nothing any more."""
 
     def say(self, message: m.ToCoordinator) -> None:
-        self._deliver(self.coordinator.handle(message, self.now_s))
+        self.deliver(self.coordinator.handle(message, self.now_s))
 
     def join(self, name: str, *, ended: m.CycleFacts | None = None, nproc: int = 2, wish: int | None = None) -> None:
         self.beats.setdefault(name, 0)
@@ -65,13 +65,13 @@ class Job:
             self.now_s += 1.0
             for name in self.beats:
                 self.beats[name] += name not in self.dead
-            self._deliver(self.coordinator.judge_beats(self.beats, self.now_s, since_last_s=1.0))
+            self.deliver(self.coordinator.judge_beats(self.beats, self.now_s, since_last_s=1.0))
 
     def finish_all(self) -> None:
         for name, start in list(self.running.items()):
             self.say(m.Finished(node=name, epoch=f"{name}-1", facts=m.CycleFacts(cycle=start.cycle)))
 
-    def _deliver(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
+    def deliver(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
         for effect in self.coordinator.take_effects():
             match effect:
                 case Remember(state):

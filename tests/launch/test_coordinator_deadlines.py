@@ -23,14 +23,14 @@ class SlowJob(Job):
         super().__init__(**settings)
         self.ignores: dict[str, type[m.ToNode]] = {}
 
-    def _deliver(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
+    def deliver(self, outbox: list[tuple[str, str, m.ToNode]]) -> None:
         kept = []
         for name, epoch, message in outbox:
             if name in self.ignores and isinstance(message, self.ignores[name]):
                 self.sent_to.setdefault(name, []).append(message)
             else:
                 kept.append((name, epoch, message))
-        super()._deliver(kept)
+        super().deliver(kept)
 
     def ranks_in(self, cycle: int) -> dict[str, int]:
         return {name: start.node_rank for name, start in self.running.items() if start.cycle == cycle}

@@ -1,21 +1,22 @@
 """The root cause of a hang among four real gloo ranks is identified, whatever kind of hang it is."""
 
+import os
 import queue
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from outlast.monitor import examination
-from outlast.monitor.examination import examine
+from outlast.monitor.examination import ANSWER, examine
 from outlast.monitor.watchdog import HangReport, Watchdog
 from outlast.policy.deadlines import Expired, Subject, Timeouts
 from outlast.policy.root_cause import Position, find_root_cause
 from outlast.runtime.board import Board
+from outlast.runtime.processes import DatagramSocket
 from outlast.testing import RankProcesses
 
 WORKER = Path(__file__).with_name("hang_worker.py")
@@ -41,21 +42,22 @@ def _long_response_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_hung_rank_is_the_root_cause(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report identifies the hung rank with its section, iteration and source line; a stopped rank is continued for
     that only once the others have responded."""
-    answered_at_wake: list[int] = []
-    answers: list[examination._Answers] = []
-    ask, send = examination._Answers.__enter__, examination._send
+    responded: set[int] = set()
+    responded_at_wake: list[int] = []
+    receive, kill = DatagramSocket.receive, os.kill
 
-    def ask_and_note(asked: examination._Answers) -> examination._Answers:
-        answers.append(asked)
-        return ask(asked)
+    def receive_and_record(sock: DatagramSocket) -> Iterator[tuple[bytes, bytes | None]]:
+        for response, sender in receive(sock):
+            responded.add(ANSWER.unpack_from(response)[1])
+            yield response, sender
 
-    def send_and_note(pid: int, number: signal.Signals) -> bool:
+    def kill_and_record(pid: int, number: int) -> None:
         if number == signal.SIGCONT:
-            answered_at_wake.append(sum(rank.answered for rank in answers[-1].asked.values()))
-        return send(pid, number)
+            responded_at_wake.append(len(responded))
+        kill(pid, number)
 
-    monkeypatch.setattr(examination._Answers, "__enter__", ask_and_note)
-    monkeypatch.setattr(examination, "_send", send_and_note)
+    monkeypatch.setattr(DatagramSocket, "receive", receive_and_record)
+    monkeypatch.setattr(os, "kill", kill_and_record)
     board = Board.create(num_ranks=WORLD_SIZE)
     reports: queue.Queue[HangReport] = queue.Queue()
     timeouts = Timeouts(sections={"setup": 200.0, "step": 5.0}, num_warmup_iterations=1)
@@ -84,7 +86,7 @@ def test_the_hung_rank_is_the_root_cause(kind: str, tmp_path: Path, monkeypatch:
     assert where.stack_line == f'File "{WORKER}", line {number} in load_batch'
     assert where.stack_line in root_cause.reason
     assert f"line {number} in load_batch" in (tmp_path / "stacks" / f"rank-{BAD_RANK}.txt").read_text()
-    assert answered_at_wake == ([WORLD_SIZE - 1] if kind == "stop" else [])
+    assert responded_at_wake == ([WORLD_SIZE - 1] if kind == "stop" else [])
     victims = [one for one in positions if one.global_rank != BAD_RANK]
     assert all(one.responsive and one.waits_in_collective for one in victims)
     assert len({one.collectives for one in victims}) == 1

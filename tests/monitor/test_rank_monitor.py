@@ -229,7 +229,7 @@ def test_no_process_starts_without_timeouts(caplog):
     monitor = PlacedRankMonitor(WorkerEnv())
     try:
         assert "is not watched: no timeout is set" in caplog.text
-        assert "guard process" not in caplog.text
+        assert "agent process" not in caplog.text
     finally:
         monitor.close()
 
