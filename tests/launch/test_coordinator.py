@@ -451,7 +451,7 @@ def test_cycle_numbers_are_unique_across_coordinators() -> None:
     job.join("b", ended=m.CycleFacts(cycle=2))
     job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2, place=waits, ran=waits))
     job.join("s")
-    assert [told.cycle for told in job.sent_to["a"] if isinstance(told, m.Prepare)] == [0, 3]
+    assert [message.cycle for message in job.sent_to["a"] if isinstance(message, m.Prepare)] == [0, 3]
 
 
 @pytest.mark.parametrize(("term", "host_slot"), [(0, None), (0, 1), (-1, 0)])

@@ -109,19 +109,6 @@ def test_a_node_without_ranks_waits_for_the_others() -> None:
         assert job.decisions[-1].exit_code == ExitReason.FINISHED
 
 
-def test_a_world_without_ranks_restarts() -> None:
-    """When no rank of any node finished the cycle has failed, and the next one starts."""
-    job = Job()
-    job.finished("a", FAULT)
-    job.finished("b", FAULT)
-    assert [node for node, reply in job.sent if isinstance(reply, m.CycleOver)] == ["a", "b"]
-    for node in "ab":
-        job.join(node, ended=m.CycleFacts(cycle=0))
-    assert job.level == [RecoveryLevel.RESTART_WORKERS]
-    job.start(1)
-    assert not job.coordinator.state.finished
-
-
 def report(node: str, restart_count: int, durable: int | None, *, progress_is_known: bool = True) -> m.Restarted:
     fault = Incident(kind=IncidentKind.WORKER_FAILED, node="b", rank=3, iteration=19)
     return m.Restarted(

@@ -358,15 +358,6 @@ def test_the_wait_follows_workers_and_checks(
     assert agent._memory.begin.called is begins
 
 
-@pytest.mark.parametrize("is_awaited", [True, False])
-def test_no_worker_starts_while_memory_is_awaited(is_awaited: bool) -> None:
-    """An ordered start is delayed until the wait is over."""
-    agent: Any = Mock(_state=AgentState.JOINING, _is_done=False)
-    agent._health.stop, agent._health.is_looking, agent._memory.is_awaited = None, False, is_awaited
-    NodeAgent._advance(agent)
-    assert agent._start_cycle.called is not is_awaited
-
-
 def test_a_gpu_check_uses_the_gpus_until_its_result() -> None:
     """From its second fault on a node's GPUs are checked, and are in use until the result is there."""
     checkups: Any = Mock(config=HealthConfig(before_joining=False))
