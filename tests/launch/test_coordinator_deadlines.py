@@ -198,7 +198,7 @@ def test_a_node_that_dies_after_registering_is_lost() -> None:
     job = Job(num_slots=3, former_host="a")
     register(job, "a", 0)
     register(job, "b", 1)
-    job.mute.add("b")
+    job.dead.add("b")
     job.running.pop("b")
     job.say(m.Dead(node="b", epoch="b-1", reason="its agent's connection ended"))
     register(job, "c", 2)

@@ -31,7 +31,7 @@ def fault_of(rank: int, restart_count: int) -> Gone:
 
 
 class Nodes:
-    """Simulated nodes whose ranks follow their orders; the bytes of all messages are counted in both directions.
+    """Simulated nodes whose ranks obey their orders; the bytes of all messages are counted in both directions.
 
     Args:
         num: Nodes.
@@ -114,9 +114,9 @@ class Nodes:
             for node, _, order in orders:
                 self.num_bytes += len(encode_frame(order))
                 self.num_messages += 1
-                self.follow(node, order)
+                self.obey(node, order)
 
-    def follow(self, node: str, order: m.RankOrder) -> None:
+    def obey(self, node: str, order: m.RankOrder) -> None:
         responses: dict[int, p.Report] = {}
         for first, num in order.runs:
             for rank in range(first, first + num):
@@ -361,9 +361,9 @@ def test_orders_of_an_earlier_term_are_ignored() -> None:
             0.0,
         )
         ((_, _, order),) = coordinator.out
-        relay.follow(msgspec.structs.replace(order, term=2))
+        relay.obey(msgspec.structs.replace(order, term=2))
         duty.setblocking(False)
         with pytest.raises(BlockingIOError):
             duty.recv(1)
-        relay.follow(order)
+        relay.obey(order)
         assert duty.recv(1000)
