@@ -97,7 +97,7 @@ except CheckpointError as error:
     text = str(error)
 train()
 manager.save(state, 2).wait(100)
-tell(error=text, generations=sorted(os.listdir(folder)), saved=content())
+tell(error=text, checkpoints=sorted(os.listdir(folder)), saved=content())
 manager.close()
 """
 
