@@ -16,7 +16,6 @@ from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.fit import filled
 from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.manifest import decode_manifest
-from outlast.checkpoint.shard import is_finite
 from outlast.checkpoint.state import decode, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -321,27 +320,6 @@ def test_the_manifest_records_nonfinite_shards(tmp_path: Path, number: float, ex
     manager.close()
     manifest, _ = decode_manifest((tmp_path / "step-1" / "manifest.json").read_bytes())
     assert [shard.finite for shard in manifest.shards] == [expected]
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("F64", torch.float64),
-        ("F32", torch.float32),
-        ("F16", torch.float16),
-        ("BF16", torch.bfloat16),
-        ("F8_E5M2", torch.float8_e5m2),
-        ("F8_E4M3", torch.float8_e4m3fn),
-        ("C64", torch.complex64),
-    ],
-)
-def test_is_finite_supports_every_float_type(name: str, dtype: torch.dtype) -> None:
-    """The largest number of a type is finite; a NaN at any position is not."""
-    real = torch.float32 if dtype == torch.complex64 else dtype
-    numbers = torch.full((64,), torch.finfo(real).max, dtype=torch.float64).to(dtype)
-    assert is_finite(memoryview(numbers.view(torch.uint8).numpy()), name)
-    numbers[41] = float("nan")
-    assert not is_finite(memoryview(numbers.view(torch.uint8).numpy()), name)
 
 
 def test_an_arbitrary_object_is_rejected_at_the_save(tmp_path: Path) -> None:
