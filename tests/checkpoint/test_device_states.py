@@ -85,12 +85,12 @@ def run_in_thread(work: Callable[[], object], done: threading.Event) -> threadin
 
 def close_gate_after_first_copy(device: LaggingCopies) -> tuple[list[int], threading.Event]:
     """Let the device make its first copy only; return the bytes of each copy and an event that is set at the second."""
-    original_give, num_given_bytes, has_second = device._give, list[int](), threading.Event()
+    original_queue, num_given_bytes, has_second = device.queue, list[int](), threading.Event()
 
-    def give_then_close(pairs: Any) -> Any:
+    def queue_then_close(pairs: Any, *behind: Any) -> Any:
         chosen = list(pairs)
         num_given_bytes.append(sum(source.numel() for source, _ in chosen))
-        copied = original_give(chosen)
+        copied = original_queue(chosen, *behind)
         if len(num_given_bytes) == 1:
             assert copied.done.wait(TIMEOUT_S)
             device.gate.clear()
@@ -98,7 +98,7 @@ def close_gate_after_first_copy(device: LaggingCopies) -> tuple[list[int], threa
             has_second.set()
         return copied
 
-    device._give = give_then_close  # type: ignore[method-assign]
+    device.queue = queue_then_close  # type: ignore[method-assign]
     return num_given_bytes, has_second
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Peers, agree_places
 from outlast.checkpoint.writer_client import WriterClient
@@ -100,10 +101,10 @@ def test_a_save_without_staging_does_not_change_the_save_cost(
     manager.save(state, 1)
     cost_s = manager.save_cost_s
 
-    def fail(num_bytes: int) -> None:
+    def fail(pool: ArenaPool, num_bytes: int) -> None:
         raise CheckpointError("no memory")
 
-    monkeypatch.setattr(manager._arenas, "take", fail)
+    monkeypatch.setattr(ArenaPool, "take", fail)
     assert "no memory" in str(manager.save(state, 2).error)
     assert manager.save_cost_s == cost_s
     manager.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +16,7 @@ import torch
 
 from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.catalogue.listing import look_into
+from outlast.checkpoint.dcp.directory import GlobalDirectory
 from outlast.checkpoint.directory import Claim
 from outlast.checkpoint.manager import open_manager
 from outlast.cli.main import main
@@ -34,6 +37,11 @@ def _place(tmp_path: Path, tier: str) -> tuple[CheckpointConfig, Path]:
     name = "local_directory" if tier == "local" else "directory"
     config = CheckpointConfig(**{name: str(tmp_path / tier)}, save_timeout=LONG_S)
     return config, tmp_path / tier / (NODE if tier == "local" else "")
+
+
+def _run_of(folder: Path) -> str:
+    """Return the run in a folder's ``run.json``."""
+    return str(json.loads((folder / "run.json").read_text())["run"])
 
 
 @contextmanager
@@ -70,14 +78,14 @@ def test_a_second_run_in_one_directory_is_rejected(tmp_path: Path, tier: str) ->
         with pytest.raises(Untrusted):
             second.wait(LONG_S)
         first.save({"w": torch.full((8,), 2.0)}, 2).wait(LONG_S)
-        runs = [manager._places.run for manager in (first, second)]
         assert second.refusal is not None
         assert first.refusal is None
     line = str(rejection.value)
     assert str(second_rejection.value) == line
     assert "\n" not in line
     assert str(folder) in line
-    assert all(run in line for run in runs)
+    assert _run_of(folder) in line
+    assert len(set(re.findall(r"run-\w+", line))) == 2, line
     assert line.endswith("give it a separate directory")
     assert _load(config) == (2, 2.0)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "owner", "run.json", "step-1", "step-2"]
@@ -113,7 +121,7 @@ def test_a_claim_without_a_commit_is_taken_over(tmp_path: Path) -> None:
     with _managers(config, 1) as (manager,):
         assert manager.load_latest({"w": torch.zeros(8)}) is None
         manager.save({"w": torch.full((8,), 3.0)}, 3).wait(LONG_S)
-        assert (folder / "run.json").read_text() == f'{{"run":"{manager._places.run}"}}'
+        assert _run_of(folder) == GlobalDirectory.open(str(folder)).manifest(3).run
     assert _load(config) == (3, 3.0)
 
 
@@ -162,14 +170,15 @@ def test_a_commit_during_a_takeover_is_not_replaced(tmp_path: Path, monkeypatch:
     with armed("checkpoint.rename", stop_before_rename), _managers(config, 1) as (first,):
         first_save = first.save({"w": torch.full((8,), 1.0)}, 1)
         assert at_rename.wait(LONG_S)
+        first_run = _run_of(folder)
         with armed("checkpoint.manifest", stop_before_manifest), _managers(config, 1, job="other") as (second,):
             second_save = second.save({"w": torch.full((8,), -1.0)}, 1)
             assert at_manifest.wait(LONG_S)
-            assert (folder / "run.json").read_text() == f'{{"run":"{second._places.run}"}}'
+            assert _run_of(folder) != first_run
             may_rename.set()
             first_save.wait(LONG_S)
             may_commit.set()
-            with pytest.raises(Untrusted, match=f"belongs to run {first._places.run}"):
+            with pytest.raises(Untrusted, match=f"belongs to run {first_run}"):
                 second_save.wait(LONG_S)
         first.save({"w": torch.full((8,), 2.0)}, 2).wait(LONG_S)
     assert {path.name for path in folder.glob("step-*") if path.suffix == ""} == {"step-1", "step-2"}
@@ -191,8 +200,7 @@ def test_a_nodes_files_of_an_older_run_are_ignored(tmp_path: Path) -> None:
     with _managers(both_config, 1) as (manager,):
         assert manager.load_latest({"w": torch.zeros(8)}) is not None
         manager.save({"w": torch.full((8,), 2.0)}, 2).wait(LONG_S)
-        run = manager._places.run
-    assert (folder / "run.json").read_text() == f'{{"run":"{run}"}}'
+    assert _run_of(folder) == GlobalDirectory.open(global_config.directory).manifest(2).run
     assert _load(both_config) == (2, 2.0)
 
 
