@@ -1,4 +1,4 @@
-"""What all tests share: processes that start fast, hypothesis without surprises, and no process of ours left behind."""
+"""Shared fixtures and hooks: a fork server, deterministic hypothesis, and checks for leftover processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import fork_server
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: threads that spin help nobody here
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: spinning threads only cost time here
 SLOW_S = 5.0
 _TOGETHER = ("ray", "slurm")
 """Folders whose tests share one cluster: one process of pytest-xdist runs them all."""
@@ -35,9 +35,9 @@ _num_slow = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server from which the tests' Python processes are forked, in each process that runs tests.
+    """Start the fork server of the tests' Python processes in each process that runs tests.
 
-    What a shell has started in the background ignores SIGINT, and so would all that the tests start.
+    A shell's background processes ignore SIGINT, and so would all processes that the tests start.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """Keep the garbage collector away from the objects of several thousand tests, now and later."""
+    """Exclude the objects of several thousand tests from garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -57,9 +57,9 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the modules that take longest, so that all processes have work until the end.
+    """Start with the modules that take longest, so that all processes have work until the end.
 
-    Runs last: tests that are not selected do not count.
+    Runs last, because deselected tests do not count.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
 
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _ByModule(LoadScopeScheduling):
-    """Keep a module's tests in one process, for the sake of its fixtures, and those that share a cluster."""
+    """Run each module in one process, for its fixtures, and the folders that share a cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
@@ -80,9 +80,9 @@ class _ByModule(LoadScopeScheduling):
         return folder if folder in _TOGETHER else module
 
     def remove_node(self, node: Any) -> str | None:
-        """Give to others what a process that died has left, without the modules that it had finished.
+        """Reassign the work of a dead process, without the modules that it had finished.
 
-        Those would be handed out as work that holds no test, for which a process with one test left waits for ever.
+        A finished module would be assigned as work without tests, for which a process with one test left waits forever.
         """
         of_node = self.assigned_work[node]
         for scope in [scope for scope, tests in of_node.items() if all(tests.values())]:
@@ -90,7 +90,7 @@ class _ByModule(LoadScopeScheduling):
         return super().remove_node(node)
 
     def schedule(self) -> None:
-        """Give a process that replaces a dead one two modules: with a single test it would wait for the next one."""
+        """Give two modules to a process that replaces a dead one: with a single test it would wait for the next one."""
         replaces = self.collection is not None
         super().schedule()
         for node in self.nodes if replaces else ():
@@ -98,12 +98,12 @@ class _ByModule(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByModule:
-    """Say which process runs what."""
+    """Return the scheduler that keeps modules together."""
     return _ByModule(config, log)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count the tests that are marked as slow, and note those that are not and were."""
+    """Count the tests marked as slow, and record the slow ones without the mark."""
     global _num_slow
     if report.when == "call":
         is_marked = bool({"slow", "campaign", "extended"} & {*report.keywords})
@@ -113,7 +113,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many tests are marked as slow, and which took long without the mark; on a busy machine more do."""
+    """Print the number of tests marked as slow and the slow ones without the mark; a busy machine has more of them."""
     terminalreporter.write_line(f"{_num_slow} tests are marked slow")
     for name, duration in sorted(_too_long.items(), key=lambda entry: -entry[1]):
         terminalreporter.write_line(f"took {duration:.1f} s without being marked slow: {name}")
@@ -121,9 +121,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Start all processes of a test that is marked ``cold``, and of its fixtures, in the ordinary way.
+    """Start all processes of a test marked ``cold``, and of its fixtures, without the fork server.
 
-    Ray sets a handler of SIGTERM that ends this process; it does not stay for other tests.
+    Ray sets a SIGTERM handler that ends this process; other tests get the default one.
     """
     if item.path.parent.name != "ray":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -133,19 +133,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_listener_left_behind() -> Iterator[None]:
-    """Fail a test that leaves this process listening for notices: its deadline would end the process, minutes later."""
+    """Fail a test that leaves a shutdown listener open: its deadline would end this process minutes later."""
     yield
     signals = sys.modules.get("outlast.preemption.signals")
     ending = [one for one in threading.enumerate() if one.name == "outlast-deadline"]
     for one in ending:
-        one.join(60)  # of a listener that was closed just now
+        one.join(60)  # of a listener that was just closed
     left = [*(signals._open if signals else ()), *(one for one in ending if one.is_alive())]
     assert not left, f"close the session's ShutdownListener: {left}"
 
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a child process running, and end that process."""
+    """Fail a test that leaves a child process running, and kill that process."""
     if request.node.get_closest_marker("process") is None:
         yield
         return

@@ -1,20 +1,20 @@
-"""Python processes for the tests, forked from one that has imported torch instead of started afresh.
+"""Python processes for the tests, forked from a process that has imported torch.
 
-Most tests start several Python processes, and importing torch takes each of them more than a second of a core. After
-:func:`install`, ``subprocess.Popen`` with this interpreter as its program forks the process from a server that has the
-imports done. The result cannot be told from a started one by what tests look at: it is a child of the caller
-(``waitpid``, SIGCHLD, ``PR_SET_PDEATHSIG`` work), its arguments and its environment are its own in ``/proc``, it has no
-descriptors but those it was given, it draws its own random numbers, and what it runs is ``__main__``. Processes it
-starts in turn are forked in the same way, from a server of its own.
+Most tests start several Python processes, and importing torch takes each of them more than a second of CPU time. After
+:func:`install`, ``subprocess.Popen`` with this interpreter as its program forks the process from a server that has done
+the imports. Tests cannot distinguish the process from a started one: it is a child of the caller (``waitpid``, SIGCHLD,
+``PR_SET_PDEATHSIG`` work), ``/proc`` shows its arguments and environment, it has only the descriptors that it was
+given, it has its own random seed, and its program is ``__main__``. Processes that it starts are forked in the same way,
+from their own server.
 
-What cannot be done in this way is started as ever: other interpreter options than ``-u``, ``-P``, ``-c`` and ``-m``,
-``preexec_fn``, other users, variables that are read while libraries load (but for ``TORCH_CPP_LOG_LEVEL``, which is as
-``outlast run`` sets it). A test marked ``cold`` starts all its processes as ever; so does everything with
-``OUTLAST_TESTS_COLD=1``.
+The following are started without the server: other interpreter options than ``-u``, ``-P``, ``-c`` and ``-m``,
+``preexec_fn``, other users, and variables that are read while libraries load (except ``TORCH_CPP_LOG_LEVEL``, which is
+set as by ``outlast run``). A test marked ``cold`` starts all its processes without the server, and
+``OUTLAST_TESTS_COLD=1`` disables it.
 
 How a child becomes the caller's: the server is a child of the caller, single-threaded, and creates the process with
 ``CLONE_PARENT``. Rejected: ``PR_SET_CHILD_SUBREAPER`` and forking twice (the caller would adopt every orphan of the
-test); a stub process that passes signals on (SIGKILL and SIGSTOP cannot be passed on).
+test); a stub process that forwards signals (SIGKILL and SIGSTOP cannot be forwarded).
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _AT_LOAD = ("LD_", "MALLOC_", "GLIBC_", "GOMP_", "KMP_", "MKL_", "TORCH_LOGS", "
 _PYTHON_THAT_MAY_DIFFER = {"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _LEFT_COLD = {"outlast.health.node", "outlast.runtime.agent_process"}
-"""What starts fast."""
+"""Modules that start quickly."""
 _LEFT_OUT = ("ray", "integrations")
-"""Packages that import other frameworks, which read variables of the process (fsspec does), or many modules of ours."""
+"""Packages that import other frameworks, which read environment variables (like fsspec) or import many modules."""
 _CHILDLESS = {"outlast.checkpoint.writer"}
-"""What starts no Python process, and so needs no server."""
+"""Modules that start no Python process, and so need no server."""
 
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -82,7 +82,7 @@ class _Client:
         self.load_variables = _read_at_load(os.environ)
 
     def start(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
-        """Return the new process's id; ``None`` where it has to be started in the ordinary way."""
+        """Return the new process's id, or ``None`` if it must be started without the server."""
         data = json.dumps(request).encode("utf-8", "surrogateescape")
         if len(data) > _MAX_PACKET_BYTES or len(fds) > _MAX_FDS:
             return None
@@ -101,7 +101,7 @@ _signature = inspect.signature(_start_cold)
 
 
 class cold:
-    """Within this block, start processes in the ordinary way."""
+    """Start processes without the server within this block."""
 
     def __enter__(self) -> None:
         if _client is not None:
@@ -113,7 +113,7 @@ class cold:
 
 
 def install() -> None:
-    """Start the server and have ``subprocess.Popen`` use it; at most once in a process."""
+    """Start the server and make ``subprocess.Popen`` use it; at most once in a process."""
     if os.environ.get("OUTLAST_TESTS_COLD") == "1" or _SYS_CLONE is None:
         return
     ours, theirs = _channel()
@@ -124,7 +124,7 @@ def install() -> None:
             stdin=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
-    server.returncode = 0  # it ends with this process, and nobody waits for it
+    server.returncode = 0  # it exits with this process, and is not waited for
     _use(ours)
 
 
@@ -143,7 +143,7 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a process reads before anybody could change them."""
+    """Return the variables that a process reads before its program could change them."""
     return {
         name: value
         for name, value in environment.items()
@@ -167,7 +167,7 @@ def _execute_child(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _wait_until_shown(pid: int, argv: Sequence[Any]) -> None:
-    """Return once a process has the arguments and the environment that it was started with, as after an exec."""
+    """Return when a process shows the arguments and environment that it was started with, as after an exec."""
     shown = b"".join(os.fsencode(part) + b"\0" for part in argv)
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -175,7 +175,7 @@ def _wait_until_shown(pid: int, argv: Sequence[Any]) -> None:
             now = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return
-        if now in (shown, b""):  # nothing: it has ended already
+        if now in (shown, b""):  # empty: it has already exited
             return
         time.sleep(0.0005)
 
@@ -247,7 +247,7 @@ def _ask(given: Mapping[str, Any]) -> int | None:
 
 
 def _what_to_run(argv: Sequence[str]) -> tuple[str, list[str], str] | None:
-    """Return the kind (``c``, ``m``, ``script``), what follows it, and the letters of the options."""
+    """Return the kind (``c``, ``m``, ``script``), its arguments, and the letters of the options."""
     options, rest = "", list(argv[1:])
     while rest and rest[0] in ("-u", "-P"):
         options, rest = options + rest[0][1:], rest[1:]
@@ -266,7 +266,7 @@ def _what_to_run(argv: Sequence[str]) -> tuple[str, list[str], str] | None:
 
 
 def _serve(channel: socket.socket) -> dict[str, Any] | None:
-    """Fork a process for each request; return the request in that process, ``None`` once the caller is gone."""
+    """Fork a process for each request; return the request in that process, or ``None`` when the caller is gone."""
     while True:
         try:
             data, fds, flags, _ = socket.recv_fds(channel, 1 << 20, _MAX_FDS + 8)
@@ -286,14 +286,14 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def _fork_sibling() -> int:
-    """Fork like :func:`os.fork`, but for the new process's parent, which is this one's; this thread is the only one."""
+    """Fork like :func:`os.fork`, with this process's parent as the parent; this thread must be the only one."""
     python = ctypes.pythonapi
     python.PyOS_BeforeFork()
     flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | int(signal.SIGCHLD)
     tid = ctypes.c_void_p(_thread_id_address())
     if os.uname().machine == "x86_64":
         pid: int = _libc.syscall(_SYS_CLONE, ctypes.c_ulong(flags), None, None, tid, None)
-    else:  # the last two arguments are the other way round
+    else:  # other architectures swap the last two arguments
         pid = _libc.syscall(_SYS_CLONE, ctypes.c_ulong(flags), None, None, None, tid)
     if pid == 0:
         python.PyOS_AfterFork_Child()
@@ -304,7 +304,7 @@ def _fork_sibling() -> int:
 
 @functools.cache
 def _thread_id_address() -> int:
-    """Return where the C library keeps this thread's id: a fork has to write the new one there."""
+    """Return where the C library stores this thread's id: a fork must write the new id there."""
     start: int = _libc.pthread_self()
     for offset in range(0, 2048, 4):
         if ctypes.c_int.from_address(start + offset).value == threading.get_native_id():
@@ -313,8 +313,8 @@ def _thread_id_address() -> int:
 
 
 def _import_all() -> Preloaded:
-    """Import torch and all of ours; return what is to be out of sight until somebody imports torch."""
-    import torch._dynamo  # which the first optimizer imports
+    """Import torch and outlast; return the modules to hide until a program imports torch."""
+    import torch._dynamo  # imported by the first optimizer
     import torch.distributed.checkpoint
     import torch.distributed.run  # noqa: F401
 
@@ -333,7 +333,7 @@ def _main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # what comes for a new process waits until it can take it
+    signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # signals for a new process stay pending until it can handle them
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     _die_with(int(sys.argv[2]))
@@ -348,7 +348,7 @@ def _main() -> None:
 
 
 def _become(request: dict[str, Any]) -> socket.socket | None:
-    """Turn the forked process into the one that was asked for, beside a server of its own if it may need one.
+    """Turn the forked process into the requested one, and fork a server for it if it may need one.
 
     Returns:
         In the server, its channel; ``None`` in the process itself.
@@ -376,7 +376,7 @@ def _become(request: dict[str, Any]) -> socket.socket | None:
     if os.fork() == 0:
         _die_with(me)
         ours.close()
-        _show_in_proc(["fork_server", str(me)], {})  # what looks for a test's processes is not to find this one
+        _show_in_proc(["fork_server", str(me)], {})  # hidden from tests that search for their processes
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
@@ -385,7 +385,7 @@ def _become(request: dict[str, Any]) -> socket.socket | None:
         return theirs
     theirs.close()
     _use(ours)
-    _show_in_proc(request["argv"], request["env"])  # last: who sees it finds no process but this one
+    _show_in_proc(request["argv"], request["env"])  # last: a search by arguments finds only this process
     return None
 
 
@@ -396,11 +396,11 @@ def _die_with(parent: int) -> None:
 
 
 def _place_descriptors(fds: Sequence[int], kept: Sequence[int]) -> None:
-    """Give the process the descriptors that it was sent, at the numbers it knows them by, and no others."""
+    """Give the process the descriptors that it was sent, at the requested numbers, and no others."""
     targets = [0, 1, 2, *kept]
     above = max(*targets, *fds) + 1
     aside = []
-    for fd in fds:  # away from all targets first
+    for fd in fds:  # first away from all targets
         moved = os.dup2(fd, above + len(aside))
         aside.append(moved)
     for fd, target in zip(aside, targets, strict=True):
@@ -413,12 +413,12 @@ def _close_others(keep: set[int]) -> None:
         if fd not in keep:
             try:
                 os.close(fd)
-            except OSError:  # the listing's own
+            except OSError:  # the descriptor of the listing
                 pass
 
 
 def _show_in_proc(argv: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Have ``/proc/PID/cmdline`` and ``environ`` hold what the process was started with.
+    """Make ``/proc/PID/cmdline`` and ``environ`` show the arguments and variables of the process.
 
     Raises:
         OSError: The kernel does not allow it.
@@ -448,7 +448,7 @@ _shown: Any = None
 
 
 def _run(request: Mapping[str, Any], preloaded: Preloaded) -> NoReturn:
-    """Run what was asked for as ``__main__``, and end as an interpreter does."""
+    """Run the requested program as ``__main__``, and exit like an interpreter."""
     kind, rest, options = request["what"]
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -463,9 +463,7 @@ def _run(request: Mapping[str, Any], preloaded: Preloaded) -> NoReturn:
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     sys.orig_argv = list(request["argv"])
     known = {name.partition(".")[0] for name in sys.modules}
-    if (
-        kind == "m" and rest[0] in sys.modules
-    ):  # it becomes the main program: runpy warns of one that is imported already
+    if kind == "m" and rest[0] in sys.modules:  # the main program: runpy warns of a module that is already imported
         _forget(rest[0], preloaded)
     preloaded.hide()
     sys.meta_path.insert(0, forked_worker._Finder([preloaded]))
@@ -474,7 +472,7 @@ def _run(request: Mapping[str, Any], preloaded: Preloaded) -> NoReturn:
         _run_main(kind, list(rest), is_safe="P" in options)
     except SystemExit as leave:
         code = leave.code
-    except BaseException as error:  # noqa: BLE001  what an interpreter does with an uncaught exception
+    except BaseException as error:  # noqa: BLE001  an interpreter handles an uncaught exception here
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next

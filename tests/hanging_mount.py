@@ -1,4 +1,4 @@
-"""A directory that hangs on command: a bind mount in user space whose daemon is stopped."""
+"""A directory that hangs on request: a bindfs mount whose daemon is stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOUNTED_S = 60.0
 
 
 class HangingMount:
-    """Mount one folder at another path. Use as a context manager.
+    """Mount one folder at another path; use as a context manager.
 
     Args:
         source: The folder; is made.
@@ -55,12 +55,12 @@ class HangingMount:
 
     @property
     def pid(self) -> int:
-        """The daemon's."""
+        """The process id of the daemon."""
         assert self._process is not None
         return self._process.pid
 
     def hang(self) -> None:
-        """Let every call on the mount wait."""
+        """Make every call on the mount wait."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:

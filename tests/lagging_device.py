@@ -1,7 +1,7 @@
-"""A stand-in for a GPU's copies, which a machine without one cannot make: host memory plays the device.
+"""A test double for a GPU's copies on machines without a GPU: host memory plays the device.
 
-Copies are made by a thread, in the order in which they were queued, and only while the gate is open: late, as by a
-device that is behind. Everything else of a save or a load is the real thing.
+A thread makes the copies in the order in which they were queued, and only while the gate is open: late, like a device
+that is behind. All other parts of a save or a load are real.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TIMEOUT_S = 300.0
 
 
 def await_release() -> None:
-    """Wait until what was pinned for managers that are closed is released."""
+    """Wait until the pinned memory of closed managers is released."""
     for thread in threading.enumerate():
         if thread.name == "outlast-unpin":
             thread.join(TIMEOUT_S)
 
 
 class LaggingCopied:
-    """Stands for :class:`outlast.runtime.device_copies.Copied`."""
+    """Test double of :class:`outlast.runtime.device_copies.Copied`."""
 
     def __init__(self, calls: list[str]) -> None:
         self.done, self._calls = threading.Event(), calls
@@ -35,13 +35,13 @@ class LaggingCopied:
         return self.done.wait(timeout_s)
 
     def hold_back(self, timeout_s: float) -> bool:
-        """Wait, since what this device is given next is done by the caller, at once."""
+        """Wait, because the caller does the next work of this device at once."""
         self._calls.append("hold_back")
         return self.done.wait(TIMEOUT_S)
 
 
 class LaggingCopies:
-    """Stands for :class:`outlast.runtime.device_copies.DeviceCopies`."""
+    """Test double of :class:`outlast.runtime.device_copies.DeviceCopies`."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -49,10 +49,10 @@ class LaggingCopies:
         self.gate.set()
         self.calls: list[str] = []
         self.pinned_at: dict[int, int] = {}
-        """Address to bytes of what is pinned."""
+        """Address to bytes of pinned memory."""
         self.may_pin = True
         self.room_bytes = 1 << 40
-        """Memory that the device has left for :meth:`make_room`."""
+        """Free memory of the device for :meth:`make_room`."""
         self.num_copied_bytes = 0
         self.digests: LaggingDigests | None = LaggingDigests(self)
         """``None``: this device cannot digest."""
@@ -72,10 +72,10 @@ class LaggingCopies:
         del self.pinned_at[address]
 
     def note_work(self) -> None:
-        """All that was given to this device is done."""
+        """All work that was given to this device is done."""
 
     def queue(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], behind: None = None) -> LaggingCopied:
-        """Take copies, none of which may go over the end of pinned memory: a driver refuses that."""
+        """Queue copies; like a driver, reject those that cross the end of pinned memory."""
         chosen = list(pairs)
         for _, target in chosen:
             begin, end = target.data_ptr(), target.data_ptr() + target.numel()
@@ -106,7 +106,7 @@ class LaggingCopies:
         return self.give(partial(self._copy, pairs))
 
     def give(self, work: Callable[[], None]) -> LaggingCopied:
-        """Have the device do something after all that it was given."""
+        """Queue work after all earlier work of the device."""
         copied = LaggingCopied(self.calls)
         self._queue.put((work, copied))
         return copied
@@ -125,13 +125,13 @@ class LaggingCopies:
 
 
 class LaggingDigests:
-    """Stands for :class:`outlast.runtime.device_digest.ChunkDigests`."""
+    """Test double of :class:`outlast.runtime.device_digest.ChunkDigests`."""
 
     def __init__(self, copies: LaggingCopies) -> None:
         self._copies = copies
         self.num_digested = 0
         self.flips_bit_of: int | None = None
-        """Of which chunk, counted from 0, this device's memory loses a bit."""
+        """Number, from 0, of the chunk in which this device's memory flips a bit."""
 
     def queue(
         self,
@@ -156,7 +156,7 @@ class LaggingDigests:
 
 
 def lagging_device(patch: pytest.MonkeyPatch) -> Iterator[LaggingCopies]:
-    """Have the memory of all tensors count as a device's. The generator of a fixture."""
+    """Make the memory of all tensors count as a device's. The generator of a fixture."""
     copies = LaggingCopies()
     for module in ("arena", "arena_pool", "copy_guard", "landing"):
         patch.setattr(f"outlast.checkpoint.{module}.copies_of", lambda _: copies)

@@ -1,4 +1,4 @@
-"""``outlast`` commands, run in the tests' process."""
+"""Fixtures that run ``outlast`` commands inside the test process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Command = Callable[..., tuple[int, str, str]]
 def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command in this process; return its exit code, output and error output."""
 
-    def command(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
+    def command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_info:
             main()
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+        return int(exit_info.value.code or 0), out, err
 
     return command

@@ -1,4 +1,4 @@
-"""Checkpoints of the local tier, laid down as a run leaves them: whole, with replicas, on several nodes."""
+"""Writes node-local checkpoints as a run writes them: complete, with replicas, on several nodes."""
 
 from __future__ import annotations
 

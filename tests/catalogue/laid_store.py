@@ -1,4 +1,4 @@
-"""Checkpoints of the global tier, laid down as a run leaves them: files, then the manifest, then the tracker."""
+"""Writes global checkpoints as a run writes them: files, then the manifest, then the tracker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lay_in_store(
         metadata: Content of ``.metadata``; ``None`` = as earlier versions left it, without a digest.
     """
     attempt = attempt or f"job-0-cafe.{iteration}"
-    suffix = "" if committed or folder is not None else f".{attempt}"  # what an object store has of an attempt
+    suffix = "" if committed or folder is not None else f".{attempt}"  # an attempt in an object store
     folder, branch = folder or f"step-{iteration}", branch or Branch("")
     files, pieces, ranks = [], [], []
     for rank in range(world_size):

@@ -1,4 +1,4 @@
-"""``outlast ckpt`` on the command line: what it prints, what it returns, what it refuses."""
+"""Output, exit codes and rejected arguments of ``outlast ckpt``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from outlast.checkpoint.shard import shard_name
 Command = Callable[..., tuple[int, str, str]]
 
 
-def test_ls_is_readable(tmp_path: Path, outlast: Command) -> None:
-    """A person sees each checkpoint's state, ranks, lineage, and where its parts lie; and what is wrong."""
+def test_ls_prints_a_readable_table(tmp_path: Path, outlast: Command) -> None:
+    """``ckpt ls`` prints each checkpoint's state, ranks, lineage, location and problems."""
     two_nodes(tmp_path, 100)
     two_nodes(tmp_path, 200, restored_from=100)
     (tmp_path / "node0/step-200" / shard_name(1)).unlink()
@@ -38,13 +38,13 @@ def test_ls_is_readable(tmp_path: Path, outlast: Command) -> None:
     assert "node0/step-300.tmp-job-0-cafe.3: attempt, failed or under way" in out
 
 
-def test_ls_speaks_json(tmp_path: Path, outlast: Command) -> None:
-    """--json prints the documented fields and nothing else."""
+def test_ls_prints_the_documented_json(tmp_path: Path, outlast: Command) -> None:
+    """``ckpt ls --json`` prints the documented fields and no others."""
     two_nodes(tmp_path, 100)
     code, out, _ = outlast("ckpt", "ls", "--json", tmp_path)
-    told = json.loads(out)
-    assert (code, told["schema"]) == (0, 1)
-    (place,) = told["places"]
+    output = json.loads(out)
+    assert (code, output["schema"]) == (0, 1)
+    (place,) = output["places"]
     assert set(place) == {"path", "tier", "run", "latest", "nodes", "problems", "checkpoints", "leftovers"}
     (entry,) = place["checkpoints"]
     assert entry["held"][1] == {"node": "node1", "own": [2, 3], "replicas": [0, 1], "parities": []}
@@ -53,8 +53,8 @@ def test_ls_speaks_json(tmp_path: Path, outlast: Command) -> None:
     assert set(entry) == {*names.split(), *lineage, "finite", "unverified", "problems"}
 
 
-def test_ls_of_bad_checkpoints_is_no_failure(tmp_path: Path, outlast: Command) -> None:
-    """Listing is its own purpose: it ends with 0 whatever it finds."""
+def test_ls_exits_0_when_a_checkpoint_is_bad(tmp_path: Path, outlast: Command) -> None:
+    """``ckpt ls`` exits with 0 even if a listed checkpoint is bad."""
     lay_checkpoint({"node0": tmp_path}, 1)
     (tmp_path / "step-1" / shard_name(0)).unlink()
     code, out, _ = outlast("ckpt", "ls", tmp_path)
@@ -63,8 +63,8 @@ def test_ls_of_bad_checkpoints_is_no_failure(tmp_path: Path, outlast: Command) -
     assert outlast("ckpt", "ls", tmp_path / "step-1")[0] == 2
 
 
-def test_verify_says_all_is_right(tmp_path: Path, outlast: Command) -> None:
-    """When every byte is right it ends with 0 and says how much it read."""
+def test_verify_reports_success(tmp_path: Path, outlast: Command) -> None:
+    """``ckpt verify`` exits with 0 and reports the number of checkpoints when every byte is correct."""
     two_nodes(tmp_path, 100)
     code, out, err = outlast("ckpt", "verify", tmp_path)
     assert code == 0
@@ -72,8 +72,8 @@ def test_verify_says_all_is_right(tmp_path: Path, outlast: Command) -> None:
     assert err == ""
 
 
-def test_verify_names_what_is_bad(tmp_path: Path, outlast: Command) -> None:
-    """A flipped byte ends it with 1 and is told by file, chunk and tensor, for people and as JSON."""
+def test_verify_reports_corruption(tmp_path: Path, outlast: Command) -> None:
+    """``ckpt verify`` exits with 1 and reports the file, chunk and tensor of a flipped byte, as text and as JSON."""
     two_nodes(tmp_path, 100)
     two_nodes(tmp_path, 200)
     flip(tmp_path / "node1/step-100" / shard_name(0), 5000)
@@ -82,36 +82,36 @@ def test_verify_names_what_is_bad(tmp_path: Path, outlast: Command) -> None:
     assert "node1/step-100/rank-00000.safetensors: chunk 0" in out
     assert "model.weight" in out
     code, out, _ = outlast("ckpt", "verify", tmp_path, "--json")
-    told = json.loads(out)
-    assert (code, told["ok"]) == (1, False)
-    problems = [problem for entry in told["places"][0]["checkpoints"] for problem in entry["problems"]]
+    output = json.loads(out)
+    assert (code, output["ok"]) == (1, False)
+    problems = [problem for entry in output["places"][0]["checkpoints"] for problem in entry["problems"]]
     assert [(one["kind"], one["node"], one["rank"], one["chunk"]) for one in problems] == [("Corrupt", "node1", 0, 0)]
     assert outlast("ckpt", "verify", tmp_path, "--iteration", 200)[0] == 0
 
 
-def test_verify_of_nothing_is_no_success(tmp_path: Path, outlast: Command) -> None:
-    """Where there is no checkpoint nothing is verified."""
+def test_verify_of_an_empty_directory_fails(tmp_path: Path, outlast: Command) -> None:
+    """``ckpt verify`` exits with 1 for a directory without checkpoints."""
     assert outlast("ckpt", "verify", tmp_path)[0] == 1
 
 
-def test_prune_says_and_deletes(tmp_path: Path, outlast: Command) -> None:
-    """A dry run deletes nothing; the real one deletes exactly what the dry one said."""
+def test_prune_deletes_the_checkpoints_of_its_dry_run(tmp_path: Path, outlast: Command) -> None:
+    """A dry run deletes nothing; the real run deletes exactly the checkpoints that the dry run reported."""
     for iteration in (1, 2, 3, 4):
         lay_checkpoint({"node0": tmp_path}, iteration)
-    words = ("ckpt", "prune", tmp_path, "--keep", 2, "--suspect-window", 0, "--json")
-    code, out, _ = outlast(*words, "--dry-run")
+    arguments = ("ckpt", "prune", tmp_path, "--keep", 2, "--suspect-window", 0, "--json")
+    code, out, _ = outlast(*arguments, "--dry-run")
     planned = json.loads(out)["places"][0]
     assert (code, planned["checkpoints"]) == (0, [2, 1])
     assert len(list(tmp_path.glob("step-*"))) == 4
-    code, out, _ = outlast(*words)
+    code, out, _ = outlast(*arguments)
     assert (code, json.loads(out)["places"][0]) == (0, planned)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-4"]
     code, out, _ = outlast("ckpt", "prune", tmp_path, "--keep", 2)
     assert "nothing to delete" in out
 
 
-def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> None:
-    """What cannot be deleted ends it with 1 and one line; the rest is deleted."""
+def test_prune_reports_a_failed_deletion(tmp_path: Path, outlast: Command) -> None:
+    """A checkpoint that cannot be deleted makes ``ckpt prune`` exit with 1 and one line; the others are deleted."""
     for iteration in (1, 2, 3, 4):
         lay_checkpoint({"node0": tmp_path}, iteration)
     (tmp_path / "step-1.doomed").write_bytes(b"in the way")
@@ -122,7 +122,7 @@ def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (("ls",), "missing argument 'DIR...'"),
         (("ls", "/nowhere/at/all"), "does not exist"),
@@ -132,17 +132,19 @@ def test_prune_says_what_it_cannot_delete(tmp_path: Path, outlast: Command) -> N
         (("prune", "{place}", "--keep", "0"), "--keep"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, outlast: Command, words: tuple[str, ...], says: str) -> None:
-    """What makes no sense ends with 2 and one line that says what to change."""
+def test_invalid_arguments_print_one_line(
+    tmp_path: Path, outlast: Command, arguments: tuple[str, ...], message: str
+) -> None:
+    """Invalid arguments make the command exit with 2 and one line that contains the argument to change."""
     lay_checkpoint({"node0": tmp_path}, 1)
-    code, out, err = outlast("ckpt", *(word.format(place=tmp_path) for word in words))
+    code, out, err = outlast("ckpt", *(word.format(place=tmp_path) for word in arguments))
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
-    assert says in err
+    assert message in err
 
 
-def test_one_unreadable_directory_hides_no_other(tmp_path: Path, outlast: Command) -> None:
-    """What cannot be read ends ls with 1 and a line; the other directories are listed."""
+def test_ls_lists_the_others_after_an_unreadable_directory(tmp_path: Path, outlast: Command) -> None:
+    """``ckpt ls`` exits with 1 and one line for an unreadable directory, and lists the other directories."""
     lay_checkpoint({"node0": tmp_path / "good"}, 1)
     code, out, err = outlast("ckpt", "ls", "nosuchstore://bucket/run", tmp_path / "good")
     assert code == 1
@@ -152,36 +154,36 @@ def test_one_unreadable_directory_hides_no_other(tmp_path: Path, outlast: Comman
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("answer", "left"), [("n", 3), ("y", 2)])
-def test_prune_asks_on_a_terminal(tmp_path: Path, answer: str, left: int) -> None:
-    """On a terminal nothing is deleted without a yes."""
+@pytest.mark.parametrize(("answer", "expected_remaining"), [("n", 3), ("y", 2)])
+def test_prune_requires_confirmation_on_a_terminal(tmp_path: Path, answer: str, expected_remaining: int) -> None:
+    """On a terminal ``ckpt prune`` deletes nothing before the user confirms."""
     for iteration in (1, 2, 3):
         lay_checkpoint({"node0": tmp_path}, iteration)
-    ours, theirs = pty.openpty()
+    parent_fd, child_fd = pty.openpty()
     code = "import sys; from outlast.cli.main import main; sys.argv = sys.argv[1:]; main()"
     try:
-        os.write(ours, f"{answer}\n".encode())
+        os.write(parent_fd, f"{answer}\n".encode())
         done = subprocess.run(
             [sys.executable, "-c", code, "outlast", "ckpt", "prune", str(tmp_path), "--keep", "1"],
-            stdin=theirs,
+            stdin=child_fd,
             capture_output=True,
             text=True,
             timeout=300,
             check=False,
         )
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(parent_fd)
+        os.close(child_fd)
     assert "Delete this?" in done.stderr
     assert done.returncode == (0 if answer == "y" else 130)
-    assert len(list(tmp_path.glob("step-*"))) == left
+    assert len(list(tmp_path.glob("step-*"))) == expected_remaining
 
 
 @pytest.mark.process
 @pytest.mark.cold
 @pytest.mark.parametrize("name", ["ls", "verify", "prune"])
-def test_local_directories_need_no_torch(tmp_path: Path, name: str) -> None:
-    """Local directories are listed, verified and pruned without importing torch or numpy."""
+def test_local_directories_do_not_import_torch(tmp_path: Path, name: str) -> None:
+    """Local directories are listed, verified and pruned without importing torch, numpy or fsspec."""
     lay_checkpoint({"node0": tmp_path}, 1)
     code = (
         "import sys; from outlast.cli.main import cli\n"
@@ -189,8 +191,8 @@ def test_local_directories_need_no_torch(tmp_path: Path, name: str) -> None:
         "heavy = {'torch', 'numpy', 'fsspec'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else done)\n"
     )
-    words = [*("ckpt", name, str(tmp_path)), *(("--keep", "1") if name == "prune" else ())]
+    arguments = [*("ckpt", name, str(tmp_path)), *(("--keep", "1") if name == "prune" else ())]
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`resolve_resume_path` returns checkpoints that prove valid, and no others."""
+"""`resolve_resume_path` returns only checkpoints that it has verified."""
 
 from __future__ import annotations
 
@@ -30,77 +30,77 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "global"
 
 
-def test_newest_valid_one(place: Path) -> None:
-    """The newest checkpoint is returned when all of it is what was saved."""
+def test_the_newest_valid_checkpoint_is_returned(place: Path) -> None:
+    """The newest checkpoint is returned if every byte is correct."""
     assert resolve_resume_path(place) == place / "step-300"
     assert resolve_resume_path(f"file://{place}") == place / "step-300"
 
 
-def test_damage_that_only_reading_shows(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One flipped bit in the newest is found, said, and the one before returned."""
+def test_a_corrupt_checkpoint_is_skipped(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A flipped bit in the newest checkpoint is logged, and the previous checkpoint is returned."""
     flip(place / "step-300" / "__1_0.distcp", 5000)
     assert resolve_resume_path(place) == place / "step-200"
     assert "iteration 300" in caplog.text
     assert "differs from its digest" in caplog.text
 
 
-def test_torn_ones_are_passed_over(place: Path) -> None:
-    """A truncated file, and a missing one, leave an older checkpoint; a tracker that lies changes nothing."""
+def test_torn_checkpoints_are_skipped(place: Path) -> None:
+    """Checkpoints with a truncated or missing file are skipped, whatever the tracker contains."""
     with open(place / "step-300" / "__0_0.distcp", "r+b") as file:
         file.truncate(100)
     (place / "step-200" / "__1_0.distcp").unlink()
     assert resolve_resume_path(place) == place / "step-100"
 
 
-def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    """A first start, with no directory or an empty one, has nothing to resume from."""
+def test_a_first_start_returns_none(tmp_path: Path) -> None:
+    """A missing or empty directory yields ``None``."""
     assert resolve_resume_path(tmp_path / "none") is None
     assert resolve_resume_path(tmp_path) is None
 
 
-def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
-    """A file is not silently taken for an empty directory."""
+def test_a_file_is_rejected(tmp_path: Path) -> None:
+    """A path that is a file is rejected, not treated as an empty directory."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError):
         resolve_resume_path(tmp_path / "file")
 
 
-def test_local_tier(tmp_path: Path) -> None:
-    """Of a local tier it is the folder on a node, when no rank's part is missing; saves for diagnosis never."""
+def test_a_local_tier_returns_a_nodes_folder(tmp_path: Path) -> None:
+    """In a local tier the folder on a node is returned if no rank's part is missing; suspect checkpoints never are."""
     two_nodes(tmp_path, 100)
     two_nodes(tmp_path, 200, suspect=True)
     assert resolve_resume_path(tmp_path) == tmp_path / "node0" / "step-100"
     assert resolve_resume_path(tmp_path / "node0") == tmp_path / "node0" / "step-100"
 
 
-def test_what_led_to_invalid_results(place: Path, tmp_path: Path) -> None:
-    """A checkpoint that the run's recovery policy distrusts is passed over, though its bytes are right."""
+def test_an_excluded_checkpoint_is_skipped(place: Path, tmp_path: Path) -> None:
+    """A checkpoint that the run's recovery policy excluded is skipped, although its bytes are correct."""
     excluded = Exclusion(checkpoint=300, attempt="job-0-cafe.300", tier="global")
     (tmp_path / "ladder.json").write_bytes(msgspec.json.encode(RecoveryState(excluded=(excluded,))))
     assert resolve_resume_path(place, run_dir=tmp_path) == place / "step-200"
     assert resolve_resume_path(place) == place / "step-300"
 
 
-def their_step(folder: Path, step: int, *, is_whole: bool = True) -> Path:
-    """Lay out a checkpoint as KempnerForge does."""
+def write_kempnerforge_step(folder: Path, step: int, *, is_complete: bool = True) -> Path:
+    """Write a checkpoint in the layout of KempnerForge."""
     path = folder / f"step_{step}"
     (path / "pp0").mkdir(parents=True)
     (path / "metadata.json").write_text(f'{{"step": {step}}}')
-    if is_whole:
+    if is_complete:
         (path / "pp0" / ".metadata").touch()
     return path
 
 
-def test_a_checkpoint_of_kempnerforge_is_resumed_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``latest`` counts, else the highest step that is whole; a WARNING says that its bytes are not verified."""
+def test_a_kempnerforge_checkpoint_is_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``latest`` decides, else the highest complete step; a WARNING reports that its bytes are not verified."""
     assert kempnerforge.resolve_resume_path(tmp_path / "none") is None
     assert kempnerforge.resolve_resume_path(tmp_path) is None
     assert not caplog.records
-    torn = their_step(tmp_path, 50, is_whole=False)
-    assert kempnerforge.resolve_resume_path(tmp_path) == torn  # their code decides
+    torn = write_kempnerforge_step(tmp_path, 50, is_complete=False)
+    assert kempnerforge.resolve_resume_path(tmp_path) == torn  # KempnerForge's own code decides
     for step in (100, 1000, 200):
-        their_step(tmp_path, step)
-    their_step(tmp_path, 2000, is_whole=False)
+        write_kempnerforge_step(tmp_path, step)
+    write_kempnerforge_step(tmp_path, 2000, is_complete=False)
     caplog.clear()
     assert kempnerforge.resolve_resume_path(str(tmp_path)) == tmp_path / "step_1000"
     assert "step_2000 has no .metadata: its save was cut short" in caplog.text
@@ -109,15 +109,15 @@ def test_a_checkpoint_of_kempnerforge_is_resumed_from(tmp_path: Path, caplog: py
     assert kempnerforge.resolve_resume_path(str(tmp_path)) == tmp_path / "step_200"
 
 
-def test_of_both_kinds_the_newest_is_resumed_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that has changed to outlast resumes from outlast's checkpoint, once it is as new as KempnerForge's."""
+def test_the_newest_of_both_formats_is_returned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest checkpoint is returned, whether outlast or KempnerForge wrote it."""
 
     def write(name: str, data: bytes) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    their_step(tmp_path, 250)
+    write_kempnerforge_step(tmp_path, 250)
     lay_in_store(write, 200)
     assert kempnerforge.resolve_resume_path(tmp_path) == tmp_path / "step_250"
     lay_in_store(write, 300)
@@ -126,10 +126,8 @@ def test_of_both_kinds_the_newest_is_resumed_from(tmp_path: Path, caplog: pytest
     assert not caplog.records
 
 
-def test_another_systems_checkpoints_are_not_passed_over_in_silence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Outlast's own function returns none of them, and says so."""
-    their_step(tmp_path, 100)
+def test_skipped_foreign_checkpoints_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`resolve_resume_path` ignores checkpoints of other systems and logs that it does."""
+    write_kempnerforge_step(tmp_path, 100)
     assert resolve_resume_path(tmp_path) is None
     assert f"{tmp_path} holds no checkpoint of outlast, but step_100" in caplog.text

@@ -26,8 +26,8 @@ from outlast.testing.ranks import free_port
 
 
 @dataclass(frozen=True)
-class Somewhere:
-    """A global directory, and how to change what lies in it."""
+class GlobalPlace:
+    """A global directory, with functions that change its contents."""
 
     url: str
     file_system: Any
@@ -50,37 +50,37 @@ class Somewhere:
 
 
 @pytest.fixture(params=["path", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Somewhere:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> GlobalPlace:
     """A directory on a path, and one in fsspec's memory."""
     url = str(tmp_path / "run") if request.param == "path" else f"memory://{uuid.uuid4().hex}/run"
     file_system, root = fsspec.core.url_to_fs(url)
-    return Somewhere(url, file_system, str(root))
+    return GlobalPlace(url, file_system, str(root))
 
 
-def test_whole_checkpoints_are_listed(place: Somewhere) -> None:
-    """Checkpoints come newest first, with lineage, sizes, run and tracker; all ranks are in the global tier."""
+def test_checkpoints_are_listed_newest_first(place: GlobalPlace) -> None:
+    """Checkpoints are listed newest first, with lineage, sizes, run and tracker."""
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 20, world_size=3, restored_from=10)
-    looked = look_into(place.url).entry
-    assert (looked.tier, looked.run, looked.latest) == ("global", RUN, 20)
-    newest, older = looked.checkpoints
+    listing = look_into(place.url).entry
+    assert (listing.tier, listing.run, listing.latest) == ("global", RUN, 20)
+    newest, older = listing.checkpoints
     assert (newest.iteration, newest.world_size, newest.restored_from, newest.valid) == (20, 3, 10, True)
     assert (older.iteration, older.world_size, older.restored_from, older.valid) == (10, 2, None, True)
     assert newest.num_files == 5
     assert newest.num_bytes > 30_000
-    assert not looked.leftovers
+    assert not listing.leftovers
 
 
-def test_saves_for_diagnosis_are_apart(place: Somewhere) -> None:
-    """What lies in suspect/ comes last and is marked."""
+def test_suspect_checkpoints_are_listed_last(place: GlobalPlace) -> None:
+    """Checkpoints in ``suspect/`` come last and are marked."""
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 12, folder="suspect/step-12")
     entries = look_into(place.url).entry.checkpoints
     assert [(entry.iteration, entry.suspect, entry.valid) for entry in entries] == [(10, False, True), (12, True, True)]
 
 
-def test_torn_files_are_seen_unread(place: Somewhere) -> None:
-    """A file that is missing or cut is named, and the checkpoint is bad."""
+def test_listing_detects_torn_files(place: GlobalPlace) -> None:
+    """Listing reports a missing or truncated file, and the checkpoint is invalid."""
     lay_in_store(place.write, 10)
     place.remove("step-10/__0_0.distcp")
     place.write("step-10/__1_0.distcp", b"short")
@@ -92,8 +92,8 @@ def test_torn_files_are_seen_unread(place: Somewhere) -> None:
     ]
 
 
-def test_a_missing_index_for_other_readers_is_told(place: Somewhere) -> None:
-    """.metadata is for other readers: without it a checkpoint is valid, and the lack is told."""
+def test_a_missing_metadata_file_is_reported(place: GlobalPlace) -> None:
+    """A missing ``.metadata`` (which only other programs read) is reported; the checkpoint is valid."""
     lay_in_store(place.write, 10)
     place.remove("step-10/.metadata")
     (found,) = look_into(place.url).found
@@ -102,37 +102,39 @@ def test_a_missing_index_for_other_readers_is_told(place: Somewhere) -> None:
     assert verify(found, num_threads=2).entry.valid
 
 
-def test_a_changed_index_for_other_readers_is_told(place: Somewhere) -> None:
-    """One flipped bit of .metadata is found by its digest: the checkpoint is valid for us, and not right."""
+def test_a_corrupt_metadata_file_is_reported(place: GlobalPlace) -> None:
+    """A flipped bit in ``.metadata`` is reported by its digest; the checkpoint stays valid for outlast."""
     lay_in_store(place.write, 10)
     data = bytearray(place.read("step-10/.metadata"))
     data[5] ^= 1
     place.write("step-10/.metadata", bytes(data))
     (found,) = look_into(place.url).found
-    assert not found.entry.problems  # its length is right
+    assert not found.entry.problems  # its length is correct
     entry = verify(found, num_threads=2).entry
     assert entry.valid
     assert [(problem.file, problem.kind) for problem in entry.problems] == [("step-10/.metadata", "Corrupt")]
 
 
-def test_an_index_without_a_digest_is_told_as_not_compared(
-    place: Somewhere, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_metadata_file_without_digest_is_unverified(
+    place: GlobalPlace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint of an earlier version, whose manifest knows no digest of .metadata, is right as far as can be told,
-    and that is said."""
+    """A checkpoint of an earlier version, without a digest of ``.metadata``, is valid.
+
+    The file is reported as not verified.
+    """
     lay_in_store(place.write, 10, metadata=None)
     (found,) = look_into(place.url).found
     entry = verify(found, num_threads=2).entry
     assert (entry.valid, entry.problems, entry.unverified) == (True, (), ("step-10/.metadata",))
     monkeypatch.setattr(sys, "argv", ["outlast", "ckpt", "verify", place.url])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert not ended.value.code
+    assert not exit_info.value.code
     assert "an earlier version kept no digest: step-10/.metadata" in capsys.readouterr().out
 
 
-def test_a_changed_manifest_is_told(place: Somewhere) -> None:
-    """A manifest that differs from its own digest makes a checkpoint bad."""
+def test_a_corrupt_manifest_invalidates_the_checkpoint(place: GlobalPlace) -> None:
+    """A manifest that differs from its own digest makes the checkpoint invalid."""
     lay_in_store(place.write, 10)
     data = bytearray(place.read("step-10/manifest.json"))
     data[60] ^= 1
@@ -141,13 +143,13 @@ def test_a_changed_manifest_is_told(place: Somewhere) -> None:
     assert (entry.valid, entry.problems[0].kind) == (False, "Corrupt")
 
 
-def test_a_flipped_byte_is_found(place: Somewhere) -> None:
-    """Verifying reads every byte and names file, chunk and tensor."""
+def test_verify_locates_a_flipped_byte(place: GlobalPlace) -> None:
+    """Verification reads every byte and reports file, chunk and tensor of a flipped one."""
     lay_in_store(place.write, 10, num_bytes=CHUNK_BYTES + 5000)
     (found,) = look_into(place.url).found
-    right = verify(found, num_threads=2)
-    assert right.entry.valid
-    assert right.num_bytes_read == 2 * (CHUNK_BYTES + 5000) + len(place.read("step-10/.metadata"))
+    before = verify(found, num_threads=2)
+    assert before.entry.valid
+    assert before.num_bytes_read == 2 * (CHUNK_BYTES + 5000) + len(place.read("step-10/.metadata"))
     data = bytearray(place.read("step-10/__1_0.distcp"))
     data[1500] ^= 1
     place.write("step-10/__1_0.distcp", bytes(data))
@@ -158,8 +160,8 @@ def test_a_flipped_byte_is_found(place: Somewhere) -> None:
     assert problem.tensors == ("model.weight", "outlast/rank-1/tree")
 
 
-def test_old_checkpoints_are_pruned(place: Somewhere) -> None:
-    """Pruning deletes whole checkpoints and leaves nothing of them."""
+def test_old_checkpoints_are_pruned(place: GlobalPlace) -> None:
+    """Pruning deletes every file of a checkpoint."""
     for iteration in (10, 20, 30):
         lay_in_store(place.write, iteration)
     plan = plan_pruning(look_into(place.url), Rule(most_recent_k=1), now_ns=0)
@@ -167,11 +169,11 @@ def test_old_checkpoints_are_pruned(place: Somewhere) -> None:
     found.remove()
     assert [entry.iteration for entry in look_into(place.url).entry.checkpoints] == [30, 20]
     assert not any("step-10" in name for name in place.names())
-    found.remove()  # somebody else was quicker
+    found.remove()  # another process was faster
 
 
-def test_a_checkpoint_that_changed_meanwhile_stays(place: Somewhere) -> None:
-    """What was written again since it was listed is left alone."""
+def test_a_checkpoint_replaced_after_listing_is_kept(place: GlobalPlace) -> None:
+    """A checkpoint that was written again after the listing is not deleted."""
     for iteration in (10, 20, 30):
         lay_in_store(place.write, iteration)
     (found,) = plan_pruning(look_into(place.url), Rule(most_recent_k=1), now_ns=0).checkpoints
@@ -181,30 +183,30 @@ def test_a_checkpoint_that_changed_meanwhile_stays(place: Somewhere) -> None:
     assert look_into(place.url).entry.checkpoints[-1].valid
 
 
-def test_no_manifest_is_no_checkpoint_in_a_store() -> None:
-    """In a store, files without a manifest are an attempt; it goes by its age alone."""
+def test_files_without_manifest_in_an_object_store_are_an_attempt() -> None:
+    """In an object store, files without a manifest are an attempt, which is deleted only by its age."""
     url = f"memory://{uuid.uuid4().hex}/run"
     file_system, root = fsspec.core.url_to_fs(url)
-    place = Somewhere(url, file_system, root)
+    place = GlobalPlace(url, file_system, root)
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 5, committed=False)
-    looked = look_into(url)
-    assert [entry.iteration for entry in looked.entry.checkpoints] == [10]
-    (left,) = looked.entry.leftovers
-    assert (left.name, left.kind, left.iteration) == ("step-5", "attempt", 5)
-    assert left.modified_ns is not None
+    listing = look_into(url)
+    assert [entry.iteration for entry in listing.entry.checkpoints] == [10]
+    (leftover,) = listing.entry.leftovers
+    assert (leftover.name, leftover.kind, leftover.iteration) == ("step-5", "attempt", 5)
+    assert leftover.modified_ns is not None
     rule = Rule(leftovers=True, older_than_s=60)
-    assert not plan_pruning(looked, rule, now_ns=left.modified_ns).remains
-    (remains,) = plan_pruning(looked, rule, now_ns=left.modified_ns + 61 * 10**9).remains
+    assert not plan_pruning(listing, rule, now_ns=leftover.modified_ns).remains
+    (remains,) = plan_pruning(listing, rule, now_ns=leftover.modified_ns + 61 * 10**9).remains
     remains.remove()
     assert not any("step-5" in name for name in place.names())
 
 
-def test_objects_of_other_programs_are_never_pruned() -> None:
-    """In a folder without a manifest only an attempt's own objects go; a folder that has none of those stays whole."""
+def test_other_programs_objects_are_never_pruned() -> None:
+    """In a folder without a manifest only an attempt's own objects are deleted; other objects are kept."""
     url = f"memory://{uuid.uuid4().hex}/run"
     file_system, root = fsspec.core.url_to_fs(url)
-    place = Somewhere(url, file_system, root)
+    place = GlobalPlace(url, file_system, root)
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 5, committed=False)
     others = {"step-5/notes.txt", "step-4/model.bin", "step-4/.metadata"}
@@ -217,29 +219,29 @@ def test_objects_of_other_programs_are_never_pruned() -> None:
     assert {name for name in names if name.startswith(("step-4/", "step-5/"))} == others
 
 
-def test_no_manifest_is_a_bad_checkpoint_on_a_path(tmp_path: Path) -> None:
-    """On a path, a folder of the final name once had a manifest: it is bad."""
-    place = Somewhere(str(tmp_path), *fsspec.core.url_to_fs(str(tmp_path)))
+def test_a_checkpoint_without_manifest_on_a_path_is_invalid(tmp_path: Path) -> None:
+    """On a path, a checkpoint folder without its manifest is an invalid checkpoint."""
+    place = GlobalPlace(str(tmp_path), *fsspec.core.url_to_fs(str(tmp_path)))
     lay_in_store(place.write, 10)
     (tmp_path / "step-10/manifest.json").unlink()
     (entry,) = look_into(str(tmp_path)).entry.checkpoints
     assert (entry.valid, entry.problems[0].kind) == (False, "Incomplete")
 
 
-def test_leftovers_on_a_path(tmp_path: Path) -> None:
-    """Attempts beside checkpoints on a path are leftovers, by their names."""
-    place = Somewhere(str(tmp_path), *fsspec.core.url_to_fs(str(tmp_path)))
+def test_leftovers_on_a_path_are_listed(tmp_path: Path) -> None:
+    """Attempts in a directory of checkpoints are listed as leftovers, by their names."""
+    place = GlobalPlace(str(tmp_path), *fsspec.core.url_to_fs(str(tmp_path)))
     lay_in_store(place.write, 10)
     lay_in_store(place.write, 20, folder="step-20.tmp-job-0-cafe.20", committed=False)
-    looked = look_into(str(tmp_path))
-    assert [(left.name, left.attempt) for left in looked.entry.leftovers] == [
+    listing = look_into(str(tmp_path))
+    assert [(leftover.name, leftover.attempt) for leftover in listing.entry.leftovers] == [
         ("step-20.tmp-job-0-cafe.20", "job-0-cafe.20")
     ]
-    assert [entry.iteration for entry in looked.entry.checkpoints] == [10]
+    assert [entry.iteration for entry in listing.entry.checkpoints] == [10]
 
 
-def test_nothing_at_a_url_is_bad_input() -> None:
-    """A URL below which nothing lies is likely a mistake and is refused."""
+def test_an_empty_url_is_rejected() -> None:
+    """A URL without any object is rejected, because it is likely a mistake."""
     with pytest.raises(ConfigError, match="is empty or does not exist"):
         look_into(f"memory://{uuid.uuid4().hex}/run")
 
@@ -271,10 +273,10 @@ def s3() -> Iterator[str]:
 @pytest.mark.cold
 @pytest.mark.process
 def test_an_s3_directory_is_listed_verified_and_pruned(s3: str, run_outlast: Callable[..., Any]) -> None:
-    """On a real S3 server the commands see a flipped byte, prune an old checkpoint, and need no torch."""
+    """On a real S3 server the commands detect a flipped byte and prune an old checkpoint without importing torch."""
     urllib.request.urlopen(urllib.request.Request(f"{s3}/bucket", method="PUT"), timeout=60).close()
     file_system = fsspec.filesystem("s3", use_listings_cache=False, endpoint_url=s3, key="k", secret="s")
-    place = Somewhere("s3://bucket/run", file_system, "bucket/run")
+    place = GlobalPlace("s3://bucket/run", file_system, "bucket/run")
     for iteration in (10, 20, 30):
         lay_in_store(place.write, iteration)
     lay_in_store(place.write, 40, committed=False)
@@ -285,7 +287,7 @@ def test_an_s3_directory_is_listed_verified_and_pruned(s3: str, run_outlast: Cal
         (20, True),
         (10, True),
     ]
-    assert [left["name"] for left in listed["leftovers"]] == ["step-40"]
+    assert [leftover["name"] for leftover in listed["leftovers"]] == ["step-40"]
     assert run_outlast(s3, "ckpt", "verify", place.url).returncode == 0
     data = bytearray(place.read("step-20/__0_0.distcp"))
     data[1500] ^= 1
@@ -300,9 +302,9 @@ def test_an_s3_directory_is_listed_verified_and_pruned(s3: str, run_outlast: Cal
 
 @pytest.fixture
 def run_outlast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a command in a process of its own that knows the S3 server and fails when torch is imported."""
+    """Run a command in a separate process that uses the S3 server and fails if torch is imported."""
 
-    def command(address: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def command(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         code = "import sys; sys.modules['torch'] = None; from outlast.cli.main import main; main()"
         environment = {
             "AWS_ENDPOINT_URL": address,
@@ -313,7 +315,7 @@ def run_outlast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str
             "PATH": "",
         }
         return subprocess.run(
-            [sys.executable, "-c", code, *words],
+            [sys.executable, "-c", code, *arguments],
             env=environment,
             capture_output=True,
             text=True,

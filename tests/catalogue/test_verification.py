@@ -1,4 +1,4 @@
-"""``outlast ckpt verify`` reads every byte and names what is wrong."""
+"""``outlast ckpt verify`` reads every byte and reports each corrupt one."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def newest(place: Path) -> ListedCheckpoint:
 
 
 def test_every_byte_is_read_once(tmp_path: Path) -> None:
-    """A whole checkpoint is valid, and exactly the bytes of its shards and replicas were read."""
+    """A complete checkpoint is valid, and each byte of its shards and replicas is read once."""
     two_nodes(tmp_path, 5)
-    seen: list[int] = []
-    verified = verify(newest(tmp_path), num_threads=4, on_read=seen.append)
+    read_sizes: list[int] = []
+    verified = verify(newest(tmp_path), num_threads=4, on_read=read_sizes.append)
     assert verified.entry.valid
     assert not verified.entry.problems
     size = sum(path.stat().st_size for path in tmp_path.rglob("rank-*"))
-    assert verified.num_bytes_read == sum(seen) == size
+    assert verified.num_bytes_read == sum(read_sizes) == size
 
 
-def test_the_chunk_and_the_tensor_are_named(tmp_path: Path) -> None:
-    """Of a file of several chunks the changed one is named, with what lies in it; others are still read."""
+def test_verify_reports_chunk_and_tensor(tmp_path: Path) -> None:
+    """Verification reports each corrupt chunk of a file with its tensors, and reads the other chunks."""
     lay_checkpoint({"node0": tmp_path}, 5, num_elements=(20 << 20) // 4)
     path = tmp_path / "step-5" / shard_name(0)
     flip(path, CHUNK_BYTES + 7)
@@ -49,8 +49,8 @@ def test_the_chunk_and_the_tensor_are_named(tmp_path: Path) -> None:
     assert verified.num_bytes_read == path.stat().st_size
 
 
-def test_a_bad_replica_leaves_the_checkpoint_valid(tmp_path: Path) -> None:
-    """A flipped byte in one copy is named with its node; the rank's other copy still counts."""
+def test_a_corrupt_replica_is_reported(tmp_path: Path) -> None:
+    """A flipped byte in one copy is reported with its node; the rank's other copy keeps the checkpoint valid."""
     two_nodes(tmp_path, 5)
     flip(tmp_path / "node1/step-5" / shard_name(0), 5000)
     entry = verify(newest(tmp_path), num_threads=2).entry
@@ -60,8 +60,8 @@ def test_a_bad_replica_leaves_the_checkpoint_valid(tmp_path: Path) -> None:
     assert [held.replicas for held in entry.held] == [(2, 3), (1,)]
 
 
-def test_both_copies_bad_is_a_lost_rank(tmp_path: Path) -> None:
-    """A rank of which no copy is right is missing, and the checkpoint is bad."""
+def test_two_corrupt_copies_invalidate_the_checkpoint(tmp_path: Path) -> None:
+    """A rank without a correct copy is missing, and the checkpoint is invalid."""
     two_nodes(tmp_path, 5)
     for node in ("node0", "node1"):
         flip(tmp_path / node / "step-5" / shard_name(0), 5000)
@@ -81,8 +81,8 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_no_flipped_bit_is_overlooked(shard: tuple[Path, bytes], place: float, bit: int) -> None:
-    """Whichever bit of a shard is changed, listing or verifying says so, and nothing crashes."""
+def test_every_flipped_bit_is_detected(shard: tuple[Path, bytes], place: float, bit: int) -> None:
+    """A flip of any bit of a shard is detected, without a crash."""
     path, data = shard
     changed = bytearray(data)
     changed[int(place * len(data))] ^= 1 << bit
@@ -92,8 +92,8 @@ def test_no_flipped_bit_is_overlooked(shard: tuple[Path, bytes], place: float, b
     assert entry.problems[0].file == "step-5/rank-00000.safetensors"
 
 
-def test_a_file_that_vanishes_is_a_problem(tmp_path: Path) -> None:
-    """A file that goes between listing and reading is named, and no error gets out."""
+def test_a_file_deleted_after_listing_is_reported(tmp_path: Path) -> None:
+    """A file that is deleted between listing and reading is reported as a problem; no exception is raised."""
     lay_checkpoint({"node0": tmp_path}, 5)
     found = newest(tmp_path)
     (tmp_path / "step-5" / shard_name(0)).unlink()
@@ -102,8 +102,8 @@ def test_a_file_that_vanishes_is_a_problem(tmp_path: Path) -> None:
     assert entry.problems[0].kind == "CheckpointError"
 
 
-class _Endless:
-    """A file that never ends, and interrupts the main thread when it is read."""
+class EndlessFile:
+    """A file without an end that interrupts the main thread when it is read."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -117,17 +117,17 @@ class _Endless:
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_an_interrupt_ends_the_readers(num_threads: int) -> None:
-    """Ctrl-C while reading comes through, and no reader goes on."""
+def test_an_interrupt_stops_the_readers(num_threads: int) -> None:
+    """Ctrl-C during verification raises `KeyboardInterrupt`, and all reader threads exit."""
 
     chunks = ("",) * (1 << 12)
-    file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=chunks, read=_Endless().read, room_bytes=4096)
+    file = StoredFile(name="f", num_bytes=CHUNK_BYTES << 12, chunks=chunks, read=EndlessFile().read, room_bytes=4096)
     entry = Checkpoint(iteration=1, tier="local", valid=True)
     found = ListedCheckpoint(entry=entry, files=(file,), judge=lambda problems: entry, remove=lambda: None)
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # background shells ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             verify(found, num_threads=num_threads)
     finally:
-        signal.signal(signal.SIGINT, earlier)
+        signal.signal(signal.SIGINT, previous_handler)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outlast-verify")]

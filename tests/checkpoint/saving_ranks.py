@@ -1,4 +1,4 @@
-"""Ranks that do given things with a CheckpointManager, and tell in JSON what came of it."""
+"""Ranks that run a given script with a CheckpointManager and report the result as JSON."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def start(
     timeout_s: float = 300,
     nodes: dict[str, WriterProcess] | None = None,
 ) -> list[tuple[int, Any]]:
-    """Run ``script`` on each rank; return each one's exit code and the last JSON line (or all of its output).
+    """Run ``script`` on each rank; return each rank's exit code and its last JSON line (or its whole output).
 
     Args:
         nodes: Names of as many nodes as divide the ranks evenly, with their writers, which outlive the ranks; ``None``
@@ -94,8 +94,8 @@ def start(
     ) as ranks:
         codes = ranks.wait_until_gone(timeout_s)
         outputs = [ranks.output(rank) for rank in range(world)]
-    ended = []
+    results = []
     for code, output in zip(codes, outputs, strict=True):
         lines = [line for line in output.splitlines() if line.startswith("{")]
-        ended.append((code, json.loads(lines[-1]) if lines else output))
-    return ended
+        results.append((code, json.loads(lines[-1]) if lines else output))
+    return results

@@ -1,4 +1,4 @@
-"""A copy that is torn, changed or in the wrong place is passed over by all ranks together."""
+"""All ranks skip a copy that is torn, corrupt or misplaced."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def _edited_manifest(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[list[float]]]]:
-    """Two checkpoints of two ranks, and what each rank saved; beside them another run's."""
+    """Two checkpoints of two ranks, each rank's saved state, and the checkpoints of another run."""
     folder = tmp_path_factory.mktemp("saved") / "ckpt"
     assert [code for code, _ in start(folder.with_name("foreign"), SAVE, world=2)] == [0, 0]
-    ended = start(folder, SAVE, world=2)
-    assert [code for code, _ in ended] == [0, 0], ended
-    return folder, [told["saved"] for _, told in ended]
+    results = start(folder, SAVE, world=2)
+    assert [code for code, _ in results] == [0, 0], results
+    return folder, [report["saved"] for _, report in results]
 
 
 @pytest.mark.process
@@ -94,51 +94,49 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[lis
         pytest.param(_edited_manifest, "differs from its own SHA-256", marks=pytest.mark.extended),
     ],
 )
-def test_all_ranks_pass_over_a_bad_copy_together(
+def test_all_ranks_skip_a_bad_copy(
     tmp_path: Path, saved: tuple[Path, list[list[list[float]]]], damage: Callable[[Path], None], reason: str
 ) -> None:
-    """Rank, file and reason are named alike on both ranks, and the older checkpoint is loaded bit by bit."""
+    """Both ranks report the same rank, file and reason, and load the older checkpoint bit by bit."""
     folder = tmp_path / "ckpt"
     shutil.copytree(saved[0], folder)
     shutil.copytree(saved[0].with_name("foreign") / "step-2", tmp_path / "foreign")
     damage(folder)
-    ended = start(folder, LOAD, world=2)
-    assert [code for code, _ in ended] == [0, 0], ended
-    first, second = (told for _, told in ended)
+    results = start(folder, LOAD, world=2)
+    assert [code for code, _ in results] == [0, 0], results
+    first, second = (report for _, report in results)
     assert first["iteration"] == second["iteration"] == 1
     assert [first["loaded"], second["loaded"]] == [content[0] for content in saved[1]]
     assert first["rejected"] == second["rejected"]
     assert any(
-        (checkpoint, tier, rank) == (2, "local", 1) and reason in why and file.startswith("step-2/")
-        for checkpoint, tier, rank, file, why in first["rejected"]
+        (checkpoint, tier, rank) == (2, "local", 1) and reason in problem and file.startswith("step-2/")
+        for checkpoint, tier, rank, file, problem in first["rejected"]
     ), first
 
 
 @pytest.mark.process
-def test_checkpoints_of_another_run_are_an_error_not_a_start_from_scratch(
-    tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]
-) -> None:
-    """Where the directory is one run's and what could be loaded is another's, the load fails on all ranks alike."""
+def test_checkpoints_of_another_run_fail_the_load(tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]) -> None:
+    """If the directory belongs to one run and its checkpoints to another, the load fails on all ranks."""
     folder = tmp_path / "ckpt"
     shutil.copytree(saved[0], folder)
     foreign = saved[0].with_name("foreign")
     shutil.copy(foreign / "run.json", folder / "run.json")
     shutil.copy(foreign / "step-2" / "manifest.json", folder / "step-2" / "manifest.json")
-    for code, told in start(folder, LOAD, world=2):
-        assert code == 0, told
-        assert told["kind"] == "Untrusted"
-        assert "checkpoint 2" in told["error"]
-        assert "is the shard of run" in told["error"]
-        assert "checkpoint 1" in told["error"]
-        assert "belongs to run" in told["error"]
+    for code, report in start(folder, LOAD, world=2):
+        assert code == 0, report
+        assert report["kind"] == "Untrusted"
+        assert "checkpoint 2" in report["error"]
+        assert "is the shard of run" in report["error"]
+        assert "checkpoint 1" in report["error"]
+        assert "belongs to run" in report["error"]
 
 
 @pytest.mark.process
-def test_another_world_size_is_told_as_such(tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]) -> None:
-    """One rank cannot load what two saved, and the error says with how many ranks to start."""
+def test_another_world_size_is_rejected(tmp_path: Path, saved: tuple[Path, list[list[list[float]]]]) -> None:
+    """One rank cannot load a checkpoint of two ranks, and the error contains the required number of ranks."""
     folder = tmp_path / "ckpt"
     shutil.copytree(saved[0], folder)
-    ((code, told),) = start(folder, LOAD)
-    assert code == 0, told
-    assert told["kind"] == "Untrusted"
-    assert "start with 2 ranks" in told["error"]
+    ((code, report),) = start(folder, LOAD)
+    assert code == 0, report
+    assert report["kind"] == "Untrusted"
+    assert "start with 2 ranks" in report["error"]

@@ -29,7 +29,7 @@ def writer() -> Iterator[WriterClient]:
 
 
 def stage(writer: WriterClient, iteration: int, folder: Path | None) -> tuple[int, Written | None]:
-    """Stage a shard, and write it to the node-local tiers where there is a folder; return its memory."""
+    """Stage a shard, write it to the node-local tiers if there is a folder, and return its memory."""
     _, fd = writer.ask(Take(rank=0, num_bytes=SIZE, busy=(), may_steal=True), Done, timeout_s=LIMIT_S)
     assert fd is not None
     os.pwrite(fd, bytes([iteration]) * SIZE, 0)
@@ -49,26 +49,28 @@ def write_global(writer: WriterClient, folder: Path, fd: int, pieces: tuple[Rang
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("at", [0, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1])
-def test_a_byte_that_changed_after_the_local_write_stops_the_global_one(
-    writer: WriterClient, tmp_path: Path, at: int
+@pytest.mark.parametrize("offset", [0, CHUNK_BYTES - 1, CHUNK_BYTES, SIZE - 1])
+def test_a_byte_changed_after_the_local_write_fails_the_global_one(
+    writer: WriterClient, tmp_path: Path, offset: int
 ) -> None:
-    """The bytes on the local disk are right; a global file of the changed bytes, whose digests would fit, is refused.
-    A file of chunks that have not changed is written."""
+    """A global file of bytes that changed after the local write is rejected, although its own digests would match.
+
+    A file of unchanged chunks is written.
+    """
     (tmp_path / "global").mkdir()
     fd, _ = stage(writer, 1, tmp_path)
-    (byte,) = os.pread(fd, 1, at)
-    os.pwrite(fd, bytes([byte ^ 0x10]), at)
+    (byte,) = os.pread(fd, 1, offset)
+    os.pwrite(fd, bytes([byte ^ 0x10]), offset)
     done = write_global(writer, tmp_path / "global", fd, (Range(0, SIZE),))
     assert done.error is not None
-    assert f"chunk {at // CHUNK_BYTES} of the staged copy has changed in memory" in done.error
-    other = CHUNK_BYTES if at < CHUNK_BYTES else 0
-    assert write_global(writer, tmp_path / "global", fd, (Range(other, 100),)).error is None
+    assert f"chunk {offset // CHUNK_BYTES} of the staged copy has changed in memory" in done.error
+    unchanged_offset = CHUNK_BYTES if offset < CHUNK_BYTES else 0
+    assert write_global(writer, tmp_path / "global", fd, (Range(unchanged_offset, 100),)).error is None
 
 
 @pytest.mark.process
-def test_memory_of_another_save_is_not_compared_with_the_last_one(writer: WriterClient, tmp_path: Path) -> None:
-    """Taken again, and not written to the node-local tiers, the memory has nothing to be compared with."""
+def test_reused_memory_is_not_compared_with_the_last_save(writer: WriterClient, tmp_path: Path) -> None:
+    """Memory that is reused without a write to the node-local tiers is not compared with earlier digests."""
     (tmp_path / "global").mkdir()
     for iteration in range(1, 6):
         fd, _ = stage(writer, iteration, tmp_path if iteration % 2 else None)

@@ -1,6 +1,6 @@
-"""A state on a device: copied by the device into pinned pages, held back for, and loaded while it is verified.
+"""A state on a device: copied into pinned pages, waited for by the next step, and verified while it is loaded.
 
-The device is a stand-in (:mod:`lagging_device`) that copies late; ``tests/gpu`` has the same on a real one.
+The device is a test double (:mod:`lagging_device`) that copies late; ``tests/gpu`` has the same tests on a real one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaggingCopies]:
 
 
 class Training:
-    """A model of three large matrices, small vectors and a large buffer, and its optimizer."""
+    """A model of three large matrices, small vectors and a large buffer, with its optimizer."""
 
     def __init__(self, seed: int = 0, steps: int = 1) -> None:
         torch.manual_seed(seed)
@@ -60,8 +60,10 @@ class Training:
         return {one.name: one.tensor.detach().clone() for one in flatten({"state": capture(self.state)}).tensors}
 
 
-def is_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def is_identical(num_remaining: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return num_remaining.keys() == right.keys() and all(
+        torch.equal(num_remaining[name], right[name]) for name in num_remaining
+    )
 
 
 def manage(folder: Path, **settings: Any) -> CheckpointManager:
@@ -74,37 +76,36 @@ def provide(num_bytes: int) -> Arena:
     return Arena(fd)
 
 
-def in_thread(work: Callable[[], object], done: threading.Event) -> threading.Thread:
-    """Have a thread do some work, and then say so."""
+def run_in_thread(work: Callable[[], object], done: threading.Event) -> threading.Thread:
+    """Run ``work`` in a thread, and set ``done`` when it has returned."""
     thread = threading.Thread(target=lambda: (work(), done.set()), daemon=True)
     thread.start()
     return thread
 
 
-def close_behind_the_first(device: LaggingCopies) -> tuple[list[int], threading.Event]:
-    """Let the device copy what it is given first, and nothing after it; return the bytes of each, as they come, and an
-    event that is set once there are two."""
-    give, given, has_second = device._give, list[int](), threading.Event()
+def close_gate_after_first_copy(device: LaggingCopies) -> tuple[list[int], threading.Event]:
+    """Let the device make its first copy only; return the bytes of each copy and an event that is set at the second."""
+    original_queue, num_given_bytes, has_second = device.queue, list[int](), threading.Event()
 
-    def give_and_close(pairs: Any) -> Any:
+    def queue_then_close(pairs: Any, *behind: Any) -> Any:
         chosen = list(pairs)
-        given.append(sum(source.numel() for source, _ in chosen))
-        copied = give(chosen)
-        if len(given) == 1:
+        num_given_bytes.append(sum(source.numel() for source, _ in chosen))
+        copied = original_queue(chosen, *behind)
+        if len(num_given_bytes) == 1:
             assert copied.done.wait(TIMEOUT_S)
             device.gate.clear()
         else:
             has_second.set()
         return copied
 
-    device._give = give_and_close  # type: ignore[method-assign]
-    return given, has_second
+    device.queue = queue_then_close  # type: ignore[method-assign]
+    return num_given_bytes, has_second
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("overlap", [False, True], ids=["copied at once", "copied beside training"])
-def test_every_save_is_the_state_of_its_call(device: LaggingCopies, tmp_path: Path, overlap: bool) -> None:
-    """Whatever training does right after each of several saves, what is loaded is what was at the call, to the bit."""
+def test_each_save_has_the_state_of_its_call(device: LaggingCopies, tmp_path: Path, overlap: bool) -> None:
+    """Each of several saves has the state of its call bit by bit, whatever training changes right after it."""
     training, manager = Training(), manage(tmp_path / "saves", overlap_staging=overlap)
     manager.load_latest(training.state)
     expected = {}
@@ -115,22 +116,22 @@ def test_every_save_is_the_state_of_its_call(device: LaggingCopies, tmp_path: Pa
         training.step()
     manager.wait(TIMEOUT_S)
     manager.close()
-    other, again = Training(seed=1), manage(tmp_path / "saves")
-    restored = again.load_latest(other.state)
+    loaded_training, second_manager = Training(seed=1), manage(tmp_path / "saves")
+    restored = second_manager.load_latest(loaded_training.state)
     assert restored is not None
-    assert is_same(other.content(), expected[restored.iteration])
+    assert is_identical(loaded_training.content(), expected[restored.iteration])
     assert restored.iteration == 4
-    again.close()
+    second_manager.close()
 
 
 @pytest.mark.process
-def test_save_returns_once_the_device_has_copied(device: LaggingCopies, tmp_path: Path) -> None:
-    """Without overlap_staging nothing of the state is still being copied when save() returns."""
+def test_save_without_overlap_returns_after_the_device_copy(device: LaggingCopies, tmp_path: Path) -> None:
+    """Without ``overlap_staging``, ``save()`` returns after the device has copied the whole state."""
     training, manager = Training(), manage(tmp_path / "saves")
     manager.load_latest(training.state)
     device.gate.clear()
     returned = threading.Event()
-    saving = in_thread(partial(manager.save, training.state, 1), returned)
+    saving = run_in_thread(partial(manager.save, training.state, 1), returned)
     assert not returned.wait(0.2)
     device.gate.set()
     assert returned.wait(TIMEOUT_S)
@@ -143,18 +144,20 @@ def test_save_returns_once_the_device_has_copied(device: LaggingCopies, tmp_path
 @pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize("tier", ["local_directory", "directory"])
-def test_a_state_that_changes_during_its_copy_is_not_committed(
+def test_a_state_changed_during_its_copy_is_not_committed(
     device: LaggingCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture, tier: str
 ) -> None:
-    """With overlap_staging a parameter that the script changes between a save and the next step fails that save, with
-    one line that says what to do. The next save copies everything before it returns, and is committed."""
+    """A parameter changed between an overlapped save and the next step fails that save with one line of instructions.
+
+    The next save copies everything before it returns, and is committed.
+    """
     settings: dict[str, Any] = {tier: os.fspath(tmp_path / "saves")}
     training, manager = Training(), CheckpointManager(CheckpointConfig(**settings, overlap_staging=True))
     manager.load_latest(training.state)
     training.step()
     manager.save(training.state, 1).wait(TIMEOUT_S)
     training.step()
-    _, has_second = close_behind_the_first(device)
+    _, has_second = close_gate_after_first_copy(device)
     handle = manager.save(training.state, 2)
     assert has_second.wait(TIMEOUT_S)
     with torch.no_grad():
@@ -171,16 +174,18 @@ def test_a_state_that_changes_during_its_copy_is_not_committed(
     handle.wait(TIMEOUT_S)
     manager.close()
     assert sum("was changed outside optimizer.step()" in record.message for record in caplog.records) == 1
-    other, again = Training(seed=1), CheckpointManager(CheckpointConfig(**settings))
-    assert again.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
-    assert is_same(other.content(), expected)
-    again.close()
+    loaded_training, second_manager = Training(seed=1), CheckpointManager(CheckpointConfig(**settings))
+    assert second_manager.load_latest(loaded_training.state).iteration == 3  # type: ignore[union-attr]
+    assert is_identical(loaded_training.content(), expected)
+    second_manager.close()
 
 
 @pytest.mark.process
-def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCopies, tmp_path: Path) -> None:
-    """With overlap_staging save() returns while the device is behind; buffers are copied by then, parameters are not;
-    the next forward and backward go on, the optimizer's step comes after the copy."""
+def test_a_step_waits_for_deferred_device_copies(device: LaggingCopies, tmp_path: Path) -> None:
+    """With ``overlap_staging`` the next forward and backward run during the copy, and the optimizer step waits for it.
+
+    Buffers are copied before ``save()`` returns, parameters after it.
+    """
     training, manager = Training(), manage(tmp_path / "saves", overlap_staging=True)
     manager.load_latest(training.state)
     training.step()
@@ -188,15 +193,15 @@ def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCop
     manager.wait(TIMEOUT_S)
     training.step()
     expected = training.content()
-    given, has_second = close_behind_the_first(device)
+    num_given_bytes, has_second = close_gate_after_first_copy(device)
     handle = manager.save(training.state, 2)
     assert has_second.wait(TIMEOUT_S)
-    assert given[1] == 9 * SIDE * SIDE * 4, "the matrices and their two moments each"
+    assert num_given_bytes[1] == 9 * SIDE * SIDE * 4, "the matrices and their two moments each"
     assert not handle.done
     training.optimizer.zero_grad()
     training.model(torch.randn(4, SIDE)).sum().backward()
     stepped = threading.Event()
-    stepping = in_thread(training.optimizer.step, stepped)
+    stepping = run_in_thread(training.optimizer.step, stepped)
     assert not stepped.wait(0.2)
     weight = training.model[0].weight
     assert torch.equal(weight, expected["state.model.0.weight"])
@@ -206,10 +211,10 @@ def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCop
     assert not torch.equal(weight, expected["state.model.0.weight"])
     handle.wait(TIMEOUT_S)
     manager.close()
-    other, again = Training(seed=1), manage(tmp_path / "saves")
-    assert again.load_latest(other.state).iteration == 2  # type: ignore[union-attr]
-    assert is_same(other.content(), expected)
-    again.close()
+    loaded_training, second_manager = Training(seed=1), manage(tmp_path / "saves")
+    assert second_manager.load_latest(loaded_training.state).iteration == 2  # type: ignore[union-attr]
+    assert is_identical(loaded_training.content(), expected)
+    second_manager.close()
 
 
 @pytest.mark.extended
@@ -218,8 +223,10 @@ def test_a_step_is_held_back_for_what_the_device_still_copies(device: LaggingCop
 def test_arenas_are_pinned_once_and_released(
     device: LaggingCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    """However many saves there are, each arena's pages are registered once, all of them, and no copy goes over the end
-    of a part; closing undoes it, beside whatever comes next. What is saved is right."""
+    """Each page of an arena is pinned once, however many saves there are, and unpinned on close.
+
+    No copy crosses the end of a pinned part, and the saved state is correct.
+    """
     monkeypatch.setattr("outlast.checkpoint.arena.PIN_BYTES", part_bytes)
     training, manager = Training(), manage(tmp_path / "saves")
     manager.load_latest(training.state)
@@ -234,14 +241,14 @@ def test_arenas_are_pinned_once_and_released(
     await_release()
     assert device.pinned_at == {}
     assert device.calls.count("unpin") == device.calls.count("pin")
-    other, again = Training(seed=1), manage(tmp_path / "saves")
-    again.load_latest(other.state)
-    assert is_same(other.content(), training.content())
-    again.close()
+    loaded_training, second_manager = Training(seed=1), manage(tmp_path / "saves")
+    second_manager.load_latest(loaded_training.state)
+    assert is_identical(loaded_training.content(), training.content())
+    second_manager.close()
 
 
-def test_pages_are_pinned_by_whoever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that prepares an arena can be stopped between two parts; a save registers the rest, once each."""
+def test_a_save_pins_the_pages_that_preparation_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the preparing thread is stopped between two parts, a save pins the remaining parts once each."""
     monkeypatch.setattr("outlast.checkpoint.arena.PIN_BYTES", 4096)
     copies, stop = LaggingCopies(), threading.Event()
     arena = provide(5 * 4096 + 100)
@@ -293,18 +300,18 @@ begun.wait()
 
 
 @pytest.mark.process
-def test_no_thread_is_cut_off_in_the_driver_when_a_process_ends() -> None:
-    """A process that ends while pinned memory is released waits for the part that is under way, and for no other."""
-    ended = subprocess.run(
+def test_process_exit_waits_for_the_current_unpin() -> None:
+    """A process that exits while pinned memory is released waits for the current part only."""
+    finished = subprocess.run(
         [sys.executable, "-c", ENDS_WHILE_RELEASING], timeout=TIMEOUT_S, check=False, text=True, capture_output=True
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.split() == ["begin", "end"]
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.split() == ["begin", "end"]
 
 
 @pytest.mark.process
-def test_memory_that_cannot_be_pinned_is_used_all_the_same(device: LaggingCopies, tmp_path: Path) -> None:
-    """Where the driver refuses, saves are slower and right, and it is not asked again for the same memory."""
+def test_memory_that_cannot_be_pinned_is_used(device: LaggingCopies, tmp_path: Path) -> None:
+    """If the driver rejects pinning, saves are correct, and the same memory is not pinned again."""
     device.may_pin = False
     training, manager = Training(), manage(tmp_path / "saves")
     manager.load_latest(training.state)
@@ -313,14 +320,14 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(device: LaggingCopies
     assert device.calls.count("pin") <= 2
     manager.close()
     assert "unpin" not in device.calls
-    other, again = Training(seed=1), manage(tmp_path / "saves")
-    again.load_latest(other.state)
-    assert is_same(other.content(), training.content())
-    again.close()
+    loaded_training, second_manager = Training(seed=1), manage(tmp_path / "saves")
+    second_manager.load_latest(loaded_training.state)
+    assert is_identical(loaded_training.content(), training.content())
+    second_manager.close()
 
 
-def test_a_device_that_hangs_fails_the_save_and_loses_the_arena(device: LaggingCopies) -> None:
-    """It is reported after the limit, and the memory that it may still write to gets no other use."""
+def test_a_hung_device_fails_the_save_and_loses_the_arena(device: LaggingCopies) -> None:
+    """A hung device is reported after the limit, and the memory that it may still write to is never reused."""
     arenas: list[Arena] = []
     flat = flatten({"state": {"w": torch.zeros(SIDE, SIDE)}})
     stager = Stager(0.05)
@@ -336,14 +343,14 @@ def test_a_device_that_hangs_fails_the_save_and_loses_the_arena(device: LaggingC
     stager.close()
 
 
-def test_what_is_late_and_hangs_fails_its_save_alone(device: LaggingCopies) -> None:
-    """What was to be copied beside training is awaited by the save, which then fails; the arena is lost."""
+def test_a_hung_deferred_copy_fails_its_save_only(device: LaggingCopies) -> None:
+    """A deferred copy that hangs fails the save that waits for it, and its arena is lost."""
     training = Training()
     flat = flatten({"state": capture(training.state)})
-    late = changed_only_by_step([training.optimizer], flat)
+    deferred_tensors = changed_only_by_step([training.optimizer], flat)
     stager = Stager(0.05)
-    close_behind_the_first(device)
-    staged: Staged = stager.stage(flat, IDENTITY, provide, deferred=late)
+    close_gate_after_first_copy(device)
+    staged: Staged = stager.stage(flat, IDENTITY, provide, deferred=deferred_tensors)
     with pytest.raises(CheckpointError, match="it hangs"):
         staged.wait()
     assert staged.arena.is_lost
@@ -352,8 +359,8 @@ def test_what_is_late_and_hangs_fails_its_save_alone(device: LaggingCopies) -> N
 
 
 @pytest.mark.process
-def test_an_interrupted_save_waits_for_the_device(device: LaggingCopies, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal in the middle of a copy leaves only once the device writes to the arena no more: it is used again."""
+def test_an_interrupted_save_waits_for_the_device_copy(device: LaggingCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal during a copy is raised after the device has stopped writing, so that the arena can be reused."""
     flat = flatten({"state": {"w": torch.randn(SIDE, SIDE)}})
     arenas: list[Arena] = []
     stager = Stager()
@@ -378,7 +385,7 @@ def test_an_interrupted_save_waits_for_the_device(device: LaggingCopies, monkeyp
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
+def save_trained_state(folder: Path) -> dict[str, torch.Tensor]:
     """Save a trained state, and return it."""
     training, manager = Training(), manage(folder)
     manager.load_latest(training.state)
@@ -388,8 +395,8 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have it known whether a device digests before the first chunk is read, and not some tenths of a second later."""
+def digests_known_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Determine whether a device can digest before the first chunk is read, instead of during the load."""
 
     def start(work: Callable[[], object], name: str) -> threading.Thread:
         thread = start_driver_thread(work, name)
@@ -401,117 +408,116 @@ def known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outlast.checkpoint.landing.MIN_DIGESTED_CHUNKS", 1)
 
 
-def refuse(folder: Path, match: str) -> Training:
-    """Have what was saved refused, in these words; return the state that it was for, which is as it was."""
-    other, manager = Training(seed=1), manage(folder)
-    before = other.content()
+def load_rejected(folder: Path, match: str) -> Training:
+    """Check that a load is rejected with a message and changes nothing; return the unchanged state."""
+    loaded_training, manager = Training(seed=1), manage(folder)
+    before = loaded_training.content()
     with pytest.raises(CheckpointError, match=match):
-        manager.load_latest(other.state)
-    assert is_same(other.content(), before)
+        manager.load_latest(loaded_training.state)
+    assert is_identical(loaded_training.content(), before)
     manager.close()
-    return other
+    return loaded_training
 
 
 @pytest.mark.extended
 @pytest.mark.process
-@pytest.mark.usefixtures("known_at_once")
+@pytest.mark.usefixtures("digests_known_first")
 @pytest.mark.parametrize("steps", [0, 1], ids=["a fresh optimizer", "one that has stepped"])
 @pytest.mark.parametrize("digests", [True, False], ids=["a device that digests", "one that cannot"])
 def test_a_state_is_loaded_through_the_device(device: LaggingCopies, tmp_path: Path, steps: int, digests: bool) -> None:
-    """Every large tensor is copied by the device while it is verified, also what a fresh optimizer has not made yet;
-    what is loaded is the saved state to the bit. A device that can digests all whole chunks; nothing is copied twice
-    from the host."""
-    expected = saved(tmp_path / "saves")
-    device.num_copied_bytes, found = 0, device.digests
-    assert found is not None
+    """Each large tensor is loaded bit by bit through the device, also those that a fresh optimizer has not created.
+
+    A device that can digest digests all whole chunks; no byte is copied twice from the host.
+    """
+    expected = save_trained_state(tmp_path / "saves")
+    device.num_copied_bytes, device_digests = 0, device.digests
+    assert device_digests is not None
     if not digests:
         device.digests = None
-    other, manager = Training(seed=1, steps=steps), manage(tmp_path / "saves")
-    assert manager.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
-    assert is_same(other.content(), expected)
-    large = sum(one.numel() * 4 for one in expected.values() if one.numel() * 4 >= SMALL_BYTES)
-    assert large > 2 * CHUNK_BYTES
-    assert found.num_digested == (2 if digests else 0)
-    # Small tensors within a chunk that is taken whole come along, and two digests go back.
-    assert large <= device.num_copied_bytes <= large + (1 << 20)
-    assert digests or device.num_copied_bytes == large
+    loaded_training, manager = Training(seed=1, steps=steps), manage(tmp_path / "saves")
+    assert manager.load_latest(loaded_training.state).iteration == 3  # type: ignore[union-attr]
+    assert is_identical(loaded_training.content(), expected)
+    large_bytes = sum(one.numel() * 4 for one in expected.values() if one.numel() * 4 >= SMALL_BYTES)
+    assert large_bytes > 2 * CHUNK_BYTES
+    assert device_digests.num_digested == (2 if digests else 0)
+    # Small tensors in a chunk that is copied whole are included, and two digests are copied back.
+    assert large_bytes <= device.num_copied_bytes <= large_bytes + (1 << 20)
+    assert digests or device.num_copied_bytes == large_bytes
     manager.close()
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("known_at_once")
-def test_short_reads_are_gone_on_with(device: LaggingCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system may give less than it is asked for, within a slot or at its end: the rest is read then."""
-    expected = saved(tmp_path / "saves")
+@pytest.mark.usefixtures("digests_known_first")
+def test_short_reads_are_continued(device: LaggingCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a short read within a slot or at its end, the remaining bytes are read."""
+    expected = save_trained_state(tmp_path / "saves")
     read, limits = os.preadv, itertools.cycle((CHUNK_BYTES + 4096, CHUNK_BYTES, 3 << 20, 1))
 
     def read_less(fd: int, buffers: Sequence[Any], offset: int) -> int:
-        chosen, left = [], next(limits)
+        chosen, num_remaining = [], next(limits)
         for buffer in buffers:
-            chosen.append(memoryview(buffer)[:left])
-            left = max(0, left - len(chosen[-1]))
+            chosen.append(memoryview(buffer)[:num_remaining])
+            num_remaining = max(0, num_remaining - len(chosen[-1]))
         return read(fd, chosen, offset)
 
     monkeypatch.setattr(os, "preadv", read_less)
-    other, manager = Training(seed=1), manage(tmp_path / "saves")
-    assert manager.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
-    assert is_same(other.content(), expected)
+    loaded_training, manager = Training(seed=1), manage(tmp_path / "saves")
+    assert manager.load_latest(loaded_training.state).iteration == 3  # type: ignore[union-attr]
+    assert is_identical(loaded_training.content(), expected)
     assert device.digests is not None
     assert device.digests.num_digested == 2
     manager.close()
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("known_at_once")
-def test_a_device_that_loses_a_bit_is_found_out(device: LaggingCopies, tmp_path: Path) -> None:
-    """What arrived is compared, not what was sent: memory of a device that loses a bit is named, nothing live is
-    touched, and what is stored is still good: it is loaded next."""
-    expected = saved(tmp_path / "saves")
+@pytest.mark.usefixtures("digests_known_first")
+def test_a_device_that_flips_a_bit_is_detected(device: LaggingCopies, tmp_path: Path) -> None:
+    """The digests are of the bytes on the device: a bit flipped there is reported, and the live state is unchanged.
+
+    The stored checkpoint is still valid, and the next load succeeds.
+    """
+    expected = save_trained_state(tmp_path / "saves")
     assert device.digests is not None
     device.digests.flips_bit_of = 1
-    other = refuse(tmp_path / "saves", r"a device does not hold what was copied to it \(chunk [01]\)")
+    loaded_training = load_rejected(tmp_path / "saves", r"a device does not hold what was copied to it \(chunk [01]\)")
     manager = manage(tmp_path / "saves")
-    assert manager.load_latest(other.state).iteration == 3  # type: ignore[union-attr]
-    assert is_same(other.content(), expected)
+    assert manager.load_latest(loaded_training.state).iteration == 3  # type: ignore[union-attr]
+    assert is_identical(loaded_training.content(), expected)
     manager.close()
 
 
 @pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize("share", [0.0, 0.4])
-def test_what_a_device_has_no_room_for_is_loaded_through_the_host(
-    device: LaggingCopies, tmp_path: Path, share: float
-) -> None:
-    """A device that is full, or nearly so, takes what it can; the rest goes through host memory, and all is right."""
-    expected = saved(tmp_path / "saves")
+def test_a_full_device_loads_through_host_memory(device: LaggingCopies, tmp_path: Path, share: float) -> None:
+    """A device with little or no free memory takes what fits; the rest is loaded correctly through host memory."""
+    expected = save_trained_state(tmp_path / "saves")
     device.room_bytes, device.num_copied_bytes = int(share * sum(one.numel() * 4 for one in expected.values())), 0
-    other, manager = Training(seed=1), manage(tmp_path / "saves")
-    manager.load_latest(other.state)
-    assert is_same(other.content(), expected)
+    loaded_training, manager = Training(seed=1), manage(tmp_path / "saves")
+    manager.load_latest(loaded_training.state)
+    assert is_identical(loaded_training.content(), expected)
     assert (device.num_copied_bytes > 0) == (share > 0)
     manager.close()
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("known_at_once", "device")
-def test_a_digest_that_is_missing_is_not_a_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever keeps a device's digests from coming back: chunks that the host has not digested count as unproven."""
-    saved(tmp_path / "saves")
+@pytest.mark.usefixtures("digests_known_first", "device")
+def test_a_missing_device_digest_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a device's digests are not returned, chunks without a host digest count as unverified."""
+    save_trained_state(tmp_path / "saves")
     monkeypatch.setattr(Landing, "_read_digests", lambda *_: None)
-    refuse(tmp_path / "saves", "a device does not hold what was copied to it")
+    load_rejected(tmp_path / "saves", "a device does not hold what was copied to it")
 
 
 @pytest.mark.extended
 @pytest.mark.process
-@pytest.mark.usefixtures("known_at_once")
-@pytest.mark.parametrize("digests", [True, False], ids=["found by the device", "found by the host"])
-def test_nothing_live_is_touched_by_a_copy_that_is_damaged(
-    device: LaggingCopies, tmp_path: Path, digests: bool
-) -> None:
-    """One flipped bit, in a part that the device takes: the checkpoint is refused, and the live state is as it was."""
-    saved(tmp_path / "saves")
-    found = device.digests
-    assert found is not None
+@pytest.mark.usefixtures("digests_known_first")
+@pytest.mark.parametrize("digests", [True, False], ids=["device_digests by the device", "device_digests by the host"])
+def test_a_corrupt_copy_leaves_the_live_state_unchanged(device: LaggingCopies, tmp_path: Path, digests: bool) -> None:
+    """A checkpoint with a flipped bit in a device part is rejected, and the live state is unchanged."""
+    save_trained_state(tmp_path / "saves")
+    device_digests = device.digests
+    assert device_digests is not None
     if not digests:
         device.digests = None
     path = max((tmp_path / "saves").rglob("step-3/*"), key=lambda one: one.stat().st_size)
@@ -520,14 +526,12 @@ def test_nothing_live_is_touched_by_a_copy_that_is_damaged(
         byte = file.read(1)[0]
         file.seek(2 << 20)
         file.write(bytes([byte ^ 1]))
-    refuse(tmp_path / "saves", r"chunk 0, bytes 0 to \d+ \(.+\), differs from its digest")
-    assert found.num_digested == (2 if digests else 0)
+    load_rejected(tmp_path / "saves", r"chunk 0, bytes 0 to \d+ \(.+\), differs from its digest")
+    assert device_digests.num_digested == (2 if digests else 0)
 
 
-def test_a_device_that_takes_nothing_ends_the_load(
-    device: LaggingCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device that hangs while a shard is read is reported after the limit; its memory is not used again."""
+def test_a_hung_device_fails_the_load(device: LaggingCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that hangs during a read is reported after the limit, and its memory is not reused."""
     path = tmp_path / "shard"
     path.write_bytes(bytes(64 << 20))
     monkeypatch.setattr("outlast.checkpoint.landing._DEVICE_LIMIT_S", 0.05)

@@ -1,4 +1,4 @@
-"""All nodes see the same checkpoint directory, or nothing is loaded and nothing is trained."""
+"""All nodes must see the same checkpoint directory before anything is loaded or trained."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ manager.close()
 """
 
 
-def test_a_mount_that_is_missing_on_one_node_ends_the_start(tmp_path: Path) -> None:
-    """The job ends with 2 before anything is trained, and the line names both nodes, what each one sees, and where."""
+def test_a_mount_missing_on_one_node_fails_the_start(tmp_path: Path) -> None:
+    """The job exits with 2 before training, and the line has both nodes, their directories and their checkpoints."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     for iteration in (10, 20, 30):
@@ -101,46 +101,45 @@ def test_a_mount_that_is_missing_on_one_node_ends_the_start(tmp_path: Path) -> N
     assert "mount the same file system on all of them" in output
 
 
-def test_a_mount_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    """A node whose mount appears while the ranks agree takes part in the save; nothing stays in the directory."""
-    with closing(WriterProcess()) as one, closing(WriterProcess()) as two:
-        ended = start(tmp_path / "ckpt", SEE_IT_LATE, world=2, nodes={"one": one, "two": two})
-    for code, told in ended:
-        assert code == 0, told
-        assert not [name for name in told["left"] if name.startswith(".probe-")]
-        assert "step-1" in told["left"]
+def test_a_late_mount_is_waited_for(tmp_path: Path) -> None:
+    """A node whose mount appears during the agreement takes part in the save, and no probe file remains."""
+    with closing(WriterProcess()) as first, closing(WriterProcess()) as second:
+        results = start(tmp_path / "ckpt", SEE_IT_LATE, world=2, nodes={"one": first, "two": second})
+    for code, report in results:
+        assert code == 0, report
+        assert not [name for name in report["left"] if name.startswith(".probe-")]
+        assert "step-1" in report["left"]
 
 
 @pytest.mark.extended
-def test_a_source_that_one_node_does_not_see_is_not_taken_for_empty(tmp_path: Path) -> None:
-    """Where rank 0 sees no checkpoint in the directory to load from and another node sees some, all ranks refuse."""
+def test_a_load_source_missing_on_one_node_fails_the_load(tmp_path: Path) -> None:
+    """If only some nodes see checkpoints in the directory to load from, all ranks fail."""
     (tmp_path / "source" / "step-10").mkdir(parents=True)
-    with closing(WriterProcess()) as one, closing(WriterProcess()) as two:
-        ended = start(tmp_path / "ckpt", LOAD_FROM_A_SOURCE, world=2, nodes={"one": one, "two": two})
-    for code, told in ended:
-        assert code == 0, told
-        assert "is not the same on all nodes" in told["error"]
-        assert f"node one sees no checkpoint in {tmp_path / 'bare'}" in told["error"]
-        assert f"node two sees 1 checkpoint (iteration 10) in {tmp_path / 'source'}" in told["error"]
+    with closing(WriterProcess()) as first, closing(WriterProcess()) as second:
+        results = start(tmp_path / "ckpt", LOAD_FROM_A_SOURCE, world=2, nodes={"one": first, "two": second})
+    for code, report in results:
+        assert code == 0, report
+        assert "is not the same on all nodes" in report["error"]
+        assert f"node one sees no checkpoint in {tmp_path / 'bare'}" in report["error"]
+        assert f"node two sees 1 checkpoint (iteration 10) in {tmp_path / 'source'}" in report["error"]
 
 
-def test_ranks_that_save_in_other_kinds_of_places_refuse_the_start(tmp_path: Path) -> None:
-    """Where one rank has a local directory and another one has none, all ranks end with the same line, and none waits
-    for another."""
-    with closing(WriterProcess()) as one, closing(WriterProcess()) as two:
-        ended = start(tmp_path / "ckpt", SAVE_IN_OTHER_PLACES, world=2, nodes={"one": one, "two": two})
-    (code, told), (other_code, other_told) = ended
-    assert (code, other_code) == (0, 0), ended
-    assert told == other_told
-    assert "rank 0 uses directory:path,local_directory:path" in told["error"]
-    assert "rank 1 uses directory:path,local_directory:none" in told["error"]
+def test_ranks_with_different_kinds_of_places_fail_the_start(tmp_path: Path) -> None:
+    """If only one rank has a local directory, all ranks fail with the same line, without waiting for each other."""
+    with closing(WriterProcess()) as first, closing(WriterProcess()) as second:
+        results = start(tmp_path / "ckpt", SAVE_IN_OTHER_PLACES, world=2, nodes={"one": first, "two": second})
+    (code, report), (other_code, other_report) = results
+    assert (code, other_code) == (0, 0), results
+    assert report == other_report
+    assert "rank 0 uses directory:path,local_directory:path" in report["error"]
+    assert "rank 1 uses directory:path,local_directory:none" in report["error"]
 
 
-def test_a_folder_that_one_rank_cannot_read_is_not_taken_for_empty(tmp_path: Path) -> None:
-    """All ranks get the same error, which names the folder; none of them begins from the start."""
-    with closing(WriterProcess()) as one, closing(WriterProcess()) as two:
-        ended = start(tmp_path / "ckpt", LOSE_A_FOLDER, world=2, nodes={"one": one, "two": two})
-    (code, told), (other_code, other_told) = ended
-    assert (code, other_code) == (0, 0), ended
-    assert told["error"].split(" contains checkpoints")[1] == other_told["error"].split(" contains checkpoints")[1]
-    assert str(tmp_path / "ckpt" / "two") in told["error"]
+def test_an_unreadable_folder_on_one_rank_fails_the_load(tmp_path: Path) -> None:
+    """All ranks fail with the same error, which contains the folder; none starts from scratch."""
+    with closing(WriterProcess()) as first, closing(WriterProcess()) as second:
+        results = start(tmp_path / "ckpt", LOSE_A_FOLDER, world=2, nodes={"one": first, "two": second})
+    (code, report), (other_code, other_report) = results
+    assert (code, other_code) == (0, 0), results
+    assert report["error"].split(" contains checkpoints")[1] == other_report["error"].split(" contains checkpoints")[1]
+    assert str(tmp_path / "ckpt" / "two") in report["error"]

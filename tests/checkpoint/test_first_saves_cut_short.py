@@ -1,4 +1,4 @@
-"""What is left of a first save that was cut short keeps no run from beginning; nothing durable is ever given up."""
+"""An interrupted first save does not prevent a start; a durable checkpoint is never dropped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ kill_all()
 
 @pytest.fixture
 def nodes() -> Iterator[dict[str, WriterProcess]]:
-    """Two nodes' writers."""
+    """Writers of two nodes."""
     writers = {name: WriterProcess() for name in ("one", "two")}
     yield writers
     for writer in writers.values():
@@ -68,12 +68,12 @@ def nodes() -> Iterator[dict[str, WriterProcess]]:
 
 
 def run(folder: Path, script: str, nodes: dict[str, WriterProcess], cycle: int, **config: Any) -> list[Any]:
-    """Run a script on two ranks; return what each said, or its exit code."""
+    """Run a script on two ranks; return each rank's report, or its exit code and output."""
     tiers = config.pop("tiers", None)
-    ended = start(
+    results = start(
         folder, f"CONFIG = {config!r}\nTIERS = {tiers!r}\n" + script, world=2, cycle=cycle, nodes=nodes, timeout_s=120
     )
-    return [told if isinstance(told, dict) else (code, told) for code, told in ended]
+    return [reports if isinstance(reports, dict) else (code, reports) for code, reports in results]
 
 
 def replace(nodes: dict[str, WriterProcess], name: str) -> None:
@@ -84,19 +84,19 @@ def replace(nodes: dict[str, WriterProcess], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_first_save_in_one_ranks_memory_only_lets_the_run_begin_anew(
-    tmp_path: Path, nodes: dict[str, WriterProcess]
-) -> None:
-    """Rank 1 is killed before its writer prepares the first checkpoint: training starts from the beginning, warns and
-    saves, and that checkpoint is loaded in the next cycle."""
+def test_a_first_save_in_one_ranks_memory_allows_a_new_start(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """If rank 1 is killed before it prepares its part of the first checkpoint, training starts from scratch.
+
+    The run logs a warning, and the next checkpoint is loaded in the next cycle.
+    """
     config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
-    cut = "EARLIER, DYING, BEFORE, REACHED = False, 1, 'PreparePart', 'PreparePart'"
-    run(tmp_path / "ckpt", cut + CUT_SHORT, nodes, 0, **config)
-    first = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
-    assert [told["loaded"] for told in first] == [None, None]
-    assert any("training starts from the beginning" in text for text in first[0]["warnings"])
-    assert not any("training starts from the beginning" in text for text in first[1]["warnings"])
-    assert [told["loaded"] for told in run(tmp_path / "ckpt", LOAD, nodes, 2, **config)] == [1, 1]
+    cut_short = "EARLIER, DYING, BEFORE, REACHED = False, 1, 'PreparePart', 'PreparePart'"
+    run(tmp_path / "ckpt", cut_short + CUT_SHORT, nodes, 0, **config)
+    second_cycle = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
+    assert [reports["loaded"] for reports in second_cycle] == [None, None]
+    assert any("training starts from the beginning" in text for text in second_cycle[0]["warnings"])
+    assert not any("training starts from the beginning" in text for text in second_cycle[1]["warnings"])
+    assert [reports["loaded"] for reports in run(tmp_path / "ckpt", LOAD, nodes, 2, **config)] == [1, 1]
 
 
 @pytest.mark.slow
@@ -110,43 +110,44 @@ def test_a_first_save_in_one_ranks_memory_only_lets_the_run_begin_anew(
         *((num_nodes, dying, "KeepPart", "KeepPart", 2) for num_nodes in (1, 2) for dying in (0, 1)),
     ],
 )
-def test_a_rank_killed_while_a_save_is_kept_costs_no_checkpoint(
+def test_a_rank_killed_during_the_commit_loses_no_checkpoint(
     tmp_path: Path, nodes: dict[str, WriterProcess], num_nodes: int, dying: int, before: str, reached: str, loaded: int
 ) -> None:
-    """Memory alone: one rank dies before its node's writer prepares or keeps the second checkpoint, the other just
-    after its own did that, or leaves by itself. Either all ranks have the second, or all still have the first."""
+    """If a rank dies before it prepares or keeps the second checkpoint, all ranks load the same checkpoint.
+
+    This is the second or the first one. The checkpoints are in memory only, and the other rank is killed right after
+    its own step, or exits by itself.
+    """
     config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
     if num_nodes == 1:
         nodes.pop("two").close()
-    cut = f"EARLIER, DYING, BEFORE, REACHED = True, {dying}, {before!r}, {reached!r}"
-    run(tmp_path / "ckpt", cut + CUT_SHORT, nodes, 0, **config)
-    told = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
-    assert [one["loaded"] for one in told] == [loaded] * 2
+    cut_short = f"EARLIER, DYING, BEFORE, REACHED = True, {dying}, {before!r}, {reached!r}"
+    run(tmp_path / "ckpt", cut_short + CUT_SHORT, nodes, 0, **config)
+    reports = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
+    assert [one["loaded"] for one in reports] == [loaded] * 2
     assert [one["loaded"] for one in run(tmp_path / "ckpt", LOAD, nodes, 2, **config)] == [loaded + 1] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_node_lost_before_anything_was_durable_lets_the_run_begin_anew(
-    tmp_path: Path, nodes: dict[str, WriterProcess]
-) -> None:
-    """A checkpoint in memory alone, unreplicated, of which a node is lost: it was never promised to survive that."""
+def test_a_node_lost_before_a_durable_save_allows_a_new_start(tmp_path: Path, nodes: dict[str, WriterProcess]) -> None:
+    """If a node with an unreplicated checkpoint in memory is lost, training starts from scratch."""
     config: dict[str, Any] = {"local_directory": None, "directory": str(tmp_path / "global"), "replication": False}
     run(tmp_path / "ckpt", SAVE, nodes, 0, **config, tiers=["memory"])
     replace(nodes, "two")
-    told = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
-    assert [one["loaded"] for one in told] == [None, None]
-    assert any("training starts from the beginning" in text and "rank 1" in text for text in told[0]["warnings"])
+    reports = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
+    assert [one["loaded"] for one in reports] == [None, None]
+    assert any("training starts from the beginning" in text and "rank 1" in text for text in reports[0]["warnings"])
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("lost", ["folder", "checkpoint"])
-def test_a_durable_checkpoint_that_is_lost_is_not_given_up(
-    tmp_path: Path, nodes: dict[str, WriterProcess], lost: str
-) -> None:
-    """Where a directory shows that a checkpoint was committed, a run whose copies are gone ends and begins nothing: of
-    a node's folder, by its tracker beside the other node's, of the global tier by its own."""
+def test_a_lost_durable_checkpoint_fails_the_load(tmp_path: Path, nodes: dict[str, WriterProcess], lost: str) -> None:
+    """If a tracker shows a committed checkpoint whose copies are lost, the run fails instead of starting from scratch.
+
+    The tracker is the other node's for a lost node folder, and its own for the global tier.
+    """
     config: dict[str, Any] = {"replication": False}
     if lost == "checkpoint":
         config |= {"local_directory": None, "directory": str(tmp_path / "global")}
@@ -157,5 +158,5 @@ def test_a_durable_checkpoint_that_is_lost_is_not_given_up(
         assert (tmp_path / "global" / "latest").exists()
     else:
         shutil.rmtree(tmp_path / "ckpt" / "two")
-    told = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
-    assert all("none that all ranks can load" in one["error"] for one in told), told
+    reports = run(tmp_path / "ckpt", LOAD, nodes, 1, **config)
+    assert all("none that all ranks can load" in one["error"] for one in reports), reports

@@ -1,4 +1,4 @@
-"""Whatever dies while a checkpoint is saved, the newest whole one is loaded, bit by bit."""
+"""After a process dies during a save, the newest complete checkpoint is loaded bit by bit."""
 
 from __future__ import annotations
 
@@ -63,19 +63,22 @@ manager.close()
         ),
     ],
 )
-def test_a_rank_killed_at_any_stage_loses_no_committed_checkpoint(
+def test_a_rank_killed_during_a_save_loses_no_checkpoint(
     tmp_path: Path, victim: int, stage: str, expected: int
 ) -> None:
-    """Both ranks load the same whole checkpoint, bit by bit: the older one until the rename, then the newer. A rank
-    that dies once its shard is durable costs nothing. Saving then goes on, and nothing is left behind."""
+    """Both ranks load the same checkpoint: the older one before the rename, the newer one after it.
+
+    A rank that dies after its shard is durable costs nothing. Later saves succeed, and no file of the killed attempt
+    remains.
+    """
     folder = tmp_path / "ckpt"
-    ended = start(folder, SAVE_AND_DIE.format(stage=stage, victim=victim), world=2)
-    assert ended[victim][0] == -9, ended
+    saves = start(folder, SAVE_AND_DIE.format(stage=stage, victim=victim), world=2)
+    assert saves[victim][0] == -9, saves
     for code, loaded in (loads := start(folder, LOAD, world=2, cycle=1)):
         assert code == 0, loaded
         assert loaded["iteration"] == expected
         assert loaded["rejected"] == []
-    assert [loaded["loaded"] for _, loaded in loads] == [told["saved"][expected - 1] for _, told in ended]
+    assert [loaded["loaded"] for _, loaded in loads] == [report["saved"][expected - 1] for _, report in saves]
     assert (folder / f"step-{expected + 1}" / "manifest.json").exists()
     assert not list(folder.glob("*.tmp-*")), "what the killed attempt left is removed"
 
@@ -94,7 +97,7 @@ except CheckpointError as error:
     text = str(error)
 train()
 manager.save(state, 2).wait(100)
-tell(error=text, generations=sorted(os.listdir(folder)), saved=content())
+tell(error=text, checkpoints=sorted(os.listdir(folder)), saved=content())
 manager.close()
 """
 
@@ -102,16 +105,16 @@ manager.close()
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_killed_writer_fails_one_save_on_all_ranks(tmp_path: Path) -> None:
-    """The save of the dead writer fails everywhere and names it; a new writer makes the next one durable."""
+    """The save of a killed writer fails on all ranks with its name; the next save uses a new writer."""
     folder = tmp_path / "ckpt"
-    ended = start(folder, WRITER_DIES, world=2)
-    for code, told in ended:
-        assert code == 0, told
-        assert re.search(rf"rank . on node {folder.name} \({folder}\): the checkpoint writer is gone", told["error"])
-        assert "step-2" in told["checkpoints"]
-        assert "step-1" not in told["checkpoints"]
+    saves = start(folder, WRITER_DIES, world=2)
+    for code, report in saves:
+        assert code == 0, report
+        assert re.search(rf"rank . on node {folder.name} \({folder}\): the checkpoint writer is gone", report["error"])
+        assert "step-2" in report["checkpoints"]
+        assert "step-1" not in report["checkpoints"]
     loaded = start(folder, LOAD, world=2, cycle=1)
-    assert [one["loaded"] for _, one in loaded] == [one["saved"] for _, one in ended]
+    assert [one["loaded"] for _, one in loaded] == [one["saved"] for _, one in saves]
     journal = (tmp_path / "ckpt-journal" / "journal").glob("*.jsonl")
     assert all("save_failed" in path.read_text() for path in journal)
 
@@ -140,14 +143,16 @@ manager.save(state, 2)
 
 
 @pytest.mark.process
-def test_a_rank_killed_in_the_middle_of_its_copy_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    """Nothing of a shard that is half copied is ever committed or listed: the older checkpoint is loaded, and the
-    memory of the agent's writer serves the next save."""
+def test_a_rank_killed_during_its_copy_loads_the_older_checkpoint(tmp_path: Path) -> None:
+    """A partly copied shard is never committed or listed: the older checkpoint is loaded.
+
+    The memory of the agent's writer serves the next save.
+    """
     folder = tmp_path / "ckpt"
     writer = WriterProcess()
     try:
-        ((code, told),) = start(folder, DIE_IN_THE_COPY, nodes={"ckpt": writer})
-        assert code == -9, told
+        ((code, report),) = start(folder, DIE_IN_THE_COPY, nodes={"ckpt": writer})
+        assert code == -9, report
         load = "state['big'] = torch.zeros(24 << 20)\n" + LOAD
         ((code, loaded),) = start(folder, load, cycle=1, nodes={"ckpt": writer})
     finally:
@@ -155,5 +160,5 @@ def test_a_rank_killed_in_the_middle_of_its_copy_leaves_the_older_checkpoint(tmp
     assert code == 0, loaded
     assert loaded["iteration"] == 1
     assert loaded["rejected"] == []
-    assert loaded["loaded"] == told["saved"]
+    assert loaded["loaded"] == report["saved"]
     assert sorted(path.name for path in (folder / "ckpt").glob("step-*")) == ["step-1", "step-2"]

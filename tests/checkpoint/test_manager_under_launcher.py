@@ -1,5 +1,4 @@
-"""A script that uses the checkpoint manager alone has the launcher's recovery policy: progress, and distrust of
-copies."""
+"""A script with only a checkpoint manager has the launcher's recovery policy: progress, and excluded copies."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ manager.close()
 """
 
 
-def play(tmp_path: Path, what: str, *options: str) -> tuple[list[int], Cluster, str]:
-    """Run the script on one node; return exit codes, the cluster, and the log."""
+def run_script(tmp_path: Path, mode: str, *options: str) -> tuple[list[int], Cluster, str]:
+    """Run the script on one node; return exit codes, the cluster and the log."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with Cluster(
         script,
-        *(str(tmp_path), what),
+        *(str(tmp_path), mode),
         run_dir=tmp_path / "run",
         num_nodes=1,
         nproc_per_node=1,
@@ -56,10 +55,9 @@ def play(tmp_path: Path, what: str, *options: str) -> tuple[list[int], Cluster, 
 
 
 @pytest.mark.slow
-def test_a_committed_checkpoint_is_progress_without_a_session(tmp_path: Path) -> None:
-    """Killed again and again, with one restart granted without progress, the script comes to its end: each checkpoint
-    that its manager commits resets the budget."""
-    codes, _, text = play(tmp_path, "kill", "--max-restarts=1")
+def test_a_commit_without_a_session_resets_the_restart_budget(tmp_path: Path) -> None:
+    """A repeatedly killed script finishes with a budget of one restart, because each commit resets the budget."""
+    codes, _, text = run_script(tmp_path, "kill", "--max-restarts=1")
     assert codes == [0], text
     begins = [int(found) for found in re.findall(r"cycle \d+ from (\d+)", text)]
     assert begins == [0, 2, 4, 6, 8, 10, 12]
@@ -67,18 +65,17 @@ def test_a_committed_checkpoint_is_progress_without_a_session(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_without_a_commit_the_budget_is_not_reset(tmp_path: Path) -> None:
-    """The same script that saves nothing is given up after one restart."""
-    codes, _, text = play(tmp_path, "never", "--max-restarts=1")
+def test_the_restart_budget_is_not_reset_without_a_commit(tmp_path: Path) -> None:
+    """The same script without saves ends after one restart."""
+    codes, _, text = run_script(tmp_path, "never", "--max-restarts=1")
     assert codes != [0], text
     assert [int(found) for found in re.findall(r"cycle (\d+) from", text)] == [0, 1]
 
 
 @pytest.mark.slow
-def test_what_led_to_an_invalid_result_is_skipped_without_a_session(tmp_path: Path) -> None:
-    """The launcher knows which copy a manager loaded: after exit code 16 it is excluded, and the manager of the next
-    cycle loads another one."""
-    codes, cluster, text = play(tmp_path, "invalid")
+def test_a_copy_with_an_invalid_result_is_excluded(tmp_path: Path) -> None:
+    """After exit code 16 the launcher excludes the loaded copy, and the manager of the next cycle loads another one."""
+    codes, cluster, text = run_script(tmp_path, "invalid")
     assert codes == [0], text
     begins = re.findall(r"^cycle (\d+) from (\d+) (\S+)", text, re.MULTILINE)
     assert begins == [("0", "0", "None"), ("1", "2", "memory"), ("2", "2", "global")], text
@@ -108,9 +105,8 @@ for name in ("first", "second"):
 
 
 @pytest.mark.slow
-def test_a_second_session_of_a_process_takes_nothing_of_the_first_ones_from_memory(tmp_path: Path) -> None:
-    """Two trainings in one script, each with a directory of its own: the second begins at 0, and after a kill each goes
-    on from its own checkpoints."""
+def test_two_sessions_of_one_process_do_not_share_memory(tmp_path: Path) -> None:
+    """Of two trainings in one script, each continues after a kill from the checkpoints of its own directory."""
     script = tmp_path / "script.py"
     script.write_text(TWO)
     with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:

@@ -1,4 +1,4 @@
-"""A node whose mount of the checkpoint directory hangs is treated by the recovery policy: a spare takes its slot."""
+"""The recovery policy replaces a node whose mount of the checkpoint directory hangs with a spare."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ for iteration in run.steps(state, total=6):
 """
 
 
-def test_a_spare_takes_the_slot_of_a_node_whose_mount_hangs(tmp_path: Path) -> None:
-    """The directory hangs on the node of rank 1 alone: the failure counts for that node, and training ends well without
-    it."""
+def test_a_spare_replaces_a_node_with_a_hung_mount(tmp_path: Path) -> None:
+    """A directory that hangs on one node counts as a failure of that node, and training finishes without it."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     with HangingMount(tmp_path / "source", tmp_path / "mounted") as mount:

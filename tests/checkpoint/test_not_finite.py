@@ -1,4 +1,4 @@
-"""Numbers that are infinite or NaN are told at the save, and an older checkpoint without them is loaded instead."""
+"""Infinite and NaN values are reported at the save, and an older checkpoint without them is loaded."""
 
 from __future__ import annotations
 
@@ -52,35 +52,35 @@ def _load(folder: Path, **settings: object) -> tuple[Restored, int]:
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     caplog.clear()
-    return found
+    return messages
 
 
-def test_a_newer_checkpoint_with_nan_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The save says which rank and tensor, once; the load takes the older checkpoint, kept for that however many newer
-    ones there are, and says which it passed over and what to set. With `prefer_finite` off the newest is loaded."""
+def test_a_load_skips_newer_checkpoints_with_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save reports rank and tensor of a NaN once; a load skips such checkpoints and logs which setting changes that.
+
+    The last finite checkpoint is kept, however many newer ones there are. With ``prefer_finite`` off the newest is
+    loaded.
+    """
     _save(tmp_path, {1: [0.0, 1.0], 2: [NAN, 1.0], 3: [NAN, INF], 4: [NAN, NAN]})
-    (told,) = _warnings(caplog)
-    assert "iteration 2 is saved with numbers that are infinite or NaN: rank 0 in state.model.bias; a load" in told
+    (warning,) = _warnings(caplog)
+    assert "iteration 2 is saved with numbers that are infinite or NaN: rank 0 in state.model.bias; a load" in warning
     for place in ("global", "local/node"):
         assert sorted(path.name for path in (tmp_path / place).glob("step-*")) == ["step-1", "step-3", "step-4"]
     restored, iteration = _load(tmp_path)
     assert (iteration, restored.finite) == (1, True)
     assert [(one.checkpoint, one.kind) for one in restored.rejected] == [(4, "NotFinite"), (3, "NotFinite")]
-    told = "\n".join(_warnings(caplog))
-    assert "skipped: checkpoint 4" in told
-    assert "checkpoint 1 contains none; if they are expected, set prefer_finite=false" in told
+    warning = "\n".join(_warnings(caplog))
+    assert "skipped: checkpoint 4" in warning
+    assert "checkpoint 1 contains none; if they are expected, set prefer_finite=false" in warning
     restored, iteration = _load(tmp_path, prefer_finite=False)
     assert (iteration, restored.finite, restored.rejected) == (4, False, [])
     assert "the loaded checkpoint 4 contains numbers that are infinite or NaN" in "\n".join(_warnings(caplog))
 
 
-def test_a_state_that_always_holds_infinities_is_loaded_as_ever(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A mask of minus infinity is in every checkpoint: none is older and finite, so the newest is loaded, which is said
-    at the first save and at the load."""
+def test_the_newest_is_loaded_if_none_is_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If no older checkpoint is finite, the newest is loaded; the first save and the load log that."""
     _save(tmp_path, {1: [-INF, 0.0], 2: [-INF, 1.0]})
     assert len(_warnings(caplog)) == 1
     restored, iteration = _load(tmp_path)
@@ -97,11 +97,10 @@ FLOATS = sorted(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_buffer_of_each_float_type_is_saved_and_loaded(
+def test_buffers_of_each_float_type_are_restored(
     dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model's buffer holds every kind of number of its type but NaN, infinities included where the type has them: it
-    is saved without a warning, and loaded bit by bit."""
+    """A model's buffer of any float type is saved without a warning and loaded bit by bit, infinities included."""
     numbers = torch.tensor([-1.0, 0.5, 2.0, -INF, INF]).to(dtype)
     numbers = numbers[~numbers.float().isnan()].clone()
     model = torch.nn.Linear(2, 2)
@@ -120,8 +119,10 @@ def test_a_buffer_of_each_float_type_is_saved_and_loaded(
 
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "in-memory"])
 def test_the_last_finite_checkpoint_survives_restarts(tmp_path: Path, is_loaded: bool) -> None:
-    """A run that diverges again after a restart keeps what it went back to, whoever saved the checkpoints with NaN, and
-    whether the state was loaded or went on from memory."""
+    """A run that diverges again after a restart keeps its last finite checkpoint.
+
+    This holds whichever process saved the checkpoints with NaN, and whether the state was loaded or kept in memory.
+    """
     nan = [NAN, 1.0]
     _save(tmp_path, {1: [0.0, 1.0], 2: nan, 3: nan, 4: nan})
     state = {"model": {"weight": torch.ones(100), "bias": torch.tensor(nan)}, "n": 0}
@@ -142,28 +143,29 @@ def test_the_last_finite_checkpoint_survives_restarts(tmp_path: Path, is_loaded:
     assert (iteration, restored.finite) == (1, True)
 
 
-def test_a_doubtful_checkpoint_is_not_said_to_give_way_to_a_finite_one(tmp_path: Path) -> None:
-    """Where each one holds NaN and the newest is doubtful, the older one is loaded for that reason alone: nothing says
-    that it is finite."""
-    near = CheckpointConfig(local_directory=str(tmp_path), save_timeout=30)
+def test_an_excluded_checkpoint_is_not_reported_as_nonfinite(tmp_path: Path) -> None:
+    """If all checkpoints hold NaN and the newest is excluded, the older one is loaded and not reported as finite."""
+    local_config = CheckpointConfig(local_directory=str(tmp_path), save_timeout=30)
     state = {"bias": torch.tensor([NAN])}
     attempt = ""
     for cycle in (0, 1):
-        with closing(open_manager(near, env=WorkerEnv(node="node", cycle=cycle))) as manager:
+        with closing(open_manager(local_config, env=WorkerEnv(node="node", cycle=cycle))) as manager:
             manager.load_latest(state)
             handle = manager.save(state, 10 + 10 * cycle)
             handle.wait(30)
             attempt = handle.attempt
-    other = Exclusion(checkpoint=15, attempt=f"{attempt}5", tier="local")  # of the second cycle, and gone
-    untrusted = msgspec.json.encode([other]).decode()
-    with closing(open_manager(near, env=WorkerEnv(node="node", cycle=2, untrusted=untrusted))) as manager:
+    lost_copy = Exclusion(
+        checkpoint=15, attempt=f"{attempt}5", tier="local"
+    )  # of the second cycle, and no longer present
+    untrusted = msgspec.json.encode([lost_copy]).decode()
+    with closing(open_manager(local_config, env=WorkerEnv(node="node", cycle=2, untrusted=untrusted))) as manager:
         restored = manager.load_latest(state)
     assert restored is not None
     assert (restored.iteration, restored.finite, restored.rejected) == (10, False, [])
 
 
-def test_a_save_that_fails_does_not_use_up_the_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of NaN it is said that they are saved when they are; a save that failed is not spoken of as one."""
+def test_a_failed_save_does_not_suppress_the_nan_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The NaN warning is logged at the first successful save, not at a failed one."""
     fails = [True, False]
 
     def fail_once(attempt: str) -> None:
@@ -180,5 +182,5 @@ def test_a_save_that_fails_does_not_use_up_the_warning(tmp_path: Path, caplog: p
             manager.save(state, 1).wait(30)
         assert not [line for line in _warnings(caplog) if "is saved with" in line]
         manager.save(state, 2).wait(30)
-        (told,) = _warnings(caplog)
-    assert "iteration 2 is saved with numbers that are infinite or NaN" in told
+        (warning,) = _warnings(caplog)
+    assert "iteration 2 is saved with numbers that are infinite or NaN" in warning

@@ -1,4 +1,4 @@
-"""What ends early leaves nothing open and nothing behind, and a save for diagnosis leaves the committed ones alone."""
+"""Cleanup after early failures, and saves for diagnosis that do not affect committed checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import CheckpointManager
+from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.outcomes import Outcomes
 from outlast.checkpoint.places import Peers, agree_places
 from outlast.checkpoint.writer_client import WriterClient
@@ -24,7 +25,7 @@ def open_shards() -> list[str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             name = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:  # of the listing itself
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if name.endswith(".safetensors"):
             found.append(name)
@@ -37,8 +38,8 @@ def config(tmp_path: Path) -> CheckpointConfig:
 
 
 @pytest.mark.process
-def test_a_checkpoint_that_does_not_fit_is_closed(config: CheckpointConfig) -> None:
-    """The copy that was verified before the state was found to be another one is not held any more."""
+def test_a_rejected_checkpoint_is_closed(config: CheckpointConfig) -> None:
+    """The verified copy is closed after the live state is found to be incompatible."""
     manager = CheckpointManager(config)
     manager.save({"w": torch.zeros(3)}, 1)
     manager.close()
@@ -49,8 +50,8 @@ def test_a_checkpoint_that_does_not_fit_is_closed(config: CheckpointConfig) -> N
     manager.close()
 
 
-class _LeavingPeers:
-    """Peers that leave after so many gathers."""
+class _ExitingPeers:
+    """Peers that exit after a number of gathers."""
 
     rank, world_size = 0, 1
 
@@ -68,18 +69,16 @@ class _LeavingPeers:
 
 
 @pytest.mark.parametrize("num_gathers", [1, 2])
-def test_a_start_that_fails_leaves_no_probe(config: CheckpointConfig, tmp_path: Path, num_gathers: int) -> None:
-    """The file that shows which ranks see one folder goes, also when a peer leaves before all have looked."""
+def test_a_failed_start_removes_its_probe_file(config: CheckpointConfig, tmp_path: Path, num_gathers: int) -> None:
+    """The file that shows which ranks share a folder is removed, also when a peer exits before all have read it."""
     with pytest.raises(PeerLost):
-        agree_places(config, WorkerEnv(node="n"), _LeavingPeers(num_gathers), WriterClient(None))  # type: ignore[arg-type]
+        agree_places(config, WorkerEnv(node="n"), _ExitingPeers(num_gathers), WriterClient(None))  # type: ignore[arg-type]
     assert os.listdir(tmp_path / "local" / "n") == []
 
 
 @pytest.mark.process
-def test_a_save_for_diagnosis_neither_needs_nor_replaces_the_committed_one(
-    config: CheckpointConfig, tmp_path: Path
-) -> None:
-    """It is written although its iteration is committed, and does not count as committed itself."""
+def test_a_suspect_save_does_not_affect_the_committed_one(config: CheckpointConfig, tmp_path: Path) -> None:
+    """A suspect save of a committed iteration is written, and does not count as committed."""
     manager = CheckpointManager(config)
     state = {"w": torch.zeros(3)}
     manager.save(state, 1)
@@ -93,34 +92,34 @@ def test_a_save_for_diagnosis_neither_needs_nor_replaces_the_committed_one(
 
 
 @pytest.mark.process
-def test_a_save_that_staged_nothing_does_not_count_as_a_cheap_one(
+def test_a_save_without_staging_does_not_change_the_save_cost(
     config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What saves cost stays what it was, and so does the interval that is chosen by it."""
+    """A save that stages nothing changes neither the measured cost nor the interval derived from it."""
     manager = CheckpointManager(config)
     state = {"w": torch.zeros(3)}
     manager.save(state, 1)
     cost_s = manager.save_cost_s
 
-    def refuse(num_bytes: int) -> None:
+    def fail(pool: ArenaPool, num_bytes: int) -> None:
         raise CheckpointError("no memory")
 
-    monkeypatch.setattr(manager._arenas, "take", refuse)
+    monkeypatch.setattr(ArenaPool, "take", fail)
     assert "no memory" in str(manager.save(state, 2).error)
     assert manager.save_cost_s == cost_s
     manager.close()
 
 
-def test_a_manager_that_cannot_open_leaves_the_board(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a lane cannot begin, everything that was opened before it is closed."""
+def test_a_manager_that_cannot_open_closes_its_parts(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a lane cannot start, everything that was opened before is closed."""
     closed = list[str]()
     for kind in (Outcomes, Peers, WriterClient):
         monkeypatch.setattr(kind, "close", lambda _, name=kind.__name__: closed.append(name))
 
-    def refuse(peers: Peers) -> None:
+    def fail(peers: Peers) -> None:
         raise RuntimeError("no store")
 
-    monkeypatch.setattr(Peers, "store", refuse)
+    monkeypatch.setattr(Peers, "store", fail)
     with pytest.raises(RuntimeError, match="no store"):
         CheckpointManager(config)
     assert closed == ["Outcomes", "Peers", "WriterClient"]

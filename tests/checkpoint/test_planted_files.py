@@ -1,4 +1,4 @@
-"""Links, pipes, devices and huge files in place of ours are refused by name, and what they point to is left alone."""
+"""Links, pipes, devices and huge files in place of outlast's files are rejected, and their targets stay unchanged."""
 
 from __future__ import annotations
 
@@ -33,88 +33,88 @@ from outlast.status.evidence import gather
 TERABYTE = 1 << 40
 
 
-def link(path: Path) -> None:
+def plant_link(path: Path) -> None:
     (target := path.with_name("secret")).write_text("{}")
     path.symlink_to(target)
 
 
-def device(path: Path) -> None:
+def plant_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def huge(path: Path) -> None:
+def plant_huge_file(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(TERABYTE)
 
 
-PLANTED = {"a symbolic link": link, "a symbolic link to a device": device, "a pipe": os.mkfifo}
-PLANTED |= {"a folder": Path.mkdir, f"{TERABYTE} bytes": huge}
+PLANTED = {"a symbolic link": plant_link, "a symbolic link to a device": plant_device, "a pipe": os.mkfifo}
+PLANTED |= {"a folder": Path.mkdir, f"{TERABYTE} bytes": plant_huge_file}
 
 
-@pytest.mark.parametrize("what", PLANTED)
-def test_what_is_not_a_file_of_ours_is_refused_by_name(what: str, tmp_path: Path) -> None:
-    """No reader of a manifest, a record, a key or a journal follows a link, waits for a pipe or reads a terabyte."""
-    plant: Callable[[Path], object] = PLANTED[what]
-    said = what.partition(" to ")[0]
+@pytest.mark.parametrize("variant", PLANTED)
+def test_readers_reject_planted_files(variant: str, tmp_path: Path) -> None:
+    """Readers of manifests, records, keys and journals do not follow links, wait for pipes or read terabytes."""
+    plant: Callable[[Path], object] = PLANTED[variant]
+    reason = variant.partition(" to ")[0]
     plant(tmp_path / "file")
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match=reason):
         read_file(tmp_path / "file")
     (tmp_path / "step-3").mkdir()
     plant(tmp_path / "step-3" / "manifest.json")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=reason):
         Directory(tmp_path).manifest(3)
-    with pytest.raises((CheckpointError, OSError), match=said):
+    with pytest.raises((CheckpointError, OSError), match=reason):
         GlobalDirectory.open(tmp_path).manifest(3)
     (tmp_path / "owner").mkdir()
     plant(tmp_path / "owner" / "1.json")
-    with pytest.raises(OSError, match=said):
+    with pytest.raises(OSError, match=reason):
         FolderRecords(tmp_path).read(1)
-    if what != f"{TERABYTE} bytes":
-        with pytest.raises(OSError, match=said):
+    if variant != f"{TERABYTE} bytes":
+        with pytest.raises(OSError, match=reason):
             FolderRecords(tmp_path).renew(1, b"mine")
     plant(tmp_path / "ladder.json")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reason):
         load_recovery_state(tmp_path, is_new_job=True)
     plant(tmp_path / "ft_state.json")
     assert not LearnedTimeouts.load(tmp_path).learned.sections
     plant(tmp_path / "run.key")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reason):
         key_of_directory(tmp_path)
     (tmp_path / "given").mkdir()
     plant(tmp_path / "given" / "key")
-    if what != "a symbolic link":  # a path that the user gave may be one
-        with pytest.raises(ConfigError, match=said.replace("a symbolic link", "a device")):
+    if variant != "a symbolic link":  # a path given by the user may be a link
+        with pytest.raises(ConfigError, match=reason.replace("a symbolic link", "a device")):
             find_run_key("r", None, key_file=str(tmp_path / "given" / "key"), is_one_machine=True)
 
 
-@pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_journal_file_is_left_out_by_every_reader(
-    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """``status``, the ledger, the metrics endpoint, ``chaos`` and an iterating program read the other files and name
-    the planted one, if they can report it; none of them waits or reads a terabyte."""
+@pytest.mark.parametrize("variant", PLANTED)
+def test_journal_readers_skip_planted_files(variant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``status``, the ledger, metrics and ``chaos`` read the other files and report the planted one.
+
+    Programs that iterate over the journal do, too. None of them waits or reads a terabyte.
+    """
     written = Journal(tmp_path, run_id="r", job="j", node="a", proc="agent")
     written.write(EventKind.CYCLE_STARTED, cycle=0)
     written.close()
-    plant: Callable[[Path], object] = PLANTED[what]
-    said = what.partition(" to ")[0]
+    plant: Callable[[Path], object] = PLANTED[variant]
+    reason = variant.partition(" to ")[0]
     for name in ("j-b-agent.jsonl", "j-a-coordinator.jsonl", "j-a-rank-0.jsonl", "i-a-rank-0.jsonl"):
         plant(tmp_path / "journal" / name)
         (tmp_path / "journal" / "secret").unlink(missing_ok=True)
     assert [event.kind for event in journal.read(tmp_path)] == [EventKind.CYCLE_STARTED]
-    assert any(said in note for note in Ledger.read(tmp_path).notes)
+    assert any(reason in note for note in Ledger.read(tmp_path).notes)
     evidence = gather(tmp_path, asks=False)
     assert evidence.view.job("j").counts == {EventKind.CYCLE_STARTED: 1}
-    if what != f"{TERABYTE} bytes":  # the end of any other file is read
-        assert any(said in problem for problem in evidence.problems)
+    if variant != f"{TERABYTE} bytes":  # readers of the end accept any size
+        assert any(reason in problem for problem in evidence.problems)
         history = NodeHistory(tmp_path, "a")
         history.read_on("j", [0])
         assert not history.has_read
         assert [event.kind for event in JournalTail(tmp_path).read_new()] == [EventKind.CYCLE_STARTED]
-        assert said in caplog.text
+        assert reason in caplog.text
 
 
-def test_a_journal_of_planted_files_alone_is_an_error_that_names_one(tmp_path: Path) -> None:
+def test_a_journal_of_planted_files_only_is_an_error(tmp_path: Path) -> None:
     """``status`` and ``report`` give the reason why there is no event."""
     (tmp_path / "journal").mkdir()
     os.mkfifo(tmp_path / "journal" / "j-a-agent.jsonl")
@@ -123,8 +123,8 @@ def test_a_journal_of_planted_files_alone_is_an_error_that_names_one(tmp_path: P
             read(tmp_path)
 
 
-def test_a_state_file_of_32_mib_is_not_read(tmp_path: Path) -> None:
-    """``ladder.json``, ``requeue.json`` and learned timeouts hold a few values, and their limit is 16 MiB."""
+def test_a_state_file_above_its_limit_is_not_read(tmp_path: Path) -> None:
+    """``ladder.json``, ``requeue.json`` and learned timeouts above their limit of 16 MiB are not read."""
     for name in ("ladder.json", "requeue.json", "ft_state.json"):
         (tmp_path / name).write_bytes(b"{}" + b" " * (32 << 20))
     for load in (lambda folder: load_recovery_state(folder, is_new_job=True), load_requeue_state):
@@ -133,28 +133,27 @@ def test_a_state_file_of_32_mib_is_not_read(tmp_path: Path) -> None:
     assert not LearnedTimeouts.load(tmp_path).learned.sections
 
 
-def test_a_huge_object_is_refused_by_name(tmp_path: Path) -> None:
-    """A manifest or an owner's record in an object store that is larger than its limit is not read."""
+def test_a_huge_object_is_rejected(tmp_path: Path) -> None:
+    """A manifest or an owner's record in an object store above its limit is not read."""
     directory = GlobalDirectory.open(f"local://{tmp_path}")
     (tmp_path / "step-3").mkdir()
-    huge(tmp_path / "step-3" / "manifest.json")
+    plant_huge_file(tmp_path / "step-3" / "manifest.json")
     with pytest.raises(CheckpointError, match=f"step-3/manifest.json: it has {TERABYTE} bytes, and the limit is"):
         directory.manifest(3)
     (tmp_path / "owner").mkdir()
-    huge(tmp_path / "owner" / "1.json")
+    plant_huge_file(tmp_path / "owner" / "1.json")
     with pytest.raises(CheckpointError, match="and the limit is 65536"):
         directory.owners.read(1)
     (tmp_path / "step-3" / "manifest.json").unlink()
-    device(tmp_path / "step-3" / "manifest.json")
+    plant_device(tmp_path / "step-3" / "manifest.json")
     with pytest.raises(CheckpointError, match="cannot be read"):
         directory.manifest(3)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("tier", ["local_directory", "directory"])
-def test_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) -> None:
-    """Folders that are named like checkpoints, with a manifest of another program or none, outlive all saves; old and
-    damaged checkpoints of the run do not."""
+def test_other_programs_folders_are_never_removed(tier: str, tmp_path: Path) -> None:
+    """Folders named like checkpoints but without a manifest of outlast are kept; old checkpoints are removed."""
     counts = {"most_recent_k": 2, "local_most_recent_k": 2}
     config = CheckpointConfig(**{tier: str(tmp_path), "save_timeout": 60.0} | counts)  # type: ignore[arg-type]
     folder = tmp_path / ("node" if tier == "local_directory" else "")
@@ -173,13 +172,12 @@ def test_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) 
 
 @pytest.mark.extended
 @pytest.mark.process
-def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
-    """A link in place of the folder through which a run deletes, of an owner before it or of the records of owners is
-    refused by name; the folders that it points to stay."""
+def test_deletion_never_follows_a_planted_link(tmp_path: Path) -> None:
+    """A link in place of a folder for deletions or of the owner records is rejected, and its target stays unchanged."""
     config = CheckpointConfig(local_directory=str(tmp_path / "local"), save_timeout=60.0)
-    victim, folder = tmp_path / "victim", tmp_path / "local" / "node"
-    (victim / "home").mkdir(parents=True)
-    (victim / "home" / "file").write_text("precious")
+    target_folder, folder = tmp_path / "victim", tmp_path / "local" / "node"
+    (target_folder / "home").mkdir(parents=True)
+    (target_folder / "home" / "file").write_text("precious")
 
     def save(iteration: int) -> None:
         with closing(open_manager(config, env=WorkerEnv(node="node"))) as manager:
@@ -189,23 +187,23 @@ def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
     save(1)
     number = max(FolderRecords(folder).numbers())
     (folder / "owner" / f"{number}.trash").rmdir()
-    (folder / "owner" / f"{number}.trash").symlink_to(victim)
-    (folder / "suspect").symlink_to(victim)
-    (victim / "step-1.tmp-x").mkdir()
+    (folder / "owner" / f"{number}.trash").symlink_to(target_folder)
+    (folder / "suspect").symlink_to(target_folder)
+    (target_folder / "step-1.tmp-x").mkdir()
     with pytest.raises(OutlastError, match=r"symbolic link.*suspect"):
         save(2)
     (folder / "suspect").unlink()
     save(3)
     newest = max(FolderRecords(folder).numbers()) + 1
-    (folder / "owner" / f"{newest}.trash").symlink_to(victim)
+    (folder / "owner" / f"{newest}.trash").symlink_to(target_folder)
     with pytest.raises(OutlastError, match=rf"symbolic link.*{newest}\.trash"):
         save(4)
-    assert sorted(path.name for path in victim.iterdir()) == ["home", "step-1.tmp-x"]
-    assert (victim / "home" / "file").read_text() == "precious"
+    assert sorted(path.name for path in target_folder.iterdir()) == ["home", "step-1.tmp-x"]
+    assert (target_folder / "home" / "file").read_text() == "precious"
     (folder / "owner" / f"{newest}.trash").unlink()
     save(5)
-    (folder / "owner").rename(victim / "owner")
-    (folder / "owner").symlink_to(victim / "owner")
+    (folder / "owner").rename(target_folder / "owner")
+    (folder / "owner").symlink_to(target_folder / "owner")
     with pytest.raises(OutlastError, match=r"symbolic link.*owner"):
         save(6)
     assert 5 in CheckpointFolder(folder).checkpoints()
@@ -214,9 +212,8 @@ def test_a_planted_link_costs_its_target_nothing(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize("tier", ["local_directory", "directory"])
-def test_unfinished_folders_of_other_programs_are_never_removed(tier: str, tmp_path: Path) -> None:
-    """A run that takes a directory over removes what earlier runs left unfinished, and nothing that only has a similar
-    name."""
+def test_other_programs_unfinished_folders_are_never_removed(tier: str, tmp_path: Path) -> None:
+    """A run that takes over a directory removes earlier unfinished attempts, but no folder with a similar name."""
     config = CheckpointConfig(**{tier: str(tmp_path), "save_timeout": 60.0})  # type: ignore[arg-type]
     folder = tmp_path / ("node" if tier == "local_directory" else "")
     others = ["step-7.tmp-download", "step-7.aside-0", "step-8.doomed"]
@@ -227,21 +224,21 @@ def test_unfinished_folders_of_other_programs_are_never_removed(tier: str, tmp_p
         with closing(open_manager(config, env=WorkerEnv(node="node"))) as manager:
             manager.load_latest({"w": torch.zeros(4)})
             manager.save({"w": torch.ones(4)}, iteration).wait(60.0)
-    left = sorted(path.name for path in folder.glob("step-*.*"))
-    assert left == sorted(others)
+    remaining = sorted(path.name for path in folder.glob("step-*.*"))
+    assert remaining == sorted(others)
     assert all((folder / name / "model.bin").read_text() == "precious" for name in others)
 
 
 def test_a_record_is_not_removed_through_a_planted_link(tmp_path: Path) -> None:
-    """Where a link replaces the folder of the records, the file of the same name that it leads to stays."""
-    records, victim = FolderRecords(tmp_path / "place"), tmp_path / "victim"
+    """If a link replaces the folder of the records, the file of the same name in its target stays."""
+    records, target_folder = FolderRecords(tmp_path / "place"), tmp_path / "victim"
     (tmp_path / "place").mkdir()
     assert records.create(1, b"mine")
-    (tmp_path / "place" / "owner").rename(victim)
-    (tmp_path / "place" / "owner").symlink_to(victim)
+    (tmp_path / "place" / "owner").rename(target_folder)
+    (tmp_path / "place" / "owner").symlink_to(target_folder)
     with pytest.raises(OSError, match="owner"):
         records.remove(1)
     records.forget()
-    assert (victim / "1.json").read_bytes() == b"mine"
+    assert (target_folder / "1.json").read_bytes() == b"mine"
     (tmp_path / "place" / "owner").unlink()
     records.remove(1)

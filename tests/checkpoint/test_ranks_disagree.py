@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: told to all of them, and never taken for a saved checkpoint."""
+"""Ranks whose calls or states differ: the difference is reported on all ranks and never becomes a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def outcome(save):
 
 @pytest.mark.process
 def test_ranks_that_save_different_iterations_commit_nothing(tmp_path: Path) -> None:
-    """The save fails on both ranks, with the reason, and no checkpoint appears; the next one is whole."""
+    """The save fails on both ranks with the reason and commits nothing; the next save succeeds."""
     folder = tmp_path / "ckpt"
     script = (
         OUTCOMES
@@ -42,18 +42,20 @@ tell(different=different, names=names, durable=manager.durable_iteration, same=o
 manager.close()
 """
     )
-    for code, told in start(folder, script, world=2):
-        assert code == 0, told
-        assert "rank 1 saves iteration 6 meanwhile" in told["different"]
-        assert told["names"] == []
-        assert told["same"] == 7
+    for code, report in start(folder, script, world=2):
+        assert code == 0, report
+        assert "rank 1 saves iteration 6 meanwhile" in report["different"]
+        assert report["names"] == []
+        assert report["same"] == 7
     assert len(list((folder / "step-7").glob("rank-*"))) == 2
 
 
 @pytest.mark.process
-def test_a_rank_that_cannot_save_is_not_waited_for(tmp_path: Path) -> None:
-    """One rank's value cannot be saved: its script hears it at once, the other's save fails with that reason long
-    before the timeout, and both go on with the same next save."""
+def test_a_rank_that_cannot_save_fails_the_save_at_once(tmp_path: Path) -> None:
+    """A value that cannot be saved fails the save on all ranks with that reason, long before the timeout.
+
+    Both ranks continue with the next save.
+    """
     folder = tmp_path / "ckpt"
     script = (
         OUTCOMES
@@ -65,10 +67,10 @@ tell(first=first, second=second, durable=manager.durable_iteration)
 manager.close()
 """
     )
-    for code, told in start(folder, script, world=2):
-        assert code == 0, told
-        assert "'state.bad' of type function" in told["first"]
-        assert told["second"] == told["durable"] == 2
+    for code, report in start(folder, script, world=2):
+        assert code == 0, report
+        assert "'state.bad' of type function" in report["first"]
+        assert report["second"] == report["durable"] == 2
     assert not (folder / "step-1").exists()
     assert len(list((folder / "step-2").glob("rank-*"))) == 2
 
@@ -76,10 +78,8 @@ manager.close()
 @pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize(("saved_by", "kind"), [(2, "KeyError"), (2, "RuntimeError"), (1, "KeyError")])
-def test_a_rank_whose_state_cannot_be_told_is_not_waited_for_at_a_load(
-    tmp_path: Path, saved_by: int, kind: str
-) -> None:
-    """Both ranks hear which rank it is and why, long before the timeout, and the checkpoint is not blamed for it."""
+def test_a_failing_state_dict_fails_the_load_at_once(tmp_path: Path, saved_by: int, kind: str) -> None:
+    """Both ranks report the failing rank and the reason long before the timeout, and do not reject the checkpoint."""
     begin = """
 manager = manage(config={"local_directory": None, "directory": os.path.dirname(folder), "save_timeout": 1000.0})
 """
@@ -99,18 +99,18 @@ except CheckpointError as error:
 tell(told=told)
 manager.close()
 """
-    for code, told in start(tmp_path / "ckpt", save, world=saved_by):
-        assert (code, told) == (0, {"saved": 1})
-    for code, told in start(tmp_path / "ckpt", load, world=2):
-        assert code == 0, told
-        assert f"checkpoint 1 does not fit rank 1: {kind}: " in told["told"]
-        assert "no such part" in told["told"]
+    for code, report in start(tmp_path / "ckpt", save, world=saved_by):
+        assert (code, report) == (0, {"saved": 1})
+    for code, report in start(tmp_path / "ckpt", load, world=2):
+        assert code == 0, report
+        assert f"checkpoint 1 does not fit rank 1: {kind}: " in report["told"]
+        assert "no such part" in report["told"]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_save_is_waited_for_only_so_long_when_the_store_is_stopped(tmp_path: Path) -> None:
-    """With the rank that hosts the store stopped, waiting ends at the save's deadline, and so does the process."""
+def test_waiting_for_a_save_ends_when_the_store_host_is_stopped(tmp_path: Path) -> None:
+    """With the host of the TCPStore stopped, ``wait`` ends at the save's deadline, and the process exits."""
     script = """
 from outlast.errors import DeadlineExceeded
 import outlast.checkpoint.manager as module
@@ -130,15 +130,15 @@ manager.close()
 os.kill(pids[0], signal.SIGKILL)
 os._exit(0)
 """
-    (code, _), (other_code, told) = start(tmp_path / "ckpt", script, world=2)
-    assert (code, other_code) == (-9, 0), told
-    assert "neither committed nor failed" in told["text"]
+    (code, _), (other_code, report) = start(tmp_path / "ckpt", script, world=2)
+    assert (code, other_code) == (-9, 0), report
+    assert "neither committed nor failed" in report["text"]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_death_of_rank_0_is_told_as_that(tmp_path: Path) -> None:
-    """The saves of the others fail because their store is gone: nobody is told to look at the directory."""
+def test_the_death_of_rank_0_is_reported(tmp_path: Path) -> None:
+    """Saves that fail because rank 0 is gone report that, and do not suggest to repair the directory."""
     script = """
 manager = manage(config={"max_consecutive_save_failures": 1, "async_save": False})
 assert manager.save(state, 1).error is None
@@ -155,18 +155,21 @@ except CheckpointError as error:
 manager.close()
 os._exit(0)
 """
-    (code, _), (other_code, told) = start(tmp_path / "ckpt", script, world=2)
-    assert (code, other_code) == (-9, 0), told
-    assert "rank 0, which hosts the ranks' store, is gone" in told["first"]
-    assert "1 save in a row failed" in told["last"]
-    assert "start all ranks again" in told["last"]
-    assert "repair the directory" not in told["last"]
+    (code, _), (other_code, report) = start(tmp_path / "ckpt", script, world=2)
+    assert (code, other_code) == (-9, 0), report
+    assert "rank 0, which hosts the ranks' store, is gone" in report["first"]
+    assert "1 save in a row failed" in report["last"]
+    assert "start all ranks again" in report["last"]
+    assert "repair the directory" not in report["last"]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_nodes_with_folders_of_their_own_commit_and_load_together(tmp_path: Path) -> None:
-    """Without replicas each folder holds its ranks' shards and the same manifest; what one node lacks, none loads."""
+def test_nodes_with_separate_folders_commit_together(tmp_path: Path) -> None:
+    """Without replicas each folder holds its ranks' shards and the same manifest.
+
+    If one node lacks the manifest, no rank loads the checkpoint.
+    """
     base = tmp_path / "ckpt"
     apart = "folder = folder + f'/node-{rank}'\nos.makedirs(folder, exist_ok=True)\n"
     save = (
@@ -182,8 +185,8 @@ tell(saved=saved)
 manager.close()
 """
     )
-    ended = start(base, save, world=2)
-    assert [code for code, _ in ended] == [0, 0], ended
+    saves = start(base, save, world=2)
+    assert [code for code, _ in saves] == [0, 0], saves
     for rank in (0, 1):
         assert [path.name for path in (base / f"node-{rank}" / "step-2").glob("rank-*")] == [
             f"rank-0000{rank}.safetensors"
@@ -201,15 +204,15 @@ manager.close()
 """
     )
     loaded = start(base, load, world=2)
-    for (code, told), (_, saved) in zip(loaded, ended, strict=True):
-        assert code == 0, told
-        assert told["iteration"] == 1
-        assert told["loaded"] == saved["saved"][0]
-        assert "rank 1" in told["rejected"][0]
+    for (code, report), (_, saved) in zip(loaded, saves, strict=True):
+        assert code == 0, report
+        assert report["iteration"] == 1
+        assert report["loaded"] == saved["saved"][0]
+        assert "rank 1" in report["rejected"][0]
 
 
-class _GoneStore(HashStore):
-    """A store whose host leaves when it is told to."""
+class _DisappearingStore(HashStore):
+    """A TCPStore double whose host disappears on request."""
 
     is_gone = False
 
@@ -230,10 +233,10 @@ class _GoneStore(HashStore):
         return super().delete_key(key)
 
 
-@pytest.mark.parametrize("last", ["forget", "part"])
-def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
-    """What ranks say once they know the outcome, and what they delete, may fail: the outcome stays what it was."""
-    store: Any = _GoneStore()
+@pytest.mark.parametrize("operation", ["forget", "part"])
+def test_a_store_lost_after_the_outcome_changes_nothing(operation: str) -> None:
+    """If the store is lost after the outcome is known, the outcome stays valid."""
+    store: Any = _DisappearingStore()
     places: Any = SimpleNamespace(nodes=("a", "b"), token="test", local=None, tiers=frozenset({Tier.MEMORY}))
     unused: Any = None
     outcomes: Any = SimpleNamespace(late=LateTiers())
@@ -251,7 +254,7 @@ def test_a_store_that_goes_after_the_outcome_changes_nothing(last: str) -> None:
     )
     lane._post("outcome", SaveOutcome())
     store.is_gone = True
-    if last == "forget":
+    if operation == "forget":
         lane._forget(1)
     else:
         lane._part(save)

@@ -1,4 +1,4 @@
-"""A save is a copy of that moment, kept as long as promised, and its failure costs nothing that was committed."""
+"""Saves: the state of the call, retention, and failures that do not affect committed checkpoints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from saving_ranks import start
 
 
 @pytest.mark.process
-def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
-    """With a writer that waits, training goes on; values, optimizer steps and random numbers are those of the save."""
+def test_a_save_has_the_state_of_its_call(tmp_path: Path) -> None:
+    """A delayed save has the values, optimizer steps and random numbers of its call while training continues."""
     script = """
 fifo = folder + "-fifo"
 os.mkfifo(fifo)
@@ -38,8 +38,11 @@ again.close()
 
 
 @pytest.mark.process
-def test_retention_and_saving_again(tmp_path: Path) -> None:
-    """The newest two stay; a committed checkpoint is not written again. Only what is scheduled is said to be."""
+def test_retention_keeps_two_and_skips_committed_checkpoints(tmp_path: Path) -> None:
+    """The newest two checkpoints are kept, and a committed one is not written again.
+
+    Only saves that are scheduled are logged.
+    """
     script = """
 said = []
 handler = logging.Handler()
@@ -63,9 +66,9 @@ tell(
 )
 manager.close()
 """
-    ((code, told),) = start(tmp_path / "ckpt", script)
-    assert code == 0, told
-    assert told == {
+    ((code, report),) = start(tmp_path / "ckpt", script)
+    assert code == 0, report
+    assert report == {
         "names": ["latest", "owner", "run.json", "step-2", "step-3"],
         "latest": "step-3\n",
         "untouched": True,
@@ -76,8 +79,11 @@ manager.close()
 
 
 @pytest.mark.process
-def test_a_full_disk_fails_saves_until_there_is_room(tmp_path: Path) -> None:
-    """A save that finds no room fails, older checkpoints stay, the next tries again; too many in a row is an error."""
+def test_a_full_disk_fails_saves_until_space_is_free(tmp_path: Path) -> None:
+    """A save on a full disk fails and keeps older checkpoints; the next save retries.
+
+    Too many failures in a row raise an error.
+    """
     script = """
 import resource
 manager = manage(config={"max_consecutive_save_failures": 2, "async_save": False})
@@ -96,18 +102,18 @@ except CheckpointError as error:
     tell(first=first, last=str(error), durable=manager.durable_iteration, names=sorted(os.listdir(folder)))
 manager.close()
 """
-    ((code, told),) = start(tmp_path / "ckpt", script)
-    assert code == 0, told
-    assert "rank 0" in told["first"]
-    assert "2 saves in a row failed" in told["last"]
-    assert "Make room or repair the directory" in told["last"]
-    assert told["durable"] == 3
-    assert {"step-1", "step-3"} <= set(told["names"])
+    ((code, report),) = start(tmp_path / "ckpt", script)
+    assert code == 0, report
+    assert "rank 0" in report["first"]
+    assert "2 saves in a row failed" in report["last"]
+    assert "Make room or repair the directory" in report["last"]
+    assert report["durable"] == 3
+    assert {"step-1", "step-3"} <= set(report["names"])
 
 
 @pytest.mark.process
-def test_what_a_failed_save_wrote_is_removed(tmp_path: Path) -> None:
-    """The room that a failed attempt took is free for the next: neither its file nor its folder stays."""
+def test_a_failed_save_removes_its_files(tmp_path: Path) -> None:
+    """A failed attempt removes its file and its folder, which frees the space for the next."""
     script = """
 import resource
 manager = manage(config={"async_save": False})
@@ -117,15 +123,15 @@ assert manager.save(state, 2).error is not None
 tell(names=sorted(os.listdir(folder)))
 manager.close()
 """
-    ((code, told),) = start(tmp_path / "ckpt", script)
-    assert code == 0, told
-    assert told == {"names": ["latest", "owner", "run.json", "step-1"]}
+    ((code, report),) = start(tmp_path / "ckpt", script)
+    assert code == 0, report
+    assert report == {"names": ["latest", "owner", "run.json", "step-1"]}
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_stopped_writer_fails_its_save_and_is_replaced(tmp_path: Path) -> None:
-    """A writer that is stopped fails saves, each at its deadline, until it is replaced; the next save has a new one."""
+    """A stopped writer fails each save at its deadline until it is replaced; the next save uses a new writer."""
     script = """
 manager = manage(config={"async_save": False, "save_timeout": 5.0})
 assert manager.save(state, 1).error is None
@@ -138,16 +144,16 @@ while manager.save(state, iteration).error is not None:
 tell(failed=failed, replaced=writer_pid() != stopped, gone=not os.path.exists(f"/proc/{stopped}"))
 manager.close()
 """
-    ((code, told),) = start(tmp_path / "ckpt", script)
-    assert code == 0, told
-    assert "did not respond" in told["failed"]
-    assert told["replaced"]
-    assert told["gone"]
+    ((code, report),) = start(tmp_path / "ckpt", script)
+    assert code == 0, report
+    assert "did not respond" in report["failed"]
+    assert report["replaced"]
+    assert report["gone"]
 
 
 @pytest.mark.process
-def test_a_training_that_did_not_load_does_not_save_among_older_checkpoints(tmp_path: Path) -> None:
-    """Checkpoints that nobody loaded would be taken for newer: the first save says so and keeps them as they are."""
+def test_a_save_without_a_load_keeps_older_checkpoints(tmp_path: Path) -> None:
+    """The first save into a directory with checkpoints that were not loaded fails and keeps them."""
     script = """
 manager = manage(config={"async_save": False, "local_most_recent_k": 2, "suspect_window": 0})
 for iteration in (100, 200):
@@ -163,26 +169,26 @@ manager.save(state, 201)
 tell(refused=refused, restored=restored.iteration, names=sorted(os.listdir(folder)))
 manager.close()
 """
-    ((code, told),) = start(tmp_path / "ckpt", script)
-    assert code == 0, told
-    assert "checkpoints (newest: 200) that this training did not load" in told["refused"]
-    assert told["restored"] == 200
-    assert told["names"] == ["latest", "owner", "run.json", "step-200", "step-201"]
+    ((code, report),) = start(tmp_path / "ckpt", script)
+    assert code == 0, report
+    assert "checkpoints (newest: 200) that this training did not load" in report["refused"]
+    assert report["restored"] == 200
+    assert report["names"] == ["latest", "owner", "run.json", "step-200", "step-201"]
 
 
 @pytest.mark.process
-def test_the_writer_ends_with_its_worker(tmp_path: Path) -> None:
-    """A worker that is killed leaves no writer process behind."""
+def test_the_writer_exits_with_its_worker(tmp_path: Path) -> None:
+    """The writer process of a killed worker exits."""
     script = """
 manager = manage()
 manager.save(state, 1).wait(100)
 tell(writer=writer_pid())
 kill_self()
 """
-    ((code, told),) = start(tmp_path / "ckpt", script)
-    assert code == -9, told
+    ((code, report),) = start(tmp_path / "ckpt", script)
+    assert code == -9, report
     deadline_s = time.monotonic() + 60
-    while _runs(told["writer"]):
+    while _runs(report["writer"]):
         assert time.monotonic() < deadline_s, "the writer outlived its worker"
         os.sched_yield()
 

@@ -1,4 +1,4 @@
-"""Saves of many ranks: answers go up a tree, rank 0 makes one manifest of them, all ranks get the same outcome."""
+"""Saves of many ranks: responses go up a tree, rank 0 merges them into one manifest, all ranks get the same outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ATTEMPT = SaveAttempt(job="job", cycle=0, token="many", ordinal=3)
 
 
 class _CountedStore(HashStore):
-    """Counts what each thread reads, and how many bytes."""
+    """A HashStore that records the reads of each thread and their bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class _CountedStore(HashStore):
         return data
 
 
-class _InPlace:
-    """In place of a rank's writer: digests here and now, and notes the manifests that it is given."""
+class _FakeWriter:
+    """Test double of a rank's writer: computes digests in this process and records the manifests."""
 
     def __init__(self) -> None:
         self.manifests: list[bytes] = []
@@ -68,8 +68,8 @@ class _InPlace:
         return reply(), None
 
 
-class _Noted:
-    """In place of a manager's outcomes."""
+class _FakeOutcomes:
+    """Test double of a manager's outcomes."""
 
     is_call_left = False
 
@@ -77,7 +77,7 @@ class _Noted:
         self.late = LateTiers()
 
     def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
-        """The handle is enough."""
+        """Do nothing: the handle is sufficient."""
 
     def committed(self, save: Save, lane: str, tiers: object, failures: object = ()) -> None:
         save.handle.succeed(save.result())
@@ -87,11 +87,11 @@ class _Noted:
 
 
 class _Ranks:
-    """As many lanes as ranks, in threads of this process."""
+    """One lane per rank, in threads of this process."""
 
     def __init__(self, timeout_s: float = LONG_S) -> None:
         self.store = _CountedStore()
-        self.writers = [_InPlace() for _ in range(WORLD)]
+        self.writers = [_FakeWriter() for _ in range(WORLD)]
         nodes = tuple(f"node-{rank // PER_NODE}" for rank in range(WORLD))
         places = Places(
             directory=None,
@@ -120,7 +120,7 @@ class _Ranks:
                 timeout_s=timeout_s,
                 claim=unclaimed,
                 retention=RetentionRules(most_recent_k=1),
-                outcomes=_Noted(),  # type: ignore[arg-type]
+                outcomes=_FakeOutcomes(),  # type: ignore[arg-type]
             )
             for rank in range(WORLD)
         ]
@@ -154,7 +154,7 @@ class _Ranks:
         )
 
     def commit(self, saves: dict[int, Save]) -> list[CheckpointError | None]:
-        """Have ranks commit; return each one's error."""
+        """Commit the saves of some ranks; return each rank's error."""
         for rank, save in saves.items():
             self.lanes[rank].submit(save)
         errors: list[CheckpointError | None] = []
@@ -173,20 +173,22 @@ def _ranks(timeout_s: float = LONG_S) -> Iterator[_Ranks]:
     try:
         yield ranks
     finally:
-        ended = [lane.stop(LONG_S) for lane in ranks.lanes]
+        stopped = [lane.stop(LONG_S) for lane in ranks.lanes]
         for arena in ranks.arenas:
             arena.close()
-        assert all(ended)
+        assert all(stopped)
 
 
 def test_all_ranks_commit_one_manifest() -> None:
-    """Every node's leader gets the same manifest, with every rank's shard; every rank's writer keeps its part."""
+    """Each node's leader gets the same manifest with every rank's shard; each rank's writer keeps its part."""
     with _ranks() as ranks:
         saves = {rank: ranks.save(rank) for rank in range(WORLD)}
         assert ranks.commit(saves) == [None] * WORLD
         prepared = [writer.manifests for writer in ranks.writers]
-        assert [rank for rank, some in enumerate(prepared) if some] == list(range(0, WORLD, PER_NODE))
-        assert len({data for some in prepared for data in some}) == 1
+        assert [rank for rank, prepared_manifests in enumerate(prepared) if prepared_manifests] == list(
+            range(0, WORLD, PER_NODE)
+        )
+        assert len({data for prepared_manifests in prepared for data in prepared_manifests}) == 1
         manifest, _ = decode_manifest(prepared[0][0])
         assert [shard.rank for shard in manifest.shards] == list(range(WORLD))
         images = [memoryview(os.pread(save.arena.fd, save.num_bytes, 0)) for save in saves.values() if save.arena]
@@ -194,8 +196,8 @@ def test_all_ranks_commit_one_manifest() -> None:
         assert [writer.kept for writer in ranks.writers] == [[rank] for rank in range(WORLD)]
 
 
-def test_no_rank_reads_what_all_others_have() -> None:
-    """A rank reads an answer of each rank below it in the tree, the manifest if it leads a node, and the outcome."""
+def test_a_rank_reads_a_bounded_number_of_responses() -> None:
+    """A rank reads the responses of its children in the tree, the manifest if it leads a node, and the outcome."""
     with _ranks() as ranks:
         for rank, lane in enumerate(ranks.lanes):
             lane._thread.name = f"rank {rank}"
@@ -208,10 +210,10 @@ def test_no_rank_reads_what_all_others_have() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 17, WORLD - 1])
-def test_one_rank_that_has_nothing_fails_all(rank: int) -> None:
-    """Wherever in the tree it is, all ranks get its error, nothing is kept, and all forget the attempt."""
+def test_one_failed_rank_fails_the_save_on_all(rank: int) -> None:
+    """The error of a rank anywhere in the tree is reported on all ranks, and all discard the attempt."""
     with _ranks() as ranks:
-        saves = {one: ranks.save(one, error="out of memory" if one == rank else None) for one in range(WORLD)}
+        saves = {other: ranks.save(other, error="out of memory" if other == rank else None) for other in range(WORLD)}
         errors = ranks.commit(saves)
         assert {f"rank {rank} on node node-{rank // PER_NODE}: out of memory" in str(error) for error in errors} == {
             True
@@ -220,8 +222,8 @@ def test_one_rank_that_has_nothing_fails_all(rank: int) -> None:
         assert all(writer.discarded for writer in ranks.writers)
 
 
-def test_a_rank_of_another_iteration_fails_all() -> None:
-    """A rank deep in the tree that saves another iteration is named to all."""
+def test_a_rank_with_another_iteration_fails_the_save() -> None:
+    """A rank deep in the tree that saves another iteration is reported on all ranks."""
     with _ranks() as ranks:
         saves = {rank: ranks.save(rank, iteration=8 if rank == WORLD - 1 else 7) for rank in range(WORLD)}
         errors = ranks.commit(saves)
@@ -229,31 +231,34 @@ def test_a_rank_of_another_iteration_fails_all() -> None:
         assert not any(writer.manifests for writer in ranks.writers)
 
 
-def test_a_silent_rank_fails_all_others() -> None:
-    """One that never answers is noticed at the deadline, and nothing is committed anywhere."""
+def test_an_unresponsive_rank_fails_the_save() -> None:
+    """A rank that never responds is detected at the deadline, and nothing is committed."""
     with _ranks(timeout_s=3.0) as ranks:
         errors = ranks.commit({rank: ranks.save(rank) for rank in range(WORLD - 1)})
         assert {type(error) for error in errors} == {PeerSilent}
         assert not any(writer.manifests or writer.kept for writer in ranks.writers)
 
 
-def test_an_answer_does_not_grow_with_the_model() -> None:
-    """A rank of an 80-layer model under FSDP with Adam publishes less than 200 bytes: its table stays in its shard."""
+def test_a_response_does_not_grow_with_the_model() -> None:
+    """A rank of an 80-layer model under FSDP with Adam publishes less than 200 bytes.
+
+    Its tensor table is stored in its shard.
+    """
     identity = Identity(run="r", topology="t", rank=16383, world_size=16384, iteration=10**6, attempt="a")
     head, _, size = ShardLayout(tensors_of_rank(16384)).place(identity, 4096)
     chunks = ["0123456789abcdef"] * -(-size // (8 << 20))
     shard = msgspec.structs.replace(
         ShardEntry.of(16383, memoryview(head + bytes(16)), chunks, finite=True), num_bytes=size
     )
-    answer = ShardReady(iteration=10**6, shard=shard, num_copies=1)
+    response = ShardReady(iteration=10**6, shard=shard, num_copies=1)
     assert len(head) > 200_000
-    assert len(msgspec.json.encode(answer)) < 200
+    assert len(msgspec.json.encode(response)) < 200
     assert len(msgspec.json.encode(SaveOutcome())) < 200
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 1024, 1025, 16384, 10**6])
-def test_waiting_for_the_outcome_does_not_load_the_store_with_the_ranks(num_ranks: int) -> None:
-    """However many ranks wait, together they look no more often than 1,024 do; a few ranks look often."""
+def test_polling_for_the_outcome_is_bounded(num_ranks: int) -> None:
+    """Any number of ranks together polls the store no more often than 1,024 ranks do; few ranks poll often."""
     pause_s = MemoryLane._poll_s(num_ranks)
     assert num_ranks / pause_s <= 1024 / POLL_S * (1 + 1e-9)
     assert pause_s == POLL_S or num_ranks > 1024

@@ -29,30 +29,30 @@ SILENT_S = 2.0
 pytestmark = [pytest.mark.process]
 
 
-def _wait_until(is_so: Callable[[], bool]) -> None:
+def _wait_until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + LONG_S
-    while not is_so():
+    while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.05)
 
 
 @contextmanager
-def _hung(source: Path, mounted: Path) -> Iterator[None]:
+def _hung_mount(source: Path, mount_point: Path) -> Iterator[None]:
     """Mount a directory whose file system does not respond."""
-    mounted.mkdir()
-    daemon = subprocess.Popen(["bindfs", "-f", source, mounted])
+    mount_point.mkdir()
+    daemon = subprocess.Popen(["bindfs", "-f", source, mount_point])
     try:
-        _wait_until(lambda: os.path.ismount(mounted))
+        _wait_until(lambda: os.path.ismount(mount_point))
         daemon.send_signal(signal.SIGSTOP)
         yield
     finally:
         daemon.kill()
         daemon.wait()
-        subprocess.run(["umount", "-l", mounted], check=True)
+        subprocess.run(["umount", "-l", mount_point], check=True)
 
 
-def test_training_waits_once_for_a_stopped_writer() -> None:
-    """The save that finds it waits for its full limit, those after it for a second, until it responds again."""
+def test_only_the_first_save_waits_for_a_stopped_writer() -> None:
+    """The first save waits for its full limit, later saves for one second, until the writer responds again."""
     writer = WriterProcess(node="a", silent_s=LONG_S)
     with closing(writer), closing(WriterClient(writer.address)) as client:
         pool = ArenaPool(client, 0, limit_s=LONG_S, answer_s=2.0, may_steal=False)
@@ -65,7 +65,7 @@ def test_training_waits_once_for_a_stopped_writer() -> None:
                 with pytest.raises(CheckpointError, match=f"did not respond within {limit}"):
                     pool.take(4096)
             writer_process.resume()
-            _wait_until(lambda: _gives_memory(pool))
+            _wait_until(lambda: _can_take_memory(pool))
 
 
 def _is_stopped(pid: int) -> bool:
@@ -74,7 +74,7 @@ def _is_stopped(pid: int) -> bool:
     return set(states) == {"T"}
 
 
-def _gives_memory(pool: ArenaPool) -> bool:
+def _can_take_memory(pool: ArenaPool) -> bool:
     try:
         pool.give_back(pool.take(4096))
     except CheckpointError:
@@ -83,11 +83,13 @@ def _gives_memory(pool: ArenaPool) -> bool:
 
 
 def test_a_stopped_writer_is_killed_and_replaced() -> None:
-    """A pending request fails at once when the writer is killed, the next one is served by the new writer, and the
-    owner is notified with the process, its state and the time."""
+    """A pending request fails when the writer is killed, and the next one is served by a new writer.
+
+    The owner is notified with the process, its state and the time.
+    """
     lines: list[str] = []
-    made = WriterProcess(node="a", on_death=lines.append, silent_s=SILENT_S)
-    with closing(made) as writer, closing(WriterClient(writer.address)) as client, ThreadPoolExecutor() as pool:
+    new_writer = WriterProcess(node="a", on_death=lines.append, silent_s=SILENT_S)
+    with closing(new_writer) as writer, closing(WriterClient(writer.address)) as client, ThreadPoolExecutor() as pool:
         client.ask(protocol.List(), protocol.Listed, timeout_s=LONG_S)
         first = writer.pid
         psutil.Process(first).suspend()
@@ -102,12 +104,12 @@ def test_a_stopped_writer_is_killed_and_replaced() -> None:
         assert "did not respond for " in lines[0]
 
 
-def test_a_replaced_writer_serves_other_nodes_at_the_same_port() -> None:
-    """Other nodes need not learn a new address: a request of any kind has the new writer serve them there."""
+def test_a_replacement_writer_serves_at_the_same_port() -> None:
+    """After any request a new writer serves other nodes at the port of the old one."""
     with closing(WriterProcess()) as writer, closing(WriterClient(writer.address)) as client:
         serve = protocol.Serve(host="127.0.0.1", secret=KEY, folder=None)
-        served, _ = client.ask(serve, protocol.Serving, timeout_s=LONG_S)
-        target = Target("here", "127.0.0.1", served.port)
+        serving, _ = client.ask(serve, protocol.Serving, timeout_s=LONG_S)
+        target = Target("here", "127.0.0.1", serving.port)
         ping(target, KEY, timeout_s=LONG_S)
         first = writer.pid
         os.kill(first, signal.SIGKILL)
@@ -121,15 +123,14 @@ def test_a_replaced_writer_serves_other_nodes_at_the_same_port() -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bindfs") is None or os.getuid() != 0, reason="needs bindfs, and to be root")
-def test_a_writer_whose_directory_hangs_is_not_replaced(tmp_path: Path) -> None:
-    """Writes wait in a directory that does not respond, for several times the limit; the writer serves other requests
-    all the time and is the same process at the end."""
+def test_a_writer_with_a_hung_directory_is_not_replaced(tmp_path: Path) -> None:
+    """A writer whose writes hang for several times the limit serves other requests and is not replaced."""
     (source := tmp_path / "source").mkdir()
-    made = WriterProcess(silent_s=SILENT_S)
-    with closing(made) as writer, closing(WriterClient(writer.address)) as client, ThreadPoolExecutor(4) as pool:
+    new_writer = WriterProcess(silent_s=SILENT_S)
+    with closing(new_writer) as writer, closing(WriterClient(writer.address)) as client, ThreadPoolExecutor(4) as pool:
         client.ask(protocol.PingWriter(), protocol.Done, timeout_s=LONG_S)
         first = writer.pid
-        with _hung(source, tmp_path / "mounted"):
+        with _hung_mount(source, tmp_path / "mounted"):
             fd = memory_file("shard")
             os.ftruncate(fd, 1 << 16)
             path = os.fspath(tmp_path / "mounted" / "folder" / "shard")
@@ -143,7 +144,7 @@ def test_a_writer_whose_directory_hangs_is_not_replaced(tmp_path: Path) -> None:
                 time.sleep(0.1)
             assert writer.pid == first
             assert not any(one.done() for one in pending)
-        for one in pending:  # the directory is away now
+        for one in pending:  # the mount is gone
             with pytest.raises(CheckpointError):
                 one.result(LONG_S)
         assert writer.pid == first

@@ -1,4 +1,4 @@
-"""Ranks whose state is the checkpoint that all go back to keep it; the others load, and prove what they load."""
+"""Ranks whose live state is the recovery point keep it; the others load and verify their copies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outlast.errors import CheckpointError
 from outlast.policy.recovery_point import Copy, Tier, choose_recovery_point
 
 
-class Peers:
-    """Two ranks, the other of which says what it is told to say."""
+class FakePeers:
+    """Two ranks, the second of which gathers a given value."""
 
     rank, world_size = 0, 2
 
@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> CheckpointConfig:
     return CheckpointConfig(directory=str(tmp_path / "run"), async_save=False)
 
 
-def saved(config: CheckpointConfig, *iterations: int) -> dict[int, str]:
+def save_iterations(config: CheckpointConfig, *iterations: int) -> dict[int, str]:
     """Save a state of ``iteration`` ones per iteration; return the attempts."""
     manager = CheckpointManager(config)
     state = {"weights": torch.zeros(3)}
@@ -50,9 +50,9 @@ def saved(config: CheckpointConfig, *iterations: int) -> dict[int, str]:
     return attempts
 
 
-def test_a_state_that_is_the_newest_checkpoint_is_left_alone(config: CheckpointConfig) -> None:
-    """With its iteration and attempt named, nothing is read and nothing touched; the next save descends from it."""
-    attempts = saved(config, 1, 2)
+def test_a_state_equal_to_the_newest_checkpoint_is_kept(config: CheckpointConfig) -> None:
+    """A state with the newest checkpoint's iteration and attempt is kept without a read; the next save succeeds."""
+    attempts = save_iterations(config, 1, 2)
     manager = CheckpointManager(config)
     state = {"weights": torch.full((3,), 7.0)}
     restored = manager.load_latest(state, has=(2, attempts[2]))
@@ -67,7 +67,7 @@ def test_a_state_that_is_the_newest_checkpoint_is_left_alone(config: CheckpointC
 
 def test_another_attempt_or_an_older_iteration_is_loaded(config: CheckpointConfig) -> None:
     """A state of another attempt, or of an older checkpoint, is replaced by the newest."""
-    attempts = saved(config, 1, 2)
+    attempts = save_iterations(config, 1, 2)
     for has in ((2, "other"), (1, attempts[1]), None):
         manager = CheckpointManager(config)
         state = {"weights": torch.full((3,), 7.0)}
@@ -78,9 +78,9 @@ def test_another_attempt_or_an_older_iteration_is_loaded(config: CheckpointConfi
         manager.close()
 
 
-def test_a_bad_copy_is_not_needed_by_who_has_the_state(config: CheckpointConfig) -> None:
-    """The rank keeps what it has though its copy is damaged; without it, the load is refused as ever."""
-    attempts = saved(config, 1)
+def test_a_rank_that_holds_the_state_ignores_corrupt_copies(config: CheckpointConfig) -> None:
+    """A rank that holds the state keeps it although its copy is corrupt; a rank without it fails to load."""
+    attempts = save_iterations(config, 1)
     assert config.directory is not None
     for path in Path(config.directory).glob("step-*/*.distcp"):
         path.write_bytes(b"x" * path.stat().st_size)
@@ -96,13 +96,13 @@ def test_a_bad_copy_is_not_needed_by_who_has_the_state(config: CheckpointConfig)
     manager.close()
 
 
-def test_what_one_rank_has_does_not_make_a_checkpoint() -> None:
-    """A checkpoint is chosen only if every other rank has a copy of that very attempt."""
-    mine = (3, "b")
+def test_a_kept_state_requires_copies_on_all_ranks() -> None:
+    """A kept state is chosen only if each other rank has a copy of the same attempt."""
+    own_state = (3, "b")
     two = Copy(2, "a", Tier.LOCAL, "node")
     three = Copy(3, "b", Tier.GLOBAL)
-    assert gather_kept(mine, table({two}, {two}), Peers(None)) == [None, None]  # type: ignore[arg-type]
-    kept = gather_kept(mine, table({two}, {two, three}), Peers(None))  # type: ignore[arg-type]
+    assert gather_kept(own_state, table({two}, {two}), FakePeers(None)) == [None, None]  # type: ignore[arg-type]
+    kept = gather_kept(own_state, table({two}, {two, three}), FakePeers(None))  # type: ignore[arg-type]
     assert kept[1] is None
     assert kept[0] is not None
     assert is_kept(kept[0])
@@ -117,9 +117,9 @@ def test_what_one_rank_has_does_not_make_a_checkpoint() -> None:
     assert [is_kept(copy) for copy in point.copies] == [True, False]
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_loaded_by_all() -> None:
-    """What has to be re-cut is read by all ranks together: no rank stays aside."""
+def test_a_checkpoint_of_another_world_size_is_loaded_by_all() -> None:
+    """A checkpoint that must be resharded is read by all ranks; no rank keeps its state."""
     three = Copy(3, "b", Tier.GLOBAL)
-    both = table({three}, {three}, world_sizes={"b": 4})
-    kept = gather_kept((3, "b"), both, Peers((3, "b")))  # type: ignore[arg-type]
+    candidates = table({three}, {three}, world_sizes={"b": 4})
+    kept = gather_kept((3, "b"), candidates, FakePeers((3, "b")))  # type: ignore[arg-type]
     assert kept == [None, None]

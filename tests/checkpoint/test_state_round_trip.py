@@ -1,4 +1,4 @@
-"""Everything that a state may hold comes back as it was, in a file that others can read."""
+"""Every supported value of a state is restored as it was, from a file that other programs can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from outlast.checkpoint import CheckpointManager
 from outlast.checkpoint.fit import filled
 from outlast.checkpoint.manager import open_manager
 from outlast.checkpoint.manifest import decode_manifest
-from outlast.checkpoint.shard import is_finite
 from outlast.checkpoint.state import decode, flatten
 from outlast.config import CheckpointConfig
 from outlast.env import WorkerEnv
@@ -39,18 +38,20 @@ def round_trip(value: Any) -> Any:
         (1 << 63, torch.float16, torch.Size([2, 3]), {1, 2}, 3j),
     ],
 )
-def test_plain_values_come_back_with_their_types(value: Any) -> None:
-    """Tuples stay tuples, numbers keep their size, keys their type and order."""
-    found = round_trip(value)
-    assert found == value
-    assert repr(found) == repr(value)
+def test_plain_values_keep_their_types(value: Any) -> None:
+    """Tuples stay tuples, numbers keep their size, and keys keep their type and order."""
+    restored = round_trip(value)
+    assert restored == value
+    assert repr(restored) == repr(value)
 
 
-def test_a_load_fills_what_the_script_refers_to(tmp_path: Path) -> None:
-    """Nested plain dicts, lists, arrays and tensors in lists are filled in place, so that a reference of the script is
-    valid after a load, and changes through it are saved."""
+def test_a_load_fills_containers_in_place(tmp_path: Path) -> None:
+    """Nested dicts, lists, arrays and tensors are filled in place, so that references of the script stay valid.
 
-    def made(seed: int) -> dict[str, Any]:
+    Later changes through these references are saved.
+    """
+
+    def make_state(seed: int) -> dict[str, Any]:
         extra = {"gone": 1} if seed else {"new": {"a": 2}}
         return {
             "meta": {
@@ -64,7 +65,7 @@ def test_a_load_fills_what_the_script_refers_to(tmp_path: Path) -> None:
             "shared": (seed,),
         }
 
-    saved, live = made(0), made(5)
+    saved, live = make_state(0), make_state(5)
     manager = _manager(tmp_path)
     manager.save(saved, 1).wait(100)
     manager.close()
@@ -87,35 +88,35 @@ def test_a_load_fills_what_the_script_refers_to(tmp_path: Path) -> None:
     meta["epoch"] = 9
     manager.save(live, 2).wait(100)
     manager.close()
-    manager, other = _manager(tmp_path), made(3)
+    manager, other = _manager(tmp_path), make_state(3)
     manager.load_latest(other)
     manager.close()
     assert other["meta"]["epoch"] == 9
 
 
-def test_a_container_that_a_state_holds_twice_is_filled_once() -> None:
-    """Two places that share one list when a checkpoint is loaded get what each of them was saved with."""
+def test_a_shared_container_is_filled_once() -> None:
+    """Two keys that share one list get the values that each of them was saved with."""
     shared: list[int] = [1]
     live: dict[str, Any] = {"a": shared, "b": shared}
     assert filled(live, {"a": [2], "b": [3]}) == {"a": [2], "b": [3]}
     assert live["a"] is shared
 
 
-def test_what_cannot_be_filled_is_replaced() -> None:
-    """A value of another type or shape, or one that cannot be written to, gives way to what was saved."""
+def test_a_value_that_cannot_be_filled_is_replaced() -> None:
+    """A live value of another type or shape, or one that is not writable, is replaced by the saved one."""
     fixed = np.zeros(2)
     fixed.flags.writeable = False
     live = {"list": (1,), "short": np.zeros(1), "fixed": fixed, "spread": [torch.zeros(1).expand(3)]}
     saved = {"list": [1], "short": np.ones(2), "fixed": np.ones(2), "spread": [torch.ones(3)]}
-    found = filled(live, saved)
-    assert found["list"] == [1]
-    assert [found[name].tolist() for name in ("short", "fixed")] == [[1, 1], [1, 1]]
-    assert found["spread"][0].tolist() == [1, 1, 1]
+    restored = filled(live, saved)
+    assert restored["list"] == [1]
+    assert [restored[name].tolist() for name in ("short", "fixed")] == [[1, 1], [1, 1]]
+    assert restored["spread"][0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e5m2])
-def test_tensors_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Scalars, empty ones, slices and transposed ones, of any element type, through a real file."""
+def test_tensors_are_restored_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Scalars, empty tensors, slices and transposes of any element type are restored through a real file."""
     source = torch.arange(24).reshape(4, 6).to(dtype)
     state = {"t": source.t(), "s": source[1:3, ::2], "0": source[0, 1], "e": source[:0], "n": np.arange(3, dtype="u4")}
     target = {name: torch.zeros_like(value) if name != "n" else None for name, value in state.items()}
@@ -126,8 +127,8 @@ def test_tensors_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> Non
     manager.load_latest(target)
     manager.close()
     for name in ("t", "s", "0", "e"):
-        found, expected = (value.contiguous().reshape(-1).view(torch.uint8) for value in (target[name], state[name]))
-        assert found.equal(expected), name
+        restored, expected = (value.contiguous().reshape(-1).view(torch.uint8) for value in (target[name], state[name]))
+        assert restored.equal(expected), name
     assert target["n"].dtype == np.uint32
     assert target["n"].tolist() == [0, 1, 2]
 
@@ -136,17 +137,17 @@ def _counted(seed: int, *shape: int) -> torch.Tensor:
     return torch.arange(float(np.prod(shape))).reshape(shape) + seed
 
 
-def _twice(seed: int) -> list[list[int]]:
-    one = [seed]
-    return [one, one]
+def _shared_list(seed: int) -> list[list[int]]:
+    shared_list = [seed]
+    return [shared_list, shared_list]
 
 
-ODD: dict[str, Callable[[int], Any]] = {
+UNUSUAL_VALUES: dict[str, Callable[[int], Any]] = {
     "containers in containers": lambda seed: {"l": [{"d": {"t": _counted(seed, 2), "n": seed}}]},
     "an ordered dict": lambda seed: collections.OrderedDict(b=_counted(seed, 2), a=[seed]),
     "a counter": lambda seed: collections.Counter(a=seed),
     "a tuple of dicts": lambda seed: ({"a": seed}, {"t": _counted(seed, 2)}, (_counted(seed, 1),)),
-    "a list that is held twice": _twice,
+    "a list that is held twice": _shared_list,
     "keys of several types": lambda seed: {7: _counted(seed, 2), "7": _counted(-seed, 2), None: seed, 2.5: 1, True: 1},
     "keys that are tuples": lambda seed: {(1, 2): _counted(seed, 2)},
     "empty containers": lambda seed: {
@@ -173,18 +174,18 @@ ODD: dict[str, Callable[[int], Any]] = {
 
 
 def _objects(value: Any, path: str = "state") -> dict[str, Any]:
-    """Return by their places all objects that a script may refer to and change."""
-    found = {}
+    """Return by their paths all objects that a script may refer to and change."""
+    restored = {}
     if isinstance(value, torch.Tensor | dict | list | np.ndarray | set | bytearray):
-        found[path] = value
+        restored[path] = value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for name, inner in items:
-        found |= _objects(inner, f"{path}.{name!r}")
-    return found
+        restored |= _objects(inner, f"{path}.{name!r}")
+    return restored
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with its tensors and arrays as lists, to compare it."""
+    """Return a value with its tensors and arrays as lists, for comparison."""
     if isinstance(value, torch.Tensor):
         dense = value.int_repr() if value.is_quantized else value.to_dense() if value.is_sparse_csr else value
         dense = dense.to_dense() if dense.is_sparse else dense
@@ -197,10 +198,10 @@ def _plain(value: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*(beta|experimental|prototype|deprecat)")
-@pytest.mark.parametrize("shape", ODD)
-def test_values_of_odd_shapes_are_restored_in_place(shape: str, tmp_path: Path) -> None:
-    """After a load the state is what was saved, and each object that the script refers to is still part of it."""
-    saved, live = {"x": ODD[shape](1), "n": 1}, {"x": ODD[shape](5), "n": 5}
+@pytest.mark.parametrize("shape", UNUSUAL_VALUES)
+def test_unusual_values_are_restored_in_place(shape: str, tmp_path: Path) -> None:
+    """After a load the state equals the saved one, and each object that the script refers to is still part of it."""
+    saved, live = {"x": UNUSUAL_VALUES[shape](1), "n": 1}, {"x": UNUSUAL_VALUES[shape](5), "n": 5}
     manager = _manager(tmp_path)
     manager.save(saved, 1).wait(100)
     manager.close()
@@ -225,18 +226,18 @@ def test_values_of_odd_shapes_are_restored_in_place(shape: str, tmp_path: Path) 
         (lambda: torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "plain tensor"),
     ],
 )
-def test_tensors_that_could_not_be_restored_are_refused_at_the_save(make: Any, remedy: str, tmp_path: Path) -> None:
-    """One line names the place and what to do, instead of a checkpoint that lacks the content."""
+def test_unsupported_tensors_are_rejected_at_the_save(make: Any, remedy: str, tmp_path: Path) -> None:
+    """A tensor that could not be restored fails the save with one line that has its path and a remedy."""
     manager = _manager(tmp_path)
-    with pytest.raises(CheckpointError, match=r"state 'state\.it") as caught:
+    with pytest.raises(CheckpointError, match=r"state 'state\.it") as error_info:
         manager.save({"it": make()}, 1)
     manager.close()
-    assert remedy in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert remedy in str(error_info.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_lazy_module_is_loaded_before_its_first_call(tmp_path: Path) -> None:
-    """A checkpoint gives it its shape, as ``load_state_dict`` does."""
+    """The checkpoint determines the shape of a lazy module, as in ``load_state_dict``."""
     module = torch.nn.LazyLinear(2)
     module(torch.ones(1, 3))
     manager = _manager(tmp_path)
@@ -249,8 +250,8 @@ def test_a_lazy_module_is_loaded_before_its_first_call(tmp_path: Path) -> None:
     assert fresh.weight.equal(module.weight)
 
 
-def test_a_sparse_tensor_does_not_go_into_a_dense_one(tmp_path: Path) -> None:
-    """All ranks refuse before anything is touched."""
+def test_a_sparse_tensor_is_not_loaded_into_a_dense_one(tmp_path: Path) -> None:
+    """All ranks reject the load before any value changes."""
     manager = _manager(tmp_path)
     manager.save({"a": torch.ones(2, 2), "t": torch.eye(2).to_sparse()}, 1).wait(100)
     manager.close()
@@ -271,12 +272,12 @@ class _Versioned(torch.nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         if local_metadata.get("version", 1) < 2:
-            state[prefix + "weight"] = state[prefix + "weight"] * 10  # as a module converts an older format
+            state[prefix + "weight"] = state[prefix + "weight"] * 10  # like a module that converts an older format
         super()._load_from_state_dict(state, prefix, local_metadata, *rest)
 
 
-def test_a_modules_version_comes_back_with_its_state(tmp_path: Path) -> None:
-    """A module that converts states of its older versions leaves the present one's alone."""
+def test_a_modules_version_is_restored(tmp_path: Path) -> None:
+    """A module that converts states of older versions does not convert a state of its current version."""
     module = _Versioned()
     manager = _manager(tmp_path)
     manager.save({"model": module}, 1).wait(100)
@@ -288,7 +289,7 @@ def test_a_modules_version_comes_back_with_its_state(tmp_path: Path) -> None:
 
 
 def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
-    """Read by the format's public description: a padded JSON header, offsets without gaps, data on a page."""
+    """The shard matches the public format: a padded JSON header, offsets without gaps, data aligned to a page."""
     state = {"w": torch.arange(10.0), "h": torch.ones(3, dtype=torch.bfloat16), "n": {"step": 7}}
     manager = _manager(tmp_path)
     manager.save(state, 3).wait(100)
@@ -312,8 +313,8 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "expected"), [(1e30, True), (float("nan"), False), (float("-inf"), False)])
-def test_the_manifest_says_whether_all_numbers_are_finite(tmp_path: Path, number: float, expected: bool) -> None:
-    """One NaN or infinity anywhere makes the checkpoint's copy not finite; a sum that overflows does not."""
+def test_the_manifest_records_nonfinite_shards(tmp_path: Path, number: float, expected: bool) -> None:
+    """One NaN or infinity makes a shard's entry not finite; a sum that overflows does not."""
     manager = _manager(tmp_path)
     manager.save({"w": torch.full((300,), 3e38), "h": torch.tensor([1.0, number], dtype=torch.bfloat16)}, 1).wait(100)
     manager.close()
@@ -321,29 +322,8 @@ def test_the_manifest_says_whether_all_numbers_are_finite(tmp_path: Path, number
     assert [shard.finite for shard in manifest.shards] == [expected]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("F64", torch.float64),
-        ("F32", torch.float32),
-        ("F16", torch.float16),
-        ("BF16", torch.bfloat16),
-        ("F8_E5M2", torch.float8_e5m2),
-        ("F8_E4M3", torch.float8_e4m3fn),
-        ("C64", torch.complex64),
-    ],
-)
-def test_finite_is_told_for_every_element_type(name: str, dtype: torch.dtype) -> None:
-    """The largest number of a type is finite, its NaN is not, wherever it stands."""
-    real = torch.float32 if dtype == torch.complex64 else dtype
-    numbers = torch.full((64,), torch.finfo(real).max, dtype=torch.float64).to(dtype)
-    assert is_finite(memoryview(numbers.view(torch.uint8).numpy()), name)
-    numbers[41] = float("nan")
-    assert not is_finite(memoryview(numbers.view(torch.uint8).numpy()), name)
-
-
-def test_what_cannot_be_loaded_safely_is_refused_at_the_save(tmp_path: Path) -> None:
-    """An arbitrary object is named with its place; nothing is committed, and the next save works."""
+def test_an_arbitrary_object_is_rejected_at_the_save(tmp_path: Path) -> None:
+    """An arbitrary object is rejected with its path; nothing is committed, and the next save works."""
     manager = _manager(tmp_path)
     with pytest.raises(CheckpointError, match=r"state\.x\.1"):
         manager.save({"x": [1, object()]}, 1)
@@ -359,8 +339,8 @@ def _manager(folder: Path) -> CheckpointManager:
     return open_manager(config, env=WorkerEnv(node=folder.name))
 
 
-def test_what_was_loaded_is_nobody_elses_memory(tmp_path: Path) -> None:
-    """Each tensor of a loaded optimizer has storage of its own size, several chunks of a file and all."""
+def test_loaded_tensors_do_not_share_storage(tmp_path: Path) -> None:
+    """Each tensor of a loaded optimizer has storage of its own size."""
     model = torch.nn.Linear(1500, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1500)).sum().backward()
@@ -391,14 +371,14 @@ class _Counter:
         self.value = state["value"]
 
 
-def test_what_may_be_absent_is_loaded_where_it_was_saved(tmp_path: Path) -> None:
-    """State that says so is left as it is by a checkpoint saved without it; everything else must be there."""
+def test_optional_state_may_be_absent_in_the_checkpoint(tmp_path: Path) -> None:
+    """State with ``may_be_absent`` keeps its value if the checkpoint lacks it; all other state must be present."""
     manager = _manager(tmp_path)
     manager.save({"t": torch.ones(2)}, 1).wait(100)
     manager.close()
-    for live, fits in (({"t": torch.zeros(2), "c": _Counter(5)}, True), ({"t": torch.zeros(2), "d": 3}, False)):
+    for live, is_loadable in (({"t": torch.zeros(2), "c": _Counter(5)}, True), ({"t": torch.zeros(2), "d": 3}, False)):
         manager = _manager(tmp_path)
-        if fits:
+        if is_loadable:
             manager.load_latest(live)
             assert live["t"].tolist() == [1.0, 1.0]
             assert live["c"].value == 5

@@ -1,4 +1,4 @@
-"""What a state may hold beside tensors and numbers: saved as it is, or refused with its place and what to do."""
+"""Values of a state in addition to plain tensors and numbers: saved as they are, or rejected with path and remedy."""
 
 from __future__ import annotations
 
@@ -63,30 +63,30 @@ def manage(folder: Path) -> CheckpointManager:
         np.zeros((0, 3)),
     ],
 )
-def test_an_array_of_any_numbers_comes_back(array: Any) -> None:
-    """Views backwards, read-only ones, other byte orders, dates, texts and records: same type, shape and values."""
-    found = round_trip({"a": array})["a"]
-    assert (type(found), found.dtype, found.shape) == (np.ndarray, array.dtype, array.shape)
-    assert found.tobytes() == array.tobytes()
-    assert found.flags.writeable
+def test_arrays_of_any_dtype_are_restored(array: Any) -> None:
+    """Reversed views, read-only arrays, other byte orders, dates, texts and records keep type, shape and values."""
+    decoded = round_trip({"a": array})["a"]
+    assert (type(decoded), decoded.dtype, decoded.shape) == (np.ndarray, array.dtype, array.shape)
+    assert decoded.tobytes() == array.tobytes()
+    assert decoded.flags.writeable
 
 
 @pytest.mark.parametrize("number", [np.float16(2), np.complex64(3j), np.datetime64("2026-11-22"), np.str_("ä")])
-def test_a_number_of_numpy_comes_back_with_its_type(number: Any) -> None:
-    """Scalars keep their type."""
-    found = round_trip([number, 1])[0]
-    assert (type(found), found.dtype, found) == (type(number), number.dtype, number)
+def test_numpy_scalars_keep_their_type(number: Any) -> None:
+    """Scalars of numpy keep their type."""
+    decoded = round_trip([number, 1])[0]
+    assert (type(decoded), decoded.dtype, decoded) == (type(number), number.dtype, number)
 
 
-def test_what_changes_after_the_save_is_not_in_it() -> None:
-    """A view backwards is copied at the save, as everything that is not a tensor."""
+def test_changes_after_the_save_are_not_saved() -> None:
+    """A reversed view is copied at the save."""
     base = np.arange(4)
     flat = flatten({"a": base[::-1]})
     base[:] = 0
     assert decode(flat.tree, {n.name: n.tensor for n in flat.tensors}.__getitem__)["a"].tolist() == [3, 2, 1, 0]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- rejected values ---------------------------------------------------------------------------------------------------
 
 
 class _Colour(enum.Enum):
@@ -98,8 +98,8 @@ class _Point(collections.namedtuple("_Point", "x y")):
 
 
 @pytest.fixture(autouse=True)
-def torchs_own_list() -> Iterator[None]:
-    """Megatron, where another test has imported it, lets torch load paths and more."""
+def default_safe_globals() -> Iterator[None]:
+    """Remove the safe globals that Megatron adds to torch if another test has imported it."""
     added = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     yield
@@ -137,11 +137,11 @@ class _Strange:
         (torch.empty(3, dtype=torch.uint4), "Tensor", "uint4"),
     ],
 )
-def test_what_cannot_be_saved_is_named_with_its_place_and_the_remedy(value: Any, kind: str, remedy: str) -> None:
-    """One line in words of our own: where it is, what it is, what to save instead; nothing of torch's text."""
-    with pytest.raises(CheckpointError) as caught:
+def test_unsupported_values_are_rejected_with_path_and_remedy(value: Any, kind: str, remedy: str) -> None:
+    """One line has the path, the type and a remedy, and nothing of torch's own message."""
+    with pytest.raises(CheckpointError) as error_info:
         flatten({"state": {"parts": [1, {"it": value}]}})
-    text = str(caught.value)
+    text = str(error_info.value)
     assert "state 'state.parts.1.it'" in text
     assert kind in text
     assert remedy in text
@@ -157,53 +157,53 @@ def _nested(depth: int) -> list[Any]:
     return value
 
 
-def _own_list() -> dict[str, Any]:
+def _recursive_list() -> dict[str, Any]:
     value: dict[str, Any] = {"fine": 1, "history": []}
     value["history"].append({"all": value["history"]})
     return value
 
 
-def _own_dict() -> dict[str, Any]:
+def _recursive_dict() -> dict[str, Any]:
     value: dict[str, Any] = {"fine": {"x": 1}, "sub": {}}
     value["sub"]["parent"] = value
     return value
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"a": {"b": ["fine", "bad \ud800"]}}, r"state 'state.a.b.1' has text with lone surrogates"),
         ({"a": {"k\udcff": 1}}, r"state 'state\.a\.k.+udcff' has text with lone surrogates"),
         ({"a": {"k\udcff": torch.ones(2)}}, r"state 'state\.a\.k.+udcff' has text with lone surrogates"),
         ({"deep": _nested(5000)}, r"state 'state\.deep\.0\.0\.0[.0]*\.\.\.' is nested more than 100 levels deep"),
-        (_own_list(), r"state 'state\.history\.0\.all' contains itself"),
-        (_own_dict(), r"state 'state\.sub\.parent' contains itself"),
+        (_recursive_list(), r"state 'state\.history\.0\.all' contains itself"),
+        (_recursive_dict(), r"state 'state\.sub\.parent' contains itself"),
     ],
     ids=["text", "key", "key of a tensor", "deep", "own list", "own dict"],
 )
-def test_text_that_is_not_unicode_and_endless_states_are_refused_in_one_line(value: Any, said: str) -> None:
-    """Each is one line with its place; there is no traceback of recursion, and the line itself can be printed."""
-    with pytest.raises(CheckpointError, match=said) as caught:
+def test_invalid_text_and_recursive_states_are_rejected(value: Any, message: str) -> None:
+    """Each is rejected with one printable line that has its path, without a traceback."""
+    with pytest.raises(CheckpointError, match=message) as error_info:
         flatten({"state": capture(value)})
-    text = str(caught.value)
+    text = str(error_info.value)
     assert text.encode().decode() == text
     assert "\n" not in text
     assert len(text) < 300
-    assert caught.value.__cause__ is None
+    assert error_info.value.__cause__ is None
 
 
-def test_containers_at_the_limit_come_back() -> None:
-    """What is nested less deep than the limit is saved and read."""
+def test_deep_containers_within_the_limit_are_restored() -> None:
+    """A state nested less deeply than the limit is saved and restored."""
     assert round_trip({"deep": _nested(95)}) == {"deep": _nested(95)}
 
 
-# -- tensors of other kinds --------------------------------------------------------------------------------------------
+# -- tensors of other types --------------------------------------------------------------------------------------------
 
 ODD_TYPES = [torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
 
 class Scaled(torch.Tensor):
-    """Numbers of 8 bits with a scale for every 4, as quantised training has them."""
+    """8-bit numbers with one scale for each four, as in quantised training."""
 
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> Scaled:
         return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype)  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ class Scaled(torch.Tensor):
 
 
 class Cast(torch.Tensor):
-    """Weights that do something else with the same numbers."""
+    """Weights with other operations on the same numbers."""
 
     def __new__(cls, inner: torch.Tensor) -> Cast:
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
@@ -262,19 +262,19 @@ def scaled(first: int) -> Scaled:
     return Scaled(data, scale, 4, torch.bfloat16)
 
 
-def bits(tensor: Any) -> Any:
+def bits_of(tensor: Any) -> Any:
     if isinstance(tensor, DTensor):
-        return bits(tensor.to_local())
+        return bits_of(tensor.to_local())
     if isinstance(tensor, Scaled):
-        return type(tensor).__name__, tensor.dtype, tensor.block, bits(tensor.numbers), bits(tensor.scale)
+        return type(tensor).__name__, tensor.dtype, tensor.block, bits_of(tensor.numbers), bits_of(tensor.scale)
     if isinstance(tensor, Cast):
-        return type(tensor).__name__, bits(tensor.inner)
+        return type(tensor).__name__, bits_of(tensor.inner)
     return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All of them saved to a local and to the global tier."""
+def saved_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of these tensors, saved to a local and to the global tier."""
     folder = tmp_path_factory.mktemp("values")
     manager = manage(folder)
     manager.save({"w": state_of(1)}, 1).wait(40)
@@ -287,72 +287,76 @@ def state_of(first: int) -> dict[str, Any]:
     return {"scaled": scaled(first), "cast": Cast(torch.full((3,), float(first))), **odd}
 
 
-def test_quantised_tensors_come_back_bit_by_bit(saved: Path) -> None:
-    """8-bit exponents, other 8-bit types and subclasses with scales: the same bits from the local tier, from the global
-    one, and resharded; each of their parts is a tensor of the files."""
-    expected = {name: bits(tensor) for name, tensor in state_of(1).items()}
-    header = (saved / "local" / "node" / "step-1" / "rank-00000.safetensors").read_bytes()
-    told = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
-    assert told["state.w.scaled.scale"]["dtype"] == "F8_E8M0"
-    assert told["state.w.cast"]["dtype"] == "F32"
+def test_quantised_tensors_are_restored_bit_by_bit(saved_folder: Path) -> None:
+    """8-bit types and subclasses with scales keep their bits from the local tier, the global tier and resharded.
+
+    Each of their parts is a tensor in the files.
+    """
+    expected = {name: bits_of(tensor) for name, tensor in state_of(1).items()}
+    header = (saved_folder / "local" / "node" / "step-1" / "rank-00000.safetensors").read_bytes()
+    entries = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+    assert entries["state.w.scaled.scale"]["dtype"] == "F8_E8M0"
+    assert entries["state.w.cast"]["dtype"] == "F32"
     for tier in ("local", "global"):
         live = {"w": state_of(50)}
-        manager = manage(saved if tier == "local" else saved / "nowhere")
+        manager = manage(saved_folder if tier == "local" else saved_folder / "nowhere")
         if tier == "global":
             manager.close()
-            config = CheckpointConfig(directory=str(saved / "global"), save_timeout=40)
+            config = CheckpointConfig(directory=str(saved_folder / "global"), save_timeout=40)
             manager = open_manager(config, env=WorkerEnv(node="another"))
         restored = manager.load_latest(live)
         manager.close()
         assert restored is not None
         assert restored.tier == tier
-        assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
+        assert {name: bits_of(tensor) for name, tensor in live["w"].items()} == expected
     live = {"w": state_of(50)}
-    directory = GlobalDirectory.open(str(saved / "global"))
+    directory = GlobalDirectory.open(str(saved_folder / "global"))
     load_resharded(VerifiedFiles(directory, directory.manifest(1)), live).apply()
-    assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
+    assert {name: bits_of(tensor) for name, tensor in live["w"].items()} == expected
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_stock_dcp_reads_the_parts(saved: Path) -> None:
+def test_torch_dcp_reads_the_parts(saved_folder: Path) -> None:
     """`dcp.load` reads 8-bit exponents, the parts of a subclass by their names, and a cast weight as a plain one."""
-    whole = {
+    target = {
         "w": {
             "odd0": torch.zeros(6, dtype=torch.uint8).view(ODD_TYPES[0]),
             "cast": torch.zeros(3),
             "scaled": {"scale": torch.zeros(8, dtype=torch.uint8).view(torch.float8_e8m0fnu).reshape(4, 2)},
         }
     }
-    dcp.load(whole, checkpoint_id=saved / "global" / "step-1")
+    dcp.load(target, checkpoint_id=saved_folder / "global" / "step-1")
     expected = state_of(1)
-    assert bits(whole["w"]["odd0"]) == bits(expected["odd0"])
-    assert whole["w"]["cast"].tolist() == [1.0] * 3
-    assert bits(whole["w"]["scaled"]["scale"]) == bits(expected["scaled"].scale)
+    assert bits_of(target["w"]["odd0"]) == bits_of(expected["odd0"])
+    assert target["w"]["cast"].tolist() == [1.0] * 3
+    assert bits_of(target["w"]["scaled"]["scale"]) == bits_of(expected["scaled"].scale)
 
 
-def test_a_subclass_that_is_not_there_any_more_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is imported for what a file names: the class must have been imported by training."""
+def test_a_missing_subclass_is_reported(saved_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class in a file is never imported: training must have imported it."""
     flat = flatten({"w": scaled(1)})
     monkeypatch.delattr(sys.modules[__name__], "Scaled")
     with pytest.raises(CheckpointError, match=r"values\.Scaled, which this process has not imported; import"):
         decode(flat.tree, {named.name: named.tensor for named in flat.tensors}.__getitem__)
 
 
-def test_nothing_live_is_touched_for_a_subclass_that_is_not_there(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load fails before any tensor is overwritten, be the copy read into the live tensors or beside them."""
+def test_a_missing_subclass_leaves_the_live_state_unchanged(
+    saved_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load fails before a tensor is overwritten, whether the copy is read in place or separately."""
     live = {"w": {**state_of(50), "scaled": torch.zeros(4, 8, dtype=torch.bfloat16)}}
-    before = {name: bits(tensor) for name, tensor in live["w"].items()}
+    before = {name: bits_of(tensor) for name, tensor in live["w"].items()}
     monkeypatch.delattr(sys.modules[__name__], "Scaled")
-    manager = manage(saved)
+    manager = manage(saved_folder)
     with pytest.raises(CheckpointError, match=r"does not fit rank 0.*values\.Scaled, which this process has not"):
         manager.load_latest(live)
     manager.close()
     monkeypatch.undo()
-    assert {name: bits(tensor) for name, tensor in live["w"].items()} == before
+    assert {name: bits_of(tensor) for name, tensor in live["w"].items()} == before
 
 
-def test_a_subclass_without_parts_or_name_is_refused() -> None:
-    """A class that cannot be found again, or that cannot be taken apart, is refused by name with its place."""
+def test_an_unsupported_subclass_is_rejected() -> None:
+    """A class that cannot be found by name or split into parts is rejected with its path."""
 
     class Local(Cast):
         @classmethod
@@ -375,40 +379,43 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def test_shards_of_quantised_tensors_come_back_to_the_same_layout_only(tmp_path: Path, mesh: Any) -> None:
-    """Distributed tensors of 8-bit exponents and of cast weights are saved and resharded; blocks with scales come back
-    as they were, and another layout is refused by name."""
+def test_quantised_shards_require_the_same_layout(tmp_path: Path, mesh: Any) -> None:
+    """Distributed 8-bit and cast tensors are resharded; blocks with scales require the same layout."""
 
-    def shards(first: int, *, all_of_them: bool) -> dict[str, Any]:
-        found = {"odd": state_of(first)["odd0"], "cast": state_of(first)["cast"]}
-        if all_of_them:
-            found["scaled"] = scaled(first)
-        return {name: DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for name, local in found.items()}
+    def shards(first: int, *, with_scaled: bool) -> dict[str, Any]:
+        decoded = {"odd": state_of(first)["odd0"], "cast": state_of(first)["cast"]}
+        if with_scaled:
+            decoded["scaled"] = scaled(first)
+        return {name: DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for name, local in decoded.items()}
 
-    for all_of_them in (True, False):
-        folder = tmp_path / str(all_of_them)
+    for with_scaled in (True, False):
+        folder = tmp_path / str(with_scaled)
         manager = manage(folder)
-        manager.save({"w": shards(1, all_of_them=all_of_them)}, 1).wait(40)
+        manager.save({"w": shards(1, with_scaled=with_scaled)}, 1).wait(40)
         manager.close()
-        expected = {name: bits(tensor) for name, tensor in shards(1, all_of_them=all_of_them).items()}
-        live = {"w": shards(50, all_of_them=all_of_them)}
-        for again in (CheckpointConfig(directory=str(folder / "global")), None):
-            manager = manage(folder) if again is None else open_manager(again, env=WorkerEnv(node="another"))
+        expected = {name: bits_of(tensor) for name, tensor in shards(1, with_scaled=with_scaled).items()}
+        live = {"w": shards(50, with_scaled=with_scaled)}
+        for config_of_reader in (CheckpointConfig(directory=str(folder / "global")), None):
+            manager = (
+                manage(folder)
+                if config_of_reader is None
+                else open_manager(config_of_reader, env=WorkerEnv(node="another"))
+            )
             manager.load_latest(live)
             manager.close()
-            assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
-            live = {"w": shards(50, all_of_them=all_of_them)}
+            assert {name: bits_of(tensor) for name, tensor in live["w"].items()} == expected
+            live = {"w": shards(50, with_scaled=with_scaled)}
         directory = GlobalDirectory.open(str(folder / "global"))
-        if all_of_them:
+        if with_scaled:
             with pytest.raises(CheckpointError, match=r"tensor w\.scaled was saved in shards of .*Scaled"):
                 load_resharded(VerifiedFiles(directory, directory.manifest(1)), live)
         else:
             load_resharded(VerifiedFiles(directory, directory.manifest(1)), live).apply()
-            assert {name: bits(tensor) for name, tensor in live["w"].items()} == expected
+            assert {name: bits_of(tensor) for name, tensor in live["w"].items()} == expected
 
 
-def test_a_distributed_tensor_of_other_elements_is_refused_by_name(mesh: Any) -> None:
-    """What no file of the format can name is refused with the tensor's place."""
+def test_an_unsupported_distributed_dtype_is_rejected(mesh: Any) -> None:
+    """A distributed tensor whose dtype the format lacks is rejected with its path."""
     value = DTensor.from_local(torch.ones(2, dtype=torch.complex128), mesh, [Shard(0)], run_check=False)
     with pytest.raises(CheckpointError, match=r"state 'w'.*complex128 elements cannot be saved"):
         flatten({"w": value})

@@ -1,4 +1,4 @@
-"""A connection to the ranks' store that a network resets costs the save under way, and no later one."""
+"""A reset connection to the TCPStore costs at most the save under way, and no later one."""
 
 from __future__ import annotations
 
@@ -86,25 +86,23 @@ tell(iteration=restored.iteration, content=content())
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("victim", [0, 1])
-def test_saves_go_on_after_a_store_connection_was_reset(tmp_path: Path, victim: int) -> None:
-    """Every connection of a rank to the store ends once: at most the next save fails, on both ranks; those after it are
-    committed, and the newest is loaded."""
-    ended = start(tmp_path / "ckpt", RESET + SAVE_AFTER_A_RESET.format(victim=victim), world=2)
-    assert [code for code, _ in ended] == [0, 0], ended
-    told = [what for _, what in ended]
-    assert told[victim]["num_reset"] > 0
-    assert told[0]["outcomes"] == told[1]["outcomes"]
-    assert told[0]["outcomes"][:1] + told[0]["outcomes"][2:] == ["committed"] * 3
+def test_saves_continue_after_a_store_connection_reset(tmp_path: Path, victim: int) -> None:
+    """After a reset of all store connections of a rank, only the next save may fail, on both ranks."""
+    results = start(tmp_path / "ckpt", RESET + SAVE_AFTER_A_RESET.format(victim=victim), world=2)
+    assert [code for code, _ in results] == [0, 0], results
+    reports = [report for _, report in results]
+    assert reports[victim]["num_reset"] > 0
+    assert reports[0]["outcomes"] == reports[1]["outcomes"]
+    assert reports[0]["outcomes"][:1] + reports[0]["outcomes"][2:] == ["committed"] * 3
     loaded = start(tmp_path / "ckpt", LOAD, world=2, cycle=1)
-    assert [what for _, what in loaded] == [{"iteration": 4, "content": one["content"]} for one in told]
+    assert [report for _, report in loaded] == [{"iteration": 4, "content": one["content"]} for one in reports]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_saves_of_a_call_that_is_left_wait_for_no_new_connection(tmp_path: Path) -> None:
-    """Where the rank that hosts the store does not answer, the saves that are still queued are abandoned, and the
-    manager ends."""
-    (_, _), (code, told) = start(tmp_path / "ckpt", RESET + LEAVE_A_CALL, world=2)
-    assert code == 0, told
-    assert told["num_reset"] > 0
-    assert told["errors"] in (["PeerSilent", "PeerSilent"], ["Replaced", "PeerSilent"])
+def test_saves_of_an_abandoned_call_do_not_reconnect(tmp_path: Path) -> None:
+    """If the store's host does not respond, queued saves of an abandoned call are dropped, and the manager closes."""
+    (_, _), (code, reports) = start(tmp_path / "ckpt", RESET + LEAVE_A_CALL, world=2)
+    assert code == 0, reports
+    assert reports["num_reset"] > 0
+    assert reports["errors"] in (["PeerSilent", "PeerSilent"], ["Replaced", "PeerSilent"])

@@ -1,4 +1,4 @@
-"""What the checkpoint writer logs bears its node's name; what it cannot do neither ends it nor its connection."""
+"""Log lines of the checkpoint writer contain its node, and failed requests do not end it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from outlast.errors import CheckpointError
 
 
 @pytest.mark.process
-def test_a_writer_says_whose_it_is(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of the writer has the form of all others, and names its node."""
-    monkeypatch.setenv("OUTLAST_LOG", "xml")  # something that it warns of
+def test_a_writers_log_lines_contain_its_node(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log line of the writer has the common format and contains its node."""
+    monkeypatch.setenv("OUTLAST_LOG", "xml")  # causes a warning
     with closing(WriterProcess(node="a")) as writer, closing(WriterClient(writer.address)) as client:
         client.ask(protocol.List(), protocol.Listed, timeout_s=300.0)
     (line,) = capfd.readouterr().err.splitlines()
@@ -29,8 +31,8 @@ def test_a_writer_says_whose_it_is(capfd: pytest.CaptureFixture[str], monkeypatc
 
 
 @pytest.mark.process
-def test_a_manifest_that_cannot_be_read_is_refused_with_the_reason() -> None:
-    """The worker learns what is wrong, not that the writer is gone."""
+def test_an_unreadable_manifest_is_rejected() -> None:
+    """The worker gets the reason, not that the writer is gone."""
     with closing(WriterProcess()) as writer, closing(WriterClient(writer.address)) as client:
         request = protocol.PreparePart(key=CopyKey(1, "a", 0), manifest=b"no")
         with pytest.raises(CheckpointError, match="the manifest cannot be read"):
@@ -38,8 +40,8 @@ def test_a_manifest_that_cannot_be_read_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.process
-def test_a_writer_without_free_descriptors_keeps_what_it_holds(capfd: pytest.CaptureFixture[str]) -> None:
-    """It does not end, and serves whoever comes once there are descriptors again."""
+def test_a_writer_without_free_descriptors_survives(capfd: pytest.CaptureFixture[str]) -> None:
+    """A writer that runs out of descriptors does not exit, and accepts connections again when there are some."""
     with closing(WriterProcess()) as writer, closing(WriterClient(writer.address)) as client:
         pid = writer.pid
         client.ask(protocol.List(), protocol.Listed, timeout_s=300.0)

@@ -1,4 +1,4 @@
-"""Training whose global directory accepts nothing any more, while the node-local tiers are ahead; run by agents.
+"""Train while the global directory rejects writes and the node-local tiers are ahead, under agents.
 
 Run as a script to try random moments and print a table: ``python tests/faults/behind_tier.py [NUMBER]``.
 """
@@ -44,7 +44,7 @@ for iteration in run.steps({"model": model}, total=total):
     time.sleep(0.02)
 """
 FOREVER = 10**9
-_ANNOUNCED = re.compile(r"the next job resumes (from the start|from iteration (\d+))")
+_RESUME_POINT = re.compile(r"the next job resumes (from the start|from iteration (\d+))")
 
 
 class ReadOnlyDisk:
@@ -54,17 +54,17 @@ class ReadOnlyDisk:
         self.path = path
 
     def fail(self) -> None:
-        """Accept nothing any more."""
+        """Make the file system read-only."""
         _run("mount", "-o", "remount,ro", os.fspath(self.path))
 
     def recover(self) -> None:
-        """Accept data again."""
+        """Make the file system writable."""
         _run("mount", "-o", "remount,rw", os.fspath(self.path))
 
 
 @contextlib.contextmanager
 def mounted(path: Path) -> Iterator[ReadOnlyDisk]:
-    """Mount a disk, and unmount it. Raises: OSError or CalledProcessError, where that is not permitted."""
+    """Mount a disk, and unmount it afterwards. Raises: OSError or CalledProcessError if mounting is not permitted."""
     path.mkdir()
     _run("mount", "-t", "tmpfs", "-o", "size=64m", "outlast-test", os.fspath(path))
     try:
@@ -79,19 +79,19 @@ def _run(*command: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What was announced when a job ended whose global directory was behind, and what the next start loaded."""
+    """The announced resume point of a job whose global directory was behind, and the checkpoint of the next start."""
 
     exit_code: int | None
-    """Of the agent; ``None`` = it was killed."""
-    done: int
-    """Iterations that the job had done, as far as the journal has them."""
+    """Exit code of the agent; ``None`` if it was killed."""
+    completed: int
+    """Iterations that the job completed, by its journal."""
     announced: int
-    """0 = from the start."""
+    """Announced resume iteration; 0 = from the start."""
     last_line: str
     loaded: int
-    """By the next start; 0 = nothing."""
+    """Iteration that the next start loaded; 0 = none."""
     lost: int
-    """Iterations that the report, before the next start, counts as lost by the end of the job, not by a restart."""
+    """Lost iterations in the report before the next start that are due to the end of the job, not to a restart."""
 
 
 def end_behind(folder: Path, disk: ReadOnlyDisk, *, num_ahead: int, kills: bool, restarts: bool = False) -> Moment:
@@ -112,11 +112,11 @@ def end_behind(folder: Path, disk: ReadOnlyDisk, *, num_ahead: int, kills: bool,
         return Cluster(script, directory, str(total), "0", run_dir=run_dir, num_nodes=1, nproc_per_node=1)
 
     with cluster(FOREVER) as first:
-        kept = first.wait_for(lambda one: commits(one, "global"), timeout_s=300)
-        assert kept is not None
+        last_global = first.wait_for(lambda one: commits(one, "global"), timeout_s=300)
+        assert last_global is not None
         disk.fail()
         first.wait_for(
-            lambda one: commits(one, "memory") and (one.iteration or 0) >= (kept.iteration or 0) + num_ahead, 300
+            lambda one: commits(one, "memory") and (one.iteration or 0) >= (last_global.iteration or 0) + num_ahead, 300
         )
         if restarts:
             os.kill(first.worker_pid(0), signal.SIGKILL)
@@ -133,23 +133,23 @@ def end_behind(folder: Path, disk: ReadOnlyDisk, *, num_ahead: int, kills: bool,
             first.agent(0).signal(signal.SIGTERM)
             (code,) = first.wait(timeout_s=300)
         last_line = first.agent(0).output().strip().splitlines()[-1]
-        done = max(one.iteration or 0 for one in first.events())
+        completed = max(one.iteration or 0 for one in first.events())
         jobs = {one.job for one in first.events()}
     status = _outlast("status", str(run_dir))
     durable = msgspec.json.decode(_outlast("status", str(run_dir), "--json"))["durability"]["job"] or 0
     report = msgspec.json.decode(_outlast("report", str(run_dir), "--json"))
     lost = report["lost_iterations"] - sum(one.get("lost_iterations") or 0 for one in report["incidents"])
-    found = _ANNOUNCED.search(status if kills else last_line)
-    assert found is not None, f"nothing is announced: {last_line}\n{status}"
-    announced = int(found[2] or 0)
+    announcement = _RESUME_POINT.search(status if kills else last_line)
+    assert announcement is not None, f"nothing is announced: {last_line}\n{status}"
+    announced = int(announcement[2] or 0)
     assert announced == durable, f"the last line and the status differ: {last_line}\n{status}"
     disk.recover()
-    with cluster(done + 10) as second:
+    with cluster(completed + 10) as second:
         assert second.wait(timeout_s=300) == [0], second.tails()
         loaded = [one.iteration for one in second.events() if one.kind == EventKind.RESTORED and one.job not in jobs]
     return Moment(
         exit_code=code,
-        done=done,
+        completed=completed,
         announced=announced,
         last_line=last_line,
         loaded=max(filter(None, loaded), default=0),
@@ -158,7 +158,7 @@ def end_behind(folder: Path, disk: ReadOnlyDisk, *, num_ahead: int, kills: bool,
 
 
 def commits(event: Event, tier: str) -> bool:
-    """Return whether an event is a commit to a tier."""
+    """Return whether an event reports a commit to a tier."""
     return event.kind == EventKind.SAVE_COMMITTED and tier in (event.data.get("tiers") or ())
 
 
@@ -168,17 +168,17 @@ def _outlast(*arguments: str) -> str:
 
 
 def main(number: int) -> None:
-    """Try moments, alternately with SIGTERM and SIGKILL, and print a table."""
-    draw, num_right = random.Random(35), 0
+    """Try random moments, alternately with SIGTERM and SIGKILL, and print a table."""
+    rng, num_correct = random.Random(35), 0
     print("| moment | ended by | done | announced | loaded |\n| --- | --- | --- | --- | --- |")
-    for at in range(number):
-        kills = at % 2 == 1
+    for trial in range(number):
+        kills = trial % 2 == 1
         with tempfile.TemporaryDirectory() as folder, mounted(Path(folder) / "disk") as disk:
-            moment = end_behind(Path(folder), disk, num_ahead=draw.randint(1, 40), kills=kills)
-        num_right += moment.announced == moment.loaded
+            moment = end_behind(Path(folder), disk, num_ahead=rng.randint(1, 40), kills=kills)
+        num_correct += moment.announced == moment.loaded
         name = "SIGKILL" if kills else "SIGTERM"
-        print(f"| {at} | {name} | {moment.done} | {moment.announced} | {moment.loaded} |", flush=True)
-    print(f"{num_right} of {number} as announced")
+        print(f"| {trial} | {name} | {moment.completed} | {moment.announced} | {moment.loaded} |", flush=True)
+    print(f"{num_correct} of {number} as announced")
 
 
 if __name__ == "__main__":

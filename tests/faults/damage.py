@@ -1,6 +1,6 @@
-"""Faults that befall copies: what each does to bytes, files and folders, and which copies are lost by it.
+"""Faults of checkpoint copies: the change to bytes, files and folders, and the copies that become unusable.
 
-Which copies a fault spoils is said here from where it strikes, not learned from whoever finds it.
+Which copies a fault spoils is derived from its location, not from the code that detects it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ FORGED = 9
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, not yet struck."""
+    """One fault that is not yet injected."""
 
     name: str
     spoils: frozenset[Spot]
-    """The copies that are of no use afterwards."""
+    """Copies that are unusable afterwards."""
     strike: Callable[[], object]
     is_told: bool = False
-    """Whether it leaves something that is read, so that the load must say what was wrong with it."""
+    """Whether a load reads the damaged copy, so that it must report the damage."""
 
 
 def draw_fault(dice: Random, world: World, spot: Spot) -> Fault:
-    """Return a fault that spoils a copy, and perhaps others with it."""
+    """Return a fault that spoils a copy, and possibly others with it."""
     if spot.tier == Tier.GLOBAL:
         return dice.choice(list(_global_faults(dice, world, spot)))
     node = next(node for node in world.nodes if node.name == spot.node)
@@ -54,7 +54,7 @@ def draw_fault(dice: Random, world: World, spot: Spot) -> Fault:
 
 
 def draw_decoy(dice: Random, world: World) -> tuple[str, Callable[[], object]]:
-    """Return what looks like a newer checkpoint, or is not to be read, and changes nothing if all is well."""
+    """Return a decoy: files that resemble a newer checkpoint or must not be read, and that must not affect a load."""
     place = dice.choice(world.places)
     newest, forged = world.whole(place) / f"step-{NEWEST}", place / f"step-{FORGED}"
     manifest = newest / "manifest.json"
@@ -73,14 +73,14 @@ def draw_decoy(dice: Random, world: World) -> tuple[str, Callable[[], object]]:
         ".metadata is garbage": partial(_put, metadata, lambda: dice.randbytes(500)),
         ".metadata runs a program": partial(_put, metadata, lambda: trap),
     }
-    if not _is_global(world, place):  # there, a file does not say whose it is: its digests do
+    if not _is_global(world, place):  # a file of the global tier is verified by its digests, not by its header
         decoys["a newer generation under a forged manifest"] = partial(_forge, newest, forged)
     name = dice.choice(sorted(decoys))
     return f"{name} ({place.name})", decoys[name]
 
 
 class Trap:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -89,7 +89,7 @@ class Trap:
         return open, (self._path, "w")
 
 
-# -- where it strikes --------------------------------------------------------------------------------------------
+# -- locations of faults ----------------------------------------------------------------------------------------
 
 
 def _memory_faults(dice: Random, world: World, node: Node, spot: Spot) -> Iterator[Fault]:
@@ -106,7 +106,7 @@ def _memory_faults(dice: Random, world: World, node: Node, spot: Spot) -> Iterat
 
 
 def _folder_faults(dice: Random, world: World, place: Path, spot: Spot, file: Path) -> Iterator[Fault]:
-    """Yield faults of a checkpoint's file, of its manifest, and of its folder."""
+    """Yield faults of a checkpoint's file, manifest and folder."""
     folder = place / f"step-{spot.checkpoint}"
     together = frozenset(
         other for other in world.spots if _lies_in(other, spot) and other.checkpoint == spot.checkpoint
@@ -115,7 +115,7 @@ def _folder_faults(dice: Random, world: World, place: Path, spot: Spot, file: Pa
     for name, change in _SAME_LENGTH.items():
         yield Fault(f"{name} in {spot}", only, partial(_change, file, change, dice), True)
     for name, change in _OTHER_LENGTH.items():
-        if spot.tier != Tier.GLOBAL or name != _TOO_LONG:  # there, only what the manifest names is ever read
+        if spot.tier != Tier.GLOBAL or name != _TOO_LONG:  # only files in the manifest are read in the global tier
             yield Fault(f"{name} in {spot}", only, partial(_change, file, change, dice))
     for name, source in _namesakes(world, spot, file):
         yield Fault(f"{name} as {spot}", only, partial(shutil.copyfile, source, file), spot.tier != Tier.REPLICA)
@@ -144,7 +144,7 @@ def _global_faults(dice: Random, world: World, spot: Spot) -> Iterator[Fault]:
 
 
 def _lies_in(other: Spot, spot: Spot) -> bool:
-    """Whether a copy lies in the same folders as another, on disk."""
+    """Return whether two copies are stored in the same folders on disk."""
     if spot.tier == Tier.GLOBAL:
         return other.tier == Tier.GLOBAL
     return other.node == spot.node and other.tier in (Tier.LOCAL, Tier.REPLICA)
@@ -155,7 +155,7 @@ def _is_global(world: World, place: Path) -> bool:
 
 
 def _files_of(world: World, spot: Spot, place: Path) -> list[Path]:
-    """Return the files that a rank needs of a checkpoint."""
+    """Return the files of a checkpoint that a rank needs."""
     folder = place / f"step-{spot.checkpoint}"
     if spot.tier != Tier.GLOBAL:
         return [_shard_of(place, spot)]
@@ -164,13 +164,13 @@ def _files_of(world: World, spot: Spot, place: Path) -> list[Path]:
 
 
 def _needed(manifest: dict[str, Any], rank: int) -> set[int]:
-    """Return which of a checkpoint's files hold something that a rank had; a place is [file, start, ...]."""
+    """Return the indexes of a checkpoint's files that hold data of a rank; a place is [file, start, ...]."""
     own = manifest["ranks"][rank]
     places = [own["tree"], *(tensor["where"] for tensor in own.get("tensors", ()))]
     mine = {tensor["name"] for tensor in own.get("tensors", ())}
     for item in manifest["items"]:
         if item["dtype"] is None or "state." + ".".join(map(str, item["path"])) in mine:
-            continue  # plain values are in the rank's tree; of a tensor of its own it needs no other's
+            continue  # plain values are in the rank's tree, and a rank-local tensor needs no other file
         for _, _, where, *ranks in item["pieces"]:
             if not (ranks and ranks[0]) or rank in ranks[0]:
                 places.append(where)
@@ -181,7 +181,7 @@ def _shard_of(folder: Path, spot: Spot) -> Path:
     return folder / f"step-{spot.checkpoint}" / shard_name(spot.rank)
 
 
-# -- what it does to bytes ---------------------------------------------------------------------------------------
+# -- changes of bytes -------------------------------------------------------------------------------------------
 
 
 def _flip(dice: Random, data: bytes, end: int | None = None) -> bytes:
@@ -191,7 +191,7 @@ def _flip(dice: Random, data: bytes, end: int | None = None) -> bytes:
 
 
 def _lose_page(dice: Random, data: bytes) -> bytes:
-    """Return the data with a page of zeros: a write that never reached the disk."""
+    """Return the data with a page of zeros, as after a lost write."""
     start = dice.randrange(-(-len(data) // 4096)) * 4096
     lost = data[:start] + bytes(len(data[start : start + 4096])) + data[start + 4096 :]
     return lost if lost != data else _flip(dice, data)
@@ -224,7 +224,7 @@ _OTHER_LENGTH: dict[str, Change] = {
 
 
 def _namesakes(world: World, spot: Spot, file: Path) -> Iterator[tuple[str, Path]]:
-    """Yield files that could be taken for this one."""
+    """Yield other files with a compatible name or type."""
     whole = world.whole(file)
     for checkpoint in ITERATIONS:
         if checkpoint != spot.checkpoint:
@@ -236,7 +236,7 @@ def _namesakes(world: World, spot: Spot, file: Path) -> Iterator[tuple[str, Path
 
 
 def _others(world: World, spot: Spot) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Yield images that could be taken for one in memory."""
+    """Yield other images of compatible type."""
     for node in world.nodes:
         for key in node.parts:
             if key.rank != spot.rank:
@@ -262,21 +262,21 @@ def _bad_manifests(dice: Random, world: World, path: Path) -> Iterator[tuple[str
     if not _is_global(world, path.parent.parent):
         yield "the manifest forged: attempt", partial(_reseal, whole, attempt="job-0-abcd.7")
     if len(world.nodes) == 1 or path.parent.name != f"step-{NEWEST}":
-        # Of the newest checkpoint a node gives others the manifest that its memory holds, which would be a right one.
+        # For the newest checkpoint, a node sends the others the correct manifest from its memory.
         yield "the manifest forged: digests", partial(_reseal_with_other_digests, whole)
     yield f"checkpoint {older}'s manifest", (whole.parent.parent / f"step-{older}" / path.name).read_bytes
     yield "another run's manifest", world.foreign(path).read_bytes
 
 
 def _reseal(path: Path, **changed: Any) -> bytes:
-    """Return a manifest with other values and the right SHA-256 of them."""
+    """Return a manifest with other values and a valid SHA-256."""
     body = json.dumps(_manifest(path) | changed, separators=(",", ":"))
     return f'{{"manifest":{body},"sha256":"{hashlib.sha256(body.encode()).hexdigest()}"}}'.encode()
 
 
 def _edit(data: bytes) -> bytes:
-    """Return a manifest that says of something finite that it is not, under the SHA-256 of what it was."""
-    for there, other in ((b'"finite":true', b'"finite":false'), (b",true]", b",false]")):  # the global tier's, a node's
+    """Return a manifest with one changed ``finite`` flag and the SHA-256 of the original."""
+    for there, other in ((b'"finite":true', b'"finite":false'), (b",true]", b",false]")):  # global, local
         if there in data:
             return data.replace(there, other, 1)
     raise AssertionError("there is nothing to edit")
@@ -301,7 +301,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-# -- what it does to files ---------------------------------------------------------------------------------------
+# -- changes of files -------------------------------------------------------------------------------------------
 
 
 def _change_memory(node: Node, key: CopyKey, change: Change, dice: Random) -> None:
@@ -373,6 +373,6 @@ def _copy_without(source: Path, target: Path, name: str) -> None:
 
 
 def _forge(source: Path, target: Path) -> None:
-    """Copy a checkpoint under another number, with a manifest that agrees with itself."""
+    """Copy a checkpoint under another number, with a self-consistent manifest."""
     shutil.copytree(source, target)
     (target / "manifest.json").write_bytes(_reseal(source / "manifest.json", iteration=FORGED))

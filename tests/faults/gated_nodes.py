@@ -1,4 +1,4 @@
-"""Nodes whose writers wait at a gate before they write anything."""
+"""Nodes whose writers wait at a FIFO before each write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["GatedNodes", "empty_memory"]
 
 
 class GatedNodes:
-    """Writers by the name of their node, each with a gate of its own."""
+    """Checkpoint writers by node name, each with its own FIFO."""
 
     def __init__(self, names: tuple[str, ...], root: Path) -> None:
         self._gates = {name: root / f"gate-{name}" for name in names}
@@ -28,7 +28,7 @@ class GatedNodes:
     @classmethod
     @contextmanager
     def open(cls, names: tuple[str, ...], root: Path) -> Iterator[GatedNodes]:
-        """Start the writers, and end them with the block."""
+        """Start the writers, and close them at the end of the block."""
         nodes = cls(names, root)
         try:
             yield nodes
@@ -38,12 +38,12 @@ class GatedNodes:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let everything pass that comes in the block, on all nodes."""
+        """Let all writes on all nodes pass during the block."""
         is_over = threading.Event()
 
         def keep_open(gate: Path) -> None:
-            while not is_over.wait(0.01):  # a FIFO signals nothing to who would write
-                with suppress(OSError):  # nothing waits there
+            while not is_over.wait(0.01):  # a FIFO does not notify a process that would write
+                with suppress(OSError):  # no reader waits
                     os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
 
         threads = [threading.Thread(target=keep_open, args=(gate,)) for gate in self._gates.values()]
@@ -57,7 +57,7 @@ class GatedNodes:
                 thread.join()
 
     def let_one_pass(self, name: str) -> None:
-        """Let the shard pass that waits, or the next that comes. Blocks: until it does."""
+        """Let the waiting shard, or the next one, pass. Blocks: until it does."""
         os.close(os.open(self._gates[name], os.O_WRONLY))
 
 
@@ -67,7 +67,7 @@ def _start_gated(gate: Path) -> WriterProcess:
 
 
 def empty_memory(writer: WriterProcess) -> None:
-    """Have a writer forget everything, as that of a replaced node has."""
+    """Make a writer discard all checkpoints, as on a replaced node."""
     with closing(WriterClient(writer.address)) as client:
         for held in client.ask(f.List(), f.Listed, timeout_s=300)[0].checkpoints:
             facts = decode_manifest(held.manifest)[0]

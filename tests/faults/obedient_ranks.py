@@ -1,4 +1,4 @@
-"""Ranks that save and load on command, as often as asked, and say in JSON what came of it."""
+"""Ranks that save and load on command and report the result as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER = "answer: "
 
 
 class Ranks(RankProcesses):
-    """One rank on each node, in processes that stay until the ``with`` block ends.
+    """One rank per node, in processes that run until the ``with`` block ends.
 
     Args:
         nodes: Name of each rank's node, with the node's writer.
@@ -31,7 +31,7 @@ class Ranks(RankProcesses):
     """
 
     def __init__(self, nodes: dict[str, WriterProcess], log: Path, *, width: int = 160) -> None:
-        # A store in a file: each new connection to a TCP one looks names up, and hundreds are made here.
+        # A FileStore: each new connection to a TCPStore resolves host names, and hundreds are made here.
         store = log.with_name(f"{log.name}-{uuid.uuid4().hex}.store")
         super().__init__(
             __file__,
@@ -45,7 +45,7 @@ class Ranks(RankProcesses):
         )
 
     def tell(self, *, timeout_s: float = 200.0, **command: Any) -> list[dict[str, Any]]:
-        """Give all ranks one command and return their answers.
+        """Send one command to all ranks and return their responses.
 
         Raises:
             AssertionError: A rank died, or does not answer.
@@ -63,13 +63,13 @@ class Ranks(RankProcesses):
     ) -> None:
         if error is None:
             for rank in range(self.world_size):
-                self.end_input(rank)  # they end when nobody commands any more
+                self.end_input(rank)  # ranks exit when their input is closed
             with contextlib.suppress(DeadlineExceeded):
                 self.wait(10)
         super().__exit__(kind, error, trace)
 
 
-# -- what follows runs in the ranks ----------------------------------------------------------------------------
+# -- the code below runs in the ranks --------------------------------------------------------------------------
 
 
 def _main() -> None:
@@ -86,11 +86,11 @@ def _main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         do = getattr(training, command.pop("do"))
-        sys.stdout.write(f"\n{ANSWER}{json.dumps(do(**command))}\n")  # at once: a log line may come meanwhile
+        sys.stdout.write(f"\n{ANSWER}{json.dumps(do(**command))}\n")  # in one write, because of log lines
 
 
 class _Training:
-    """A state that training changes, and that can be told apart at any iteration and on any rank."""
+    """A training state that differs at each iteration and on each rank."""
 
     def __init__(self, torch: Any, rank: int, width: int) -> None:
         self._torch, self._rank, self._width = torch, rank, width
@@ -100,7 +100,7 @@ class _Training:
         self._saving: Any = None
 
     def save(self, *, config: dict[str, Any], iterations: list[int], job: str) -> dict[str, Any]:
-        """Go on from what is there, train and save; return what each checkpoint held."""
+        """Load the newest checkpoint, train and save; return the digest of each checkpoint."""
         manager = self._manager(config, job)
         manager.load_latest(self._state)
         saved = {}
@@ -113,7 +113,7 @@ class _Training:
         return {"saved": saved}
 
     def begin(self, *, config: dict[str, Any], iteration: int, num_more: int, journal: str) -> dict[str, Any]:
-        """Train one iteration, save it, and train on while the save is under way; return what was saved."""
+        """Train one iteration, save it, and train on during the save; return the digests."""
         if self._saving is None:
             self._saving = self._manager(config, "job", journal)
         self._train()
@@ -124,7 +124,7 @@ class _Training:
         return {"saved": saved, "now": self._digest(), "done": self._handle.done, "step": self._step()}
 
     def finish(self, *, leave: bool) -> dict[str, Any]:
-        """Wait for the save; return why it failed, if it did."""
+        """Wait for the save; return its error, if any."""
         from outlast.errors import CheckpointError
 
         error = None
@@ -138,7 +138,7 @@ class _Training:
         return {"error": error}
 
     def load(self, *, config: dict[str, Any]) -> dict[str, Any]:
-        """Spoil the live state, load, and return what it is now."""
+        """Overwrite the live state, load, and return the state's digest."""
         from outlast.errors import CheckpointError
 
         self._spoil()
@@ -180,12 +180,12 @@ class _Training:
         self._state["losses"].append(loss.item())
 
     def _step(self) -> float:
-        """Return what the optimizer says of its steps."""
+        """Return the step count of the optimizer."""
         (first, *_) = self._optim.state.values()
         return float(first["step"])
 
     def _spoil(self) -> None:
-        """Give everything other values: what is right afterwards was loaded."""
+        """Overwrite all values, so that correct values must have been loaded."""
         self._torch.manual_seed(7)
         for value in self._model.state_dict().values():
             value.fill_(-1)
@@ -195,7 +195,7 @@ class _Training:
         self._state["losses"] = ["spoiled"]
 
     def _digest(self) -> str:
-        """Return the SHA-256 of all bytes of the state, random numbers included."""
+        """Return the SHA-256 of the state, including the random number generator."""
         sha = hashlib.sha256()
         for name, tensor in sorted(self._model.state_dict().items()):
             sha.update(name.encode() + tensor.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What is announced about a job whose global directory is behind is what the next start finds."""
+"""The resume point announced for a job with a global directory behind is the one that the next start loads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[ReadOnlyDisk]:
-    """A small disk; the test is skipped where mounting is not permitted."""
+    """A small disk; the test is skipped if mounting is not permitted."""
     with ExitStack() as stack:
         try:
-            made = stack.enter_context(mounted(tmp_path / "disk"))
+            new_disk = stack.enter_context(mounted(tmp_path / "disk"))
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"a disk of its own needs the right to mount one ({error})")
-        yield made
+        yield new_disk
 
 
 MOMENTS = itertools.product([(False, 3), (False, 17), (True, 9), (True, 24)], [False, True])
@@ -40,24 +40,24 @@ MOMENTS = itertools.product([(False, 3), (False, 17), (True, 9), (True, 24)], [F
         for index, (moment, restarts) in enumerate(MOMENTS)
     ],
 )
-def test_the_next_start_loads_what_was_announced(
+def test_the_next_start_loads_the_announced_checkpoint(
     kills: bool, num_ahead: int, restarts: bool, tmp_path: Path, disk: ReadOnlyDisk
 ) -> None:
-    """SIGTERM: the last line; SIGKILL of everything: ``outlast status``. Both announce what the next start loads."""
+    """The last line (SIGTERM) and ``outlast status`` (SIGKILL) announce the checkpoint that the next start loads."""
     moment = end_behind(tmp_path, disk, num_ahead=num_ahead, kills=kills, restarts=restarts)
     assert moment.announced == moment.loaded, moment
-    assert moment.announced < moment.done, "nothing was ahead of the global tier"
+    assert moment.announced < moment.completed, "nothing was ahead of the global tier"
     if not kills:
         assert moment.exit_code == 75, moment
         assert "was in node-local tiers only and is lost" in moment.last_line
-        assert moment.lost == moment.done - moment.loaded, moment
+        assert moment.lost == moment.completed - moment.loaded, moment
 
 
 @pytest.mark.extended
 def test_a_run_whose_commits_are_overdue_stops(tmp_path: Path, disk: ReadOnlyDisk) -> None:
-    """After ``max_durable_lag``, over a restart: exit code 93, and a sentence with directory, error and what is lost.
+    """After ``max_durable_lag`` the run exits with 93; the line has the directory, the error and the lost iterations.
 
-    Commits to memory do not count, and neither restart nor requeue continues the run.
+    Commits to memory do not count, and neither a restart nor a requeue continues the run.
     """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -65,16 +65,18 @@ def test_a_run_whose_commits_are_overdue_stops(tmp_path: Path, disk: ReadOnlyDis
     with Cluster(
         script, directory, str(FOREVER), "6", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2
     ) as cluster:
-        kept = cluster.wait_for(lambda one: commits(one, "global"), timeout_s=300)
-        assert kept is not None
+        last_global = cluster.wait_for(lambda one: commits(one, "global"), timeout_s=300)
+        assert last_global is not None
         disk.fail()
-        cluster.wait_for(lambda one: commits(one, "memory") and (one.iteration or 0) > (kept.iteration or 0) + 5, 300)
+        cluster.wait_for(
+            lambda one: commits(one, "memory") and (one.iteration or 0) > (last_global.iteration or 0) + 5, 300
+        )
         os.kill(cluster.worker_pid(1), signal.SIGKILL)
         assert cluster.wait(timeout_s=300) == [93], cluster.tails()
         last_line = cluster.agent(0).output().strip().splitlines()[-1]
-        done = max(one.iteration or 0 for one in cluster.events() if one.kind == EventKind.SESSION_ENDED)
+        completed = max(one.iteration or 0 for one in cluster.events() if one.kind == EventKind.SESSION_ENDED)
         durable = max(one.iteration or 0 for one in cluster.events() if commits(one, "global"))
     assert f"no checkpoint was committed to the global directory {directory} for" in last_line
     assert "max_durable_lag=6 s" in last_line
     assert "Read-only file system" in last_line
-    assert f"is iteration {durable}: iterations {durable + 1} to {done} are lost" in last_line
+    assert f"is iteration {durable}: iterations {durable + 1} to {completed} are lost" in last_line

@@ -1,4 +1,4 @@
-"""A place that takes no more fails saves and nothing else: what is there stays, and later saves succeed."""
+"""A full or read-only place fails saves only: older checkpoints stay, and later saves succeed."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class SmallDisk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """A small disk; the test is skipped where mounting is not permitted, and nowhere else."""
+    """A small disk; the test is skipped only if mounting is not permitted."""
     path = tmp_path / "disk"
     path.mkdir()
     try:
         _run("mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "outlast-test", os.fspath(path))
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b"there is no mount"
-        if os.geteuid() == 0 and not any(word in said for word in (b"denied", b"permitted", b"no mount")):
-            raise  # root may, and was not kept from it: something else is wrong
+        message = error.stderr if isinstance(error, subprocess.CalledProcessError) else b"there is no mount"
+        if os.geteuid() == 0 and not any(word in message for word in (b"denied", b"permitted", b"no mount")):
+            raise  # root is permitted to mount: the error has another reason
         pytest.skip(f"a disk of its own needs the right to mount one ({error})")
     try:
         yield SmallDisk(path)
@@ -63,12 +63,14 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 @pytest.mark.process
 @pytest.mark.parametrize("tier", ["local", "global"])
 @pytest.mark.parametrize("problem", ["full", "read-only"])
-def test_a_place_that_takes_no_more_fails_saves_until_it_does_again(
+def test_a_full_or_read_only_place_fails_saves_until_repaired(
     tmp_path: Path, disk: SmallDisk, tier: str, problem: str
 ) -> None:
-    """Full or read-only, local or global: the save fails as an incident and training goes on; the older checkpoint is
-    what it was, and once the place takes files again the next save succeeds."""
-    worsen, mend, reason = {
+    """A save to a full or read-only place fails as an incident, and training continues.
+
+    The older checkpoint stays valid. After the place is repaired, the next save succeeds.
+    """
+    break_disk, repair_disk, reason = {
         "full": (disk.fill, disk.make_room, "No space left"),
         "read-only": (disk.make_read_only, disk.make_writable, "Read-only file system"),
     }[problem]
@@ -78,28 +80,28 @@ def test_a_place_that_takes_no_more_fails_saves_until_it_does_again(
     with closing(WriterProcess()) as writer, Ranks({"node": writer}, tmp_path / "log") as ranks:
 
         def save(iteration: int) -> tuple[dict[str, Any], dict[str, Any]]:
-            (begun,) = ranks.tell(do="begin", config=config, iteration=iteration, num_more=1, journal=run)
-            (ended,) = ranks.tell(do="finish", leave=iteration == 3)
-            return begun, ended
+            (started,) = ranks.tell(do="begin", config=config, iteration=iteration, num_more=1, journal=run)
+            (finished,) = ranks.tell(do="finish", leave=iteration == 3)
+            return started, finished
 
-        first, ended = save(1)
-        assert ended["error"] is None
-        worsen()
-        second, ended = save(2)
-        assert reason in ended["error"]
+        first, finished = save(1)
+        assert finished["error"] is None
+        break_disk()
+        second, finished = save(2)
+        assert reason in finished["error"]
         assert second["now"] != second["saved"], "training went on"
-        mend()
-        third, ended = save(3)
-        assert ended["error"] is None
+        repair_disk()
+        third, finished = save(3)
+        assert finished["error"] is None
 
         incidents = [event for event in read(run) if event.kind == EventKind.INCIDENT]
         assert [(one.data["incident"]["kind"], one.iteration) for one in incidents] == [(IncidentKind.SAVE_FAILED, 2)]
         assert incidents[0].data["incident"]["evidence"]["tier"] == tier
         for saved, iteration in ((third, 3), (first, 1)):
             empty_memory(writer)
-            (told,) = ranks.tell(do="load", config=config)
-            assert (told["iteration"], told["tiers"], told["digest"]) == (iteration, [tier], saved["saved"])
-            assert not told["rejected"]
+            (loaded,) = ranks.tell(do="load", config=config)
+            assert (loaded["iteration"], loaded["tiers"], loaded["digest"]) == (iteration, [tier], saved["saved"])
+            assert not loaded["rejected"]
             (folder,) = (disk.path / "run").rglob(f"step-{iteration}")
             shutil.rmtree(folder)
         assert not list((disk.path / "run").rglob("step-*")), "the failed save left something behind"

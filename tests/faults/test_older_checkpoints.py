@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier process saved are kept like one's own."""
+"""Retention of checkpoints that an earlier process saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from outlast.checkpoint.writer_client import WriterProcess
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_save_after_a_load_keeps_the_newest_of_both(tmp_path: Path) -> None:
-    """Three checkpoints are kept: after a restart the first save makes room by one, in the local and the global tier,
-    and what was saved before can still be loaded when the newer ones are gone."""
+def test_retention_counts_checkpoints_of_earlier_processes(tmp_path: Path) -> None:
+    """After a restart the first save removes the oldest of three kept checkpoints, in the local and the global tier.
+
+    The remaining older checkpoint can be loaded when the newer ones are lost.
+    """
     config: dict[str, Any] = {
         "local_directory": os.fspath(tmp_path / "local"),
         "directory": os.fspath(tmp_path / "global"),
@@ -35,5 +37,5 @@ def test_a_save_after_a_load_keeps_the_newest_of_both(tmp_path: Path) -> None:
             for iteration in (3, 4):
                 (place / f"step-{iteration}").rename(place / f"away-{iteration}")
     with closing(WriterProcess()) as writer, Ranks({"node": writer}, tmp_path / "log") as ranks:
-        (told,) = ranks.tell(do="load", config=config)
-        assert (told["iteration"], told["tiers"], told["digest"]) == (2, ["local"], before["saved"]["2"])
+        (loaded,) = ranks.tell(do="load", config=config)
+        assert (loaded["iteration"], loaded["tiers"], loaded["digest"]) == (2, ["local"], before["saved"]["2"])

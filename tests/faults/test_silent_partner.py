@@ -1,4 +1,4 @@
-"""A partner that does not answer costs a save its copy, and nothing else."""
+"""A partner that does not respond costs a save its replica, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ NODES = ("one", "two")
 
 
 @pytest.mark.process
-def test_a_stopped_partner_costs_a_copy_and_one_incident(tmp_path: Path) -> None:
-    """While node two's writer is stopped, node one's rank gives its copy up: the save is committed nevertheless, said
-    to lack a copy in one incident, and when node one is lost the earlier checkpoint, which lacks none, is loaded."""
+def test_a_stopped_partner_costs_one_replica_and_one_incident(tmp_path: Path) -> None:
+    """While a partner's writer is stopped, the save is committed without a replica, and one incident reports that.
+
+    If the node is then lost, the older checkpoint, which has a replica, is loaded.
+    """
     config: dict[str, Any] = {
         "directory": os.fspath(tmp_path / "global"),
         "replication_timeout": 3.0,
@@ -35,16 +37,16 @@ def test_a_stopped_partner_costs_a_copy_and_one_incident(tmp_path: Path) -> None
         for name in NODES:
             nodes.let_one_pass(name)
         ranks.tell(do="finish", leave=False)
-        # Both ranks have returned from their save before a byte of it is written: none of them waits for a partner.
+        # Both ranks return from save() before a byte is written: neither waits for a partner.
         second = ranks.tell(do="begin", config=config, iteration=2, num_more=1, journal=run)
-        assert not any(told["done"] for told in second)
-        stopped = psutil.Process(nodes.writers["two"].pid)
-        stopped.send_signal(signal.SIGSTOP)
+        assert not any(result["done"] for result in second)
+        stopped_writer = psutil.Process(nodes.writers["two"].pid)
+        stopped_writer.send_signal(signal.SIGSTOP)
         try:
             nodes.let_one_pass("one")
             _wait_until_given_up(nodes.writers["one"].pid)
         finally:
-            stopped.send_signal(signal.SIGCONT)
+            stopped_writer.send_signal(signal.SIGCONT)
         nodes.let_one_pass("two")
         assert ranks.tell(do="finish", leave=True) == [{"error": None}] * 2
 
@@ -54,16 +56,16 @@ def test_a_stopped_partner_costs_a_copy_and_one_incident(tmp_path: Path) -> None
         assert (incident["rank"], incident["iteration"], incident["evidence"]["partner"]) == (0, 2, "two")
 
         (tmp_path / "global").rename(tmp_path / "away")
-        assert [told["iteration"] for told in ranks.tell(do="load", config=config)] == [2, 2]
+        assert [result["iteration"] for result in ranks.tell(do="load", config=config)] == [2, 2]
         empty_memory(nodes.writers["one"])
-        for rank, told in enumerate(ranks.tell(do="load", config=config)):
-            assert told["iteration"] == 1
-            assert told["tiers"] == ["replica", "memory"]
-            assert told["digest"] == first[rank]["saved"]
+        for rank, result in enumerate(ranks.tell(do="load", config=config)):
+            assert result["iteration"] == 1
+            assert result["tiers"] == ["replica", "memory"]
+            assert result["digest"] == first[rank]["saved"]
 
 
 def _wait_until_given_up(pid: int) -> None:
-    """Wait until a process has connected somewhere, and has no such connection any more."""
+    """Wait until a process has had a TCP connection and has none any more."""
     process, was_connected = psutil.Process(pid), False
     end_ns = clock.now_ns() + int(60e9)
     while clock.now_ns() < end_ns:

@@ -1,4 +1,4 @@
-"""A save holds the state of its call in every tier, however late it is written and whatever training does meanwhile."""
+"""A delayed save holds the state of its call in every tier."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.extended
 NODES = ("one", "two")
 
 
-def _nothing(root: Path, nodes: GatedNodes) -> None:
-    """All tiers stay."""
+def _lose_nothing(root: Path, nodes: GatedNodes) -> None:
+    """Keep all tiers."""
 
 
 def _lose_memory(root: Path, nodes: GatedNodes) -> None:
@@ -38,9 +38,11 @@ def _lose_all_nodes(root: Path, nodes: GatedNodes) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("overlap", [False, True], ids=["copied at once", "copied beside training"])
-def test_every_tier_holds_the_state_of_the_call(tmp_path: Path, overlap: bool) -> None:
-    """Saved at step 1 while the writers wait, and trained on to step 3: from memory, disk, replica and global tier
-    alike comes what step 1 was, bit by bit, the optimizer's ``step`` included."""
+def test_each_tier_holds_the_state_of_the_call(tmp_path: Path, overlap: bool) -> None:
+    """A save of step 1 whose writes start after step 3 restores step 1 bit by bit from each tier.
+
+    This includes the optimizer's ``step``.
+    """
     config: dict[str, Any] = {
         "local_directory": os.fspath(tmp_path / "local"),
         "directory": os.fspath(tmp_path / "global"),
@@ -48,7 +50,7 @@ def test_every_tier_holds_the_state_of_the_call(tmp_path: Path, overlap: bool) -
         "save_timeout": 60.0,
     }
     losses: list[tuple[Callable[[Path, GatedNodes], None], list[str]]] = [
-        (_nothing, ["memory", "memory"]),
+        (_lose_nothing, ["memory", "memory"]),
         (_lose_memory, ["local", "local"]),
         (_lose_a_node, ["local", "replica"]),
         (_lose_all_nodes, ["global", "global"]),
@@ -57,16 +59,16 @@ def test_every_tier_holds_the_state_of_the_call(tmp_path: Path, overlap: bool) -
         GatedNodes.open(NODES, tmp_path) as nodes,
         Ranks(nodes.writers, tmp_path / "log", width=640) as ranks,  # matrices of more than 1 MiB
     ):
-        begun = ranks.tell(do="begin", config=config, iteration=1, num_more=2, journal=os.fspath(tmp_path / "run"))
-        for told in begun:
-            assert not told["done"], "the writer wrote, though it was to wait"
-            assert told["now"] != told["saved"]
-            assert told["step"] == 3
+        started = ranks.tell(do="begin", config=config, iteration=1, num_more=2, journal=os.fspath(tmp_path / "run"))
+        for result in started:
+            assert not result["done"], "the writer wrote, though it was to wait"
+            assert result["now"] != result["saved"]
+            assert result["step"] == 3
         with nodes.opened():
             assert ranks.tell(do="finish", leave=True) == [{"error": None}] * 2
-        for lose, tiers in losses:
-            lose(tmp_path, nodes)
-            for before, told in zip(begun, ranks.tell(do="load", config=config), strict=True):
-                assert told["tiers"] == tiers, told
-                assert told["step"] == 1
-                assert told["digest"] == before["saved"]
+        for lose_copies, tiers in losses:
+            lose_copies(tmp_path, nodes)
+            for saved, result in zip(started, ranks.tell(do="load", config=config), strict=True):
+                assert result["tiers"] == tiers, result
+                assert result["step"] == 1
+                assert result["digest"] == saved["saved"]

@@ -1,4 +1,4 @@
-"""The soak: a training under faults of all kinds ends with the undisturbed one's result, and leaves nothing behind."""
+"""Soak test: training under random faults ends with the undisturbed result and without leftovers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main;
 
 
 def soak(folder: Path, *options: str, timeout_s: float) -> dict[str, Any]:
-    """Return the outcome of a soak that has ended well."""
+    """Return the outcome of a successful soak."""
     command = [*COMMAND, "--json", f"--keep={folder}", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.stdout, done.stderr
@@ -30,8 +30,8 @@ def soak(folder: Path, *options: str, timeout_s: float) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_faults_change_no_bit(tmp_path: Path) -> None:
-    """A damaged copy and a lost node: the same weights, and each is detected."""
+def test_two_faults_keep_the_weights_bit_identical(tmp_path: Path) -> None:
+    """A corrupt copy and a lost node are both detected, and the weights are bit-identical."""
     kinds = "corrupt_copy,lose_node"
     outcome = soak(tmp_path / "soak", f"--kinds={kinds}", "--minutes=0.2", "--every=6", timeout_s=500)
     assert {row["kind"]: row["fired"] for row in outcome["kinds"]} == dict.fromkeys(kinds.split(","), 1)
@@ -43,8 +43,8 @@ def test_two_faults_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_minute_of_all_kinds_changes_no_bit(tmp_path: Path, seed: int) -> None:
-    """A fault every three seconds, of all kinds, for a minute."""
+def test_a_minute_of_faults_keeps_the_weights_bit_identical(tmp_path: Path, seed: int) -> None:
+    """A minute with a fault of any kind every three seconds ends with bit-identical weights."""
     outcome = soak(tmp_path / "soak", "--minutes=1", "--every=3", f"--seed={seed}", timeout_s=1500)
     assert outcome["fired"] == 20
     assert len(outcome["kinds"]) >= 18

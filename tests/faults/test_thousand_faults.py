@@ -1,4 +1,4 @@
-"""A thousand random faults: each is caught, and the ranks go on from the nearest copies that are left."""
+"""A thousand random faults: each is detected, and all ranks load the nearest undamaged copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.policy.recovery_point import Tier
 SEED = 20261121
 NUM_FAULTS = {"one node": 450, "two nodes": 350, "two nodes without disks": 200}
 SAMPLE = 40
-"""So many of each kind are drawn where not all of the thousand are; the same ones as the first of those."""
+"""Number of faults of each kind outside campaigns: the first ones of the thousand."""
 
 
 @pytest.mark.extended
@@ -29,31 +29,35 @@ SAMPLE = 40
         for name, count in NUM_FAULTS.items()
     ],
 )
-def test_every_fault_is_caught_and_the_right_copies_are_loaded(name: str, num_faults: int, tmp_path: Path) -> None:
-    """Whatever befalls memory, disks, replicas and the global tier: all ranks load the newest checkpoint that is left,
-    each from its nearest tier that is, every bit as it was saved; no bad byte is loaded, and nobody crashes."""
-    struck: Counter[Tier] = Counter()
+def test_every_fault_is_detected_and_undamaged_copies_load(name: str, num_faults: int, tmp_path: Path) -> None:
+    """After any fault all ranks load the newest undamaged checkpoint, each from its nearest undamaged tier, bit by bit.
+
+    No corrupt byte is loaded, and no rank crashes.
+    """
+    num_injected: Counter[Tier] = Counter()
     trial = 0
     num_nodes, has_disks = 1 if name == "one node" else 2, "without disks" not in name
     with make_world(tmp_path, num_nodes=num_nodes, has_disks=has_disks) as world:
-        while struck.total() < num_faults:
-            faults, decoys = _befall(Random(f"{SEED} {name} {trial}"), world)
-            told = [f"seed {SEED}, {name}, trial {trial}", *decoys, *(fault.name for fault, _ in faults)]
+        while num_injected.total() < num_faults:
+            faults, decoys = _inject_faults(Random(f"{SEED} {name} {trial}"), world)
+            descriptions = [f"seed {SEED}, {name}, trial {trial}", *decoys, *(fault.name for fault, _ in faults)]
             spoiled = {spot for fault, _ in faults for spot in fault.spoils}
             expected = world.expect(spoiled)
             assert expected is not None
-            _check(world, world.load(), expected, faults, told)
-            struck.update(spot.tier for fault, spot in faults if _is_in_the_way(spot, expected))
+            _check(world, world.load(), expected, faults, descriptions)
+            num_injected.update(spot.tier for fault, spot in faults if _is_in_the_way(spot, expected))
             world.heal()
             trial += 1
         assert not (tmp_path / "trapped").exists(), "what was in .metadata was unpickled"
-    assert set(struck) == {spot.tier for spot in world.spots}, struck
+    assert set(num_injected) == {spot.tier for spot in world.spots}, num_injected
 
 
 @pytest.mark.process
-def test_when_every_copy_is_bad_all_ranks_say_so_and_nothing_is_touched(tmp_path: Path) -> None:
-    """With no good copy left the load fails on every rank alike, names copies and reasons, and leaves the live state
-    alone."""
+def test_without_an_undamaged_copy_all_ranks_fail(tmp_path: Path) -> None:
+    """Without an undamaged copy, the load fails on all ranks with the same copies and reasons.
+
+    The live state stays unchanged.
+    """
     with make_world(tmp_path, num_nodes=2, has_disks=True) as world:
         for trial in range(5):
             dice = Random(f"{SEED} nothing left {trial}")
@@ -69,14 +73,14 @@ def test_when_every_copy_is_bad_all_ranks_say_so_and_nothing_is_touched(tmp_path
             assert first["untouched"], (names, first)
             assert second["untouched"], (names, second)
             assert "none that all ranks can load" in first["error"], (names, first)
-            told = [(one["kind"], one["error"].partition(" holds ")[2]) for one in (first, second)]
-            assert told[0] == told[1], "but for their own node's folder they say the same"
+            descriptions = [(one["kind"], one["error"].partition(" holds ")[2]) for one in (first, second)]
+            assert descriptions[0] == descriptions[1], "but for their own node's folder they say the same"
             world.heal()
-        assert [told["iteration"] for told in world.load()] == [ITERATIONS[-1]] * 2
+        assert [descriptions["iteration"] for descriptions in world.load()] == [ITERATIONS[-1]] * 2
 
 
-def _befall(dice: Random, world: World) -> tuple[list[tuple[Fault, Spot]], list[str]]:
-    """Strike some of each rank's nearest copies; return the faults, each with the copy that it was meant for."""
+def _inject_faults(dice: Random, world: World) -> tuple[list[tuple[Fault, Spot]], list[str]]:
+    """Inject faults into some of each rank's nearest copies; return each fault with its intended copy."""
     faults: list[tuple[Fault, Spot]] = []
     spoiled: set[Spot] = set()
     for rank in dice.sample(range(len(world.nodes)), len(world.nodes)):
@@ -86,7 +90,7 @@ def _befall(dice: Random, world: World) -> tuple[list[tuple[Fault, Spot]], list[
                 continue
             fault = draw_fault(dice, world, spot)
             if world.expect(spoiled | fault.spoils) is None:
-                continue  # something must be left
+                continue  # one copy must remain
             fault.strike()
             spoiled |= fault.spoils
             faults.append((fault, spot))
@@ -94,22 +98,22 @@ def _befall(dice: Random, world: World) -> tuple[list[tuple[Fault, Spot]], list[
     return faults, [_strike_decoy(decoy) for decoy in decoys]
 
 
-def _how_many(dice: Random, most: int) -> int:
-    """Return how many of a rank's copies to strike: mostly a few, sometimes nearly all."""
-    return min(most, int(dice.expovariate(0.4)))
+def _how_many(dice: Random, num_copies: int) -> int:
+    """Return the number of a rank's copies to damage: mostly a few, sometimes nearly all."""
+    return min(num_copies, int(dice.expovariate(0.4)))
 
 
 def _strike_decoy(decoy: tuple[str, Any]) -> str:
     name, strike = decoy
     try:
         strike()
-    except OSError as error:  # a fault has struck the very place
+    except OSError as error:  # a fault has already removed the place
         return f"{name}: not laid ({error})"
     return name
 
 
 def _is_in_the_way(spot: Spot, expected: tuple[int, list[Tier]]) -> bool:
-    """Whether a copy would have been loaded before the one that was."""
+    """Return whether a copy would have been loaded before the expected one."""
     checkpoint, tiers = expected
     return spot.checkpoint > checkpoint or (spot.checkpoint == checkpoint and spot.tier < tiers[spot.rank])
 
@@ -119,19 +123,19 @@ def _check(
     loaded: list[dict[str, Any]],
     expected: tuple[int, list[Tier]],
     faults: list[tuple[Fault, Spot]],
-    told: list[str],
+    descriptions: list[str],
 ) -> None:
     checkpoint, tiers = expected
-    story = "\n".join([*told, *map(str, loaded)])
+    context = "\n".join([*descriptions, *map(str, loaded)])
     for rank, one in enumerate(loaded):
-        assert one.get("iteration") == checkpoint, story
-        assert one["tiers"] == [str(tier) for tier in tiers], story
-        assert one["digest"] == world.digests[rank][checkpoint], story
-        assert one["rejected"] == loaded[0]["rejected"], story
-        assert list(one["read"]) == [str(tiers[rank])], story
-    named = {(checkpoint, tier, rank) for checkpoint, tier, rank, _ in loaded[0]["rejected"]}
+        assert one.get("iteration") == checkpoint, context
+        assert one["tiers"] == [str(tier) for tier in tiers], context
+        assert one["digest"] == world.digests[rank][checkpoint], context
+        assert one["rejected"] == loaded[0]["rejected"], context
+        assert list(one["read"]) == [str(tiers[rank])], context
+    reported = {(checkpoint, tier, rank) for checkpoint, tier, rank, _ in loaded[0]["rejected"]}
     for index, (fault, spot) in enumerate(faults):
         if any(spot in later.spoils for later, _ in faults[index + 1 :]):
-            continue  # there may be nothing left of it to be read
+            continue  # a later fault may have removed the damaged copy
         if fault.is_told and spot.checkpoint == checkpoint and spot.tier < tiers[spot.rank]:
-            assert (checkpoint, str(spot.tier), spot.rank) in named, f"{fault.name} is not told\n{story}"
+            assert (checkpoint, str(spot.tier), spot.rank) in reported, f"{fault.name} is not told\n{context}"

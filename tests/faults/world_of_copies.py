@@ -1,4 +1,4 @@
-"""Three checkpoints in every tier of one or two nodes, which can be damaged and made whole again."""
+"""Three checkpoints in every tier of one or two nodes, with functions that damage and restore them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Spot:
     checkpoint: int
     tier: Tier
     node: str
-    """Whose memory or disk it is; empty for the global tier."""
+    """Node of the memory or disk; empty for the global tier."""
 
 
 class Node:
-    """A node's writer and folder, and what they held when all was well."""
+    """A node's writer and folder, and their undamaged contents."""
 
     def __init__(self, name: str, rank: int, folder: Path | None) -> None:
         self.name, self.rank, self.folder = name, rank, folder
@@ -48,7 +48,7 @@ class Node:
         self.manifest = b""
 
     def note_memory(self) -> None:
-        """Remember what the writer holds: the newest checkpoint and nothing else."""
+        """Record the contents of the writer: the newest checkpoint only."""
         (checkpoint,) = self._list()
         manifest, _ = decode_manifest(checkpoint.manifest)
         assert manifest.iteration == NEWEST
@@ -57,7 +57,7 @@ class Node:
         self.parts = {key: self.read_part(key, sizes[key.rank]) for key in checkpoint.parts}
 
     def holds(self, key: CopyKey) -> bool:
-        """Whether the node's memory has a part."""
+        """Return whether the node's memory holds a part."""
         _, fd = self.client.ask(f.Open(key=key), f.Done, timeout_s=300)
         if fd is not None:
             os.close(fd)
@@ -74,7 +74,7 @@ class Node:
             return os.pread(memory.fileno(), num_bytes, 0)
 
     def write_part(self, key: CopyKey, data: bytes, offset: int = 0) -> None:
-        """Write into the memory that holds a part, behind the writer's back."""
+        """Write into the memory that holds a part, without the writer's knowledge."""
         with closing(os.fdopen(self.open_part(key), "wb")) as memory:
             os.pwrite(memory.fileno(), data, offset)
 
@@ -82,11 +82,11 @@ class Node:
         self.write_part(key, bytes([self.parts[key][offset] ^ 1 << bit]), offset)
 
     def empty_memory(self) -> None:
-        """Have the writer forget everything."""
+        """Make the writer discard all checkpoints."""
         empty_memory(self.writer)
 
     def heal_memory(self, port_of_others: dict[str, int]) -> None:
-        """Have the writer hold again what it held, and nothing else."""
+        """Restore the recorded contents of the writer."""
         held = self._list()
         if len(held) != 1 or held[0].manifest != self.manifest or set(held[0].parts) != set(self.parts):
             self.empty_memory()
@@ -96,7 +96,7 @@ class Node:
             self.write_part(key, data)
 
     def serve(self) -> int:
-        """Return the port where the writer takes and gives copies."""
+        """Return the port where the writer sends and receives copies."""
         folder = os.fspath(self.folder) if self.folder is not None else None
         return self.client.ask(f.Serve(host="127.0.0.1", secret=KEY, folder=folder), f.Serving, timeout_s=300)[0].port
 
@@ -129,7 +129,7 @@ class Node:
 
 
 class World:
-    """Nodes with one rank each, and all that was ever saved by them.
+    """Nodes with one rank each, and all their checkpoints.
 
     Args:
         root: Folder of everything.
@@ -143,7 +143,7 @@ class World:
         self.has_disks = nodes[0].folder is not None
         told = ranks.tell(do="save", config=config, iterations=list(ITERATIONS), job="job")
         self.digests = [{int(n): digest for n, digest in one["saved"].items()} for one in told]
-        """For each rank, what each checkpoint holds."""
+        """For each rank, the digest of each checkpoint."""
         for place in self.places:
             shutil.copytree(place, self.whole(place))
         for node in nodes:
@@ -153,16 +153,16 @@ class World:
 
     @property
     def places(self) -> list[Path]:
-        """Folders that hold checkpoints."""
+        """Folders that contain checkpoints."""
         local = [node.folder for node in self.nodes if node.folder is not None]
         return [*local, Path(self.config["directory"])]
 
     def whole(self, path: Path) -> Path:
-        """Return where a file, or a folder, lies as it was when all was well."""
+        """Return the path of the undamaged backup of a file or folder."""
         return self.root / "whole" / path.relative_to(self.root)
 
     def foreign(self, path: Path) -> Path:
-        """Return a file's or folder's namesake of another run."""
+        """Return the path of the same file or folder in another run."""
         return self.root / "foreign" / path.relative_to(self.root)
 
     def heal(self) -> None:
@@ -175,11 +175,11 @@ class World:
             node.heal_memory(ports)
 
     def load(self) -> list[dict[str, Any]]:
-        """Have all ranks load; return what each says."""
+        """Make all ranks load; return their reports."""
         return self.ranks.tell(do="load", config=self.config)
 
     def expect(self, spoiled: set[Spot]) -> tuple[int, list[Tier]] | None:
-        """Return the checkpoint and each rank's tier that is left, by looking at what is not spoiled."""
+        """Return the checkpoint and each rank's tier that a load must use, computed from the undamaged copies."""
         good = self.spots - spoiled
         for checkpoint in sorted(ITERATIONS, reverse=True):
             tiers = [
@@ -204,7 +204,7 @@ class World:
                 yield Spot(key.rank, NEWEST, tier, node.name)
 
     def _lay_another_run(self) -> None:
-        """Save the same iterations elsewhere, for files that could be taken for these."""
+        """Save the same iterations in another run, for files that could be confused with these."""
         config = dict(self.config)
         for name in ("directory", "local_directory"):
             if config.get(name) is not None:
@@ -217,7 +217,7 @@ class World:
 
 @contextmanager
 def make_world(root: Path, *, num_nodes: int, has_disks: bool) -> Iterator[World]:
-    """Save three checkpoints on so many nodes."""
+    """Save three checkpoints on ``num_nodes`` nodes."""
     config: dict[str, Any] = {
         "directory": os.fspath(root / "global"),
         "local_directory": os.fspath(root / "local") if has_disks else None,

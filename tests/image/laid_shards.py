@@ -1,4 +1,4 @@
-"""Shards laid in memory or in files, with the manifest that describes them."""
+"""Shards in memory or in files, with the manifest that describes them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ IDENTITY = Identity(run="run", topology="t", rank=0, world_size=1, iteration=7, 
 
 
 def memfd(num_bytes: int) -> int:
-    """Return sealable shared memory; the caller's."""
+    """Return sealable shared memory, which the caller closes."""
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
     return fd
 
 
 def provide(num_bytes: int) -> Arena:
-    """Return an arena that is a page longer than asked for."""
+    """Return an arena that is one page longer than requested."""
     num_bytes = -(-num_bytes // 4096) * 4096 + 4096
     return Arena(memfd(num_bytes))
 
@@ -34,7 +34,7 @@ def flat_of(tensors: Mapping[str, torch.Tensor], note: str = "as saved") -> Flat
 
 
 def stage(tensors: Mapping[str, torch.Tensor], identity: Identity = IDENTITY) -> Staged:
-    """Return a state's image; its arena is the caller's to close."""
+    """Return a state's image; the caller closes its arena."""
     stager = Stager()
     try:
         return stager.stage(flat_of(tensors), identity, provide)
@@ -47,7 +47,7 @@ def bytes_of(staged: Staged) -> bytes:
 
 
 def manifest_of(staged: Staged, identity: Identity = IDENTITY) -> Manifest:
-    """Return the manifest of a checkpoint that is this one shard."""
+    """Return the manifest of a checkpoint that consists of this shard."""
     image = staged.arena.view(staged.num_bytes)
     entry = ShardEntry.of(0, image, digest_image(image), finite=True)
     return Manifest(

@@ -1,4 +1,4 @@
-"""Whether saved bytes hold an infinity or NaN."""
+"""Detection of infinities and NaN in saved bytes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @pytest.mark.parametrize("dtype", sorted(MAY_BE_INFINITE))
-def test_one_bad_number_is_found_in_any_piece(dtype: str) -> None:
-    """A single NaN or infinity is found at the beginning, behind the first piece and at the end."""
+def test_one_nonfinite_number_is_found_in_any_piece(dtype: str) -> None:
+    """A single NaN or infinity is found at the beginning, after the first piece and at the end."""
     count = PIECE_BYTES // TYPES[dtype].itemsize + 3
-    bad = [float("nan")] + ([float("inf"), float("-inf")] if dtype != "F8_E4M3" else [])  # which has no infinity
+    bad = [float("nan")] + ([float("inf"), float("-inf")] if dtype != "F8_E4M3" else [])  # F8_E4M3 has no infinity
     good = torch.ones(count, dtype=torch.complex64 if dtype == "C64" else torch.float64).to(TYPES[dtype])
     assert is_finite(bytes_of(good), dtype)
     for value in bad:
-        for where in (0, count - 4, count - 1):
+        for position in (0, count - 4, count - 1):
             tensor = good.clone()
-            tensor[where] = value
-            assert not is_finite(bytes_of(tensor), dtype), (value, where)
+            tensor[position] = value
+            assert not is_finite(bytes_of(tensor), dtype), (value, position)
 
 
-@pytest.mark.parametrize("dtype", sorted(MAY_BE_INFINITE - {"C64"}))
+@pytest.mark.parametrize("dtype", sorted(MAY_BE_INFINITE))
 def test_the_largest_numbers_are_finite(dtype: str) -> None:
-    """Numbers whose sum would overflow are finite all the same, of either sign."""
+    """The largest finite numbers of either sign are finite, although their sum would overflow."""
     largest = torch.finfo(TYPES[dtype]).max
     assert is_finite(bytes_of(torch.full((1000,), largest, dtype=torch.float64).to(TYPES[dtype])), dtype)
     assert is_finite(bytes_of(torch.full((1000,), -largest, dtype=torch.float64).to(TYPES[dtype])), dtype)
 
 
-def test_nothing_is_finite() -> None:
-    """An empty tensor holds no bad number."""
+def test_an_empty_tensor_is_finite() -> None:
+    """An empty tensor is finite."""
     assert is_finite(memoryview(b""), "F32")
 
 
@@ -48,9 +48,13 @@ def test_nothing_is_finite() -> None:
     st.integers(0, 96),
     st.sampled_from([16, 24, 64, 1000]),
 )
-def test_numbers_are_found_wherever_pieces_end(tensors: list[tuple[str, int]], bad: int, piece_bytes: int) -> None:
-    """Looked at piece by piece, an image of tensors side by side is finite exactly if none of them has a bad number;
-    what only looks like one in a tensor of whole numbers does not count."""
+def test_nonfinite_numbers_are_found_across_piece_borders(
+    tensors: list[tuple[str, int]], bad: int, piece_bytes: int
+) -> None:
+    """An image of several tensors, checked in pieces, is finite exactly if no tensor holds a non-finite number.
+
+    Bit patterns of NaN in integer tensors do not count.
+    """
     tensors.sort(key=lambda tensor: -TYPES[tensor[0]].itemsize)  # as in a shard
     image, spans, is_bad = bytearray(), [], False
     for dtype, count in tensors:
@@ -58,10 +62,10 @@ def test_numbers_are_found_wherever_pieces_end(tensors: list[tuple[str, int]], b
         if 0 <= (at := bad - start // 8) < count and dtype != "I64":
             numbers[at], is_bad = float("nan"), True
         elif dtype == "I64":
-            numbers[:] = -1  # the bits of a NaN
+            numbers[:] = -1  # the bit pattern of a NaN
         image += bytes_of(numbers) if count else b""
         if dtype != "I64":
             spans.append((dtype, start, len(image) - start))
-    where = Numbers(reversed(spans))
+    locations = Numbers(reversed(spans))
     pieces = [(memoryview(image)[start : start + piece_bytes], start) for start in range(0, len(image), piece_bytes)]
-    assert all(where.are_finite(piece, start) for piece, start in pieces) == (not is_bad)
+    assert all(locations.are_finite(piece, start) for piece, start in pieces) == (not is_bad)

@@ -1,4 +1,4 @@
-"""Which tensors may be copied late, and that no optimizer steps before they are."""
+"""Deferred copies: which tensors may be copied late, and that optimizer steps wait for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.checkpoint.state import capture, flatten
 from outlast.errors import CheckpointError
 
 SIDE = 600
-"""Its square is more than the 1 MiB below which all is copied at once."""
+"""Its square exceeds the 1 MiB below which tensors are copied at once."""
 IDENTITY = Identity(run="run", topology="t", rank=0, world_size=1, iteration=7, attempt="7-a")
 
 
@@ -29,12 +29,12 @@ def provide(num_bytes: int) -> Arena:
     return Arena(fd)
 
 
-def names_of(state: dict[str, object]) -> set[str]:
+def deferred_names(state: dict[str, object]) -> set[str]:
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     return {name.partition(".")[2] for name in changed_only_by_step(optimizers, flatten({"state": capture(state)}))}
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(torch.nn.Linear(SIDE, SIDE), torch.nn.BatchNorm1d(SIDE))
     model.register_buffer("running", torch.zeros(SIDE, SIDE))
     optimizer = torch.optim.Adam(model.parameters())
@@ -43,18 +43,18 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_only_what_step_alone_changes_is_copied_late() -> None:
-    """Large parameters and optimizer states wait; buffers, small tensors and what nobody optimizes do not."""
-    model, optimizer = trained()
+def test_only_large_optimized_tensors_are_deferred() -> None:
+    """Large parameters and optimizer states are deferred; other and small tensors are not."""
+    model, optimizer = trained_model()
     state = {"model": model, "optim": optimizer, "mine": torch.zeros(SIDE, SIDE)}
-    late = names_of(state)
+    late = deferred_names(state)
     assert {name.rpartition(".")[2] for name in late} == {"weight", "exp_avg", "exp_avg_sq"}
     assert len(late) == 3
-    assert names_of({"model": model}) == set()
+    assert deferred_names({"model": model}) == set()
 
 
-class Copies:
-    """Stands for staged copies."""
+class FakeCopies:
+    """Test double of staged copies."""
 
     changed: str | None = None
 
@@ -72,35 +72,36 @@ class Copies:
         self.calls.append("wait")
 
 
-def watched(guard: CopyGuard, *copies: Copies) -> None:
-    for one in copies:
-        guard.watch(one)  # type: ignore[arg-type]
+def watch_all(guard: CopyGuard, *copies: FakeCopies) -> None:
+    for first_optimizer in copies:
+        guard.watch(first_optimizer)  # type: ignore[arg-type]
 
 
-def test_a_step_waits_for_every_copy_and_once() -> None:
-    """The optimizer's step is held back for all copies that are under way, before it changes anything; the next one,
-    if they are done, for nothing."""
-    model, optimizer = trained()
+def test_a_step_waits_for_each_copy_once() -> None:
+    """An optimizer step waits for all copies under way before it changes a tensor; the next step does not wait."""
+    model, optimizer = trained_model()
     guard = CopyGuard()
     before = model[0].weight.detach().clone()  # type: ignore[index]
-    seen: list[bool] = []
-    first, second = (Copies(look=lambda: seen.append(torch.equal(before, model[0].weight))) for _ in range(2))  # type: ignore[index]
+    unchanged_before_step: list[bool] = []
+    first, second = (
+        FakeCopies(look=lambda: unchanged_before_step.append(torch.equal(before, model[0].weight))) for _ in range(2)
+    )  # type: ignore[index]
     guard.stepping({"all": {"optim": optimizer}})
-    watched(guard, first, second)
+    watch_all(guard, first, second)
     assert first.calls == []
     optimizer.step()
     optimizer.step()
     assert first.calls == second.calls == ["hold_back"]
-    assert seen == [True, True]
+    assert unchanged_before_step == [True, True]
     assert not torch.equal(before, model[0].weight)  # type: ignore[index]
 
 
-def test_steps_are_held_back_until_a_device_has_copied() -> None:
-    """A device's copy that is not done holds back every further step, and is awaited at last."""
-    _, optimizer = trained()
-    guard, copies = CopyGuard(), Copies(takes_steps=9)
+def test_steps_wait_until_a_device_copy_is_done() -> None:
+    """A device copy that is not done delays each further step, and ``wait`` waits for it."""
+    _, optimizer = trained_model()
+    guard, copies = CopyGuard(), FakeCopies(takes_steps=9)
     guard.stepping({"optim": optimizer})
-    watched(guard, copies)
+    watch_all(guard, copies)
     optimizer.step()
     optimizer.step()
     guard.wait()
@@ -108,27 +109,32 @@ def test_steps_are_held_back_until_a_device_has_copied() -> None:
     assert copies.calls == ["hold_back", "hold_back", "wait"]
 
 
-def test_only_optimizers_whose_steps_are_seen_are_trusted() -> None:
-    """A step that passes by the hook, as one in a captured graph does, would change what is being copied: an optimizer
-    whose step was not seen since the last save is copied at once, also by a second save of the same iteration."""
+def test_an_optimizer_without_an_observed_step_is_not_deferred() -> None:
+    """An optimizer whose step did not run the hook since the last save is copied at once.
+
+    A step in a captured graph does not run the hook and would change the tensors during the copy. The result is the
+    same for a second save of the same iteration.
+    """
     guard = CopyGuard()
-    (_, one), (_, other) = trained(), trained()
-    state = {"one": one, "more": {"other": other}}
+    (_, first_optimizer), (_, second_optimizer) = trained_model(), trained_model()
+    state = {"one": first_optimizer, "more": {"other": second_optimizer}}
     assert guard.stepping(state) == []
-    one.step()
-    assert guard.stepping(state, 1) == [one]
-    assert guard.stepping(state, 1) == [one]
+    first_optimizer.step()
+    assert guard.stepping(state, 1) == [first_optimizer]
+    assert guard.stepping(state, 1) == [first_optimizer]
     assert guard.stepping(state, 2) == []
-    other.step()
-    one.step()
-    assert guard.stepping(state, 3) == [one, other]
+    second_optimizer.step()
+    first_optimizer.step()
+    assert guard.stepping(state, 3) == [first_optimizer, second_optimizer]
 
 
-def test_an_optimizer_whose_step_is_in_a_graph_is_never_copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay changes the tensors of an optimizer without a call of the hook. The next step may be a replay, even if
-    the last ones were not: once a step was captured, all later saves copy the optimizer's tensors at once."""
+def test_an_optimizer_with_a_captured_step_is_never_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step was captured in a graph, all later saves copy the optimizer's tensors at once.
+
+    A replay changes the tensors without a call of the hook, and any next step may be a replay.
+    """
     guard = CopyGuard()
-    _, optimizer = trained()
+    _, optimizer = trained_model()
     guard.stepping({"optim": optimizer})
     with monkeypatch.context() as capturing:
         capturing.setattr("outlast.checkpoint.copy_guard.is_capturing", lambda: True)
@@ -148,11 +154,13 @@ def test_an_optimizer_whose_step_is_in_a_graph_is_never_copied_late(monkeypatch:
     ids=["sgd", "capturable", "not_capturable"],
 )
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "no_graphs"])
-def test_a_graph_from_before_the_hook_may_contain_a_step(
+def test_a_graph_older_than_the_hook_prevents_deferral(
     monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], may_be_captured: bool, has_graphs: bool
 ) -> None:
-    """A graph that exists before the first save, or the load, may contain a step of any optimizer that torch allows to
-    be captured: its tensors are never copied late."""
+    """If a graph existed before the first save or load, tensors of capturable optimizers are never deferred.
+
+    Such a graph may contain a step of any optimizer that torch allows to be captured.
+    """
     monkeypatch.setattr("outlast.checkpoint.copy_guard.has_graphs", lambda: has_graphs)
     guard = CopyGuard()
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -164,10 +172,10 @@ def test_a_graph_from_before_the_hook_may_contain_a_step(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("is_inner", [False, True], ids=["step", "function"])
-def test_a_compiled_step_waits_each_time(is_inner: bool) -> None:
-    """torch.compile does not trace the hook: each call of a compiled step waits for copies, not only the first."""
+def test_each_compiled_step_waits_for_copies(is_inner: bool) -> None:
+    """Each call of a compiled step waits for copies, although ``torch.compile`` does not trace the hook."""
     torch._dynamo.reset()
-    _, optimizer = trained()
+    _, optimizer = trained_model()
     guard = CopyGuard()
     state = {"optim": optimizer}
     guard.stepping(state)
@@ -177,19 +185,20 @@ def test_a_compiled_step_waits_each_time(is_inner: bool) -> None:
 
     step = torch.compile(train if is_inner else optimizer.step, backend="eager")
     for iteration in range(1, 5):
-        copies = Copies()
-        watched(guard, copies)
+        copies = FakeCopies()
+        watch_all(guard, copies)
         step()
         assert copies.calls == ["hold_back"]
         assert guard.stepping(state, iteration) == [optimizer]
 
 
 @pytest.mark.parametrize("is_detected_by", ["copy", "step"])
-def test_a_tensor_that_changes_during_its_copy_fails_the_save(is_detected_by: str) -> None:
-    """A copy of a tensor that anything but a step changed meanwhile may hold values of two moments: the save fails with
-    the tensor's name, and later saves copy everything at once. The end of the copy detects the change, or the next
-    step, whichever is first."""
-    model, optimizer = trained()
+def test_a_tensor_changed_during_its_copy_fails_the_save(is_detected_by: str) -> None:
+    """A tensor changed outside ``optimizer.step`` during its copy fails the save; later saves defer nothing.
+
+    The error contains the tensor's name. The end of the copy or the next step detects the change, whichever is first.
+    """
+    model, optimizer = trained_model()
     state, guard = {"model": model, "optim": optimizer}, CopyGuard()
     guard.stepping(state)
     optimizer.step()
@@ -209,9 +218,9 @@ def test_a_tensor_that_changes_during_its_copy_fails_the_save(is_detected_by: st
     assert guard.stepping(state, 2) == []
 
 
-def test_a_step_after_the_copy_is_not_a_change() -> None:
-    """Neither a step that waits for the copy nor a change after that step fails the save."""
-    model, optimizer = trained()
+def test_a_step_that_waits_for_the_copy_does_not_fail_the_save() -> None:
+    """A step that waits for the copy, and changes after that step, do not fail the save."""
+    model, optimizer = trained_model()
     state, guard = {"model": model, "optim": optimizer}, CopyGuard()
     guard.stepping(state)
     optimizer.step()
@@ -227,29 +236,29 @@ def test_a_step_after_the_copy_is_not_a_change() -> None:
     assert guard.stepping(state, 1) == [optimizer]
 
 
-def test_a_closed_guard_lets_the_optimizer_alone() -> None:
-    """Closing waits a last time; afterwards steps are as they were before."""
-    _, optimizer = trained()
-    guard, copies = CopyGuard(), Copies()
+def test_close_removes_the_optimizer_hooks() -> None:
+    """``close`` waits once more and removes its hooks from the optimizer."""
+    _, optimizer = trained_model()
+    guard, copies = CopyGuard(), FakeCopies()
     guard.stepping({"optim": optimizer})
-    watched(guard, copies)
+    watch_all(guard, copies)
     guard.close()
     guard.close()
     assert copies.calls == ["wait"]
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_an_optimizer_at_the_place_of_a_former_one_is_watched() -> None:
-    """Nothing is remembered of an optimizer that is gone, so one that takes its place in memory waits for copies."""
-    guard, copies = CopyGuard(), Copies()
-    former = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    guard.stepping({"optim": former})
-    watched(guard, copies)
-    former.step()
+def test_a_new_optimizer_at_a_reused_address_is_watched() -> None:
+    """No state of a deleted optimizer is kept, so an optimizer that reuses its address is watched."""
+    guard, copies = CopyGuard(), FakeCopies()
+    old_optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    guard.stepping({"optim": old_optimizer})
+    watch_all(guard, copies)
+    old_optimizer.step()
     assert copies.calls == ["hold_back"]
     assert len(guard._hooks) == 1
-    gone = weakref.ref(former)
-    del former
+    reference = weakref.ref(old_optimizer)
+    del old_optimizer
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert not guard._hooks

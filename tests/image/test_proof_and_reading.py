@@ -1,4 +1,4 @@
-"""A shard is verified before anything is touched, and read into live tensors as it was verified."""
+"""Verification of a shard before it is read, and reading into live tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from outlast.checkpoint.verification import PIECE_BYTES, check_shard, prove_shar
 from outlast.errors import CheckpointError, Corrupt, Incomplete, Untrusted
 
 
-class Laid:
-    """A shard of two chunks and more, in a file."""
+class StoredShard:
+    """A shard of more than two chunks, in a file."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors = {"big": torch.randn(3 << 20), "small": torch.arange(5), "empty": torch.zeros(0, 4)}
@@ -43,82 +43,90 @@ class Laid:
 
 
 @pytest.fixture
-def laid(tmp_path: Path) -> Iterator[Laid]:
-    made = Laid(tmp_path)
-    yield made
-    os.close(made.fd)
+def stored_shard(tmp_path: Path) -> Iterator[StoredShard]:
+    new_shard = StoredShard(tmp_path)
+    yield new_shard
+    os.close(new_shard.fd)
 
 
-def test_read_puts_the_bytes_into_live_tensors(laid: Laid) -> None:
-    """Tensors that are given take their bytes where they lie; the others are new; all have the saved values."""
+def test_reading_fills_live_tensors_in_place(stored_shard: StoredShard) -> None:
+    """Given tensors are filled in place, the others are allocated, and all have the saved values."""
     live = torch.full((3 << 20,), -1.0)
     address = live.data_ptr()
-    found = read_tensors(laid.fd, laid.manifest, 0, prove_shard(laid.fd, laid.manifest, 0), {laid.names["big"]: live})
-    assert found[laid.names["big"]] is live
+    found = read_tensors(
+        stored_shard.fd,
+        stored_shard.manifest,
+        0,
+        prove_shard(stored_shard.fd, stored_shard.manifest, 0),
+        {stored_shard.names["big"]: live},
+    )
+    assert found[stored_shard.names["big"]] is live
     assert live.data_ptr() == address
-    for name, tensor in laid.tensors.items():
-        assert torch.equal(found[laid.names[name]], tensor)
-        assert found[laid.names[name]].dtype == tensor.dtype
+    for name, tensor in stored_shard.tensors.items():
+        assert torch.equal(found[stored_shard.names[name]], tensor)
+        assert found[stored_shard.names[name]].dtype == tensor.dtype
     assert len(found) == 3
 
 
-def test_a_flipped_byte_names_its_chunk_and_tensor(laid: Laid) -> None:
-    """One changed bit is refused, and the message names the chunk and the tensor that it lies in."""
-    offset, num_bytes = laid.span("big")
-    flip(laid.path, offset + num_bytes - 1)
+def test_a_flipped_byte_is_reported_with_chunk_and_tensor(stored_shard: StoredShard) -> None:
+    """A flipped bit is rejected with an error that contains its chunk and tensor."""
+    offset, num_bytes = stored_shard.span("big")
+    flip(stored_shard.path, offset + num_bytes - 1)
     with pytest.raises(Corrupt, match=rf"chunk {(offset + num_bytes - 1) // CHUNK_BYTES}, .*big"):
-        laid.prove()
+        stored_shard.prove()
 
 
-def test_any_flipped_byte_is_found(laid: Laid) -> None:
-    """A bit in the length, the header, its padding, the first and last tensor, and the last byte: each is refused."""
-    size, data = laid.path.stat().st_size, laid.span("big")[0]
+def test_flips_in_every_section_are_detected(stored_shard: StoredShard) -> None:
+    """A flipped bit in the length, header, padding, any tensor or last byte is rejected."""
+    size, data = stored_shard.path.stat().st_size, stored_shard.span("big")[0]
     for offset in (0, 7, 8, 200, data - 1, data, CHUNK_BYTES - 1, CHUNK_BYTES, size - 1):
-        flip(laid.path, offset)
+        flip(stored_shard.path, offset)
         with pytest.raises(CheckpointError):
-            laid.prove()
-        flip(laid.path, offset)
-    laid.prove()
+            stored_shard.prove()
+        flip(stored_shard.path, offset)
+    stored_shard.prove()
 
 
-@pytest.mark.parametrize("kept", [0, 3, 100, 4096, CHUNK_BYTES, -1])
-def test_a_torn_file_is_incomplete(laid: Laid, kept: int) -> None:
-    """A file that is too short is refused, wherever it ends, by the cheap look as by the proof."""
-    os.truncate(laid.path, kept if kept >= 0 else laid.path.stat().st_size - 1)
+@pytest.mark.parametrize("num_kept_bytes", [0, 3, 100, 4096, CHUNK_BYTES, -1])
+def test_a_torn_file_is_incomplete(stored_shard: StoredShard, num_kept_bytes: int) -> None:
+    """A truncated file is rejected at any length, both by `check_shard` and by full verification."""
+    os.truncate(stored_shard.path, num_kept_bytes if num_kept_bytes >= 0 else stored_shard.path.stat().st_size - 1)
     with pytest.raises(Incomplete):
-        laid.prove()
+        stored_shard.prove()
     with pytest.raises(Incomplete):
-        check_shard(laid.path, laid.manifest, 0)
+        check_shard(stored_shard.path, stored_shard.manifest, 0)
 
 
-def test_a_file_that_is_too_long_is_incomplete(laid: Laid) -> None:
-    """Bytes behind the end are refused as missing ones are."""
-    with open(laid.path, "ab") as file:
+def test_a_file_with_extra_bytes_is_incomplete(stored_shard: StoredShard) -> None:
+    """A file with extra bytes at its end is rejected."""
+    with open(stored_shard.path, "ab") as file:
         file.write(b"x")
     with pytest.raises(Incomplete):
-        laid.prove()
+        stored_shard.prove()
 
 
 @pytest.mark.parametrize(
-    "other", [{"iteration": 8}, {"attempt": "7-b"}, {"run": "another"}, {"topology": "u"}, {"world_size": 2}]
+    "changed_fields", [{"iteration": 8}, {"attempt": "7-b"}, {"run": "another"}, {"topology": "u"}, {"world_size": 2}]
 )
-def test_a_whole_shard_in_the_wrong_place_is_untrusted(laid: Laid, other: dict[str, object]) -> None:
-    """A shard of another iteration, attempt, run or arrangement is refused, and the message says what it is."""
-    wrong: Manifest = msgspec.structs.replace(laid.manifest, **other)
-    with pytest.raises(Untrusted, match=next(iter(other))):
-        prove_shard(laid.fd, wrong, 0)
+def test_a_shard_of_another_checkpoint_is_untrusted(
+    stored_shard: StoredShard, changed_fields: dict[str, object]
+) -> None:
+    """A shard of another iteration, attempt, run or topology is rejected, and the error contains the difference."""
+    other_manifest: Manifest = msgspec.structs.replace(stored_shard.manifest, **changed_fields)
+    with pytest.raises(Untrusted, match=next(iter(changed_fields))):
+        prove_shard(stored_shard.fd, other_manifest, 0)
 
 
-def test_what_changes_after_the_proof_is_not_used(laid: Laid) -> None:
-    """Bytes that are not those that were verified are noticed as they are read."""
-    proof = prove_shard(laid.fd, laid.manifest, 0)
-    flip(laid.path, laid.span("big")[0] + 12)
+def test_bytes_changed_after_verification_are_rejected(stored_shard: StoredShard) -> None:
+    """Bytes that changed after verification are detected when they are read."""
+    proof = prove_shard(stored_shard.fd, stored_shard.manifest, 0)
+    flip(stored_shard.path, stored_shard.span("big")[0] + 12)
     with pytest.raises(Corrupt):
-        read_tensors(laid.fd, laid.manifest, 0, proof, {})
+        read_tensors(stored_shard.fd, stored_shard.manifest, 0, proof, {})
 
 
-def test_a_shard_in_longer_memory_is_verified_where_it_lies() -> None:
-    """In shared memory a shard may be followed by anything; a change of its own bytes is found there too."""
+def test_a_shard_in_longer_memory_is_verified() -> None:
+    """A shard in shared memory may be followed by other bytes; a flip of its own bytes is detected."""
     staged = stage({"w": torch.randn(3 << 20)})
     manifest = manifest_of(staged)
     staged.arena.array[staged.num_bytes :] = 9
@@ -130,15 +138,15 @@ def test_a_shard_in_longer_memory_is_verified_where_it_lies() -> None:
     staged.arena.close()
 
 
-def test_the_cheap_look_tells_what_is_missing(laid: Laid, tmp_path: Path) -> None:
-    """A file that is not there is missing; one of the right length passes until it is verified."""
+def test_check_shard_detects_a_missing_file(stored_shard: StoredShard, tmp_path: Path) -> None:
+    """`check_shard` rejects a missing file and accepts a file of the correct length."""
     with pytest.raises(Incomplete, match="missing"):
-        check_shard(tmp_path / "nowhere", laid.manifest, 0)
-    check_shard(laid.path, laid.manifest, 0)
+        check_shard(tmp_path / "nowhere", stored_shard.manifest, 0)
+    check_shard(stored_shard.path, stored_shard.manifest, 0)
 
 
 def test_a_tiny_shard_is_verified_and_read(tmp_path: Path) -> None:
-    """A state of less than a chunk takes the same way."""
+    """A state smaller than one chunk is verified and read."""
     tensors = {"w": torch.tensor([1.5, -2.5], dtype=torch.float16)}
     manifest = lay(tensors, tmp_path / "s")
     fd = os.open(tmp_path / "s", os.O_RDONLY)
@@ -148,63 +156,63 @@ def test_a_tiny_shard_is_verified_and_read(tmp_path: Path) -> None:
     assert manifest.iteration == IDENTITY.iteration
 
 
-def _write_head(laid: Laid, head: bytes) -> None:
-    with open(laid.path, "r+b") as file:
+def write_head(stored_shard: StoredShard, head: bytes) -> None:
+    with open(stored_shard.path, "r+b") as file:
         file.write(head)
 
 
-def test_a_changed_table_is_refused(laid: Laid) -> None:
-    """A header that still describes a right file, but other tensors than were saved, differs from its digest."""
-    head = read_head(laid.fd, laid.path.stat().st_size)
-    name = laid.names["small"].encode()
-    _write_head(laid, head.replace(name, name[:-1] + b"X"))
+def test_a_changed_header_is_rejected(stored_shard: StoredShard) -> None:
+    """A header that describes a valid file with other tensors differs from its digest and is rejected."""
+    head = read_head(stored_shard.fd, stored_shard.path.stat().st_size)
+    name = stored_shard.names["small"].encode()
+    write_head(stored_shard, head.replace(name, name[:-1] + b"X"))
     with pytest.raises(Corrupt, match="table of its tensors, differs from its digest"):
-        laid.prove()
+        stored_shard.prove()
     with pytest.raises(Corrupt, match="table of its tensors, differs from its digest"):
-        check_shard(laid.path, laid.manifest, 0, read_head=True)
+        check_shard(stored_shard.path, stored_shard.manifest, 0, read_head=True)
 
 
-def test_another_ranks_table_is_refused(laid: Laid) -> None:
-    """A header that is another rank's names that rank."""
-    head = read_head(laid.fd, laid.path.stat().st_size)
-    _write_head(laid, head.replace(b'\\"rank\\":0', b'\\"rank\\":1'))
+def test_another_ranks_header_is_rejected(stored_shard: StoredShard) -> None:
+    """A header of another rank is rejected with an error that contains that rank."""
+    head = read_head(stored_shard.fd, stored_shard.path.stat().st_size)
+    write_head(stored_shard, head.replace(b'\\"rank\\":0', b'\\"rank\\":1'))
     with pytest.raises(Untrusted, match="is the shard of rank 1 instead of 0"):
-        laid.prove()
+        stored_shard.prove()
 
 
-def test_a_shard_without_its_table_is_refused(laid: Laid) -> None:
-    """Zeros in place of the header are no table, whatever the rest is."""
-    _write_head(laid, bytes(len(read_head(laid.fd, laid.path.stat().st_size))))
+def test_a_zeroed_header_is_rejected(stored_shard: StoredShard) -> None:
+    """A shard whose header is zeros is rejected."""
+    write_head(stored_shard, bytes(len(read_head(stored_shard.fd, stored_shard.path.stat().st_size))))
     with pytest.raises(Corrupt, match="the header cannot be read"):
-        laid.prove()
+        stored_shard.prove()
 
 
 @pytest.mark.parametrize(("field", "value"), [("table", "0" * 16), ("digests", bytes(16))])
-def test_a_manifest_that_lies_about_a_shard_is_found_out(laid: Laid, field: str, value: object) -> None:
-    """A right shard is refused under a manifest with another digest of its table, or of a chunk."""
-    (entry,) = laid.manifest.shards
-    lying = msgspec.structs.replace(entry, **{field: value})
-    assert len(lying.digests) == len(entry.digests)
+def test_a_manifest_with_a_wrong_digest_is_rejected(stored_shard: StoredShard, field: str, value: object) -> None:
+    """A correct shard is rejected under a manifest with another digest of its header or of a chunk."""
+    (entry,) = stored_shard.manifest.shards
+    false_entry = msgspec.structs.replace(entry, **{field: value})
+    assert len(false_entry.digests) == len(entry.digests)
     with pytest.raises(Corrupt, match="differs from its digest"):
-        prove_shard(laid.fd, msgspec.structs.replace(laid.manifest, shards=(lying,)), 0)
+        prove_shard(stored_shard.fd, msgspec.structs.replace(stored_shard.manifest, shards=(false_entry,)), 0)
 
 
-def test_a_flaw_names_tensors_only_by_a_table_that_is_right(laid: Laid) -> None:
-    """Where the table is damaged too, the chunk is named without what lies in it."""
-    flip(laid.path, CHUNK_BYTES + 5)
-    read = partial(read_path, laid.path)
-    (entry,) = laid.manifest.shards
+def test_a_corrupt_header_hides_tensor_names(stored_shard: StoredShard) -> None:
+    """If the header is corrupt too, the corrupt chunk is reported without tensor names."""
+    flip(stored_shard.path, CHUNK_BYTES + 5)
+    read = partial(read_path, stored_shard.path)
+    (entry,) = stored_shard.manifest.shards
     (flaw,) = verify([shard_file(entry, read, room_bytes=PIECE_BYTES)], num_threads=1)
     assert flaw.chunk == 1
-    assert laid.names["big"] in flaw.contents
-    head = read_head(laid.fd, laid.path.stat().st_size)
-    name = laid.names["small"].encode()
-    _write_head(laid, head.replace(name, name[:-1] + b"X"))
+    assert stored_shard.names["big"] in flaw.contents
+    head = read_head(stored_shard.fd, stored_shard.path.stat().st_size)
+    name = stored_shard.names["small"].encode()
+    write_head(stored_shard, head.replace(name, name[:-1] + b"X"))
     flaws = verify([shard_file(entry, read, room_bytes=PIECE_BYTES)], num_threads=1)
     assert [(flaw.chunk, flaw.contents) for flaw in flaws] == [(0, ()), (1, ())]
 
 
-def test_a_manifest_of_an_earlier_schema_is_refused_by_name(laid: Laid) -> None:
-    """It is not read as something else: the error says which schema it has."""
+def test_a_manifest_of_an_earlier_schema_is_rejected(stored_shard: StoredShard) -> None:
+    """A manifest of an earlier schema is rejected with an error that contains its schema."""
     with pytest.raises(Untrusted, match="has schema 1, this version reads 2 and newer"):
-        decode_manifest(seal(msgspec.structs.replace(laid.manifest, schema=1)))
+        decode_manifest(seal(msgspec.structs.replace(stored_shard.manifest, schema=1)))

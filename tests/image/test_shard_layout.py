@@ -1,4 +1,4 @@
-"""The head of a shard: what it takes, and what it refuses."""
+"""The header of a shard: accepted and rejected contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.errors import Corrupt
 
 
 def head_of(entries: dict[str, object], *, identity: bool = True) -> memoryview:
-    """Return a head that says what it is given."""
+    """Return a shard header with the given entries."""
     header = dict(entries)
     if identity:
         header["__metadata__"] = {"outlast": msgspec.json.encode(IDENTITY).decode()}
@@ -28,8 +28,8 @@ def entry(begin: int, end: int, dtype: str = "U8") -> dict[str, object]:
     return {"dtype": dtype, "shape": [end - begin], "data_offsets": [begin, end]}
 
 
-def test_safetensors_reads_a_shard() -> None:
-    """A shard is a file of safetensors: its own library reads every tensor of it."""
+def test_safetensors_can_read_a_shard() -> None:
+    """A shard is a safetensors file: the safetensors library reads every tensor of it."""
     tensors = {"w": torch.randn(3, 5), "n": torch.arange(4), "h": torch.randn(7).to(torch.bfloat16)}
     staged = stage(tensors)
     found = load(bytes_of(staged))
@@ -40,8 +40,8 @@ def test_safetensors_reads_a_shard() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 101, 2**40, 2**64 - 1])
-def test_an_impossible_header_length_is_refused(length: int) -> None:
-    """A length that cannot be is refused before anything of that size is read or allocated."""
+def test_an_impossible_header_length_is_rejected(length: int) -> None:
+    """An impossible header length is rejected before that many bytes are read or allocated."""
     fd = memfd(108)
     os.pwrite(fd, length.to_bytes(8, "little"), 0)
     with pytest.raises(Corrupt, match="cannot be read"):
@@ -60,15 +60,15 @@ def test_an_impossible_header_length_is_refused(length: int) -> None:
         {"w": 3},
     ],
 )
-def test_a_header_that_points_outside_or_lacks_something_is_refused(entries: dict[str, object]) -> None:
-    """Places outside of the file, backwards, of the wrong kind or missing: each is an error of the file."""
+def test_a_header_with_invalid_entries_is_rejected(entries: dict[str, object]) -> None:
+    """Offsets outside the file, reversed, of a wrong type or missing are rejected."""
     head = head_of(entries)
     with pytest.raises(Corrupt):
         read_header(head, len(head) + 100)
 
 
-def test_a_file_of_another_program_is_refused() -> None:
-    """A file of safetensors without an identity is none of ours, and neither is what is no JSON object."""
+def test_another_programs_file_is_rejected() -> None:
+    """A safetensors file without an outlast identity is rejected, and so is a header that is not a JSON object."""
     head = head_of({"w": entry(0, 4)}, identity=False)
     with pytest.raises(Corrupt):
         read_header(head, len(head) + 4)
@@ -77,7 +77,7 @@ def test_a_file_of_another_program_is_refused() -> None:
             read_header(memoryview(len(text).to_bytes(8, "little") + text), 8 + len(text))
 
 
-def test_names_sort_as_ranks_and_the_last_chunk_may_be_short() -> None:
-    """Files of ranks sort by rank, and a part of a chunk is a chunk."""
+def test_shard_names_sort_by_rank_and_partial_chunks_count() -> None:
+    """Shard file names sort by rank, and a partial chunk counts as a chunk."""
     assert [shard_name(2), shard_name(10)] == sorted([shard_name(10), shard_name(2)])
     assert [num_chunks(n) for n in (0, 1, CHUNK_BYTES, CHUNK_BYTES + 1)] == [0, 1, 1, 2]

@@ -1,15 +1,15 @@
-"""Directories and object stores that can really be broken, for one node or for all, and work again afterwards.
+"""Directories and object stores that can fail for one node or for all nodes, and recover.
 
-A directory is a tmpfs on which each node has a bindfs mount of its own, so that one node's mount can hang, be read-only
-or be away while another node uses the same files. A bucket is a moto server with one proxy for each node, which can
+A directory is a tmpfs with a separate bindfs mount for each node, so that one node's mount can hang, be read-only or be
+unmounted while another node uses the same files. A bucket is a moto server with one proxy for each node, which can
 stall, refuse connections, delay or fail requests.
 
-Nothing here touches a node's mount after it was broken: all looks go to the tmpfs itself, which always responds. Mounts
+The test never accesses a node's mount after it was broken: all checks use the tmpfs, which always responds. Mounts
 carry the id of the process that made them; mounts of a killed process are removed by the next one.
 
 Rejected: a FUSE file system in Python (one more thing to trust; bindfs is stopped with a signal), ``--write-rate`` of
-bindfs for a slow disk (saves of these tests are small, so that their cost is the number of calls, not bytes), and a
-mount namespace for each node (a mount in there can be repaired only from inside).
+bindfs for a slow disk (the saves of these tests are small, so that their cost is the number of calls, not bytes), and a
+mount namespace for each node (a mount in a namespace can be repaired only from inside).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from outlast.testing.ranks import free_port
 __all__ = ["ALL", "Bucket", "Disk", "Fault", "processes_named", "start_store", "why_unavailable"]
 
 ALL: tuple[str, ...] = ()
-"""Nodes of a fault: all of them."""
+"""Nodes of a fault that applies to all nodes."""
 _OWNER = "outlast-places-"
 _SIZE, _INODES = "size=4g", "nr_inodes=10000"
-"""More than the health check of a node that joins asks for; memory is used for what is written alone."""
+"""More than the health check of a joining node requires; only written data uses memory."""
 _PART_S = 0.3
-"""Seconds in which a slow place works, between two stops."""
+"""Seconds for which a slow place works between two stops."""
 _LIMIT_S = 60.0
 
 
 class Fault(StrEnum):
-    """What is wrong with a place."""
+    """The fault of a place."""
 
     FULL = "full"
     READ_ONLY = "read-only"
@@ -57,7 +57,7 @@ class Fault(StrEnum):
     SLOW = "slow"
     """Each save takes ``slow_s`` or more."""
     GONE = "gone"
-    """Each call fails at once: a mount whose server is gone, a store that refuses connections."""
+    """Each call fails at once: a mount whose server is gone, an object store that refuses connections."""
     UNMOUNTED = "unmounted"
     """The mount point is an empty folder of another disk."""
     ERROR_500 = "error-500"
@@ -65,7 +65,7 @@ class Fault(StrEnum):
 
 
 def why_unavailable() -> str:
-    """Return why such places cannot be made on this machine; nothing if they can."""
+    """Return why broken places cannot be made on this machine, or an empty string."""
     if os.geteuid() != 0:
         return "broken places are mounted, which needs root"
     if missing := [tool for tool in ("bindfs", "mount", "umount", "setpriv") if shutil.which(tool) is None]:
@@ -76,7 +76,7 @@ def why_unavailable() -> str:
 
 
 class Disk:
-    """Files that every node reaches through a mount of its own; use as a context manager.
+    """Files that each node reaches through a separate mount; use as a context manager.
 
     Args:
         root: Folder for the mount points.
@@ -86,16 +86,16 @@ class Disk:
 
     def __init__(self, root: Path, nodes: Sequence[str], *, slow_s: float = 15.0) -> None:
         self.files = root / "files"
-        """Where the test reads and writes, whatever the nodes' mounts do."""
+        """Where the test reads and writes, independent of the nodes' mounts."""
         self._root, self._nodes, self._slow_s = root, tuple(nodes), slow_s
         self._calls = root / "connections"
-        """Where the kernel shows how many calls each mount has to complete."""
+        """The kernel's count of pending calls of each mount."""
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._broken: list[tuple[Fault, tuple[str, ...]]] = []
         self._slowing: tuple[threading.Thread, threading.Event] | None = None
 
     def path(self, node: str) -> Path:
-        """Return where a node sees the files."""
+        """Return the path of the files on a node."""
         return self._root / f"mount-{self._nodes.index(node)}"
 
     def __enter__(self) -> Disk:
@@ -117,7 +117,7 @@ class Disk:
         self.close()
 
     def close(self) -> None:
-        """End the daemons and remove the mounts; calls that hang in them fail. Idempotent."""
+        """Stop the daemons and remove the mounts; calls that hang in them fail. Idempotent."""
         self._stop_slowing()
         for node in self._daemons:
             self._unmount(node)
@@ -209,15 +209,15 @@ class Disk:
         subprocess.run(["umount", "-l", self.path(node)], check=False, capture_output=True, timeout=_LIMIT_S)
 
     def _end_daemon(self, node: str) -> None:
-        self._daemons[node].kill()  # a stopped process, too
+        self._daemons[node].kill()  # also ends a stopped process
         self._daemons[node].wait(_LIMIT_S)
 
     def _remount(self, node: str, mode: str) -> None:
-        """Change one mount. A file that is open for writing makes it busy for a moment."""
+        """Remount one mount; retry while a file that is open for writing makes it busy."""
         _try(lambda: ["mount", "-i", "-o", f"remount,{mode},bind", os.fspath(self.path(node))])
 
     def _limit(self, to_used: Callable[[os.statvfs_result], str]) -> None:
-        """Leave no more room than is in use. A write meanwhile makes the limit too small."""
+        """Limit the space to the space in use. A concurrent write makes the limit too small."""
         _try(lambda: ["mount", "-o", f"remount,{to_used(os.statvfs(self.files))}", os.fspath(self.files)])
 
     def _signal(self, nodes: Sequence[str], number: int) -> None:
@@ -262,7 +262,7 @@ class Disk:
 
 
 def remove_mounts_of_dead_processes() -> None:
-    """Unmount places whose process was killed before it could."""
+    """Unmount places of processes that were killed before they could."""
     for line in reversed(Path("/proc/mounts").read_text().splitlines()):
         name, path, *_ = line.split(" ")
         if name.startswith(_OWNER) and not psutil.pid_exists(int(name.removeprefix(_OWNER))):
@@ -285,7 +285,7 @@ def _run(*command: str) -> None:
 
 
 def start_store(record: Path) -> Any:
-    """Start the S3 server of the tests of ``dcp``.
+    """Start the S3 server of the tests in ``dcp``.
 
     Args:
         record: File for its objects; if it exists, the server has these.
@@ -302,7 +302,7 @@ def start_store(record: Path) -> Any:
 
 
 class _Proxy(ThreadingHTTPServer):
-    """What stands between one node and the store."""
+    """The proxy between one node and the object store."""
 
     daemon_threads = True
     block_on_close = False
@@ -329,7 +329,7 @@ class _Proxy(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def reset_connections(self) -> None:
-        """Close every connection, whatever it waits for."""
+        """Close every connection."""
         for one in list(self._open):
             with contextlib.suppress(OSError):
                 one.shutdown(2)
@@ -370,7 +370,7 @@ class _Relay(BaseHTTPRequestHandler):
             response = store.getresponse()
             data = response.read()
         except (OSError, http.client.HTTPException):
-            self.close_connection = True  # as the store did
+            self.close_connection = True  # as the object store did
             return
         finally:
             store.close()
@@ -413,7 +413,7 @@ class _Relay(BaseHTTPRequestHandler):
 
 
 class Bucket:
-    """Objects that every node reaches through a proxy of its own; use as a context manager.
+    """Objects that each node reaches through a separate proxy; use as a context manager.
 
     Args:
         server: The S3 server: its ``port``, ``environment``, ``bucket``, ``client()``, ``stop()``, ``go_on()``.
@@ -429,7 +429,7 @@ class Bucket:
         self._is_stopped = False
 
     def environment(self, node: str) -> dict[str, str]:
-        """Return the variables by which a node finds the store."""
+        """Return the environment variables with a node's endpoint of the object store."""
         variables: dict[str, str] = {**self.server.environment}
         variables["FSSPEC_S3_ENDPOINT_URL"] = f"http://127.0.0.1:{self._ports[node]}"
         return variables
@@ -445,7 +445,7 @@ class Bucket:
             self._close(node)
 
     def break_(self, fault: Fault, nodes: Sequence[str] = ALL) -> None:
-        """Apply a fault to some nodes' way to the store; if it hangs for all, the store itself is stopped."""
+        """Apply a fault to some nodes' proxies; a hang for all nodes stops the object store itself."""
         if fault == Fault.HUNG and not nodes:
             self.server.stop()
             self._is_stopped = True
@@ -470,7 +470,7 @@ class Bucket:
             self._proxies[node].lifted.set()
 
     def newest_checkpoint(self, url: str) -> int:
-        """Return the newest committed checkpoint below a URL, as the store itself sees it; 0 while it is stopped."""
+        """Return the newest committed checkpoint below a URL, by the object store; 0 while it is stopped."""
         if self._is_stopped:
             return 0
         prefix = url.removeprefix(f"s3://{self.server.bucket}/")
@@ -484,7 +484,7 @@ class Bucket:
         threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def _close(self, node: str) -> None:
-        """Refuse new connections and close those that are open."""
+        """Refuse new connections and close the open ones."""
         proxy = self._proxies.pop(node, None)
         if proxy is not None:
             proxy.shutdown()
@@ -494,7 +494,7 @@ class Bucket:
 
 
 def processes_named(processes: Sequence[psutil.Process], text: str) -> Iterator[psutil.Process]:
-    """Yield the processes whose command holds a text."""
+    """Yield the processes whose command line contains a text."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             if text in " ".join(process.cmdline()):

@@ -1,11 +1,11 @@
-"""The matrix: a fault of a tier, on one node or all, from the start of a job, in a save, or in a restore.
+"""The test matrix: a fault of a tier, on one node or all, from the start of a job, in a save, or in a restore.
 
-Each cell trains two nodes of one rank with all tiers, breaks one, and checks what a user is promised:
+Each cell trains two nodes of one rank with all tiers, breaks one, and checks the promises to the user:
 
 * training continues while another tier works, and the fault causes no restart;
-* a log line names the tier, the node and the path (checked in the cells of saves);
+* a log line contains the tier, the node and the path (checked in the cells of saves);
 * after the fault the broken tier holds a new checkpoint again, without a restart;
-* no iteration is lost that another tier held, and every step computes what a run without faults computes.
+* no iteration that another tier held is lost, and each step computes the values of a run without faults.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ INTERVAL, NEAR_INTERVAL = 20, 10
 TRAINS_S = 120.0
 """Longest time for training to advance while a tier is broken."""
 RESPONSE_S, CHECK_S = 15.0, 5.0
-"""After which calls on a place that hangs count as failed: those of a start or a load, and those of health checks."""
+"""Time after which hung calls count as failed: those of a start or a load, and those of health checks."""
 LOGGED_S = 100.0
-"""Longest time until a first line about the fault; a tier that hangs is logged after a while."""
+"""Longest time until the first log line about the fault; a hung tier is logged after a delay."""
 RECOVERS_S = 90.0
 
 
@@ -57,7 +57,7 @@ class When(StrEnum):
     SAVE = "in-save"
     """While a save to all tiers is under way."""
     RESTORE = "in-restore"
-    """While saves are made; a rank is then killed, and its cycle restarted under the fault."""
+    """During saves; a rank is then killed, and its cycle restarted under the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Cell:
     fault: Fault
     tier: Tier
     nodes: tuple[str, ...]
-    """Nodes with the fault; none: all."""
+    """Nodes with the fault; empty: all."""
     when: When
 
     def __str__(self) -> str:
@@ -85,8 +85,8 @@ def disk_cells() -> list[Cell]:
         for fault in faults:
             shared = tier == Tier.GLOBAL and fault in (Fault.FULL, Fault.NO_INODES)  # full for one is full for all
             if fault == Fault.UNMOUNTED and tier == Tier.GLOBAL:
-                continue  # a job does not start where nodes see different directories: test_directory_views.py
-            # Nor does a run accept that the records of its earlier job are back in a directory that it has started.
+                continue  # a job does not start if nodes see different directories: test_directory_views.py
+            # A run also rejects a directory in which the records of its earlier job have reappeared.
             whens = [when for when in When if fault != Fault.UNMOUNTED or when != When.START]
             cells += [Cell(fault, tier, nodes, when) for nodes in ((ALL,) if shared else (_ONE, ALL)) for when in whens]
     return cells
@@ -109,11 +109,11 @@ MARKS = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "available"),
 ]
-"""Of the tests of the matrix."""
+"""Marks of the tests of the matrix."""
 
 
 def each_cell(cells: Sequence[Cell], *, first: Set[str], sample: Set[str]) -> pytest.MarkDecorator:
-    """Run a test for each cell: ``make test`` the first ones, ``make test-all`` a sample too, campaigns the others."""
+    """Parametrize a test: ``make test`` runs ``first``, ``make test-all`` also ``sample``, campaigns all cells."""
 
     def mark(name: str) -> Any:
         return () if name in first else pytest.mark.extended if name in sample else pytest.mark.campaign
@@ -129,7 +129,7 @@ class _Place(Protocol):
 
 @dataclass(kw_only=True)
 class _Writers:
-    """The nodes' checkpoint writers, which hold the memory tier and take replicas."""
+    """The nodes' checkpoint writers, which hold the memory tier and receive replicas."""
 
     run: TrainedNodes | None = None
     _broken: list[tuple[psutil.Process, Fault]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class _Writers:
                     writer.send_signal(signal.SIGSTOP)
                 case Fault.GONE:
                     writer.send_signal(signal.SIGKILL)
-                case Fault.FULL:  # no new memory, nor files that grow
+                case Fault.FULL:  # neither new memory nor growing files
                     resource.prlimit(writer.pid, resource.RLIMIT_AS, (writer.memory_info().vms, resource.RLIM_INFINITY))
                 case _:
                     raise ValueError(f"a writer cannot have the fault {fault}")
@@ -186,7 +186,7 @@ class _World:
     url: str = ""
 
     def run(self) -> TrainedNodes:
-        """Return the next job; not started."""
+        """Return the next job, not started."""
         settings = {}
         for node in NODES:
             settings[node] = {
@@ -202,7 +202,7 @@ class _World:
         return TrainedNodes(self.folder, settings, environments=environments, sections=sections)
 
     def place(self, tier: Tier) -> _Place:
-        """Return what a cell breaks."""
+        """Return the place that a cell breaks."""
         if tier == Tier.STORE:
             assert self.bucket is not None
             return self.bucket
@@ -210,7 +210,7 @@ class _World:
         return places[tier]
 
     def path(self, tier: Tier, node: str) -> str:
-        """Return what a line about a tier has to name; the memory tier has no path."""
+        """Return the path in a log line about a tier; the memory tier has none."""
         match tier:
             case Tier.GLOBAL:
                 return str(self.shared.path(node))
@@ -249,7 +249,7 @@ def _open_world(folder: Path, server: Any | None, name: str) -> Iterator[_World]
 
 
 def check_cell(cell: Cell, folder: Path, server: Any | None = None) -> None:
-    """Play one cell and check it.
+    """Run one cell and check it.
 
     Args:
         cell: The cell.
@@ -264,31 +264,31 @@ def check_cell(cell: Cell, folder: Path, server: Any | None = None) -> None:
                     "two checkpoints in the durable tier", lambda: world.newest(_durable(world), first) >= 2 * INTERVAL
                 )
                 first.stop()
-            held = min(world.newest(Tier.LOCAL, first), world.newest(_durable(world), first))
+            num_committed = min(world.newest(Tier.LOCAL, first), world.newest(_durable(world), first))
             if cell.tier != Tier.MEMORY:
                 place.break_(cell.fault, cell.nodes)
             with world.run() as run:
                 world.writers.run = run
                 if cell.tier == Tier.MEMORY:
                     place.break_(cell.fault, cell.nodes)
-                run.wait_for_iteration(held + 5 * INTERVAL, TRAINS_S)
-                _check_end(cell, world, run, cycle=0, least=held)
+                run.wait_for_iteration(num_committed + 5 * INTERVAL, TRAINS_S)
+                _check_end(cell, world, run, cycle=0, least_iteration=num_committed)
             return
         with world.run() as run:
             world.writers.run = run
             run.wait_for_iteration(2 * INTERVAL)
             run.wait_for_save_to_begin(INTERVAL)
             place.break_(cell.fault, cell.nodes)
-            begun = run.iteration
+            started = run.iteration
             if cell.when == When.SAVE:
-                run.wait_for_iteration(begun + 5 * INTERVAL, TRAINS_S)
-                _check_end(cell, world, run, cycle=0, least=0)
+                run.wait_for_iteration(started + 5 * INTERVAL, TRAINS_S)
+                _check_end(cell, world, run, cycle=0, least_iteration=0)
                 return
-            run.wait_for_iteration(begun + 3 * NEAR_INTERVAL, TRAINS_S)
-            held = _held_elsewhere(cell, run)
+            run.wait_for_iteration(started + 3 * NEAR_INTERVAL, TRAINS_S)
+            num_committed = _held_elsewhere(cell, run)
             run.kill_worker(1)
-            run.wait_for_iteration(held + 5 * INTERVAL, TRAINS_S, cycle=1)
-            _check_end(cell, world, run, cycle=1, least=held)
+            run.wait_for_iteration(num_committed + 5 * INTERVAL, TRAINS_S, cycle=1)
+            _check_end(cell, world, run, cycle=1, least_iteration=num_committed)
 
 
 def _durable(world: _World) -> Tier:
@@ -304,17 +304,17 @@ def _held_elsewhere(cell: Cell, run: TrainedNodes) -> int:
     return min(by_rank.values())
 
 
-def _check_end(cell: Cell, world: _World, run: TrainedNodes, *, cycle: int, least: int) -> None:
+def _check_end(cell: Cell, world: _World, run: TrainedNodes, *, cycle: int, least_iteration: int) -> None:
     """Check the log, lift the fault, and check that its tier recovers."""
-    affected = cell.nodes or NODES
-    # A node reports a shared directory that hangs on another one by its own path, which is the same one elsewhere.
-    paths = [world.path(cell.tier, node) for node in (affected if cell.tier == Tier.LOCAL else NODES)]
+    affected_nodes = cell.nodes or NODES
+    # A node reports a shared directory that hangs on another node by its own path of it.
+    paths = [world.path(cell.tier, node) for node in (affected_nodes if cell.tier == Tier.LOCAL else NODES)]
     word = "global" if cell.tier == Tier.STORE else str(cell.tier)
-    # An empty folder looks like a new one, and a slow disk is no error; one line is awaited for each fault and tier.
-    is_named = cell.when != When.SAVE or cell.fault in (Fault.UNMOUNTED, Fault.SLOW)
+    # An empty folder looks like a new one, and a slow disk is not an error; one line is expected per fault and tier.
+    is_logged = cell.when != When.SAVE or cell.fault in (Fault.UNMOUNTED, Fault.SLOW)
     end_s = time.monotonic() + LOGGED_S
-    while not is_named and time.monotonic() < end_s:
-        is_named = any(_names(run, word, node, path) for node in affected for path in paths)
+    while not is_logged and time.monotonic() < end_s:
+        is_logged = any(_has_line(run, word, node, path) for node in affected_nodes for path in paths)
         time.sleep(0.1)
     world.place(cell.tier).lift()
     lifted = run.iteration
@@ -326,11 +326,13 @@ def _check_end(cell: Cell, world: _World, run: TrainedNodes, *, cycle: int, leas
     assert run.cycle == cycle, f"the fault caused a restart\n{run.shown()}"
     for event in run.events(EventKind.RESTORED):
         if event.cycle == cycle and event.job == run.events(EventKind.PROGRESS)[-1].job:
-            assert (event.iteration or 0) >= least, f"another tier had iteration {least}\n{run.shown()}"
+            assert (event.iteration or 0) >= least_iteration, (
+                f"another tier had iteration {least_iteration}\n{run.shown()}"
+            )
     run.check_weights()
-    assert is_named, f"no line has the tier {word}, one of the nodes {affected}, and the path\n{run.shown()}"
+    assert is_logged, f"no line has the tier {word}, one of the nodes {affected_nodes}, and the path\n{run.shown()}"
 
 
-def _names(run: TrainedNodes, tier: str, node: str, path: str) -> bool:
-    """Return whether a line names a tier, a node and a path; the path itself may hold the node's name."""
+def _has_line(run: TrainedNodes, tier: str, node: str, path: str) -> bool:
+    """Return whether a line contains a tier, a node and a path; the path itself may contain the node's name."""
     return any(node in line.replace(path, "") if path else node in line for line in run.lines(tier, path))

@@ -1,8 +1,8 @@
-"""Measure a training run while its durable tier is away for minutes: ``python tests/places/outage.py --minutes 15``.
+"""Measure a training run during an outage of its durable tier: ``python tests/places/outage.py --minutes 15``.
 
 Two nodes of one rank train under ``outlast run`` with default settings and a save every ten seconds, to a directory on
-bindfs or to an S3 server. In the middle of a save bindfs or the server is stopped, and continued after the outage. The
-result is compared with the limits below and printed as JSON; the exit code is 1 if a limit is exceeded.
+bindfs or to an S3 server. During a save bindfs or the server is stopped, and resumed after the outage. The result is
+compared with the limits below and printed as JSON; the exit code is 1 if a limit is exceeded.
 
 Everything runs in a process namespace and a mount namespace, so that a SIGKILL of this program ends every process and
 removes every mount.
@@ -41,23 +41,23 @@ SAMPLE_S = 5.0
 NUM_SAVES = 4
 """Saves before the outage and after it."""
 NUM_STEPS_AFTER = 3
-"""Steps after the begin and the end of the outage that the second ratio leaves out."""
+"""Steps after the start and the end of the outage that the second ratio omits."""
 MAX_RATIO, MAX_SAVES, MAX_GROWTH = 2.0, 1.0, 1.5
-"""The slowest step to the median; saves until the newest checkpoint is durable again; memory during to before."""
+"""Slowest step to median; saves until the newest checkpoint is durable again; memory during to before the outage."""
 
 
 @dataclass(kw_only=True)
 class Memory:
-    """Bytes of all nodes together, at most, in one part of the run."""
+    """Maximum bytes of all nodes together in one part of the run."""
 
     writers_rss: int = 0
-    """Of the checkpoint writers, what they share included."""
+    """Of the checkpoint writers, including shared memory."""
     ranks_rss: int = 0
     shared: int = 0
-    """Shared memory of the whole machine, other programs included."""
+    """Shared memory of the whole machine, including other programs."""
 
     def add(self, other: Memory) -> None:
-        """Take the larger of each value."""
+        """Take the maximum of each value."""
         self.writers_rss = max(self.writers_rss, other.writers_rss)
         self.ranks_rss = max(self.ranks_rss, other.ranks_rss)
         self.shared = max(self.shared, other.shared)
@@ -65,33 +65,35 @@ class Memory:
 
 @dataclass(kw_only=True)
 class Result:
-    """What one outage cost."""
+    """The cost of one outage."""
 
     place: str
     outage_s: float
     num_restarts: int
     num_lost: int
-    """Iterations that were done twice."""
+    """Iterations that were computed twice."""
     num_steps: int
     median_s: float
     slowest_s: float
     ratio: float
-    """The slowest step to the median, from the begin of the outage to the end of the run."""
+    """Slowest step to median, from the start of the outage to the end of the run."""
     ratio_apart: float
-    """The same without the steps that follow the begin and the end of the outage."""
+    """The same without the steps after the start and the end of the outage."""
     ratio_before: float
-    """The same before the outage: what this machine does without a fault."""
+    """The same before the outage: the behaviour of this machine without a fault."""
     num_slow: int
-    """Steps that took longer than the limit, from the begin of the outage to the end of the run."""
+    """Steps that exceeded the limit, from the start of the outage to the end of the run."""
     num_slow_at_saves: int
-    """Those of them that follow a save within three steps."""
+    """Slow steps within three steps after a save."""
     late_s: float
-    """How late this program, which does nothing, woke from a sleep: with a large value the machine was busy, and the
-    slowest step says little."""
+    """How late this idle program woke from a sleep.
+
+    If the value is large, the machine was busy and the slowest step is not meaningful.
+    """
     oldest_lag: int
     """Iterations that the newest durable checkpoint was behind at the end of the outage."""
     durable_s: float
-    """Seconds from the end of the outage until the newest save of the outage, or a later one, was durable."""
+    """Seconds from the end of the outage until its newest save, or a later one, was durable."""
     durable_saves: float
     """The same in saves."""
     memory: dict[str, Memory] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class Result:
     exit_codes: list[int] = field(default_factory=list)
     last_line: str = ""
     exceeded: list[str] = field(default_factory=list)
-    """Limits that are exceeded; empty: none."""
+    """Exceeded limits."""
 
 
 class Measured:
@@ -113,7 +115,7 @@ class Measured:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[tuple[TrainedNodes, Any, Callable[[], int]]]:
-        """Yield a run that has not started, what can be broken, and a function that returns the newest checkpoint."""
+        """Yield a run that has not started, its place, and a function that returns the newest checkpoint."""
         common = {"save_interval": INTERVAL}
         options: dict[str, Any] = {"step_s": STEP_S, "state_bytes": STATE_BYTES}
         if self._place == "directory":
@@ -134,7 +136,7 @@ class Measured:
             server.kill()
 
     def measure(self) -> Result:
-        """Run it. Blocks: the outage and some minutes."""
+        """Run the training with the outage. Blocks: the outage and some minutes."""
         with self._open() as (run, place, newest), run:
             run.wait_for_iteration(2 * INTERVAL)
             self._sample(run, "before", lambda: run.iteration >= (NUM_SAVES + 1) * INTERVAL, LIMIT_S)
@@ -235,7 +237,7 @@ class Measured:
 
 
 def _durations(steps: list[Step]) -> dict[float, float]:
-    """Return how long each step took from the end of the one before, by its end."""
+    """Return the duration of each step from the end of the previous one, by its end."""
     pairs = itertools.pairwise(steps)
     return {after.end_s: after.end_s - before.end_s for before, after in pairs if before.cycle == after.cycle}
 

@@ -48,7 +48,7 @@ _OF_WRITERS = {
 
 
 def render(text: str) -> str:
-    """Return the page with the table of the cells that the tests have."""
+    """Return the page with the table of the cells of the tests."""
     rows: dict[tuple[Tier, Fault], list[Cell]] = {}
     for cell in (*disk_cells(), *store_cells(), *writer_cells()):
         rows.setdefault((cell.tier, cell.fault), []).append(cell)

@@ -1,4 +1,4 @@
-"""A directory of checkpoints that is full, read-only, hung, slow or away: the cells of the matrix for directories."""
+"""A checkpoint directory that is full, read-only, hung, slow or unmounted: the cells of the matrix for directories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cells import MARKS, Cell, check_cell, disk_cells, each_cell
 pytestmark = [*MARKS, pytest.mark.extended]
 
 FIRST = {"hung-global-one-node-in-save", "full-local-one-node-in-save"}
-"""Cells that every run of the tests plays."""
+"""Cells that run in ``make test``."""
 SAMPLE = {
     "hung-global-all-nodes-in-restore",
     "full-global-all-nodes-in-save",
@@ -19,10 +19,10 @@ SAMPLE = {
     "hung-global-all-nodes-from-start",
     "hung-local-one-node-in-restore",
 }
-"""Cells that `make test-all` plays; the others belong to the long campaigns."""
+"""Cells that run in ``make test-all``; the others run in campaigns."""
 
 
 @each_cell(disk_cells(), first=FIRST, sample=SAMPLE)
-def test_a_broken_directory_stops_no_training(cell: Cell, tmp_path: Path) -> None:
-    """Training continues, a line names tier, node and path, and the directory is used again once it works."""
+def test_training_continues_with_a_broken_directory(cell: Cell, tmp_path: Path) -> None:
+    """Training continues, a log line has tier, node and path, and the directory is used again after it recovers."""
     check_cell(cell, tmp_path)

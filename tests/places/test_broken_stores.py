@@ -1,4 +1,4 @@
-"""An object store that hangs, is slow, is away or refuses: the cells of the matrix for S3."""
+"""An object store that hangs, is slow, is unreachable or rejects requests: the cells of the matrix for S3."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cells import MARKS, Cell, check_cell, each_cell, store_cells
 pytestmark = [*MARKS, pytest.mark.extended]
 
 FIRST = {"hung-s3-all-nodes-in-restore"}
-"""Cells that every run of the tests plays."""
+"""Cells that run in ``make test``."""
 SAMPLE = {"error-403-s3-all-nodes-in-save", "gone-s3-one-node-in-restore"}
-"""Cells that `make test-all` plays; the others belong to the long campaigns."""
+"""Cells that run in ``make test-all``; the others run in campaigns."""
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @each_cell(store_cells(), first=FIRST, sample=SAMPLE)
-def test_a_broken_object_store_stops_no_training(cell: Cell, server: Any, tmp_path: Path) -> None:
-    """Training continues, a line names tier, node and URL, and the store is used again once it responds."""
+def test_training_continues_with_a_broken_object_store(cell: Cell, server: Any, tmp_path: Path) -> None:
+    """Training continues, a log line has tier, node and URL, and the object store is used again after it recovers."""
     check_cell(cell, tmp_path, server)

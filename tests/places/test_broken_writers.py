@@ -1,4 +1,4 @@
-"""A checkpoint writer that hangs, dies or gets no memory: the cells of the matrix for the memory tier and replicas."""
+"""A checkpoint writer that hangs, exits or gets no memory: the cells of the matrix for the memory tier and replicas."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cells import MARKS, Cell, check_cell, each_cell, writer_cells
 pytestmark = [*MARKS, pytest.mark.extended]
 
 FIRST = {"hung-memory-one-node-in-save"}
-"""Cells that every run of the tests plays."""
+"""Cells that run in ``make test``."""
 SAMPLE = {"hung-memory-one-node-in-restore"}
-"""Cells that `make test-all` plays; the others belong to the long campaigns."""
+"""Cells that run in ``make test-all``; the others run in campaigns."""
 
 
 @each_cell(writer_cells(), first=FIRST, sample=SAMPLE)
-def test_a_broken_checkpoint_writer_stops_no_training(cell: Cell, tmp_path: Path) -> None:
-    """Training continues, a line names tier and node, and the memory tier holds new checkpoints afterwards."""
+def test_training_continues_with_a_broken_checkpoint_writer(cell: Cell, tmp_path: Path) -> None:
+    """Training continues, a log line has tier and node, and the memory tier holds new checkpoints afterwards."""
     check_cell(cell, tmp_path)

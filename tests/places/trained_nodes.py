@@ -1,4 +1,4 @@
-"""Two nodes that train in lockstep, what they did, and what they would have computed without a fault."""
+"""Two nodes that train in lockstep, their steps, and the expected result of a run without a fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["LIMIT_S", "NODES", "Step", "TrainedNodes", "newest_checkpoint"]
 
 NODES = ("node-0", "node-1")
 LIMIT_S = 240.0
-"""Longest time that a test waits for anything: a busy machine is slow."""
+"""Longest time that a test waits for a condition: a busy machine is slow."""
 _SIZE = 64
 _POLL_S = 0.01
 
@@ -60,7 +60,7 @@ for iteration in run.steps(state, total=10**9):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One finished step, as its rank wrote it down."""
+    """One completed step, as its rank recorded it."""
 
     cycle: int
     iteration: int
@@ -153,14 +153,14 @@ class TrainedNodes:
         path = self.folder / f"steps-{rank}.txt"
         if not path.exists():
             return []
-        found = []
+        parsed = []
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 cycle, iteration, end_s, digest, pid = line.split()
-                found.append(
+                parsed.append(
                     Step(cycle=int(cycle), iteration=int(iteration), end_s=float(end_s), digest=digest, pid=int(pid))
                 )
-        return found
+        return parsed
 
     @property
     def new_steps(self) -> list[Step]:
@@ -177,23 +177,25 @@ class TrainedNodes:
         """The newest cycle of this job that trained; -1 before."""
         return steps[-1].cycle if (steps := self.new_steps) else -1
 
-    def wait_until(self, what: str, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    def wait_until(self, description: str, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         """Wait until a condition holds.
 
         Raises:
             AssertionError: The limit passed, or an agent ended; the message holds the end of their output.
         """
         end_s = time.monotonic() + limit_s
-        while not is_so():
-            over = not all(agent.running for agent in self.cluster.agents)
-            assert not over or is_so(), f"an agent ended without: {what}\n{self.shown()}"
-            assert time.monotonic() < end_s, f"{limit_s:g} s passed without: {what}\n{self.shown()}"
+        while not condition():
+            has_ended = not all(agent.running for agent in self.cluster.agents)
+            assert not has_ended or condition(), f"an agent ended without: {description}\n{self.shown()}"
+            assert time.monotonic() < end_s, f"{limit_s:g} s passed without: {description}\n{self.shown()}"
             time.sleep(_POLL_S)
 
-    def wait_for_iteration(self, least: int, limit_s: float = LIMIT_S, *, cycle: int = 0) -> None:
-        """Wait until this job has done an iteration, in a cycle or a later one."""
+    def wait_for_iteration(self, least_iteration: int, limit_s: float = LIMIT_S, *, cycle: int = 0) -> None:
+        """Wait until this job has completed an iteration, in the given cycle or a later one."""
         self.wait_until(
-            f"iteration {least} in cycle {cycle}", lambda: self.cycle >= cycle and self.iteration >= least, limit_s
+            f"iteration {least_iteration} in cycle {cycle}",
+            lambda: self.cycle >= cycle and self.iteration >= least_iteration,
+            limit_s,
         )
 
     def wait_for_save_to_begin(self, interval: int) -> int:
@@ -206,7 +208,7 @@ class TrainedNodes:
         return first
 
     def committed(self, tier: str) -> list[int]:
-        """Return the iterations that were committed in a tier, by the journal."""
+        """Return the iterations committed to a tier, by the journal."""
         return [event.iteration or 0 for event in self.events(EventKind.SAVE_COMMITTED) if tier in event.data["tiers"]]
 
     def events(self, kind: EventKind) -> list[Event]:
@@ -214,12 +216,12 @@ class TrainedNodes:
         return [event for event in self.cluster.events() if event.kind == kind]
 
     def lines(self, *texts: str) -> list[str]:
-        """Return the lines of all agents' output that hold all of some texts."""
+        """Return the lines of all agents' output that contain all of some texts."""
         output = "\n".join(agent.output() for agent in self.cluster.agents)
         return [line for line in output.splitlines() if all(text in line for text in texts)]
 
     def shown(self) -> str:
-        """Return the end of each agent's output, without what is logged about each save."""
+        """Return the end of each agent's output, without the log lines of saves."""
         parts = [f"iteration {self.iteration} in cycle {self.cycle}"]
         for agent in self.cluster.agents:
             lines = [line for line in agent.output().splitlines() if " INFO [rank" not in line]
@@ -232,7 +234,7 @@ class TrainedNodes:
         return next(processes_named(agent.children(recursive=True), "outlast.checkpoint.writer"))
 
     def wait_for_writer(self, node: str) -> psutil.Process:
-        """Return a node's checkpoint writer once it runs."""
+        """Return a node's checkpoint writer; wait until it runs."""
         end_s = time.monotonic() + LIMIT_S
         while True:
             with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
@@ -241,7 +243,7 @@ class TrainedNodes:
             time.sleep(_POLL_S)
 
     def kill_worker(self, rank: int) -> None:
-        """SIGKILL a rank."""
+        """Send SIGKILL to a rank."""
         psutil.Process(self.steps(rank)[-1].pid).send_signal(signal.SIGKILL)
 
     def stop(self) -> list[int]:
@@ -251,13 +253,13 @@ class TrainedNodes:
         return self.cluster.wait(LIMIT_S)
 
     def check_weights(self) -> None:
-        """Check that each step of each rank computed what a run without faults computes."""
+        """Check that each step of each rank computed the values of a run without faults."""
         for rank in range(len(NODES)):
             for step in self.steps(rank):
                 assert step.digest == _expected_digest(step.iteration), (rank, step)
 
     def redone(self) -> int:
-        """Return how many iterations of this job were done more than once."""
+        """Return how many iterations of this job were computed more than once."""
         done = [step.iteration for step in self.new_steps]
         return len(done) - len(set(done))
 

@@ -1,4 +1,4 @@
-"""Nodes that hold replicas, and memory to hold them in."""
+"""Fixtures for nodes that hold replicas and for shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from replica_nodes import KEY, Node, memfd
 
 @pytest.fixture
 def make_node() -> Iterator[Callable[..., Node]]:
-    """Start nodes; they end with the test."""
+    """Start nodes, which are closed after the test."""
     nodes: list[Node] = []
 
     def make(name: str = "other", key: bytes | None = KEY) -> Node:
@@ -30,7 +30,7 @@ def node(make_node: Callable[..., Node]) -> Node:
 
 @pytest.fixture
 def hold() -> Iterator[Callable[[bytes], int]]:
-    """Put bytes into memfds that are closed with the test."""
+    """Put bytes into memfds, which are closed after the test."""
     fds: list[int] = []
 
     def make(data: bytes) -> int:

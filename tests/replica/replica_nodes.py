@@ -1,4 +1,4 @@
-"""A node's holdings in memory, and a server that holds them."""
+"""A node's replica holdings in memory, and a replica server for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = b"k" * 32
 
 
 class Memory:
-    """Holdings that are a dictionary of memfds."""
+    """Replica holdings in a dictionary."""
 
     place = "the memory"
 
@@ -24,10 +24,10 @@ class Memory:
         self.num_received = 0
         self.change = threading.Condition()
 
-    def receive(self, key: CopyKey, num_bytes: int) -> Arriving:
+    def receive(self, key: CopyKey, num_bytes: int) -> IncomingPart:
         if self.refusal is not None:
             raise HoldingsError(self.refusal)
-        return Arriving(self, key, num_bytes)
+        return IncomingPart(self, key, num_bytes)
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
         data = self.parts.get(key)
@@ -39,7 +39,7 @@ class Memory:
         return key in self.parts
 
 
-class Arriving:
+class IncomingPart:
     def __init__(self, memory: Memory, key: CopyKey, num_bytes: int) -> None:
         self._memory, self._key, self._num_bytes = memory, key, num_bytes
         self.fd = memfd(bytes(num_bytes))
@@ -64,7 +64,7 @@ class Arriving:
 
 
 class Node:
-    """A server, what it holds, and whom it refused."""
+    """A replica server with its holdings and the list of rejected peers."""
 
     def __init__(self, name: str, key: bytes | None) -> None:
         self.memory = Memory()
@@ -74,7 +74,7 @@ class Node:
         self._change = threading.Condition()
 
     def await_refusal(self) -> tuple[str, str]:
-        """Return the first refusal, once there is one."""
+        """Return the first rejection; wait for it."""
         with self._change:
             assert self._change.wait_for(lambda: self.refused, timeout=10), "nobody was refused"
             return self.refused[0]

@@ -1,7 +1,7 @@
-"""Another node's writer, as a process of its own: holds parts in memory, and can stop itself midway.
+"""Run another node's replica server as a separate process, which can stop itself during a transfer.
 
-Usage: ``python replica_partner.py KEY_HEX [STOP_AT_OFFSET] [--host ADDRESS]``; prints its port; ends when its standard
-input does.
+Usage: ``python replica_partner.py KEY_HEX [STOP_AT_OFFSET] [--host ADDRESS]``. It prints its port and exits when its
+standard input is closed.
 """
 
 from __future__ import annotations

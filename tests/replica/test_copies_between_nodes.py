@@ -1,4 +1,4 @@
-"""Parts go to another node's writer and come back."""
+"""Transfer of parts to another node's writer and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from replica_nodes import Arriving, Memory
+from replica_nodes import IncomingPart, Memory
 
 from outlast.checkpoint.manifest import MANIFEST_PART, CopyKey
 from outlast.checkpoint.replica import client
@@ -30,8 +30,8 @@ def digests_of(data: bytes) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_a_copy_is_what_was_sent(node, hold: Callable[[bytes], int], num_bytes: int) -> None:
-    """Whatever its size, the other node holds the same bytes, and says so by digests of its own."""
+def test_a_replica_holds_the_bytes_that_were_sent(node, hold: Callable[[bytes], int], num_bytes: int) -> None:
+    """The other node holds the same bytes at any size, and reports digests that it computed itself."""
     data = make_bytes(num_bytes)
     replicator = Replicator(KEY)
     (outcome,) = replicator.replicate(COPY, hold(data), num_bytes, (node.target,), timeout_s=10)
@@ -44,10 +44,10 @@ def test_a_copy_is_what_was_sent(node, hold: Callable[[bytes], int], num_bytes: 
 
 @pytest.mark.parametrize("num_connections", [1, 2, 3])
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_what_is_fetched_is_what_is_held(
+def test_a_fetch_returns_the_bytes_that_are_held(
     node, hold: Callable[[bytes], int], monkeypatch, num_bytes: int, num_connections: int
 ) -> None:
-    """A part comes back whole, over however many connections, with the digests of what arrived."""
+    """A part is fetched completely over any number of connections, with the digests of the received bytes."""
     monkeypatch.setattr(client, "NUM_CONNECTIONS", num_connections)
     data = make_bytes(num_bytes)
     node.memory.parts[COPY] = data
@@ -56,20 +56,20 @@ def test_what_is_fetched_is_what_is_held(
     assert os.pread(fd, num_bytes + 1, 0) == data
 
 
-def test_a_flipped_byte_in_the_held_copy_shows_in_the_digests(node, hold: Callable[[bytes], int]) -> None:
-    """The digests are those of the bytes that arrived, not of those that were once sent."""
+def test_a_flipped_byte_in_a_replica_changes_its_digest(node, hold: Callable[[bytes], int]) -> None:
+    """A fetch returns the digests of the received bytes, not those of the bytes that were pushed."""
     data = make_bytes(3 * CHUNK_BYTES)
     push(node.target, KEY, COPY, hold(data), range(3), len(data), timeout_s=10)
     bad = bytearray(data)
     bad[CHUNK_BYTES + 7] ^= 1
     node.memory.parts[COPY] = bytes(bad)
-    right = digests_of(data)
-    found = fetch(node.target, KEY, COPY, hold(bytes(len(data))), len(data), timeout_s=10)
-    assert [number for number in range(3) if found[number] != right[number]] == [1]
+    expected_digests = digests_of(data)
+    received_digests = fetch(node.target, KEY, COPY, hold(bytes(len(data))), len(data), timeout_s=10)
+    assert [number for number in range(3) if received_digests[number] != expected_digests[number]] == [1]
 
 
-def test_several_targets_get_their_copies_at_once(make_node, hold: Callable[[bytes], int]) -> None:
-    """Every target has its own outcome, in the order asked for."""
+def test_a_shard_is_replicated_to_several_targets(make_node, hold: Callable[[bytes], int]) -> None:
+    """Each target has an outcome, in the order of the targets."""
     data = make_bytes(CHUNK_BYTES + 5)
     nodes = [make_node(name) for name in "abc"]
     replicator = Replicator(KEY)
@@ -79,8 +79,8 @@ def test_several_targets_get_their_copies_at_once(make_node, hold: Callable[[byt
     assert all(node.memory.parts == {COPY: data} for node in nodes)
 
 
-def test_a_small_part_is_read_whole_or_refused(node) -> None:
-    """A manifest is read into memory, unless it is larger than what was let in."""
+def test_a_small_part_is_read_up_to_its_limit(node) -> None:
+    """A manifest is read into memory; a larger one than the limit is rejected."""
     key = CopyKey(120, "job-0", 0, MANIFEST_PART)
     node.memory.parts[key] = b"{}" * 100
     assert read_small(node.target, KEY, key, max_bytes=200, timeout_s=10) == b"{}" * 100
@@ -88,21 +88,21 @@ def test_a_small_part_is_read_whole_or_refused(node) -> None:
         read_small(node.target, KEY, key, max_bytes=199, timeout_s=10)
 
 
-def test_a_part_that_is_not_there_is_named(node, hold: Callable[[bytes], int]) -> None:
-    """The error says which node lacks what."""
+def test_a_missing_part_is_reported_with_its_node(node, hold: Callable[[bytes], int]) -> None:
+    """The error contains the node and the missing part."""
     with pytest.raises(ReplicaError, match=r"node other: it does not hold the shard of rank 3 of checkpoint 120"):
         fetch(node.target, KEY, COPY, hold(bytes(10)), 10, timeout_s=10)
 
 
-def test_a_part_of_another_size_is_refused(node, hold: Callable[[bytes], int]) -> None:
-    """What is held must be as long as the manifest says."""
+def test_a_part_of_another_size_is_rejected(node, hold: Callable[[bytes], int]) -> None:
+    """A held part whose size differs from the manifest is rejected."""
     node.memory.parts[COPY] = bytes(11)
     with pytest.raises(ReplicaError, match=r"holds 11 bytes of the shard .* instead of 10"):
         fetch(node.target, KEY, COPY, hold(bytes(10)), 10, timeout_s=10)
 
 
-def test_a_node_without_room_says_why(node, hold: Callable[[bytes], int]) -> None:
-    """A refused copy is an outcome with its reason; the node is asked again next time."""
+def test_a_rejected_copy_is_reported_with_its_reason(node, hold: Callable[[bytes], int]) -> None:
+    """A rejected copy is an outcome with the node's reason; the next save tries the node again."""
     node.memory.refusal = "the disk is full"
     data = make_bytes(100)
     replicator = Replicator(KEY)
@@ -117,14 +117,14 @@ def test_a_node_without_room_says_why(node, hold: Callable[[bytes], int]) -> Non
     assert third.chunks == digests_of(data)
 
 
-def test_a_copy_that_cannot_be_written_leaves_nothing(node, hold: Callable[[bytes], int], monkeypatch) -> None:
-    """A disk that fills up midway: the sender hears why, the receiver forgets the part and goes on serving."""
+def test_a_failed_write_discards_the_copy(node, hold: Callable[[bytes], int], monkeypatch) -> None:
+    """A full disk during a copy fails it with the reason; the receiver drops the part and continues to serve."""
     data = make_bytes(6 * CHUNK_BYTES)
 
-    def full(fd: int, piece: memoryview, offset: int) -> None:
+    def full_disk(fd: int, piece: memoryview, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("outlast.checkpoint.replica.service.write_all", full)
+    monkeypatch.setattr("outlast.checkpoint.replica.service.write_all", full_disk)
     with pytest.raises(ReplicaError, match="it cannot be written: No space left on device"):
         push(node.target, KEY, COPY, hold(data), range(6), len(data), timeout_s=10)
     with node.memory.change:
@@ -135,8 +135,8 @@ def test_a_copy_that_cannot_be_written_leaves_nothing(node, hold: Callable[[byte
     assert node.memory.parts == {COPY: data}
 
 
-def test_a_sender_that_breaks_off_leaves_nothing(node, hold: Callable[[bytes], int]) -> None:
-    """A file that is shorter than announced ends the connection; the half part is forgotten."""
+def test_an_aborted_transfer_discards_the_copy(node, hold: Callable[[bytes], int]) -> None:
+    """A file shorter than announced ends the connection, and the receiver drops the partial part."""
     with pytest.raises(ReplicaError, match="the file ends 5 bytes too early"):
         push(node.target, KEY, COPY, hold(bytes(95)), range(1), 100, timeout_s=10)
     with node.memory.change:
@@ -144,8 +144,8 @@ def test_a_sender_that_breaks_off_leaves_nothing(node, hold: Callable[[bytes], i
     assert not node.memory.parts
 
 
-def test_nobody_there_is_an_outcome(hold: Callable[[bytes], int]) -> None:
-    """A port that nobody listens on."""
+def test_a_refused_connection_is_an_outcome(hold: Callable[[bytes], int]) -> None:
+    """A port without a listener gives an outcome with the error."""
     replicator = Replicator(KEY)
     (outcome,) = replicator.replicate(COPY, hold(b"x"), 1, (Target("gone", "127.0.0.1", 1),), timeout_s=10)
     replicator.close()
@@ -154,8 +154,8 @@ def test_nobody_there_is_an_outcome(hold: Callable[[bytes], int]) -> None:
     assert outcome.error == "node gone (127.0.0.1:1): Connection refused"
 
 
-def test_one_connection_that_breaks_fails_the_fetch(node, hold: Callable[[bytes], int], monkeypatch) -> None:
-    """A part is never returned with a range missing, and all threads end."""
+def test_one_broken_connection_fails_the_fetch(node, hold: Callable[[bytes], int], monkeypatch) -> None:
+    """A broken connection fails the whole fetch, and all its threads exit."""
     monkeypatch.setattr(client, "NUM_CONNECTIONS", 2)
     data = make_bytes(12 * CHUNK_BYTES)
     node.memory.parts[COPY] = data
@@ -172,44 +172,42 @@ def test_one_connection_that_breaks_fails_the_fetch(node, hold: Callable[[bytes]
     assert not [thread for thread in threading.enumerate() if thread.name in ("outlast-fetch", "outlast-map")]
 
 
-def test_a_file_that_is_too_short_to_land_in_is_refused(node, hold: Callable[[bytes], int]) -> None:
-    """The caller's mistake is an error, not a signal."""
+def test_a_target_file_that_is_too_short_is_rejected(node, hold: Callable[[bytes], int]) -> None:
+    """A target file shorter than the part is rejected with an error instead of a SIGBUS."""
     node.memory.parts[COPY] = bytes(10)
     with pytest.raises(ReplicaError, match="no room for the 10 bytes"):
         fetch(node.target, KEY, COPY, hold(bytes(9)), 10, timeout_s=10)
 
 
-def test_a_slow_disk_is_waited_for(node, hold: Callable[[bytes], int], monkeypatch) -> None:
-    """A partner that takes longer to make a copy durable than the timeout says that it goes on."""
+def test_a_slow_disk_does_not_fail_the_copy(node, hold: Callable[[bytes], int], monkeypatch) -> None:
+    """A partner that needs longer than the timeout to store a copy reports progress, and the copy succeeds."""
     monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.05)
-    keep = Arriving.keep
+    keep = IncomingPart.keep
 
-    def slow(self) -> None:
+    def slow_call(self) -> None:
         threading.Event().wait(4.0)
         keep(self)
 
-    monkeypatch.setattr(Arriving, "keep", slow)
+    monkeypatch.setattr(IncomingPart, "keep", slow_call)
     push(node.target, KEY, COPY, hold(b"shard"), range(1), 5, timeout_s=2)
     assert node.memory.parts == {COPY: b"shard"}
 
 
-def test_a_sender_that_leaves_while_room_is_made_leaves_nothing(
-    node, hold: Callable[[bytes], int], monkeypatch
-) -> None:
-    """A disk that is slow to give room: when it does, and nobody waits any more, the room is given back."""
+def test_memory_of_a_lost_sender_is_released(node, hold: Callable[[bytes], int], monkeypatch) -> None:
+    """Memory that a slow disk allocates after the sender has disconnected is released."""
     monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.02)
-    may_go_on = threading.Event()
+    release = threading.Event()
     receive = Memory.receive
 
-    def slow(self, key: CopyKey, num_bytes: int) -> Arriving:
-        assert may_go_on.wait(10)
+    def slow_call(self, key: CopyKey, num_bytes: int) -> IncomingPart:
+        assert release.wait(10)
         return receive(self, key, num_bytes)
 
-    monkeypatch.setattr(Memory, "receive", slow)
+    monkeypatch.setattr(Memory, "receive", slow_call)
     with client.connect(node.target, KEY, timeout_s=10) as channel:
         channel.send(Put(COPY, 5))
         assert isinstance(channel.receive(), Working)
-    may_go_on.set()
+    release.set()
     with node.memory.change:
         assert node.memory.change.wait_for(lambda: node.memory.num_received and not node.memory.num_open, timeout=10)
     assert not node.memory.parts

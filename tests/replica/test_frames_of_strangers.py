@@ -1,4 +1,4 @@
-"""What is checked of every message before a writer obeys it; frames and the key's proof: tests/runtime/test_wire.py."""
+"""Validation of every message that a writer receives; tests/runtime/test_wire.py covers frames and keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES = st.one_of(
 
 
 def parse(data: bytes) -> f.Message | None:
-    """Read one frame as a connection does."""
+    """Parse one frame as a connection does."""
     left, right = socket.socketpair()
     with left, f.ReplicaChannel(right, 1.0) as channel:
         left.sendall(data)
@@ -35,19 +35,19 @@ def parse(data: bytes) -> f.Message | None:
 
 
 def parse_body(body: bytes) -> f.Message | None:
-    """Read one message as a connection does."""
+    """Parse one message as a connection does."""
     return parse(struct.pack("<I", len(body)) + body)
 
 
 @given(MESSAGES)
-def test_what_is_written_is_read(message: f.Message) -> None:
-    """Every message comes out as it went in."""
+def test_every_message_round_trips(message: f.Message) -> None:
+    """Each message is decoded to the message that was encoded."""
     assert parse(encode_frame(message)) == message
 
 
 @given(st.binary(max_size=f.MAX_BODY_BYTES))
-def test_any_body_is_a_message_or_refused(body: bytes) -> None:
-    """Whatever the bytes are, there is no other error."""
+def test_any_body_is_parsed_or_rejected(body: bytes) -> None:
+    """Random bytes are a message or raise `ProtocolError`, and no other error."""
     try:
         parse_body(body)
     except ProtocolError:
@@ -55,25 +55,25 @@ def test_any_body_is_a_message_or_refused(body: bytes) -> None:
 
 
 @given(MESSAGES, st.data())
-def test_a_changed_frame_is_a_message_within_bounds_or_refused(message: f.Message, data: st.DataObject) -> None:
-    """Bytes overwritten, cut or put in: what still parses obeys the same limits."""
+def test_a_corrupt_frame_is_parsed_within_bounds_or_rejected(message: f.Message, data: st.DataObject) -> None:
+    """A frame with overwritten, removed or inserted bytes is rejected, or its values are within the limits."""
     frame = bytearray(encode_frame(message))
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, max(0, len(frame) - 1)))
-        frame[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+        position = data.draw(st.integers(0, max(0, len(frame) - 1)))
+        frame[position : position + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
     try:
-        found = parse(bytes(frame))
-    except ConnectionError:  # refused, or torn
+        parsed = parse(bytes(frame))
+    except ConnectionError:  # rejected or truncated
         return
-    if isinstance(found, f.Put | f.Get):
-        assert "/" not in found.key.attempt + found.key.part
-        assert 0 <= found.num_bytes <= f.MAX_SHARD_BYTES
-        assert found.key.rank >= 0
+    if isinstance(parsed, f.Put | f.Get):
+        assert "/" not in parsed.key.attempt + parsed.key.part
+        assert 0 <= parsed.num_bytes <= f.MAX_SHARD_BYTES
+        assert parsed.key.rank >= 0
 
 
 @pytest.mark.parametrize("depth", [100, 1000, 2040])
-def test_nesting_without_end_is_refused(depth: int) -> None:
-    """Arrays in arrays do not exhaust the stack."""
+def test_deep_nesting_is_rejected(depth: int) -> None:
+    """Deeply nested arrays are rejected without a stack overflow."""
     with pytest.raises(ProtocolError):
         parse_body(b"\x82\xa4type\xa3Put\xa3key" + b"\x91" * (depth - 20) + b"\xc0")
     with pytest.raises(ProtocolError):
@@ -81,8 +81,8 @@ def test_nesting_without_end_is_refused(depth: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, f.MAX_BODY_BYTES + 1, 1 << 31, (1 << 32) - 1])
-def test_an_oversized_or_empty_frame_is_refused_by_its_head(length: int) -> None:
-    """Nothing is allocated for it, and nothing more is waited for."""
+def test_an_invalid_frame_length_is_rejected(length: int) -> None:
+    """A frame with an invalid length is rejected before memory is allocated or more bytes are read."""
     with pytest.raises(ProtocolError):
         parse(struct.pack("<I", length))
 
@@ -106,17 +106,17 @@ def test_an_oversized_or_empty_frame_is_refused_by_its_head(length: int) -> None
         f.Data(2, 1),
     ],
 )
-def test_a_message_out_of_bounds_is_refused(message: f.Message) -> None:
-    """No name can leave its folder, no number is negative or absurd."""
+def test_a_message_out_of_bounds_is_rejected(message: f.Message) -> None:
+    """Names that would leave their folder, negative numbers and oversized numbers are rejected."""
     with pytest.raises(ProtocolError, match="out of bounds"):
         parse(encode_frame(message))
 
 
-def test_a_long_error_is_cut() -> None:
-    """An error always fits into a frame, on one line."""
+def test_a_long_error_is_truncated() -> None:
+    """An error always fits into one frame, on one line."""
     left, right = (f.ReplicaChannel(end, 1.0) for end in socket.socketpair())
     with left, right:
         left.refuse("x\n" * 10_000)
-        found = right.receive()
-    assert isinstance(found, f.Failed)
-    assert "\n" not in found.error
+        parsed = right.receive()
+    assert isinstance(parsed, f.Failed)
+    assert "\n" not in parsed.error

@@ -1,4 +1,4 @@
-"""Memory that is given to the next save while a peer reads the old one from it: the peer is refused, not misled."""
+"""Reuse of memory for the next save while a peer reads the previous shard from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BYTES = 11 * CHUNK_BYTES + 5
 
 
 def keep(vault: Vault, key: CopyKey, data: bytes) -> Image:
-    """Stage and keep a rank's part, in memory that may be the older part's."""
+    """Stage and keep a rank's part, possibly in the memory of an older part."""
     image = vault.take(key.rank, len(data), (), may_steal=True)
     assert image is not None
     os.pwrite(image.fd, data, 0)
@@ -29,20 +29,20 @@ def keep(vault: Vault, key: CopyKey, data: bytes) -> Image:
     return image
 
 
-class Restaged(Vault):
-    """Gives memory that is read to the next save as soon as somebody has opened it, for a number of times."""
+class ReusingVault(Vault):
+    """Reuses memory for the next save when a peer has opened it, ``num_left`` times."""
 
     num_left = 1
 
     def open(self, key: CopyKey) -> tuple[int, int] | None:
-        found = super().open(key)
-        if found is not None and self.num_left:
+        opened = super().open(key)
+        if opened is not None and self.num_left:
             self.num_left -= 1
-            os.pwrite(self.restaged(), b"new" * 1000, 0)
-        return found
+            os.pwrite(self.reuse_memory(), b"new" * 1000, 0)
+        return opened
 
-    def restaged(self) -> int:
-        for _ in range(2):  # the other image of the rank first
+    def reuse_memory(self) -> int:
+        for _ in range(2):  # the first take returns the rank's other image
             image = self.take(OLD.rank, NUM_BYTES, (), may_steal=True)
             assert image is not None
             self.stage(image.fd, NEW, NUM_BYTES)
@@ -52,10 +52,10 @@ class Restaged(Vault):
         raise AssertionError("the old image was not taken")
 
     def open_of(self, key: CopyKey) -> tuple[int, int] | None:
-        found = super().open(key)
-        if found is not None:
-            os.close(found[0])
-        return found
+        opened = super().open(key)
+        if opened is not None:
+            os.close(opened[0])
+        return opened
 
 
 @pytest.fixture
@@ -73,49 +73,50 @@ def serve() -> Iterator[Callable[[Vault], Target]]:
         vault.close()
 
 
-def test_a_part_whose_memory_is_staged_anew_is_refused(
+def test_a_part_whose_memory_is_reused_is_rejected(
     serve: Callable[[Vault], Target], hold: Callable[[bytes], int]
 ) -> None:
-    """A reader hears that the memory serves a newer save, whatever of the old part had arrived; asked again, that the
-    part is not there."""
+    """A fetch whose memory is reused for a newer save fails with that reason; a second fetch reports a missing part."""
     data = random.Random(1).randbytes(NUM_BYTES)
-    vault = Restaged()
+    vault = ReusingVault()
     target = serve(vault)
     keep(vault, OLD, data)
-    into = hold(bytes(NUM_BYTES))
+    target_fd = hold(bytes(NUM_BYTES))
     with pytest.raises(ReplicaError, match=r"serves a newer save|does not hold"):
-        fetch(target, KEY, OLD, into, NUM_BYTES, timeout_s=10)
+        fetch(target, KEY, OLD, target_fd, NUM_BYTES, timeout_s=10)
     with pytest.raises(ReplicaError, match="does not hold"):
-        fetch(target, KEY, OLD, into, NUM_BYTES, timeout_s=10)
+        fetch(target, KEY, OLD, target_fd, NUM_BYTES, timeout_s=10)
 
 
-def test_a_part_that_stays_is_given_out_whole(serve: Callable[[Vault], Target], hold: Callable[[bytes], int]) -> None:
-    """Reading a part that is kept meanwhile is not disturbed by saves into the rank's other memory."""
+def test_a_kept_part_is_served_during_the_next_save(
+    serve: Callable[[Vault], Target], hold: Callable[[bytes], int]
+) -> None:
+    """A save into the rank's other memory does not change the part that a peer reads."""
     data = random.Random(2).randbytes(NUM_BYTES)
     vault = Vault()
     target = serve(vault)
-    kept = keep(vault, OLD, data)
-    other = vault.take(OLD.rank, NUM_BYTES, (), may_steal=False)
-    assert other is not None
-    assert other is not kept
-    vault.stage(other.fd, NEW, NUM_BYTES)
+    kept_image = keep(vault, OLD, data)
+    second_image = vault.take(OLD.rank, NUM_BYTES, (), may_steal=False)
+    assert second_image is not None
+    assert second_image is not kept_image
+    vault.stage(second_image.fd, NEW, NUM_BYTES)
     expected = tuple(digest(data[start : start + CHUNK_BYTES]) for start in range(0, NUM_BYTES, CHUNK_BYTES))
     assert fetch(target, KEY, OLD, hold(bytes(NUM_BYTES)), NUM_BYTES, timeout_s=10) == expected
 
 
-def test_an_opened_part_is_known_by_its_memory() -> None:
-    """Memory shows a part until it is given to another save, also to one that is never kept; a file shows it always."""
+def test_is_unchanged_identifies_reused_memory() -> None:
+    """Memory holds its part until another save takes it, also one that is never kept; a file always holds its part."""
     vault = Vault()
     image = keep(vault, OLD, b"old")
-    found = vault.open(OLD)
-    assert found is not None
-    fd, _ = found
+    opened = vault.open(OLD)
+    assert opened is not None
+    fd, _ = opened
     assert vault.is_unchanged(OLD, fd)
     assert not vault.is_unchanged(NEW, fd)
     vault.stage(image.fd, NEW, 3)
     assert not vault.is_unchanged(OLD, fd)
     os.close(fd)
-    a_file = os.open(__file__, os.O_RDONLY)
-    assert vault.is_unchanged(OLD, a_file)
-    os.close(a_file)
+    file_fd = os.open(__file__, os.O_RDONLY)
+    assert vault.is_unchanged(OLD, file_fd)
+    os.close(file_fd)
     vault.close()

@@ -1,4 +1,4 @@
-"""Parity instead of copies: the shard of any one lost node comes back."""
+"""Parities instead of copies: the shard of one lost node is rebuilt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = b"k" * 32
 
 
 class Group:
-    """A parity group whose members have replicated their shards."""
+    """A parity group whose members replicate their shards."""
 
     def __init__(self, make_node, ranks: tuple[int, ...], sizes: list[int]) -> None:
         self.ranks = ranks
@@ -54,27 +54,29 @@ def digests_of(data: bytes) -> tuple[str, ...]:
         ((2, 3), [CHUNK_BYTES + 3, 5]),
     ],
 )
-def test_any_one_lost_shard_comes_back(
+def test_any_one_lost_shard_is_rebuilt(
     make_node, hold: Callable[[bytes], int], ranks: tuple[int, ...], sizes: list[int]
 ) -> None:
-    """Whichever node of a group is lost and whatever the shards' sizes, all its bytes are rebuilt."""
+    """The shard of any one lost node is rebuilt byte by byte, for any shard sizes."""
     group = Group(make_node, ranks, sizes)
     for rank in ranks:
         outcomes = group.replicate(rank, hold(group.shards[rank]))
         blocks = blocks_of(len(group.shards[rank]), len(ranks) - 1)
-        right = digests_of(group.shards[rank])
-        assert [outcome.chunks for outcome in outcomes] == [right[block.start : block.stop] for block in blocks]
+        expected_digests = digests_of(group.shards[rank])
+        assert [outcome.chunks for outcome in outcomes] == [
+            expected_digests[block.start : block.stop] for block in blocks
+        ]
     group.hold_shards()
     for rank in ranks:
         fd = hold(bytes(len(group.shards[rank])))
-        found = rebuild(CopyKey(7, "a", rank), group.members, KEY, fd, timeout_s=10)
+        rebuilt_digests = rebuild(CopyKey(7, "a", rank), group.members, KEY, fd, timeout_s=10)
         assert os.pread(fd, len(group.shards[rank]) + 1, 0) == group.shards[rank]
-        assert found == digests_of(group.shards[rank])
+        assert rebuilt_digests == digests_of(group.shards[rank])
 
 
 @pytest.mark.extended
-def test_a_parity_takes_a_fraction_of_a_shard(make_node, hold: Callable[[bytes], int]) -> None:
-    """With four nodes, what a node holds for the others is a third of a shard."""
+def test_a_parity_needs_a_fraction_of_a_shard(make_node, hold: Callable[[bytes], int]) -> None:
+    """With four nodes, each node holds one third of a shard for the others."""
     group = Group(make_node, (0, 1, 2, 3), [6 * CHUNK_BYTES] * 4)
     for rank in group.ranks:
         group.replicate(rank, hold(group.shards[rank]))
@@ -83,8 +85,8 @@ def test_a_parity_takes_a_fraction_of_a_shard(make_node, hold: Callable[[bytes],
         assert len(node.memory.parts[CopyKey(7, "a", rank, PARITY_PART)]) == 2 * CHUNK_BYTES
 
 
-def test_a_parity_exists_only_when_every_block_is_in(make_node, hold: Callable[[bytes], int]) -> None:
-    """Until the last member has given its block nothing can be fetched, so nothing half can be rebuilt from."""
+def test_a_parity_is_stored_after_its_last_block(make_node, hold: Callable[[bytes], int]) -> None:
+    """A parity can be fetched only after the last member has sent its block."""
     group = Group(make_node, (0, 1, 2), [CHUNK_BYTES] * 3)
     group.replicate(0, hold(group.shards[0]))
     group.replicate(1, hold(group.shards[1]))
@@ -93,8 +95,8 @@ def test_a_parity_exists_only_when_every_block_is_in(make_node, hold: Callable[[
     assert all(CopyKey(7, "a", rank, PARITY_PART) in group.nodes[rank].memory.parts for rank in (0, 1))
 
 
-def test_a_flipped_byte_in_a_parity_shows_in_the_digests(make_node, hold: Callable[[bytes], int]) -> None:
-    """What is rebuilt from a bad parity differs from the source's digests."""
+def test_a_flipped_byte_in_a_parity_changes_the_digests(make_node, hold: Callable[[bytes], int]) -> None:
+    """A shard rebuilt from a corrupt parity has other digests than the original."""
     group = Group(make_node, (0, 1, 2), [2 * CHUNK_BYTES] * 3)
     for rank in group.ranks:
         group.replicate(rank, hold(group.shards[rank]))
@@ -103,14 +105,14 @@ def test_a_flipped_byte_in_a_parity_shows_in_the_digests(make_node, hold: Callab
     bad = bytearray(group.nodes[1].memory.parts[key])
     bad[99] ^= 4
     group.nodes[1].memory.parts[key] = bytes(bad)
-    found = rebuild(CopyKey(7, "a", 0), group.members, KEY, hold(bytes(2 * CHUNK_BYTES)), timeout_s=10)
-    right = digests_of(group.shards[0])
-    assert found[0] != right[0]
-    assert found[1] == right[1]
+    rebuilt_digests = rebuild(CopyKey(7, "a", 0), group.members, KEY, hold(bytes(2 * CHUNK_BYTES)), timeout_s=10)
+    expected_digests = digests_of(group.shards[0])
+    assert rebuilt_digests[0] != expected_digests[0]
+    assert rebuilt_digests[1] == expected_digests[1]
 
 
-def test_a_second_lost_node_is_named(make_node, hold: Callable[[bytes], int]) -> None:
-    """Two lost members are one too many, and the error says which one it could not do without."""
+def test_a_second_lost_node_is_reported(make_node, hold: Callable[[bytes], int]) -> None:
+    """A rebuild with two lost members fails with an error that contains the second one."""
     group = Group(make_node, (0, 1, 2), [CHUNK_BYTES] * 3)
     for rank in group.ranks:
         group.replicate(rank, hold(group.shards[rank]))
@@ -119,12 +121,12 @@ def test_a_second_lost_node_is_named(make_node, hold: Callable[[bytes], int]) ->
         rebuild(CopyKey(7, "a", 0), group.members, KEY, hold(bytes(CHUNK_BYTES)), timeout_s=10)
 
 
-def test_a_block_that_breaks_off_spoils_its_parity_only(make_node, hold: Callable[[bytes], int]) -> None:
-    """Half a block cannot be taken out again: the others are told, and the next attempt has a parity of its own."""
+def test_an_aborted_block_discards_its_parity_only(make_node, hold: Callable[[bytes], int]) -> None:
+    """An aborted block discards its parity with an error for the others; the next attempt succeeds."""
     node = make_node()
     data = bytes(CHUNK_BYTES)
 
-    def give(contributor: int, attempt: str, fd: int) -> None:
+    def push_block(contributor: int, attempt: str, fd: int) -> None:
         key = CopyKey(7, attempt, 0, PARITY_PART)
         push(
             node.target,
@@ -139,19 +141,19 @@ def test_a_block_that_breaks_off_spoils_its_parity_only(make_node, hold: Callabl
         )
 
     with pytest.raises(ReplicaError, match="too early"):
-        give(1, "a", hold(bytes(CHUNK_BYTES // 2)))
-    with suppress(ReplicaError):  # the node may not have noticed yet
-        give(2, "a", hold(data))
+        push_block(1, "a", hold(bytes(CHUNK_BYTES // 2)))
+    with suppress(ReplicaError):  # the node may not have detected the abort yet
+        push_block(2, "a", hold(data))
     with pytest.raises(ReplicaError, match=r"given up|contradicts"):
-        give(1, "a", hold(data))
+        push_block(1, "a", hold(data))
     assert not node.memory.parts
-    give(1, "b", hold(data))
-    give(2, "b", hold(data))
+    push_block(1, "b", hold(data))
+    push_block(2, "b", hold(data))
     assert list(node.memory.parts) == [CopyKey(7, "b", 0, PARITY_PART)]
 
 
-def test_a_block_goes_into_a_parity_once() -> None:
-    """The same block twice would cancel itself."""
+def test_a_duplicate_block_is_rejected() -> None:
+    """A second block of the same member is rejected, because it would cancel the first."""
     parities = Parities(None)
     key = CopyKey(7, "a", 0, PARITY_PART)
     parities.begin(key, 1, 2)
@@ -165,41 +167,41 @@ def test_a_block_goes_into_a_parity_once() -> None:
     parities.close()
 
 
-def test_parities_that_nobody_finishes_are_bounded() -> None:
-    """A rank has at most two unfinished parities; the memory of older ones is given back."""
+def test_unfinished_parities_are_bounded() -> None:
+    """A rank has at most two unfinished parities; the memory of older ones is released."""
     parities = Parities(None)
-    before = len(os.listdir("/proc/self/fd"))
+    num_fds_before = len(os.listdir("/proc/self/fd"))
     first = parities.begin(CopyKey(0, "a", 0, PARITY_PART), 1, 2)
     for iteration in range(1, 10):
         parities.begin(CopyKey(iteration, "a", 0, PARITY_PART), 1, 2)
-    assert len(os.listdir("/proc/self/fd")) == before + parity.MAX_UNFINISHED
+    assert len(os.listdir("/proc/self/fd")) == num_fds_before + parity.MAX_UNFINISHED
     with pytest.raises(HoldingsError, match="a newer one replaced it"):
         first.write(memoryview(b"x"), 0)
     parities.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == num_fds_before
 
 
-def test_a_parity_given_up_while_its_last_block_is_kept_is_not_handed_over(make_node, monkeypatch) -> None:
-    """Its memory is given back by then: other bytes must not pass for the parity."""
+def test_a_parity_closed_during_its_last_block_is_not_stored(make_node, monkeypatch) -> None:
+    """A parity that is closed while its last block is kept is not stored, because its memory is already released."""
     memory = make_node().memory
     parities = Parities(memory)
     block = parities.begin(CopyKey(0, "a", 0, PARITY_PART), 1, 1)
     block.write(memoryview(b"x"), 0)
     finish = parities.finish
 
-    def finish_late(whole) -> None:
+    def close_before_finish(parity_file) -> None:
         parities.close()
-        finish(whole)
+        finish(parity_file)
 
-    monkeypatch.setattr(parities, "finish", finish_late)
+    monkeypatch.setattr(parities, "finish", close_before_finish)
     with pytest.raises(HoldingsError, match="given up"):
         block.keep()
     assert not memory.parts
 
 
 @given(st.integers(0, 100 * CHUNK_BYTES), st.integers(1, 9))
-def test_blocks_cover_every_chunk_once(num_bytes: int, num_holders: int) -> None:
-    """Blocks follow each other, the longest first, and none is more than its share rounded up."""
+def test_blocks_cover_each_chunk_once(num_bytes: int, num_holders: int) -> None:
+    """Blocks are consecutive, the longest first, and none exceeds its share rounded up."""
     blocks = blocks_of(num_bytes, num_holders)
     assert len(blocks) == num_holders
     assert [chunk for block in blocks for chunk in block] == list(range(-(-num_bytes // CHUNK_BYTES)))
@@ -207,33 +209,33 @@ def test_blocks_cover_every_chunk_once(num_bytes: int, num_holders: int) -> None
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=9, unique=True))
-def test_every_member_holds_a_block_of_every_other(group: list[int]) -> None:
-    """The first blocks of different members go to different members."""
+def test_each_member_holds_a_block_of_each_other(group: list[int]) -> None:
+    """The first blocks of different members are sent to different members."""
     holders = {rank: holders_of(group, rank) for rank in group}
     assert all(sorted((rank, *holders[rank])) == sorted(group) for rank in group)
     assert sorted(holders[rank][0] for rank in group) == sorted(group)
 
 
 @given(st.binary(min_size=1, max_size=64), st.binary(max_size=64))
-def test_xor_changes_what_it_covers(base: bytes, piece: bytes) -> None:
-    """Bytes beyond the piece stay, as if it went on with zeros."""
+def test_xor_changes_only_the_covered_bytes(base: bytes, piece: bytes) -> None:
+    """Bytes after the end of the piece stay, as if the piece were padded with zeros."""
     piece = piece[: len(base)]
-    into = bytearray(base)
-    xor_into(into, piece)
+    output = bytearray(base)
+    xor_into(output, piece)
     padded = piece + bytes(len(base) - len(piece))
-    assert bytes(into) == bytes(a ^ b for a, b in zip(base, padded, strict=True))
+    assert bytes(output) == bytes(a ^ b for a, b in zip(base, padded, strict=True))
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_ragged_groups_come_back_whole(data: st.DataObject) -> None:
-    """For groups of any size and shards of any sizes, each shard is the XOR that the plan of its rebuild names."""
+def test_shards_of_unequal_sizes_are_rebuilt(data: st.DataObject) -> None:
+    """For any group and shard sizes, each shard is the XOR of the pieces in its rebuild plan."""
     chunk = 4
     ranks = data.draw(st.lists(st.integers(0, 30), min_size=2, max_size=6, unique=True).map(sorted))
     shards = {rank: data.draw(st.binary(max_size=40)) for rank in ranks}
     with pytest.MonkeyPatch.context() as patch:
-        for place in (parity, client):
-            patch.setattr(place, "CHUNK_BYTES", chunk, raising=False)
+        for module in (parity, client):
+            patch.setattr(module, "CHUNK_BYTES", chunk, raising=False)
         patch.setattr(parity, "num_chunks", lambda num_bytes: -(-num_bytes // chunk))
         parts: dict[CopyKey, bytes] = {CopyKey(1, "a", rank): shard for rank, shard in shards.items()}
         for holder in ranks:

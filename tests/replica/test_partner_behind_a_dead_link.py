@@ -1,4 +1,4 @@
-"""A partner whose packets are dropped, in a network namespace of its own, costs its timeout once. Needs root."""
+"""A partner in a network namespace whose packets are dropped costs one timeout. Requires root."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_stopped_partner import KEY, LONG_S, NEWER, NEWEST, digests_of, replicate_until_taken, replicator  # noqa: F401
+from test_stopped_partner import KEY, LONG_S, NEWER, NEWEST, digests_of, replicate_until_accepted, replicator  # noqa: F401
 
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Replicator, Target, fetch
 from outlast.checkpoint.shard import CHUNK_BYTES
 
-OURS, THEIRS = "10.83.7.1", "10.83.7.2"
+LOCAL_ADDRESS, PARTNER_ADDRESS = "10.83.7.1", "10.83.7.2"
 EARLIER = CopyKey(10, "a", 0)
 pytestmark = [pytest.mark.process]
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=300)
+def run_ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=300)
 
 
 class Partner:
-    """A namespace with a partner, at the other end of a link that can drop what the partner sends."""
+    """A network namespace with a partner process, behind a link that can drop the partner's packets."""
 
     def __init__(self) -> None:
         self.name = f"olr{os.getpid()}"
 
     def __enter__(self) -> Partner:
         try:
-            ip("netns", "add", self.name)
-            ip("link", "add", self.name, "type", "veth", "peer", "name", "lan", "netns", self.name)
-            ip("addr", "add", f"{OURS}/30", "dev", self.name)
-            ip("link", "set", self.name, "up")
-            ip("-n", self.name, "addr", "add", f"{THEIRS}/30", "dev", "lan")
-            ip("-n", self.name, "link", "set", "lan", "up")
+            run_ip("netns", "add", self.name)
+            run_ip("link", "add", self.name, "type", "veth", "peer", "name", "lan", "netns", self.name)
+            run_ip("addr", "add", f"{LOCAL_ADDRESS}/30", "dev", self.name)
+            run_ip("link", "set", self.name, "up")
+            run_ip("-n", self.name, "addr", "add", f"{PARTNER_ADDRESS}/30", "dev", "lan")
+            run_ip("-n", self.name, "link", "set", "lan", "up")
         except BaseException:
             self.__exit__()
             raise
@@ -52,7 +52,7 @@ class Partner:
     def serve(self) -> Iterator[int]:
         """Run the partner's process; yield its port."""
         script = Path(__file__).with_name("replica_partner.py")
-        command = ["ip", "netns", "exec", self.name, sys.executable, str(script), KEY.hex(), "--host", THEIRS]
+        command = ["ip", "netns", "exec", self.name, sys.executable, str(script), KEY.hex(), "--host", PARTNER_ADDRESS]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -63,51 +63,53 @@ class Partner:
             finally:
                 process.kill()
 
-    def cut(self) -> None:
+    def drop_packets(self) -> None:
         """Drop all packets from the partner, without an error on either side."""
-        ip("-n", self.name, "route", "add", "blackhole", f"{OURS}/32")
+        run_ip("-n", self.name, "route", "add", "blackhole", f"{LOCAL_ADDRESS}/32")
 
-    def heal(self) -> None:
-        """Undo :meth:`cut`."""
-        ip("-n", self.name, "route", "del", "blackhole", f"{OURS}/32")
+    def deliver_packets(self) -> None:
+        """Undo :meth:`drop_packets`."""
+        run_ip("-n", self.name, "route", "del", "blackhole", f"{LOCAL_ADDRESS}/32")
 
 
 @pytest.fixture
 def partner() -> Iterator[Partner]:
-    """Return a partner whose link works, or skip where no namespace can be made."""
+    """Return a partner with a working link, or skip the test if network namespaces are not permitted."""
     if os.geteuid() != 0 or subprocess.run(["ip", "netns"], check=False, capture_output=True).returncode:
         pytest.skip("no network namespace can be made here")
-    with Partner() as made:
-        yield made
+    with Partner() as new_partner:
+        yield new_partner
 
 
-def test_a_partner_whose_packets_are_dropped_is_left_out(
+def test_a_partner_with_dropped_packets_is_skipped(
     partner: Partner,
     hold: Callable[[bytes], int],
     replicator: Replicator,  # noqa: F811
 ) -> None:
-    """A copy and a fetch end after their time without progress; the next save does not wait; once packets arrive again
-    the partner takes copies, and it has what it held."""
+    """A copy and a fetch end after their timeout, and the next save skips the partner.
+
+    After packets arrive again, the partner accepts copies and still has the older one.
+    """
     data = random.Random(1).randbytes(CHUNK_BYTES + 9)
     fd = hold(data)
     with partner.serve() as port:
-        target = Target("partner", THEIRS, port)
+        target = Target("partner", PARTNER_ADDRESS, port)
         (first,) = replicator.replicate(EARLIER, fd, len(data), (target,), timeout_s=LONG_S)
         assert first.chunks == digests_of(data)
-        partner.cut()
-        (lost,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=0.5)
+        partner.drop_packets()
+        (timed_out,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=0.5)
         (skipped,) = replicator.replicate(NEWER, fd, len(data), (target,), timeout_s=3600)
-        with pytest.raises(ReplicaError, match=f"node partner .{THEIRS}"):
+        with pytest.raises(ReplicaError, match=f"node partner .{PARTNER_ADDRESS}"):
             fetch(target, KEY, EARLIER, hold(bytes(len(data))), len(data), timeout_s=0.5)
-        partner.heal()
-        last = replicate_until_taken(
+        partner.deliver_packets()
+        final = replicate_until_accepted(
             lambda: replicator.replicate(NEWEST, fd, len(data), (target,), timeout_s=LONG_S)[0]
         )
-        into = hold(bytes(len(data)))
-        assert fetch(target, KEY, EARLIER, into, len(data), timeout_s=LONG_S) == digests_of(data)
-    assert (lost.chunks, lost.is_new) == (None, True)
-    assert f"node partner ({THEIRS}" in str(lost.error)
+        target_fd = hold(bytes(len(data)))
+        assert fetch(target, KEY, EARLIER, target_fd, len(data), timeout_s=LONG_S) == digests_of(data)
+    assert (timed_out.chunks, timed_out.is_new) == (None, True)
+    assert f"node partner ({PARTNER_ADDRESS}" in str(timed_out.error)
     assert (skipped.chunks, skipped.is_new) == (None, False)
     assert "skipped until it responds again" in str(skipped.error)
-    assert last.chunks == digests_of(data)
-    assert os.pread(into, len(data), 0) == data
+    assert final.chunks == digests_of(data)
+    assert os.pread(target_fd, len(data), 0) == data

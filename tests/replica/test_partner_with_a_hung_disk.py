@@ -1,4 +1,4 @@
-"""A partner that responds while its disk does not: it costs a save its timeout once, and is used again afterwards."""
+"""A partner that responds although its disk hangs: it costs one timeout and is used again after recovery."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = [pytest.mark.process]
 
 @pytest.fixture
 def replicator() -> Iterator[Replicator]:
-    made = Replicator(KEY, probe_interval_s=0.05)
-    yield made
-    made.close()
+    new_replicator = Replicator(KEY, probe_interval_s=0.05)
+    yield new_replicator
+    new_replicator.close()
 
 
-def _replicate_until_taken(replicate: Callable[[], CopyOutcome]) -> CopyOutcome:
+def replicate_until_accepted(replicate: Callable[[], CopyOutcome]) -> CopyOutcome:
     end_s = clock.now_s() + LONG_S
     while (outcome := replicate()).chunks is None:
         assert clock.now_s() < end_s, outcome.error
@@ -40,11 +40,13 @@ def _replicate_until_taken(replicate: Callable[[], CopyOutcome]) -> CopyOutcome:
     return outcome
 
 
-def test_a_partner_whose_disk_hangs_is_left_out_until_it_responds(
+def test_a_partner_with_a_hung_disk_is_skipped(
     node, hold: Callable[[bytes], int], replicator: Replicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first copy is given up after its timeout, with the place that does not respond; meanwhile the partner refuses
-    probes and copies at once, and once its disk responds it takes copies again."""
+    """The first copy times out with the place that does not respond, and the partner rejects further copies at once.
+
+    After its disk responds, the partner accepts copies again.
+    """
     monkeypatch.setattr("outlast.checkpoint.replica.service.WORKING_S", 0.05)
     monkeypatch.setattr("outlast.checkpoint.replica.service.HUNG_S", 0.1)
     responds, receive = threading.Event(), Memory.receive
@@ -68,18 +70,17 @@ def test_a_partner_whose_disk_hangs_is_left_out_until_it_responds(
         client.push(node.target, KEY, CopyKey(2, "a", 0), fd, range(1), 5, timeout_s=LONG_S)
     assert "skipped until it responds again" in str(replicate(LONG_S).error)
     responds.set()
-    assert _replicate_until_taken(lambda: replicate(LONG_S)).chunks
+    assert replicate_until_accepted(lambda: replicate(LONG_S)).chunks
     with node.memory.change:
         assert node.memory.change.wait_for(lambda: not node.memory.num_open, timeout=LONG_S)
 
 
-def test_a_partner_that_fails_again_is_probed_at_growing_intervals(
+def test_a_failing_partner_is_retried_at_growing_intervals(
     node, hold: Callable[[bytes], int], replicator: Replicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A partner that responds to every probe and fails in every copy costs one timeout for each interval, not one for
-    each save."""
+    """A partner that responds to probes but fails each copy costs one timeout per interval, not one per save."""
     monkeypatch.setattr(client, "RETRY_AFTER_S", (0.0, 3600.0))
-    keep_trying = threading.Event()
+    pause = threading.Event()
 
     def fail(*args: object, **options: object) -> None:
         raise ReplicaError("the copy failed")
@@ -91,45 +92,47 @@ def test_a_partner_that_fails_again_is_probed_at_growing_intervals(
         assert clock.now_s() < end_s
         (outcome,) = replicator.replicate(CopyKey(1, "a", 0), fd, 5, (node.target,), timeout_s=LONG_S)
         failures += outcome.error == "the copy failed"
-        keep_trying.wait(0.02)
+        pause.wait(0.02)
     for _ in range(50):  # many probe intervals
         (outcome,) = replicator.replicate(CopyKey(1, "a", 0), fd, 5, (node.target,), timeout_s=LONG_S)
         assert "skipped" in str(outcome.error)
-        keep_trying.wait(0.01)
+        pause.wait(0.01)
 
 
 @contextmanager
-def _mounted(source: Path, mounted: Path) -> Iterator[subprocess.Popen[bytes]]:
+def mounted_folder(source: Path, mount_point: Path) -> Iterator[subprocess.Popen[bytes]]:
     source.mkdir()
-    mounted.mkdir()
-    daemon = subprocess.Popen(["bindfs", "-f", source, mounted])
+    mount_point.mkdir()
+    daemon = subprocess.Popen(["bindfs", "-f", source, mount_point])
     try:
         end_s = clock.now_s() + LONG_S
-        while not os.path.ismount(mounted):
+        while not os.path.ismount(mount_point):
             assert clock.now_s() < end_s
             threading.Event().wait(0.02)
         yield daemon
     finally:
         daemon.kill()
         daemon.wait()
-        subprocess.run(["umount", "-l", mounted], check=True)
+        subprocess.run(["umount", "-l", mount_point], check=True)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bindfs") is None or os.getuid() != 0, reason="needs bindfs, and to be root")
-def test_the_writer_of_a_node_whose_local_directory_hangs_refuses_copies(
+def test_a_writer_with_a_hung_directory_rejects_copies(
     tmp_path: Path, hold: Callable[[bytes], int], replicator: Replicator
 ) -> None:
-    """With a real writer and a file system that is stopped: one copy costs the timeout, the next ones nothing, the
-    writer names the folder, and it takes copies again when the file system runs again."""
+    """With a real writer and a hung file system, one copy costs the timeout and later copies fail at once.
+
+    The error contains the folder, and the writer accepts copies again after the file system recovers.
+    """
     fd = hold(b"shard")
     with (
-        _mounted(tmp_path / "source", tmp_path / "local") as daemon,
+        mounted_folder(tmp_path / "source", tmp_path / "local") as daemon,
         closing(WriterProcess()) as writer,
-        closing(WriterClient(writer.address)) as asked,
+        closing(WriterClient(writer.address)) as client_of_writer,
     ):
         serve = protocol.Serve(host="127.0.0.1", secret=KEY, folder=os.fspath(tmp_path / "local"))
-        port = asked.ask(serve, protocol.Serving, timeout_s=LONG_S)[0].port
+        port = client_of_writer.ask(serve, protocol.Serving, timeout_s=LONG_S)[0].port
         target = Target("b", "127.0.0.1", port)
 
         def replicate(iteration: int, timeout_s: float) -> CopyOutcome:
@@ -137,9 +140,9 @@ def test_the_writer_of_a_node_whose_local_directory_hangs_refuses_copies(
 
         assert replicate(1, LONG_S).chunks
         daemon.send_signal(signal.SIGSTOP)
-        assert "has not responded" in str(replicate(2, 11.0).error)  # longer than the writer waits until it refuses
+        assert "has not responded" in str(replicate(2, 11.0).error)  # exceeds the limit of the writer
         with pytest.raises(ReplicaError, match=r"/local has not responded for .*; it takes no replica"):
             ping(target, KEY, timeout_s=LONG_S)
         assert "skipped" in str(replicate(3, LONG_S).error)
         daemon.send_signal(signal.SIGCONT)
-        assert _replicate_until_taken(lambda: replicate(4, LONG_S)).chunks
+        assert replicate_until_accepted(lambda: replicate(4, LONG_S)).chunks

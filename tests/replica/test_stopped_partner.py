@@ -1,4 +1,4 @@
-"""A partner that accepts and does not answer costs its timeout once, and is asked again when it is back."""
+"""A partner that accepts connections but does not respond costs one timeout and is used again after recovery."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def start() -> Iterator[Callable[..., tuple[RankProcesses, Target]]]:
 
 @pytest.fixture
 def replicator() -> Iterator[Replicator]:
-    made = Replicator(KEY, probe_interval_s=0.05)
-    yield made
-    made.close()
+    new_replicator = Replicator(KEY, probe_interval_s=0.05)
+    yield new_replicator
+    new_replicator.close()
 
 
 def digests_of(data: bytes) -> tuple[str, ...]:
     return tuple(digest(data[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES))
 
 
-def replicate_until_taken(replicate: Callable[[], CopyOutcome]) -> CopyOutcome:
-    """Try until the probe has found the partner."""
+def replicate_until_accepted(replicate: Callable[[], CopyOutcome]) -> CopyOutcome:
+    """Retry until the probe has reached the partner."""
     end_s = clock.now_s() + LONG_S
     while (outcome := replicate()).chunks is None:
         assert not outcome.is_new
@@ -56,8 +56,11 @@ def replicate_until_taken(replicate: Callable[[], CopyOutcome]) -> CopyOutcome:
     return outcome
 
 
-def test_a_stopped_partner_is_left_out_until_it_answers(start, hold: Callable[[bytes], int], replicator) -> None:
-    """One failure is news, the next save does not wait; what it held stays, and it takes copies again."""
+def test_a_stopped_partner_is_skipped_until_it_responds(start, hold: Callable[[bytes], int], replicator) -> None:
+    """The first failure is reported and the next save skips the partner.
+
+    After it responds, it accepts copies and still has the older one.
+    """
     partner, target = start()
     data = random.Random(1).randbytes(CHUNK_BYTES + 9)
     fd = hold(data)
@@ -73,21 +76,23 @@ def test_a_stopped_partner_is_left_out_until_it_answers(start, hold: Callable[[b
     assert "skipped until it responds again" in str(skipped.error)
 
     partner.resume(0)
-    last = replicate_until_taken(lambda: replicator.replicate(NEWEST, fd, len(data), (target,), timeout_s=LONG_S)[0])
-    assert last.chunks == digests_of(data)
-    into = hold(bytes(len(data)))
-    assert fetch(target, KEY, EARLIER, into, len(data), timeout_s=LONG_S) == digests_of(data)
-    assert os.pread(into, len(data), 0) == data
+    final = replicate_until_accepted(
+        lambda: replicator.replicate(NEWEST, fd, len(data), (target,), timeout_s=LONG_S)[0]
+    )
+    assert final.chunks == digests_of(data)
+    target_fd = hold(bytes(len(data)))
+    assert fetch(target, KEY, EARLIER, target_fd, len(data), timeout_s=LONG_S) == digests_of(data)
+    assert os.pread(target_fd, len(data), 0) == data
     with pytest.raises(ReplicaError, match="does not hold"):
-        fetch(target, KEY, NEWER, into, len(data), timeout_s=LONG_S)
+        fetch(target, KEY, NEWER, target_fd, len(data), timeout_s=LONG_S)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_chunks", [2, 12], ids=["fits-into-buffers", "does-not"])
-def test_a_partner_that_stops_midway_is_given_up(
+def test_a_partner_that_stops_during_a_copy_times_out(
     start, hold: Callable[[bytes], int], replicator, num_chunks: int
 ) -> None:
-    """Whether its buffers still take the rest or not, the sender gives up when nothing moves; no half part stays."""
+    """The sender times out whether or not buffers take the rest of the copy; no partial copy remains."""
     partner, target = start(str(CHUNK_BYTES))
     data = random.Random(2).randbytes(num_chunks * CHUNK_BYTES)
     fd = hold(data)
@@ -95,17 +100,19 @@ def test_a_partner_that_stops_midway_is_given_up(
     assert (outcome.chunks, outcome.is_new) == (None, True)
     assert "for 1.5 s" in str(outcome.error)
     partner.resume(0)
-    small = data[:CHUNK_BYTES]  # does not reach where the partner stops
-    last = replicate_until_taken(lambda: replicator.replicate(NEWEST, fd, len(small), (target,), timeout_s=LONG_S)[0])
-    assert last.chunks == digests_of(small)
+    first_chunk = data[:CHUNK_BYTES]  # ends before the offset where the partner stops
+    final = replicate_until_accepted(
+        lambda: replicator.replicate(NEWEST, fd, len(first_chunk), (target,), timeout_s=LONG_S)[0]
+    )
+    assert final.chunks == digests_of(first_chunk)
     with pytest.raises(ReplicaError, match="does not hold"):
         fetch(target, KEY, NEWER, hold(bytes(len(data))), len(data), timeout_s=LONG_S)
 
 
-def test_a_partner_that_stops_does_not_hold_up_the_others(
+def test_a_stopped_partner_does_not_delay_the_others(
     start, make_node, hold: Callable[[bytes], int], replicator
 ) -> None:
-    """Every other target has its copy."""
+    """Each other target receives its copy."""
     partner, target = start()
     partner.stop(0)
     node = make_node("well")
@@ -116,8 +123,8 @@ def test_a_partner_that_stops_does_not_hold_up_the_others(
     assert node.memory.parts == {NEWER: data}
 
 
-def test_a_fetch_from_a_stopped_partner_ends(start, hold: Callable[[bytes], int]) -> None:
-    """It raises after its time without progress instead of waiting for ever."""
+def test_a_fetch_from_a_stopped_partner_times_out(start, hold: Callable[[bytes], int]) -> None:
+    """A fetch from a stopped partner fails after its timeout without progress."""
     partner, target = start()
     partner.stop(0)
     with pytest.raises(ReplicaError, match=r"node partner .* the peer did not respond in time"):
