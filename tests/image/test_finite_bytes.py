@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outlast.checkpoint.shard import DTYPE_NAMES, MAY_BE_INFINITE, PIECE_BYTES, Numbers, is_finite
@@ -48,6 +48,7 @@ def test_an_empty_tensor_is_finite() -> None:
     st.integers(0, 96),
     st.sampled_from([16, 24, 64, 1000]),
 )
+@example([("F64", 0), ("F64", 4)], 0, 16)  # an empty tensor at the offset of another one
 def test_nonfinite_numbers_are_found_across_piece_borders(
     tensors: list[tuple[str, int]], bad: int, piece_bytes: int
 ) -> None:

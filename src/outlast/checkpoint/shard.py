@@ -240,7 +240,7 @@ class Numbers:
 
     def __init__(self, spans: Iterable[tuple[str, int, int]]) -> None:
         self._spans: list[tuple[str, int, int]] = []
-        for dtype, start, num_bytes in sorted(spans, key=lambda span: span[1]):
+        for dtype, start, num_bytes in sorted(spans, key=lambda span: span[1:]):  # empty ones first
             first, end = start, start + num_bytes
             if self._spans and (self._spans[-1][0], self._spans[-1][2]) == (dtype, start):
                 first = self._spans.pop()[1]  # adjacent small tensors are examined as one
