@@ -1,4 +1,5 @@
-"""Ranks that save to a global tier: a lane each, in threads of one process, the writer's work done in place."""
+"""Ranks that save to the global tier: one lane per rank, in threads of one process, which also does the writer's
+work."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ LONG_S = 60.0
 
 @dataclass
 class Image:
-    """A shard's image."""
+    """The image of a shard."""
 
     arena: Arena
     num_bytes: int
@@ -63,8 +64,8 @@ def stage(flat: FlatState, *, rank: int = 0, world: int = 1, iteration: int = 0,
         stager.close()
 
 
-class InPlace:
-    """In place of the writer process: writes here and now.
+class InlineWriter:
+    """A writer that writes the files in the calling thread, without a writer process.
 
     Args:
         write: Writes a file of the global tier.
@@ -77,17 +78,17 @@ class InPlace:
         return self._write(request), None
 
 
-class Noted:
-    """In place of a manager's outcomes.
+class RecordedOutcomes:
+    """Outcomes of saves, reported to the test instead of a manager.
 
     Args:
-        note: Called with each save's error; ``None`` = it is committed.
+        report: Called with each save's error; ``None`` = the save is committed.
     """
 
     is_call_left = False
 
-    def __init__(self, note: Callable[[CheckpointError | None], object]) -> None:
-        self._note, self._noted, self.late = note, set[int](), LateTiers()
+    def __init__(self, report: Callable[[CheckpointError | None], object]) -> None:
+        self._report, self._reported, self.late = report, set[int](), LateTiers()
 
     def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """No launcher is notified."""
@@ -100,17 +101,17 @@ class Noted:
         self._end(save, error)
 
     def _end(self, save: Save, error: CheckpointError | None) -> None:
-        """Note the first end of a save, not what comes of its retries."""
-        if save.attempt.ordinal not in self._noted:
-            self._noted.add(save.attempt.ordinal)
-            self._note(error)
+        """Report the first outcome of a save, not the outcomes of its retries."""
+        if save.attempt.ordinal not in self._reported:
+            self._reported.add(save.attempt.ordinal)
+            self._report(error)
 
 
 class _Unleased(Claim):
     """A claim without a lease."""
 
     def acquire(self) -> None:
-        """Nobody else is there."""
+        """No other owner exists."""
 
     def retire(self, iterations: Sequence[int]) -> None:
         for iteration in iterations:
@@ -118,7 +119,7 @@ class _Unleased(Claim):
 
 
 def make_claim(directory: GlobalDirectory, run: str, token: str, machine: str | None) -> Claim:
-    """Make the claim of a run, with a lease if it is told on which machine it is."""
+    """Make the claim of a run; with a lease if a machine is given."""
     process = this_process() if machine is None else msgspec.structs.replace(this_process(), machine=machine)
     own = LeaseOwner(token="", process=process, run=run)
     kind = _Unleased if machine is None else Claim
@@ -133,14 +134,14 @@ def open_lane(
     world: int,
     token: str,
     write: Callable[[Assemble], Assembled],
-    note: Callable[[CheckpointError | None], object],
+    report: Callable[[CheckpointError | None], object],
     rules: RetentionRules,
     run: str = "r",
     timeout_s: float = LONG_S,
     file_bytes: int = 1 << 20,
     claim: Claim | None = None,
 ) -> GlobalLane:
-    """Open one rank's lane."""
+    """Open the lane of one rank."""
     places = Places(
         directory=directory,
         local=None,
@@ -162,11 +163,11 @@ def open_lane(
         places,
         rank=rank,
         store=store,
-        writer=InPlace(write),  # type: ignore[arg-type]
+        writer=InlineWriter(write),  # type: ignore[arg-type]
         timeout_s=timeout_s,
         claim=(claim or make_claim(directory, run, token, None)) if rank == 0 else None,
         retention=rules,
-        outcomes=Noted(note),  # type: ignore[arg-type]
+        outcomes=RecordedOutcomes(report),  # type: ignore[arg-type]
     )
     lane.file_bytes = file_bytes
     return lane
@@ -189,13 +190,13 @@ def staged_save(image: Image, iteration: int, attempt: SaveAttempt, *, suspect: 
 
 
 def flat_state(state: Any, random: Any = None) -> FlatState:
-    """Take a state apart as the manager does."""
+    """Flatten a state as the manager does."""
     return flatten({"state": state, "random": random})
 
 
 @dataclass
 class Lanes:
-    """As many lanes as ranks, over one place."""
+    """One lane per rank, all over one directory."""
 
     url: str
     world: int
@@ -206,13 +207,13 @@ class Lanes:
     suspect_window: int = 0
     file_bytes: int = 1 << 20
     writer: Callable[[int, Assemble, memoryview], Assembled] | None = None
-    """In place of ``assemble``: rank, request, image."""
+    """Called instead of ``assemble`` with the rank, the request and the image."""
     ordinal: int = 0
     run: str = "r"
     retry_s: float = 600.0
-    """Before a save that failed is tried again: no test sees it by chance."""
+    """Delay before a failed save is tried again; the default is longer than every test."""
     leased: str | None = None
-    """A machine: rank 0 has a lease on the place, as a process of it."""
+    """A machine: rank 0 has a lease on the directory, as a process of that machine."""
     lanes: list[GlobalLane] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -222,7 +223,7 @@ class Lanes:
         self._images: dict[int, Image] = {}
         self._arenas: list[Arena] = []
         self._outcomes: dict[int, CheckpointError | None] = {}
-        self._told = threading.Semaphore(0)
+        self._reports = threading.Semaphore(0)
         self.lanes = [
             open_lane(
                 self.directory,
@@ -232,7 +233,7 @@ class Lanes:
                 token=self.token,
                 run=self.run,
                 write=lambda request, rank=rank: self._assemble(rank, request),
-                note=lambda error, rank=rank: self._note(rank, error),
+                report=lambda error, rank=rank: self._report(rank, error),
                 rules=RetentionRules(most_recent_k=self.most_recent_k, suspect_window=self.suspect_window),
                 timeout_s=self.timeout_s,
                 file_bytes=self.file_bytes,
@@ -246,7 +247,7 @@ class Lanes:
     def save(
         self, flats: Sequence[FlatState], iteration: int, *, suspect: bool = False, leave_out: Sequence[int] = ()
     ) -> list[CheckpointError | None]:
-        """Save; return each rank's error."""
+        """Save on all ranks but those of ``leave_out``; return each rank's error."""
         attempt = SaveAttempt(job="job", cycle=self.cycle, token=self.token, ordinal=self.ordinal)
         self.ordinal += 1
         self._outcomes = {}
@@ -258,10 +259,10 @@ class Lanes:
         for rank in ranks:
             self.lanes[rank].submit(staged_save(self._images[rank], iteration, attempt, suspect=suspect))
         for _ in ranks:
-            assert self._told.acquire(timeout=4 * LONG_S), "a lane has told no outcome"
+            assert self._reports.acquire(timeout=4 * LONG_S), "a lane has told no outcome"
         return [self._outcomes[rank] for rank in ranks]
 
-    def forget(self, iteration: int) -> None:
+    def forget_commit(self, iteration: int) -> None:
         """Have the lanes count an iteration as not committed, as ranks do that have resumed from an older one."""
         for lane in self.lanes:
             lane._committed.tiers.pop(iteration, None)
@@ -283,6 +284,6 @@ class Lanes:
         view = self._images[rank].view
         return assemble(request, view) if self.writer is None else self.writer(rank, request, view)
 
-    def _note(self, rank: int, error: CheckpointError | None) -> None:
+    def _report(self, rank: int, error: CheckpointError | None) -> None:
         self._outcomes[rank] = error
-        self._told.release()
+        self._reports.release()

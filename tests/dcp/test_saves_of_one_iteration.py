@@ -1,4 +1,4 @@
-"""An iteration that is saved again while its first save is under way: a handle says what is, not what will be."""
+"""An iteration that is saved again while its first save is in progress: a handle reports the state of its own save."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ LONG_S = 60.0
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
-    """One rank's, which saves to a folder beside training."""
-    with_one = CheckpointManager(outlast.CheckpointConfig(directory=str(tmp_path / "ckpt"), async_save=True))
-    yield with_one
-    with_one.close()
+    """A manager of one rank that saves to a folder in the background."""
+    opened = CheckpointManager(outlast.CheckpointConfig(directory=str(tmp_path / "ckpt"), async_save=True))
+    yield opened
+    opened.close()
 
 
-def test_the_second_save_is_done_with_the_first(
+def test_a_repeated_save_completes_with_the_first(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the first save waits for its store the second is not committed; then both are, and it was written once."""
+    """A second save of the iteration that is being written is not committed before the first; both complete with one
+    write."""
     begun, written = threading.Event(), threading.Event()
     write = GlobalLane._write_files
     calls: list[int] = []
 
-    def write_late(self: GlobalLane, save: Any, *others: Any) -> Any:
+    def write_late(self: GlobalLane, save: Any, *arguments: Any) -> Any:
         calls.append(save.iteration)
         begun.set()
         written.wait(LONG_S)
-        return write(self, save, *others)
+        return write(self, save, *arguments)
 
     monkeypatch.setattr(GlobalLane, "_write_files", write_late)
     state = {"w": torch.ones(100)}
     first = manager.save(state, 3)
-    assert begun.wait(LONG_S)  # a save that is still queued would be replaced by the second
+    assert begun.wait(LONG_S)  # a queued save would be replaced by the second one
     second = manager.save(state, 3)
     with pytest.raises(DeadlineExceeded):
         second.wait(0.5)
@@ -57,23 +58,23 @@ def test_the_second_save_is_done_with_the_first(
     assert (tmp_path / "ckpt" / "step-3" / "manifest.json").exists()
 
 
-def test_the_second_save_makes_good_for_the_first(
+def test_a_repeated_save_is_written_after_the_first_failed(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first save failed, the second is written, and is what its handle says."""
+    """If the first save of an iteration fails, the second one is written and its handle reports the checkpoint."""
     begun, queued = threading.Event(), threading.Event()
     write = GlobalLane._write_files
     calls: list[int] = []
 
-    def write_at_last(self: GlobalLane, save: Any, *others: Any) -> Any:
+    def write_second(self: GlobalLane, save: Any, *arguments: Any) -> Any:
         calls.append(save.iteration)
         if len(calls) == 1:
             begun.set()
             queued.wait(LONG_S)
             raise CheckpointError("no room")
-        return write(self, save, *others)
+        return write(self, save, *arguments)
 
-    monkeypatch.setattr(GlobalLane, "_write_files", write_at_last)
+    monkeypatch.setattr(GlobalLane, "_write_files", write_second)
     state = {"w": torch.ones(100)}
     first = manager.save(state, 3)
     assert begun.wait(LONG_S)

@@ -66,9 +66,9 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "replication_parity": "checkpoint/test_parity_tier.py::test_a_lost_node_is_rebuilt",
         "most_recent_k": "policy/test_retention.py::test_the_newest_are_kept",
         "suspect_window": "dcp/test_failed_global_saves.py::"
-        "test_old_checkpoints_go_but_for_one_beyond_the_suspect_window",
+        "test_retention_keeps_one_beyond_the_suspect_window",
         "local_most_recent_k": f"{SAVES}retention_and_saving_again",
-        "save_retain_interval": "dcp/test_turns.py::test_a_checkpoint_that_is_kept_for_ever_is_not_replaced",
+        "save_retain_interval": "dcp/test_turns.py::test_a_queued_permanent_checkpoint_is_not_replaced",
         "max_consecutive_save_failures": f"{SAVES}a_full_disk_fails_saves_until_there_is_room",
         "save_timeout": f"{SAVES}a_stopped_writer_fails_its_save_and_is_replaced",
         "max_durable_lag": "faults/test_behind_tier.py::test_a_run_whose_commits_are_overdue_stops",
