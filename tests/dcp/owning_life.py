@@ -87,7 +87,7 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str, times:
             num_saves, iteration = num_saves + 1, iteration + (num_replaced == 0)
             value = int(name) * 1000 + iteration + num_replaced / 8
             state = {"w": torch.full((4096,), value), "v": torch.full((4096,), -value)}
-            lanes.forget(iteration)
+            lanes.forget_commit(iteration)
             (error,) = lanes.save([flat_state(state)], iteration)
             if error is None:
                 write_line(committed=iteration, value=value)

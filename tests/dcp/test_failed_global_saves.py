@@ -144,7 +144,7 @@ def test_readers_wait_for_a_checkpoint_under_replacement(tmp_path: Path, monkeyp
     with Lanes(str(tmp_path), 1) as lanes, ThreadPoolExecutor(3) as pool:
         assert lanes.save([_flat(1.0)], 8) == [None]
         assert lanes.save([_flat(2.0)], 9) == [None]
-        lanes.forget(9)
+        lanes.forget_commit(9)
         with armed("checkpoint.nameless", stop):
             saved = pool.submit(lanes.save, [_flat(3.0)], 9)
             assert is_nameless.wait(LONG_S)
