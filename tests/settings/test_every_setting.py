@@ -121,8 +121,8 @@ ELSEWHERE: dict[type, dict[str, str]] = {
     },
     InProcessRestartConfig: {
         **dict.fromkeys(("active_world_size", "granularity"), ASSIGNED),
-        "max_iterations": "inprocess/test_restart_plugins.py::test_limits_of_restarting_end_it_with_the_counts",
-        "max_rank_faults": "inprocess/test_restart_plugins.py::test_rank_that_fails_too_often_leaves",
+        "max_iterations": "inprocess/test_restart_plugins.py::test_retry_controller_aborts_with_the_counts",
+        "max_rank_faults": "inprocess/test_restart_plugins.py::test_fault_counter_removes_a_rank_that_fails_too_often",
         "max_no_progress_restarts": f"{REFUSALS}restarts_without_progress_end",
         "monitor_process_pidfile": f"{REFUSALS}the_monitor_process_writes_its_pid_to_a_file",
         "termination_grace_time": f"{REFUSALS}a_rank_that_cannot_be_interrupted_gets_a_signal_that_its_script_handles",
