@@ -54,9 +54,9 @@ SIMULATED = "chaos/test_simulated_fault.py::test_"
 NODES = "launch/test_unhealthy_nodes.py::test_"
 LEAVING = "session/test_session_preemption.py::test_"
 RERUN = "numerics/test_rerun_in_place.py::test_"
-EVERYTHING_ON = "session/test_own_groups.py::test_a_session_with_everything_on_has_three_groups_of_its_own"
+EVERYTHING_ON = "session/test_own_groups.py::test_a_session_adds_three_process_groups"
 PRINTED = "straggler/test_straggler_report.py::test_what_is_printed_is_configurable"
-FIGURES = "session/test_own_loop.py::test_figures_reach_the_logger_under_their_documented_names"
+FIGURES = "session/test_own_loop.py::test_metrics_have_their_documented_names"
 GROUPS = "ray/test_group_limits.py::test_"
 ELSEWHERE: dict[type, dict[str, str]] = {
     CheckpointConfig: {
@@ -74,14 +74,14 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "max_durable_lag": "faults/test_behind_tier.py::test_a_run_whose_commits_are_overdue_stops",
         "response_timeout": f"{WAITS}a_directory_that_hangs_for_good_ends_the_start_with_one_sentence",
         "restore_timeout": f"{WAITS}a_start_that_must_not_wait_ends_at_the_first_failure",
-        "missing": "session/test_missing_state.py::test_what_the_checkpoint_lacks_keeps_its_value",
+        "missing": "session/test_missing_state.py::test_values_missing_in_the_checkpoint_are_kept",
         "prefer_finite": "checkpoint/test_not_finite.py::test_a_newer_checkpoint_with_nan_is_passed_over_and_named",
         "resume_from_other_run": "session/test_one_writer.py::"
-        "test_what_another_run_saved_is_gone_on_from_only_when_it_is_asked_for",
+        "test_another_runs_checkpoints_are_resumed_only_on_request",
         **dict.fromkeys(("non_persistent_local_ckpt_algo", "non_persistent_ckpt_type", "ckpt_format"), REFUSED),
     },
     Config: {
-        "rerun_state_machine": "session/test_nonfinite_weights.py::test_a_nan_loss_raises_where_nothing_is_run_again",
+        "rerun_state_machine": "session/test_nonfinite_weights.py::test_a_nan_loss_raises_if_reruns_are_disabled",
         "replica_digest": EVERYTHING_ON,
         "straggler_detection": EVERYTHING_ON,
         "in_process": "session/test_session_in_process.py::test_in_process_needs_a_wrapped_function",
@@ -162,7 +162,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         ),
         **dict.fromkeys(("num_gpu_perf_scores_to_print", "enable_logging", "logger_name"), PRINTED),
         "stop_if_detected": "session/test_session_slow_ranks.py::"
-        "test_all_ranks_leave_for_a_slow_one_and_nothing_is_lost",
+        "test_all_ranks_exit_for_a_slow_one_without_loss",
         "profiling_interval": "straggler/test_recorder.py::test_steps_are_left_out_as_configured",
         "confirmations": "policy/test_stragglers.py::"
         "test_a_rank_that_is_ten_times_as_slow_is_not_hidden_by_its_own_variation",
