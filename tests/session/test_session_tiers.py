@@ -52,7 +52,7 @@ def _checkpoints(folder: Path) -> list[int]:
     )
 
 
-def test_node_local_saves_and_the_last_global_one(tmp_path: Path) -> None:
+def test_saves_go_to_the_tiers_of_their_interval(tmp_path: Path) -> None:
     """Every 2nd iteration is saved to the node-local tiers only, every 5th and the last to the global tier too; a
     suspect save is in neither. The run resumes from the global tier after the loss of its node."""
     settings: dict[str, object] = {
