@@ -82,7 +82,7 @@ def main(bucket: str, port: str) -> None:
     requested, create, insert = threading.local(), Storage.create_file, objects.insert
     one_at_a_time = threading.Lock()
 
-    checkpoints = itertools.count(1)
+    generations = itertools.count(1)
 
     class NotMet(Exception):
         pass
@@ -91,11 +91,11 @@ def main(bucket: str, port: str) -> None:
         present = storage.objects.get(bucket_name, {}).get(file_name, {"generation": "0"})
         if getattr(requested, "generation", None) not in (None, present["generation"]):
             raise NotMet
-        about["generation"] = str(next(checkpoints))
+        about["generation"] = str(next(generations))
         create(storage, bucket_name, file_name, content, about, *args)
 
     def insert_if(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
-        (requested.checkpoint,) = request.query.get("ifGenerationMatch") or [None]
+        (requested.generation,) = request.query.get("ifGenerationMatch") or [None]
         try:
             with one_at_a_time:
                 insert(request, response, storage, *args, **kwargs)
@@ -104,7 +104,7 @@ def main(bucket: str, port: str) -> None:
             message = "At least one of the pre-conditions you specified did not hold."
             response.json({"error": {"code": 412, "message": message, "errors": [{"reason": "conditionNotMet"}]}})
         finally:
-            requested.checkpoint = None
+            requested.generation = None
 
     Storage.create_file, objects.insert = create_file, insert_if
     from gcp_storage_emulator.server import create_server  # type: ignore[import-not-found]

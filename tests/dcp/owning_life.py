@@ -79,8 +79,7 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str, times:
             except CheckpointError as error:
                 write_line(torn=iteration, why=str(error))
         write_line(found=sorted(found.items()))
-        for iteration in found:
-            lanes.lanes[0]._committed.add(iteration, frozenset({lanes.lanes[0]._tier}))
+        lanes.resume(found)
         iteration, num_saves = max(found, default=0), 0
         while not is_ending.is_set():
             num_replaced = num_saves % int(times)

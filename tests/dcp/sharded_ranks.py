@@ -89,7 +89,7 @@ def save(folder: str, state: dict[str, object], iteration: int) -> None:
     errors: list[object] = []
     done = threading.Event()
 
-    def report(error: object) -> None:
+    def report(_: object, error: object) -> None:
         errors.append(error)
         done.set()
 

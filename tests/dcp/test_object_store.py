@@ -421,14 +421,13 @@ def test_a_commit_with_a_lost_response_keeps_its_files(
     """A save whose commit was applied but whose response was lost fails, and the files that the manifest lists are
     kept."""
     with Lanes(url, 2) as lanes:
-        store = lanes.directory._store  # type: ignore[attr-defined]
-        replace = store.replace
+        replace = ObjectStore.replace
 
-        def lose_response(name: str, *arguments: object) -> bool:
-            assert replace(name, *arguments)
+        def lose_response(store: ObjectStore, name: str, *arguments: object) -> bool:
+            assert replace(store, name, *arguments)  # type: ignore[arg-type]
             raise CheckpointError(f"{name}: the store did not answer")
 
-        monkeypatch.setattr(store, "replace", lose_response)
+        monkeypatch.setattr(ObjectStore, "replace", lose_response)
         errors = lanes.save([flat_state(_state(2.0))] * 2, 7)
         assert ["did not answer" in str(error) for error in errors] == [True, True], errors
         assert _saved_value(lanes, 7) == 2.0

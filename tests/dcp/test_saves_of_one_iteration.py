@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import outlast
 from outlast.checkpoint import CheckpointManager
-from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.errors import CheckpointError, DeadlineExceeded
+from outlast.runtime.injection import armed
 
 pytestmark = pytest.mark.process
 LONG_S = 60.0
@@ -27,61 +26,53 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
     opened.close()
 
 
-def test_a_repeated_save_completes_with_the_first(
-    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_save_completes_with_the_first(manager: CheckpointManager, tmp_path: Path) -> None:
     """A second save of the iteration that is being written is not committed before the first; both complete with one
     write."""
-    begun, written = threading.Event(), threading.Event()
-    write = GlobalLane._write_files
-    calls: list[int] = []
+    begun, released = threading.Event(), threading.Event()
+    attempts: list[str] = []
 
-    def write_late(self: GlobalLane, save: Any, *arguments: Any) -> Any:
-        calls.append(save.iteration)
+    def wait(attempt: str) -> None:
+        attempts.append(attempt)
         begun.set()
-        written.wait(LONG_S)
-        return write(self, save, *arguments)
+        released.wait(LONG_S)
 
-    monkeypatch.setattr(GlobalLane, "_write_files", write_late)
     state = {"w": torch.ones(100)}
-    first = manager.save(state, 3)
-    assert begun.wait(LONG_S)  # a queued save would be replaced by the second one
-    second = manager.save(state, 3)
-    with pytest.raises(DeadlineExceeded):
-        second.wait(0.5)
-    assert not first.done
-    written.set()
-    assert second.wait(LONG_S).checkpoint == 3
+    with armed("checkpoint.fenced", wait):
+        first = manager.save(state, 3)
+        assert begun.wait(LONG_S)  # a queued save would be replaced by the second one
+        second = manager.save(state, 3)
+        with pytest.raises(DeadlineExceeded):
+            second.wait(0.5)
+        assert not first.done
+        released.set()
+        assert second.wait(LONG_S).checkpoint == 3
     assert first.done
     assert first.error is None
-    assert calls == [3]
+    assert len(attempts) == 1
     assert (tmp_path / "ckpt" / "step-3" / "manifest.json").exists()
 
 
-def test_a_repeated_save_is_written_after_the_first_failed(
-    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_save_is_written_after_the_first_failed(manager: CheckpointManager, tmp_path: Path) -> None:
     """If the first save of an iteration fails, the second one is written and its handle reports the checkpoint."""
     begun, queued = threading.Event(), threading.Event()
-    write = GlobalLane._write_files
-    calls: list[int] = []
+    attempts: list[str] = []
 
-    def write_second(self: GlobalLane, save: Any, *arguments: Any) -> Any:
-        calls.append(save.iteration)
-        if len(calls) == 1:
+    def fail_once(attempt: str) -> None:
+        attempts.append(attempt)
+        if len(attempts) == 1:
             begun.set()
             queued.wait(LONG_S)
             raise CheckpointError("no room")
-        return write(self, save, *arguments)
 
-    monkeypatch.setattr(GlobalLane, "_write_files", write_second)
     state = {"w": torch.ones(100)}
-    first = manager.save(state, 3)
-    assert begun.wait(LONG_S)
-    second = manager.save(state, 3)
-    queued.set()
-    with pytest.raises(CheckpointError, match="no room"):
-        first.wait(LONG_S)
-    assert second.wait(LONG_S).checkpoint == 3
-    assert calls == [3, 3]
+    with armed("checkpoint.fenced", fail_once):
+        first = manager.save(state, 3)
+        assert begun.wait(LONG_S)
+        second = manager.save(state, 3)
+        queued.set()
+        with pytest.raises(CheckpointError, match="no room"):
+            first.wait(LONG_S)
+        assert second.wait(LONG_S).checkpoint == 3
+    assert len(set(attempts)) == len(attempts) == 2
     assert (tmp_path / "ckpt" / "step-3" / "manifest.json").exists()

@@ -3,16 +3,13 @@ saves."""
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from pathlib import Path
 
-import pytest
 import torch
-from lanes import Lanes, flat_state, stage, staged_save
+from lanes import Lanes, flat_state
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
-from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.save import Replaced, Save
 
 WORLD = 3
@@ -35,16 +32,8 @@ class _Gate:
 
 
 def _submit(lanes: Lanes, iteration: int, ranks: range | list[int], ordinal: int) -> dict[int, Save]:
-    attempt = SaveAttempt(job="job", cycle=0, token=lanes.token, ordinal=ordinal)
-    saves = {}
-    for rank in ranks:
-        flat = flat_state({"w": torch.full((64,), float(iteration)), "own": rank})
-        image = stage(flat, rank=rank, world=WORLD, iteration=iteration, attempt=str(attempt))
-        lanes._images[rank] = image  # the newest image: all images of a rank have one layout
-        lanes._arenas.append(image.arena)
-        saves[rank] = staged_save(image, iteration, attempt)
-        lanes.lanes[rank].submit(saves[rank])
-    return saves
+    flats = {rank: flat_state({"w": torch.full((64,), float(iteration)), "own": rank}) for rank in ranks}
+    return lanes.submit(flats, iteration, ordinal=ordinal)
 
 
 def test_the_newest_save_replaces_older_queued_saves(tmp_path: Path) -> None:
@@ -57,8 +46,7 @@ def test_the_newest_save_replaces_older_queued_saves(tmp_path: Path) -> None:
             if iteration == 10:
                 assert gate.is_reached.wait(LONG_S)
         gate.is_open.set()
-        for _ in range(5 * WORLD):
-            assert lanes._reports.acquire(timeout=LONG_S)
+        lanes.wait(5 * WORLD)
         assert lanes.directory.checkpoints() == [50, 10]
         assert gate.written == [10, 50]
 
@@ -68,33 +56,26 @@ def test_a_save_that_some_ranks_replaced_is_not_written(tmp_path: Path) -> None:
     save."""
     gate = _Gate()
     ended: dict[tuple[int, int], object] = {}
-    with Lanes(str(tmp_path), WORLD, writer=gate.write) as lanes:
-        for rank, lane in enumerate(lanes.lanes):
-            outcomes = lane._outcomes
-            end_save = outcomes._end  # type: ignore[attr-defined]
 
-            def end(save: Save, error: object, rank: int = rank, end_save: object = end_save) -> None:
-                ended.setdefault((rank, save.iteration), error)
-                end_save(save, error)  # type: ignore[operator]
+    def record(rank: int, save: Save, error: object) -> None:
+        ended.setdefault((rank, save.iteration), error)
 
-            outcomes._end = end  # type: ignore[attr-defined]
+    with Lanes(str(tmp_path), WORLD, writer=gate.write, on_outcome=record) as lanes:
         _submit(lanes, 10, range(WORLD), 0)
         assert gate.is_reached.wait(LONG_S)
         _submit(lanes, 20, range(WORLD), 1)
         _submit(lanes, 30, [1, 2], 2)  # replaces 20 on these ranks
         gate.is_open.set()
-        for _ in range(WORLD + 2 + 1):  # 10 on all ranks; 20 replaced on two ranks, then on rank 0
-            assert lanes._reports.acquire(timeout=LONG_S)
+        lanes.wait(WORLD + 2 + 1)  # 10 on all ranks; 20 replaced on two ranks, then on rank 0
         assert lanes.directory.checkpoints() == [10]
         _submit(lanes, 30, [0], 2)
-        for _ in range(WORLD):
-            assert lanes._reports.acquire(timeout=LONG_S)
+        lanes.wait(WORLD)
         assert lanes.directory.checkpoints() == [30, 10]
     assert {type(ended[rank, 20]) for rank in range(WORLD)} == {Replaced}
     assert [ended[rank, 30] for rank in range(WORLD)] == [None] * WORLD
 
 
-def test_a_failed_save_is_retried_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_retried_in_a_new_folder(tmp_path: Path) -> None:
     """Without a newer save, a failed save is retried until it succeeds; each attempt writes to a different folder."""
     folders: list[str] = []
 
@@ -106,10 +87,12 @@ def test_a_failed_save_is_retried_in_a_new_folder(tmp_path: Path, monkeypatch: p
         return assemble(request, image)
 
     committed = threading.Event()
-    with Lanes(str(tmp_path), WORLD, writer=write, retry_s=0.01) as lanes:
-        monkeypatch.setattr(
-            lanes.lanes[0]._outcomes, "committed", lambda save, lane, tiers, failures=(): committed.set()
-        )
+
+    def record(rank: int, save: Save, error: object) -> None:
+        if rank == 0 and error is None:
+            committed.set()
+
+    with Lanes(str(tmp_path), WORLD, writer=write, retry_s=0.01, on_outcome=record) as lanes:
         saves = _submit(lanes, 10, range(WORLD), 0)
         assert committed.wait(LONG_S)
         assert lanes.directory.checkpoints() == [10]
@@ -122,14 +105,11 @@ def test_a_queued_permanent_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     """A queued multiple of save_retain_interval is written before the newest save, which replaces the other queued
     saves."""
     gate = _Gate()
-    with Lanes(str(tmp_path), WORLD, writer=gate.write, most_recent_k=-1) as lanes:
-        for lane in lanes.lanes:
-            lane._retention = dataclasses.replace(lane._retention, retain_interval=40)
+    with Lanes(str(tmp_path), WORLD, writer=gate.write, most_recent_k=-1, retain_interval=40) as lanes:
         for ordinal, iteration in enumerate((10, 30, 40, 50, 60)):
             _submit(lanes, iteration, range(WORLD), ordinal)
             if iteration == 10:
                 assert gate.is_reached.wait(LONG_S)
         gate.is_open.set()
-        for _ in range(5 * WORLD):
-            assert lanes._reports.acquire(timeout=LONG_S)
+        lanes.wait(5 * WORLD)
         assert lanes.directory.checkpoints() == [60, 40, 10]
