@@ -53,12 +53,7 @@ def inject() -> None:
                 pass
 
 
-def check(state: inprocess.State) -> None:
-    if FAULT == "unhealthy" and state.initial_rank == VICTIM:
-        raise RuntimeError("planned to be unhealthy")
-
-
-@inprocess.Wrapper(CONFIG, health_check=check)
+@inprocess.Wrapper(CONFIG)
 def train(seed: int, call: inprocess.Handle) -> float:
     report("call", call.iteration, "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "pid", os.getpid())
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
@@ -69,8 +64,6 @@ def train(seed: int, call: inprocess.Handle) -> float:
         if FAULT != "nothing" and step == FAULT_STEP and call.iteration == 0 and INITIAL_RANK == VICTIM:
             report("strikes")
             inject()
-            if FAULT == "unhealthy":
-                raise ValueError("planned")
         inputs = torch.full((4, 64), float(step + dist.get_rank()))
         model(inputs).square().mean().backward()
         optimizer.step()

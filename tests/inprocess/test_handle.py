@@ -37,13 +37,17 @@ def page() -> Iterator[Page]:
     created.close()
 
 
-def make(page: Page, kept: dict[str, Any], pinged: list[int]) -> Handle:
+def make_interruption() -> SignalInterruption:
+    return SignalInterruption(RestartRequested, make.__code__)
+
+
+def make(page: Page, kept: dict[str, Any], pinged: list[int], interruption: SignalInterruption | None = None) -> Handle:
     state = State(
         initial_rank=1, initial_world_size=3, rank=0, world_size=2, active_world_size=2, iteration=4, node="n"
     )
     return Handle(
         state,
-        interruption=SignalInterruption(RestartRequested, make.__code__),
+        interruption=interruption or make_interruption(),
         page=page,
         on_first_ping=lambda: pinged.append(1),
         kept=kept,
@@ -82,13 +86,14 @@ def test_pings_are_progress(page: Page) -> None:
 
 def test_protected_sections_are_visible_from_outside(page: Page) -> None:
     """The agent process sees that hang protection is off, and the monitor thread sees that an atomic section runs."""
-    handle = make(page, {}, [])
+    interruption = make_interruption()
+    handle = make(page, {}, [], interruption)
     with handle.disable_hang_protection(), handle.disable_hang_protection():
         assert page.is_paused
     assert not page.is_paused
     with handle.atomic():
-        assert handle._interruption.is_atomic
-    assert not handle._interruption.is_atomic
+        assert interruption.is_atomic
+    assert not interruption.is_atomic
 
 
 def test_no_handle_outside_a_wrapped_function() -> None:

@@ -23,17 +23,17 @@ def wait_for_result(expected: bool, wait: int | None = None) -> bool:
     results: list[bool] = []
     is_over = threading.Event()
 
-    def query() -> None:
+    def ask() -> None:
         end_s = clock.now_s() + PATIENCE_S
         while clock.now_s() < end_s and (not results or results[-1] != expected):
-            progress.query()
+            progress.ask()
             threading.Event().wait(0.1)
             results.append(progress.take())
         is_over.set()
         if wait is not None:
             os.eventfd_write(wait, 1)
 
-    thread = threading.Thread(target=query)
+    thread = threading.Thread(target=ask)
     thread.start()
     if wait is not None:
         os.eventfd_read(wait)

@@ -91,26 +91,6 @@ def test_a_spare_replaces_a_lost_rank(tmp_path: Path, expected: str, fault: str,
     assert [call[:3] for call in calls(outputs[2])] == [("1", str(victim), "2")]
 
 
-@pytest.mark.extended
-@pytest.mark.slow
-def test_an_unhealthy_rank_is_replaced(tmp_path: Path, expected: str) -> None:
-    """A rank whose health check fails ends with the exception of the check, and a spare replaces the rank."""
-    codes, outputs = run(tmp_path, "unhealthy", 1, world_size=3, active=2)
-    assert codes == [0, 1, 0], outputs
-    assert [returned(output) for output in outputs] == [expected, None, expected]
-    assert "planned to be unhealthy" in outputs[1]
-
-
-@pytest.mark.slow
-def test_without_spares_all_ranks_abort_with_the_reason(tmp_path: Path) -> None:
-    """If a lost rank cannot be replaced, all other ranks end with the reason and the counts."""
-    codes, outputs = run(tmp_path, "kill", 1, world_size=2, active=2)
-    assert codes[1] == -signal.SIGKILL
-    assert codes[0] == 1
-    assert "RestartAbort" in outputs[0]
-    assert "0 spares" in outputs[0]
-
-
 @pytest.mark.slow
 def test_a_single_rank_is_called_again(tmp_path: Path) -> None:
     """A world of one rank needs no store, and its function is called again."""

@@ -15,7 +15,7 @@ import torch
 import outlast
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.config import CheckpointConfig, Config
-from outlast.monitor import rank_monitor
+from outlast.monitor.rank_monitor import open_monitor
 
 Proof = Callable[["Scene"], None]
 
@@ -55,8 +55,8 @@ class Scene:
                 run._preemption._outlives_session = False  # its deadline would end pytest
                 run._preemption.close()
                 run._let_go()
-            elif rank_monitor._open_monitor is not None:  # init() raised
-                rank_monitor._open_monitor.close()
+            elif (monitor := open_monitor()) is not None:  # init() raised
+                monitor.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
