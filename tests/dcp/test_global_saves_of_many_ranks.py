@@ -61,7 +61,7 @@ def _flats(seed: float = 0.0) -> list[FlatState]:
     return [flat_state({**shared_tensors, "step": 7}, {"cpu": torch.full((4,), seed + rank)}) for rank in range(WORLD)]
 
 
-def test_every_rank_loads_what_it_saved(tmp_path: Path, store: _CountedStore) -> None:
+def test_every_rank_loads_its_saved_state(tmp_path: Path, store: _CountedStore) -> None:
     """Each of 70 ranks loads identical tensors, and each shared tensor is stored once."""
     flats = _flats()
     with Lanes(str(tmp_path), WORLD) as lanes:
@@ -231,6 +231,7 @@ def test_composed_metadata_equals_pickled_metadata(shape: list[int], start: int,
 
 
 def test_metadata_of_another_torch_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If torch's classes pickle to another format than the composed one, the metadata is pickled from the classes."""
     manifest = GlobalManifest(
         schema=1,
         run="r",

@@ -23,7 +23,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", TEXT, re.MUL
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "shown"), BLOCKS, ids=["intervals", "spares", "budgets"])
-def test_each_block_prints_what_the_page_shows(code: str, shown: str) -> None:
+def test_each_block_prints_the_documented_output(code: str, shown: str) -> None:
     """Each result on the page is the output of its code block with this version of the package. If this fails after
     a change of the policy or the simulation, run the block and paste its output."""
     printed = io.StringIO()
