@@ -1,7 +1,7 @@
-"""A GCS server in a process of its own, on this machine.
+"""A GCS server in a separate process on this machine.
 
-It is ``gcp-storage-emulator``, which knows no preconditions. Run as a script this module adds the one on an object's
-checkpoint (0: there is no such object), with the response of GCS, and gives each write a checkpoint of its own.
+It is ``gcp-storage-emulator``, which has no preconditions. Run as a script, this module adds the precondition on an
+object's generation (0: the object does not exist) with the response of GCS, and gives each write a new generation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GCSServer:
     """The server; it keeps its objects in memory.
 
     Args:
-        bucket: To make.
+        bucket: Bucket to create.
     """
 
     def __init__(self, bucket: str) -> None:
@@ -54,7 +54,7 @@ class GCSServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which gcsfs finds the server, asks nobody for credentials, and does not use gRPC."""
+        """Variables that give gcsfs the server's address and disable credentials and gRPC."""
         return {
             "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self.port}",
             "FSSPEC_GS_TOKEN": "anon",
@@ -62,40 +62,40 @@ class GCSServer:
         }
 
     def objects(self, prefix: str = "") -> dict[str, int]:
-        """Return what is in the bucket: names and bytes."""
+        """Return the names and sizes of the objects in the bucket."""
         query = urllib.parse.urlencode({"prefix": prefix})
         url = f"http://127.0.0.1:{self.port}/storage/v1/b/{self.bucket}/o?{query}"
         with urllib.request.urlopen(url, timeout=READY_S) as reply:
             return {one["name"]: int(one["size"]) for one in json.load(reply).get("items", ())}
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         self._process.kill()
         self._process.wait(10)
 
 
 def main(bucket: str, port: str) -> None:
-    """Serve until somebody ends this process."""
+    """Serve until the process is killed."""
     from gcp_storage_emulator.handlers import objects  # type: ignore[import-not-found]
     from gcp_storage_emulator.storage import Storage  # type: ignore[import-not-found]
 
-    asked, create, insert = threading.local(), Storage.create_file, objects.insert
+    requested, create, insert = threading.local(), Storage.create_file, objects.insert
     one_at_a_time = threading.Lock()
 
-    checkpoints = itertools.count(1)
+    generations = itertools.count(1)
 
     class NotMet(Exception):
         pass
 
     def create_file(storage: Any, bucket_name: str, file_name: str, content: bytes, about: Any, *args: Any) -> None:
         present = storage.objects.get(bucket_name, {}).get(file_name, {"generation": "0"})
-        if getattr(asked, "generation", None) not in (None, present["generation"]):
+        if getattr(requested, "generation", None) not in (None, present["generation"]):
             raise NotMet
-        about["generation"] = str(next(checkpoints))
+        about["generation"] = str(next(generations))
         create(storage, bucket_name, file_name, content, about, *args)
 
     def insert_if(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
-        (asked.checkpoint,) = request.query.get("ifGenerationMatch") or [None]
+        (requested.generation,) = request.query.get("ifGenerationMatch") or [None]
         try:
             with one_at_a_time:
                 insert(request, response, storage, *args, **kwargs)
@@ -104,12 +104,12 @@ def main(bucket: str, port: str) -> None:
             message = "At least one of the pre-conditions you specified did not hold."
             response.json({"error": {"code": 412, "message": message, "errors": [{"reason": "conditionNotMet"}]}})
         finally:
-            asked.checkpoint = None
+            requested.generation = None
 
     Storage.create_file, objects.insert = create_file, insert_if
     from gcp_storage_emulator.server import create_server  # type: ignore[import-not-found]
 
-    # One connection that is kept open must not keep all others waiting.
+    # A connection that is kept open must not block the other ones.
     http.server.HTTPServer = http.server.ThreadingHTTPServer  # type: ignore[misc]
     create_server("127.0.0.1", int(port), True, bucket).run()
 

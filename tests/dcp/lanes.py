@@ -1,10 +1,11 @@
-"""Ranks that save to a global tier: a lane each, in threads of one process, the writer's work done in place."""
+"""Ranks that save to the global tier: one lane per rank, in threads of one process, which also does the writer's
+work."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from outlast.checkpoint.dcp.global_lane import GlobalLane
 from outlast.checkpoint.directory import Claim, DirectoryContent, Refusal, SaveAttempt
 from outlast.checkpoint.late_tiers import LateTiers
 from outlast.checkpoint.manifest import topology_digest
-from outlast.checkpoint.places import Places, Replication
+from outlast.checkpoint.places import Committed, Places, Replication
 from outlast.checkpoint.save import Save, SaveHandle
 from outlast.checkpoint.shard import Identity
 from outlast.checkpoint.state import FlatState, flatten
@@ -33,7 +34,7 @@ LONG_S = 60.0
 
 @dataclass
 class Image:
-    """A shard's image."""
+    """The image of a shard."""
 
     arena: Arena
     num_bytes: int
@@ -63,8 +64,8 @@ def stage(flat: FlatState, *, rank: int = 0, world: int = 1, iteration: int = 0,
         stager.close()
 
 
-class InPlace:
-    """In place of the writer process: writes here and now.
+class InlineWriter:
+    """A writer that writes the files in the calling thread, without a writer process.
 
     Args:
         write: Writes a file of the global tier.
@@ -77,40 +78,34 @@ class InPlace:
         return self._write(request), None
 
 
-class Noted:
-    """In place of a manager's outcomes.
+class RecordedOutcomes:
+    """Outcomes of saves, reported to the test instead of a manager.
 
     Args:
-        note: Called with each save's error; ``None`` = it is committed.
+        report: Called with each outcome of a save: ``None`` = the save is committed.
     """
 
     is_call_left = False
 
-    def __init__(self, note: Callable[[CheckpointError | None], object]) -> None:
-        self._note, self._noted, self.late = note, set[int](), LateTiers()
+    def __init__(self, report: Callable[[Save, CheckpointError | None], object]) -> None:
+        self._report, self.late = report, LateTiers()
 
     def report_committed(self, iteration: int, tiers: frozenset[Tier]) -> None:
         """No launcher is notified."""
 
     def committed(self, save: Save, lane: str, tiers: frozenset[Tier], failures: object = ()) -> None:
         assert tiers <= {Tier.GLOBAL}
-        self._end(save, None)
+        self._report(save, None)
 
     def failed(self, save: Save, lane: str, error: CheckpointError, *, is_retried: bool = False) -> None:
-        self._end(save, error)
-
-    def _end(self, save: Save, error: CheckpointError | None) -> None:
-        """Note the first end of a save, not what comes of its retries."""
-        if save.attempt.ordinal not in self._noted:
-            self._noted.add(save.attempt.ordinal)
-            self._note(error)
+        self._report(save, error)
 
 
 class _Unleased(Claim):
     """A claim without a lease."""
 
     def acquire(self) -> None:
-        """Nobody else is there."""
+        """No other owner exists."""
 
     def retire(self, iterations: Sequence[int]) -> None:
         for iteration in iterations:
@@ -118,7 +113,7 @@ class _Unleased(Claim):
 
 
 def make_claim(directory: GlobalDirectory, run: str, token: str, machine: str | None) -> Claim:
-    """Make the claim of a run, with a lease if it is told on which machine it is."""
+    """Make the claim of a run; with a lease if a machine is given."""
     process = this_process() if machine is None else msgspec.structs.replace(this_process(), machine=machine)
     own = LeaseOwner(token="", process=process, run=run)
     kind = _Unleased if machine is None else Claim
@@ -133,14 +128,14 @@ def open_lane(
     world: int,
     token: str,
     write: Callable[[Assemble], Assembled],
-    note: Callable[[CheckpointError | None], object],
+    report: Callable[[Save, CheckpointError | None], object],
     rules: RetentionRules,
     run: str = "r",
     timeout_s: float = LONG_S,
     file_bytes: int = 1 << 20,
     claim: Claim | None = None,
 ) -> GlobalLane:
-    """Open one rank's lane."""
+    """Open the lane of one rank."""
     places = Places(
         directory=directory,
         local=None,
@@ -162,11 +157,11 @@ def open_lane(
         places,
         rank=rank,
         store=store,
-        writer=InPlace(write),  # type: ignore[arg-type]
+        writer=InlineWriter(write),  # type: ignore[arg-type]
         timeout_s=timeout_s,
         claim=(claim or make_claim(directory, run, token, None)) if rank == 0 else None,
         retention=rules,
-        outcomes=Noted(note),  # type: ignore[arg-type]
+        outcomes=RecordedOutcomes(report),  # type: ignore[arg-type]
     )
     lane.file_bytes = file_bytes
     return lane
@@ -189,13 +184,13 @@ def staged_save(image: Image, iteration: int, attempt: SaveAttempt, *, suspect: 
 
 
 def flat_state(state: Any, random: Any = None) -> FlatState:
-    """Take a state apart as the manager does."""
+    """Flatten a state as the manager does."""
     return flatten({"state": state, "random": random})
 
 
 @dataclass
 class Lanes:
-    """As many lanes as ranks, over one place."""
+    """One lane per rank, all over one directory."""
 
     url: str
     world: int
@@ -203,17 +198,22 @@ class Lanes:
     cycle: int = 0
     timeout_s: float = LONG_S
     most_recent_k: int = 3
+    retain_interval: int = 0
     suspect_window: int = 0
     file_bytes: int = 1 << 20
     writer: Callable[[int, Assemble, memoryview], Assembled] | None = None
-    """In place of ``assemble``: rank, request, image."""
+    """Called instead of ``assemble`` with the rank, the request and the image."""
     ordinal: int = 0
     run: str = "r"
     retry_s: float = 600.0
-    """Before a save that failed is tried again: no test sees it by chance."""
+    """Delay before a failed save is tried again; the default is longer than every test."""
     leased: str | None = None
-    """A machine: rank 0 has a lease on the place, as a process of it."""
+    """A machine: rank 0 has a lease on the directory, as a process of that machine."""
+    on_outcome: Callable[[int, Save, CheckpointError | None], object] | None = None
+    """Called with rank, save and error of each outcome, those of retries included."""
     lanes: list[GlobalLane] = field(default_factory=list)
+    committed: Committed = field(default_factory=Committed)
+    """The commits that the ranks know of when they resume."""
 
     def __post_init__(self) -> None:
         store = HashStore()
@@ -222,7 +222,8 @@ class Lanes:
         self._images: dict[int, Image] = {}
         self._arenas: list[Arena] = []
         self._outcomes: dict[int, CheckpointError | None] = {}
-        self._told = threading.Semaphore(0)
+        self._reported: set[tuple[int, int]] = set()
+        self._reports = threading.Semaphore(0)
         self.lanes = [
             open_lane(
                 self.directory,
@@ -232,8 +233,12 @@ class Lanes:
                 token=self.token,
                 run=self.run,
                 write=lambda request, rank=rank: self._assemble(rank, request),
-                note=lambda error, rank=rank: self._note(rank, error),
-                rules=RetentionRules(most_recent_k=self.most_recent_k, suspect_window=self.suspect_window),
+                report=lambda save, error, rank=rank: self._report(rank, save, error),
+                rules=RetentionRules(
+                    most_recent_k=self.most_recent_k,
+                    retain_interval=self.retain_interval,
+                    suspect_window=self.suspect_window,
+                ),
                 timeout_s=self.timeout_s,
                 file_bytes=self.file_bytes,
                 claim=self.claim,
@@ -246,25 +251,51 @@ class Lanes:
     def save(
         self, flats: Sequence[FlatState], iteration: int, *, suspect: bool = False, leave_out: Sequence[int] = ()
     ) -> list[CheckpointError | None]:
-        """Save; return each rank's error."""
-        attempt = SaveAttempt(job="job", cycle=self.cycle, token=self.token, ordinal=self.ordinal)
-        self.ordinal += 1
-        self._outcomes = {}
-        for rank, flat in enumerate(flats):
-            image = stage(flat, rank=rank, world=self.world, iteration=iteration, attempt=str(attempt))
-            self._images[rank] = image
-            self._arenas.append(image.arena)
-        ranks = [rank for rank in range(self.world) if rank not in leave_out]
-        for rank in ranks:
-            self.lanes[rank].submit(staged_save(self._images[rank], iteration, attempt, suspect=suspect))
-        for _ in ranks:
-            assert self._told.acquire(timeout=4 * LONG_S), "a lane has told no outcome"
-        return [self._outcomes[rank] for rank in ranks]
+        """Save on all ranks but those of ``leave_out``; return each rank's error."""
+        ordinal, self.ordinal, self._outcomes = self.ordinal, self.ordinal + 1, {}
+        saves = self.submit(
+            {rank: flat for rank, flat in enumerate(flats) if rank not in leave_out},
+            iteration,
+            ordinal=ordinal,
+            suspect=suspect,
+        )
+        self.wait(len(saves))
+        errors = [self._outcomes[rank] for rank in saves]
+        if not suspect and not any(errors):
+            self.committed.add(iteration, frozenset({Tier.GLOBAL}))
+        return errors
 
-    def forget(self, iteration: int) -> None:
-        """Have the lanes count an iteration as not committed, as ranks do that have resumed from an older one."""
+    def submit(
+        self, flats: Mapping[int, FlatState], iteration: int, *, ordinal: int, suspect: bool = False
+    ) -> dict[int, Save]:
+        """Submit a save on some ranks; return the saves."""
+        attempt = SaveAttempt(job="job", cycle=self.cycle, token=self.token, ordinal=ordinal)
+        saves = {}
+        for rank, flat in flats.items():
+            image = stage(flat, rank=rank, world=self.world, iteration=iteration, attempt=str(attempt))
+            self._images[rank] = image  # queued saves are written with it: all images of a rank have one layout
+            self._arenas.append(image.arena)
+            saves[rank] = staged_save(image, iteration, attempt, suspect=suspect)
+        for rank, save in saves.items():
+            self.lanes[rank].submit(save)
+        return saves
+
+    def wait(self, num_outcomes: int) -> None:
+        """Wait for the first outcomes of so many saves."""
+        for _ in range(num_outcomes):
+            assert self._reports.acquire(timeout=4 * LONG_S), "a lane has reported no outcome"
+
+    def resume(self, iterations: Iterable[int]) -> None:
+        """Have the lanes count iterations as committed, as ranks do that resume."""
+        for iteration in iterations:
+            self.committed.add(iteration, frozenset({Tier.GLOBAL}))
         for lane in self.lanes:
-            lane._committed.tiers.pop(iteration, None)
+            lane.start_from(self.committed)
+
+    def forget_commit(self, iteration: int) -> None:
+        """Have the lanes count an iteration as not committed, as ranks do that have resumed from an older one."""
+        self.committed.tiers.pop(iteration, None)
+        self.resume(())
 
     def close(self) -> None:
         for lane in self.lanes:
@@ -283,6 +314,10 @@ class Lanes:
         view = self._images[rank].view
         return assemble(request, view) if self.writer is None else self.writer(rank, request, view)
 
-    def _note(self, rank: int, error: CheckpointError | None) -> None:
-        self._outcomes[rank] = error
-        self._told.release()
+    def _report(self, rank: int, save: Save, error: CheckpointError | None) -> None:
+        if self.on_outcome is not None:
+            self.on_outcome(rank, save, error)
+        if (rank, save.attempt.ordinal) not in self._reported:  # the outcomes of retries do not count
+            self._reported.add((rank, save.attempt.ordinal))
+            self._outcomes[rank] = error
+            self._reports.release()

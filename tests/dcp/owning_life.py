@@ -1,6 +1,6 @@
-"""One life of a run, as a process: takes a directory over, resumes, and saves until it is refused or told to end.
+"""A process of a run: claims a directory, resumes, and saves until it is refused or asked to exit.
 
-Writes one JSON line for each thing that it does. A line on its standard input ends it after the save under way.
+Writes one line of JSON for each event. A line on its standard input ends the process after the save in progress.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from outlast.runtime.lease import FolderRecords
 REFUSED = 75
 
 
-def tell(**facts: object) -> None:
-    """Write a line."""
+def write_line(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
 def value_of(lanes: Lanes, iteration: int) -> float:
-    """Return what a checkpoint holds. Raises: CheckpointError, when it is not whole."""
+    """Return the value that a checkpoint has. Raises: CheckpointError, when the checkpoint is incomplete."""
     found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(iteration)), 0)
     saved = decode(found.tree, found.tensors.__getitem__)["state"]
     value = float(saved["w"][0])
@@ -42,16 +41,16 @@ def value_of(lanes: Lanes, iteration: int) -> float:
 
 
 def main(url: str, name: str, token: str, keep: str, point: str, at: str, times: str = "1") -> int:
-    """Live.
+    """Run the process.
 
     Args:
         url: The directory.
-        name: A number, which is in all that it saves; its machine, too.
-        token: Of its attempts.
-        keep: Checkpoints.
-        point: Where it stops itself by a signal; empty = nowhere.
-        at: How often it passes there before.
-        times: How often it saves each iteration; each time it replaces what it had committed.
+        name: A number, which is part of every saved value and of the machine's name.
+        token: Token of the attempts.
+        keep: Number of checkpoints to keep.
+        point: Injection point where the process stops itself by a signal; empty = none.
+        at: Number of passes of the injection point before the stop.
+        times: Number of saves of each iteration; each one replaces the one before.
     """
     FolderRecords.renew_s, StoreRecords.renew_s = 0.1, 0.4
     passes = int(at)
@@ -60,10 +59,10 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str, times:
         nonlocal passes
         passes -= 1
         if passes == -1:
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # only this thread stops
 
-    is_told = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.readline(), is_told.set()), daemon=True).start()
+    is_ending = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), is_ending.set()), daemon=True).start()
     with ExitStack() as stack:
         if point:
             stack.enter_context(armed(point, stop))
@@ -71,33 +70,32 @@ def main(url: str, name: str, token: str, keep: str, point: str, at: str, times:
         try:
             lanes.claim.acquire()
         except DirectoryRefused as error:
-            tell(refused=str(error))
+            write_line(refused=str(error))
             return REFUSED
         found = dict[int, float]()
         for iteration in lanes.directory.checkpoints():
             try:
                 found[iteration] = value_of(lanes, iteration)
             except CheckpointError as error:
-                tell(torn=iteration, why=str(error))
-        tell(found=sorted(found.items()))
-        for iteration in found:
-            lanes.lanes[0]._committed.add(iteration, frozenset({lanes.lanes[0]._tier}))
+                write_line(torn=iteration, why=str(error))
+        write_line(found=sorted(found.items()))
+        lanes.resume(found)
         iteration, num_saves = max(found, default=0), 0
-        while not is_told.is_set():
+        while not is_ending.is_set():
             num_replaced = num_saves % int(times)
             num_saves, iteration = num_saves + 1, iteration + (num_replaced == 0)
             value = int(name) * 1000 + iteration + num_replaced / 8
             state = {"w": torch.full((4096,), value), "v": torch.full((4096,), -value)}
-            lanes.forget(iteration)
+            lanes.forget_commit(iteration)
             (error,) = lanes.save([flat_state(state)], iteration)
             if error is None:
-                tell(committed=iteration, value=value)
+                write_line(committed=iteration, value=value)
             elif isinstance(error, DirectoryRefused):
-                tell(refused=str(error))
+                write_line(refused=str(error))
                 return REFUSED
             else:
-                tell(failed=iteration, why=str(error))
-    tell(ended=True)
+                write_line(failed=iteration, why=str(error))
+    write_line(ended=True)
     return 0
 
 

@@ -25,7 +25,7 @@ from outlast.env import WorkerEnv
 
 
 class Block(torch.nn.Module):
-    """6 rows over 2 x 2 ranks: the ranks have 2, 1, 2 and 1 of them."""
+    """6 rows over 2 x 2 ranks: the ranks have 2, 1, 2 and 1 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Block(torch.nn.Module):
 
 
 def plain() -> dict[str, Any]:
-    """Return a model that no rank shares, and its optimizer."""
+    """Return a model that is not sharded, and its optimizer."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(Block(), Block())
     return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False), "epoch": 0}
 
 
 def sharded(data: int, tensor: int) -> dict[str, Any]:
-    """Return the same over a mesh."""
+    """Return the same model and optimizer, sharded over a mesh."""
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
     model = plain()["model"]
     for block in model:
@@ -65,15 +65,15 @@ def train(state: dict[str, Any]) -> None:
 
 
 def content(state: dict[str, Any]) -> dict[str, str]:
-    """Return a digest of each whole tensor."""
+    """Return a digest of each full tensor."""
     captured = capture(state)
     tensors = dict(captured["model"])
     for number, moments in captured["optim"]["state"].items():
         tensors |= {f"{number}.{name}": value for name, value in moments.items()}
     found = {"epoch": str(captured["epoch"])}
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        found[name] = hashlib.sha256(whole.detach().contiguous().numpy().tobytes()).hexdigest()
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found[name] = hashlib.sha256(full.detach().contiguous().numpy().tobytes()).hexdigest()
     return found
 
 
@@ -93,11 +93,11 @@ def main() -> None:
         world_size=dist.get_world_size(),
         local_world_size=dist.get_world_size(),
     )
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     state = sharded(2, 2)
-    told["placements"] = sorted({str(parameter.placements) for parameter in state["model"].parameters()})
+    results["placements"] = sorted({str(parameter.placements) for parameter in state["model"].parameters()})
     train(state)
-    told["trained"] = content(state)
+    results["trained"] = content(state)
     manager = manage(folder, env)
     manager.load_latest(state)
     manager.save(state, 1).wait(60)
@@ -106,15 +106,15 @@ def main() -> None:
         state = sharded(*layout)
         manager = manage(folder, env)
         restored = manager.load_latest(state)
-        told[name] = content(state)
-        told[f"{name}_tier"] = restored.tier
-        told[f"{name}_rejected"] = [str(one) for one in restored.rejected if one.rank == env.global_rank]
+        results[name] = content(state)
+        results[f"{name}_tier"] = restored.tier
+        results[f"{name}_rejected"] = [str(one) for one in restored.rejected if one.rank == env.global_rank]
         train(state)  # the optimizer's state has the layout of the parameters
         if name == "other":
-            told["later"] = content(state)
+            results["later"] = content(state)
             manager.save(state, 2).wait(60)
         manager.close()
-    print(json.dumps(told), flush=True)
+    print(json.dumps(results), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

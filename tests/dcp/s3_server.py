@@ -1,4 +1,4 @@
-"""An S3 server in a process of its own, on this machine."""
+"""An S3 server in a separate process on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import pytest
 from outlast.testing.ranks import free_port
 
 READY_S = 120.0
-# moto looks whether an object exists, and then makes it, and closes what it replaces or deletes, though another request
+# moto checks whether an object exists and then creates it, and closes an object that it replaces or deletes while
+# another request may be reading it; S3 does each of these atomically.
 # may be reading it; S3 does each at once.
 ATOMIC_SERVER = """
 import functools, os, sys, threading
@@ -51,15 +52,15 @@ def answer(self, environ, start_response):
 DomainDispatcherApplication.__call__ = answer
 main(sys.argv[1:])
 """
-"""Until it has again what it had, it refuses others' requests: it is not to be taken for an empty one."""
+"""While moto replays its recording, it refuses the requests of clients: the bucket must not look empty."""
 
 
 class S3Server:
-    """moto's server. It keeps its objects in memory, and writes down what it is asked, so that another can take over.
+    """moto's server. It keeps its objects in memory and records its requests, so that a new process can replay them.
 
     Args:
-        bucket: To make.
-        record: File for what it is asked.
+        bucket: Bucket to create.
+        record: File for the recorded requests.
     """
 
     def __init__(self, bucket: str, record: Path) -> None:
@@ -71,13 +72,13 @@ class S3Server:
     @classmethod
     @contextlib.contextmanager
     def reachable(cls, bucket: str, record: Path) -> Iterator[S3Server]:
-        """Run a server, and have fsspec find it from this process."""
+        """Run a server that fsspec in this process connects to."""
         server = cls(bucket, record)
         try:
             with pytest.MonkeyPatch.context() as patch:
                 for name, value in server.environment.items():
                     patch.setenv(name, value)
-                # In this process fsspec was imported before: it has read its variables already.
+                # fsspec is already imported and has already read its variables in this process.
                 patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": server.endpoint})
                 yield server
         finally:
@@ -89,7 +90,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which fsspec and the store's library find the server."""
+        """Variables from which fsspec and the S3 library take the server's address."""
         return {
             "FSSPEC_S3_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "test",
@@ -100,7 +101,7 @@ class S3Server:
         }
 
     def client(self) -> Any:
-        """Return a client that is none of ours."""
+        """Return a client that does not use outlast."""
         import botocore.session
 
         return botocore.session.get_session().create_client(
@@ -112,7 +113,7 @@ class S3Server:
         )
 
     def start(self) -> None:
-        """Start it, with what it had when it ended. Blocks: until it answers."""
+        """Start the server with the objects that it had when it ended. Blocks: until it responds."""
         is_new, hold = not self._record.exists(), self._record.with_suffix(".hold")
         if not is_new:
             hold.touch()
@@ -137,7 +138,7 @@ class S3Server:
             except OSError:
                 assert time.monotonic() < end, "the server does not answer"
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = self._process.wait(0.05)  # as long as it takes until it may be asked again, or its end
+                    code = self._process.wait(0.05)  # the delay before the next attempt
                     raise AssertionError(f"the server ended with code {code}") from None
         if is_new:
             self.client().create_bucket(Bucket=self.bucket)
@@ -147,22 +148,22 @@ class S3Server:
             hold.unlink()
 
     def stop(self) -> None:
-        """Leave it connected, but silent."""
+        """Stop the process by a signal: connections stay open, requests get no response."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Undo :meth:`stop`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
 
     def objects(self, prefix: str = "") -> dict[str, int]:
-        """Return what is in the bucket: names and bytes."""
+        """Return the names and sizes of the objects in the bucket."""
         found = self.client().list_objects_v2(Bucket=self.bucket, Prefix=prefix)
         return {one["Key"]: one["Size"] for one in found.get("Contents", ())}

@@ -1,6 +1,7 @@
-"""A rank with a sharded and a replicated model that loads a checkpoint, tells what it has, and saves the next.
+"""A rank with a sharded and a replicated model that loads a checkpoint, prints its state, and saves the next one.
 
-Arguments: folder, iteration to load (-1: none, train instead), iteration to save (-1: none). Prints one line of JSON.
+Arguments: folder, iteration to load (-1: none, train instead), iteration to save (-1: none). Prints one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def train(state: dict[str, object]) -> None:
     state["epoch"] = 3
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def content(state: dict[str, object]) -> dict[str, str]:
-    """Return a digest of each whole tensor."""
+    """Return a digest of each full tensor."""
     found = {}
     for name, value in capture(state).items():
         tensors = value if "optim" not in name else {}
@@ -75,7 +76,7 @@ def content(state: dict[str, object]) -> dict[str, str]:
             found[name] = str(value)
             continue
         for key, tensor in tensors.items():
-            data = whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            data = full(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             found[f"{name}.{key}"] = hashlib.sha256(data).hexdigest()
     return found
 
@@ -88,7 +89,7 @@ def save(folder: str, state: dict[str, object], iteration: int) -> None:
     errors: list[object] = []
     done = threading.Event()
 
-    def note(error: object) -> None:
+    def report(_: object, error: object) -> None:
         errors.append(error)
         done.set()
 
@@ -99,7 +100,7 @@ def save(folder: str, state: dict[str, object], iteration: int) -> None:
         world=world,
         token=attempt.token,
         write=lambda request: assemble(request, image.view),
-        note=note,
+        report=report,
         rules=RetentionRules(most_recent_k=-1),
         file_bytes=2048,
     )
@@ -123,20 +124,20 @@ def main() -> None:
         loaded = load_resharded(VerifiedFiles(directory, directory.manifest(to_load)), state)
         assert content(state) == before, "something live was touched"
         loaded.apply()
-    told = {"content": content(state)}
+    results = {"content": content(state)}
     if to_save >= 0:
         save(folder, state, to_save)
         dist.barrier()
         directory = GlobalDirectory.open(folder)
-        mine = read_rank(VerifiedFiles(directory, directory.manifest(to_save)), rank)
+        own = read_rank(VerifiedFiles(directory, directory.manifest(to_save)), rank)
         meshes = meshes_of(capture(state))
-        again = decode(mine.tree, mine.tensors.__getitem__, meshes)
-        told["again"] = content(again["state"])
-        told["rank"] = again["random"]["rank"]
-    # It trains on: optimizer states have the right layout.
+        again = decode(own.tree, own.tensors.__getitem__, meshes)
+        results["again"] = content(again["state"])
+        results["rank"] = again["random"]["rank"]
+    # Training continues: the optimizer states have the right layout.
     train(state)
-    told["after"] = content(state)
-    print(json.dumps(told), flush=True)
+    results["after"] = content(state)
+    print(json.dumps(results), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The global tier in GCS, against a server process."""
+"""The global tier in GCS, with a server process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import fsspec
 import pytest
-import test_two_lives as lives
+import test_two_lives as processes
 import torch
 from gcs_server import GCSServer
 from lanes import Lanes, flat_state
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.overlay,
     pytest.mark.process,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Sending a large body"),  # gcsfs hands bytes to aiohttp
+    pytest.mark.filterwarnings("ignore:Sending a large body"),  # gcsfs passes bytes to aiohttp
 ]
 
 
@@ -34,15 +34,15 @@ def server() -> Iterator[GCSServer]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in running.environment.items():
                 patch.setenv(name, value)
-            # In this process fsspec was imported before: it has read its variables already.
+            # fsspec is already imported and has already read its variables in this process.
             patch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
             yield running
     finally:
         running.kill()
 
 
-def test_a_checkpoint_goes_to_gcs_and_comes_back(server: GCSServer) -> None:
-    """Ranks save to a bucket, small and large objects, and each gets its own state back, verified."""
+def test_a_checkpoint_in_gcs_is_restored(server: GCSServer) -> None:
+    """Ranks save small and large objects to a bucket, and each rank restores its own state, verified."""
     state = {"weight": torch.arange(300_000.0), "epoch": 2.0}
     with Lanes("gs://bucket/one", 2) as lanes:
         assert lanes.save([flat_state(state)] * 2, 7) == [None, None]
@@ -55,13 +55,13 @@ def test_a_checkpoint_goes_to_gcs_and_comes_back(server: GCSServer) -> None:
     assert {name.rpartition("/")[2] for name in names} >= {".metadata", "manifest.json", "latest", "run.json"}
 
 
-def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: GCSServer, caplog: pytest.LogCaptureFixture) -> None:
-    """GCS makes an object only if there is none, and replaces it only if it is the one that was read: of several runs
-    that try at once, one succeeds. No warning reports that the store cannot fence."""
+def test_one_of_concurrent_runs_claims_a_bucket(server: GCSServer, caplog: pytest.LogCaptureFixture) -> None:
+    """GCS creates an object only if there is none, and replaces an object only if it is the one that was read: one
+    of several concurrent runs succeeds, and no warning reports that the object store cannot fence."""
     stores = [ObjectStore("gs://bucket/race") for _ in range(4)]
     with ThreadPoolExecutor(len(stores)) as pool:
-        made = list(pool.map(lambda store: store.create("run.json", b"{}"), stores))
-        assert sorted(made) == [False] * 3 + [True]
+        created = list(pool.map(lambda store: store.create("run.json", b"{}"), stores))
+        assert sorted(created) == [False] * 3 + [True]
         version = stores[0].version("run.json")
         contents = [b"0", b"1", b"2", b"3"]
         replaced = list(pool.map(lambda store, data: store.replace("run.json", data, version), stores, contents))
@@ -73,19 +73,19 @@ def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: GCSServer, capl
 
 
 @pytest.mark.parametrize("point", ["checkpoint.fenced", "checkpoint.indexed"])
-def test_what_a_killed_life_committed_the_next_one_loads(server: GCSServer, point: str) -> None:
-    """One life is killed within its third save, before or after its commit; the next one finds all that was committed,
-    verified, and continues from there."""
+def test_a_process_loads_the_checkpoints_of_a_killed_one(server: GCSServer, point: str) -> None:
+    """A process is killed within its third save, before or after the commit; the next process finds all committed
+    checkpoints, verified, and continues from there."""
     with ExitStack() as stack:
-        place = lives.Place(f"gs://bucket/{point}", server.environment, stack)
-        first = place.live(point=point, at=2)
+        run_directory = processes.RunDirectory(f"gs://bucket/{point}", server.environment, stack)
+        first = run_directory.start(point=point, at=2)
         first.wait_for("committed", 2)
         first.wait_until_stopped()
         first.close()
-        second = place.live()
+        second = run_directory.start()
         found = dict(second.wait_for("found")["found"])
         assert {1: 1001.0, 2: 1002.0}.items() <= found.items()
         assert set(found) <= {1, 2, 3}
         second.wait_for("committed", 2)
         assert second.finish() == 0
-        assert place.contents() == {**found, **second.committed()}
+        assert run_directory.contents() == {**found, **second.committed()}

@@ -1,4 +1,4 @@
-"""Checkpoints of the global tier: what is written comes back, for us and for the format's own readers."""
+"""Checkpoints of the global tier are restored by outlast and by PyTorch's own readers."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def _flat_tensors(state: dict[str, object]) -> dict[str, torch.Tensor]:
 
 
 def _assert_same(first: dict[str, object], second: dict[str, object]) -> None:
-    mine, other = _flat_tensors(first), _flat_tensors(second)
-    assert mine.keys() == other.keys()
-    assert all(torch.equal(mine[name], other[name]) and mine[name].dtype == other[name].dtype for name in mine)
+    own, other = _flat_tensors(first), _flat_tensors(second)
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) and own[name].dtype == other[name].dtype for name in own)
     assert first["losses"] == second["losses"]
     assert first["optim"].param_groups[0]["lr"] == second["optim"].param_groups[0]["lr"]
     assert np.array_equal(first["array"], second["array"])
 
 
-def test_a_rank_gets_back_exactly_what_it_had(tmp_path: Path) -> None:
-    """Of ranks with equal parameters, each gets its own random numbers, plain values and differing tensors back."""
+def test_a_rank_restores_exactly_its_own_state(tmp_path: Path) -> None:
+    """Of ranks with equal parameters, each restores its own random numbers, plain values and differing tensors."""
     states = [_train() for _ in range(3)]
     for rank, state in enumerate(states):
         state["losses"] = [float(rank)]
@@ -89,8 +89,8 @@ def test_a_rank_gets_back_exactly_what_it_had(tmp_path: Path) -> None:
             assert saved["state"]["model"]._metadata == capture(state)["model"]._metadata
 
 
-def test_equal_parts_are_written_once_and_by_all_ranks(tmp_path: Path) -> None:
-    """What all ranks have alike takes its room once, and each rank writes its share of it."""
+def test_equal_tensors_are_written_once_by_all_ranks(tmp_path: Path) -> None:
+    """Tensors that are equal on all ranks are stored once, and each rank writes a share of them."""
     tensors = {f"t{index}": torch.randn(100, 100) for index in range(8)}
     with Lanes(str(tmp_path), 4) as lanes:
         assert lanes.save([flat_state(tensors)] * 4, 1) == [None] * 4
@@ -102,8 +102,8 @@ def test_equal_parts_are_written_once_and_by_all_ranks(tmp_path: Path) -> None:
     assert all(len(item.pieces) == 1 for item in manifest.items)
 
 
-def test_the_formats_own_loader_reads_it(tmp_path: Path) -> None:
-    """Stock `dcp.load`, by path, fills model, optimizer and plain values, without a process group."""
+def test_dcp_load_restores_a_checkpoint(tmp_path: Path) -> None:
+    """`dcp.load` by path fills model, optimizer and plain values, without a process group."""
     state = _train()
     with Lanes(str(tmp_path), 1) as lanes:
         assert lanes.save([flat_state(capture(state))], 3) == [None]
@@ -113,21 +113,21 @@ def test_the_formats_own_loader_reads_it(tmp_path: Path) -> None:
         optim = fresh["optim"]
         fresh["model"](torch.randn(4, 16)).square().mean().backward()
         optim.step()
-        wanted = capture(fresh)
+        target = capture(fresh)
         if reader is None:
-            dcp.load(wanted, checkpoint_id=tmp_path / "step-3")
+            dcp.load(target, checkpoint_id=tmp_path / "step-3")
         else:
-            dcp.load(wanted, storage_reader=reader)
-        fresh["model"].load_state_dict(wanted["model"])
-        optim.load_state_dict(wanted["optim"])
-        fresh["losses"], fresh["array"] = wanted["losses"], wanted["array"]
+            dcp.load(target, storage_reader=reader)
+        fresh["model"].load_state_dict(target["model"])
+        optim.load_state_dict(target["optim"])
+        fresh["losses"], fresh["array"] = target["losses"], target["array"]
         _assert_same(fresh, state)
-        assert wanted["pair"][1] == 4
-        assert torch.equal(wanted["pair"][0], torch.ones(3))
+        assert target["pair"][1] == 4
+        assert torch.equal(target["pair"][0], torch.ones(3))
 
 
-def test_stateful_objects_are_loaded_in_place_by_the_formats_own_loader(tmp_path: Path) -> None:
-    """`dcp.load({"model": model})` works on what we wrote."""
+def test_dcp_load_restores_stateful_objects_in_place(tmp_path: Path) -> None:
+    """`dcp.load({"model": model})` loads a checkpoint of outlast into a live model."""
     state = _train()
     with Lanes(str(tmp_path), 1) as lanes:
         assert lanes.save([flat_state(capture(state))], 3) == [None]
@@ -137,8 +137,8 @@ def test_stateful_objects_are_loaded_in_place_by_the_formats_own_loader(tmp_path
         assert torch.equal(fresh["model"].state_dict()[name], value)
 
 
-def test_the_formats_own_converter_reads_it(tmp_path: Path) -> None:
-    """`dcp_to_torch_save` makes a file of it, nested as the state was, with nothing of ours in it."""
+def test_dcp_to_torch_save_converts_a_checkpoint(tmp_path: Path) -> None:
+    """`dcp_to_torch_save` makes a file that is nested as the state was, without objects of outlast."""
     state = _train()
     with Lanes(str(tmp_path / "g"), 2) as lanes:
         assert lanes.save([flat_state(capture(state))] * 2, 3) == [None, None]
@@ -146,16 +146,17 @@ def test_the_formats_own_converter_reads_it(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "one.pt", weights_only=False)
     assert found.keys() == capture(state).keys()
     for name, value in capture(state)["model"].items():
-        here = found["model"]
+        saved_model = found["model"]
         for key in [name]:
-            here = here[key]
-        assert torch.equal(here, value)
+            saved_model = saved_model[key]
+        assert torch.equal(saved_model, value)
     assert found["losses"] == [1.5, 2.5]
     assert found["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
 
 
-def test_another_number_of_ranks_takes_it_into_untouched_objects(tmp_path: Path) -> None:
-    """What two ranks saved, one loads: model, an optimizer that took no step, plain values; nothing before `apply`."""
+def test_another_world_size_loads_into_untouched_objects(tmp_path: Path) -> None:
+    """One rank loads the checkpoint of two ranks: model, an optimizer that took no step, plain values; nothing
+    changes before `apply`."""
     state = _train()
     with Lanes(str(tmp_path), 2) as lanes:
         assert lanes.save([flat_state(capture(state))] * 2, 3) == [None, None]

@@ -1,4 +1,5 @@
-"""Saves of many ranks to the global tier: by a tree, what is alike only once, the same outcome on all ranks."""
+"""Saves of many ranks to the global tier: messages go through a tree, equal data is sent once, all ranks get the
+same outcome."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ NUM_TENSORS = 200
 
 
 class _CountedStore(HashStore):
-    """Counts what each thread reads and what is posted, in bytes."""
+    """Counts the bytes that each thread reads and that are posted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,20 +49,20 @@ class _CountedStore(HashStore):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> _CountedStore:
-    """The ranks' store, which counts."""
+    """The ranks' HashStore, which counts bytes."""
     counted = _CountedStore()
     monkeypatch.setattr("lanes.HashStore", lambda: counted)
     return counted
 
 
 def _flats(seed: float = 0.0) -> list[FlatState]:
-    """What the ranks have: many tensors alike, the state of random numbers that each has differently, a plain value."""
-    alike = {f"layer.{number}.weight": torch.full((16,), seed + number) for number in range(NUM_TENSORS)}
-    return [flat_state({**alike, "step": 7}, {"cpu": torch.full((4,), seed + rank)}) for rank in range(WORLD)]
+    """Return the ranks' states: many equal tensors, a random number generator state that differs, a plain value."""
+    shared_tensors = {f"layer.{number}.weight": torch.full((16,), seed + number) for number in range(NUM_TENSORS)}
+    return [flat_state({**shared_tensors, "step": 7}, {"cpu": torch.full((4,), seed + rank)}) for rank in range(WORLD)]
 
 
-def test_every_rank_loads_what_it_saved(tmp_path: Path, store: _CountedStore) -> None:
-    """Bit for bit, from 70 ranks; each tensor that all have lies there once."""
+def test_every_rank_loads_its_saved_state(tmp_path: Path, store: _CountedStore) -> None:
+    """Each of 70 ranks loads identical tensors, and each shared tensor is stored once."""
     flats = _flats()
     with Lanes(str(tmp_path), WORLD) as lanes:
         assert lanes.save(flats, 10) == [None] * WORLD
@@ -83,8 +84,9 @@ def test_every_rank_loads_what_it_saved(tmp_path: Path, store: _CountedStore) ->
     assert [len(item.pieces) for item in weights] == [1] * NUM_TENSORS
 
 
-def test_what_is_alike_is_sent_once(tmp_path: Path, store: _CountedStore) -> None:
-    """One table of 200 tensors for 70 ranks; what a rank adds is small; nobody reads a message of every rank."""
+def test_equal_data_is_sent_once(tmp_path: Path, store: _CountedStore) -> None:
+    """One table of 200 tensors serves 70 ranks: each rank adds little, and no rank reads a message of every other
+    rank."""
     with Lanes(str(tmp_path), WORLD) as lanes:
         for rank, lane in enumerate(lanes.lanes):
             lane._thread.name = f"rank {rank}"
@@ -92,9 +94,9 @@ def test_what_is_alike_is_sent_once(tmp_path: Path, store: _CountedStore) -> Non
     shared = sorted(size for key, size in store.posted.items() if "/shared/" in key)
     assert len(shared) == 2  # names and shapes; digests
     assert shared[0] > 8 * NUM_TENSORS
-    answers = [size for key, size in store.posted.items() if key.rpartition("/")[0].endswith("/has")]
-    assert len(answers) == WORLD - 1
-    assert sum(answers) < 2 * 300 * WORLD
+    responses = [size for key, size in store.posted.items() if key.rpartition("/")[0].endswith("/has")]
+    assert len(responses) == WORLD - 1
+    assert sum(responses) < 2 * 300 * WORLD
     orders = [size for key, size in store.posted.items() if "/order/" in key]
     assert len(orders) == WORLD - 1
     assert sum(orders) < 2 * 150 * WORLD
@@ -107,8 +109,9 @@ def test_what_is_alike_is_sent_once(tmp_path: Path, store: _CountedStore) -> Non
 
 @pytest.mark.extended
 @pytest.mark.parametrize("rank", [0, 1, 16, 17, WORLD - 1])
-def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, rank: int) -> None:
-    """Wherever in the tree it is, all ranks get its error, nothing of it stays, and the next save succeeds."""
+def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path, rank: int) -> None:
+    """For every position in the tree, all ranks get the failed rank's error, its files are removed, and the next
+    save succeeds."""
     full = threading.Event()
 
     def writer(one: int, request: Assemble, image: memoryview) -> Assembled:
@@ -128,23 +131,22 @@ def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, rank: int) -> None
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each level of the tree seconds more than the one below: the ranks, threads of one process, begin a save that
-    much apart on a busy machine, and who begins first must not be the first to give up."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Increase the time per tree level: the ranks are threads of one process and begin a save at different times on
+    a busy machine, and a rank that begins first must not time out first."""
     monkeypatch.setattr(lane_module, "LEVEL_S", 10.0)
     for module in (lane_module, global_lane):
         monkeypatch.setattr(module, "GRACE_S", 60.0)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeouts")
 @pytest.mark.parametrize("silent", [1, *(pytest.param(rank, marks=pytest.mark.extended) for rank in (17, WORLD - 1))])
-def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) -> None:
-    """A leaf or an inner node of the tree: all others get the same error, those below it too; the older one stays."""
-    with Lanes(str(tmp_path), WORLD) as lanes:
+def test_a_rank_that_does_not_take_part_is_identified(tmp_path: Path, silent: int) -> None:
+    """If a leaf or an inner node of the tree is silent, all other ranks get the same error with its rank, including
+    those below it; the older checkpoint stays."""
+    with Lanes(str(tmp_path), WORLD, timeout_s=30.0) as lanes:
         assert lanes.save(_flats(), 10) == [None] * WORLD
-        for lane in lanes.lanes:
-            lane._timeout_s = 30.0  # the others, in threads of one process, need much of it on a busy machine
         errors = lanes.save(_flats(1.0), 20, leave_out=[silent])
         assert {type(error) for error in errors} == {PeerSilent}
         assert {f"no response (has/{silent})" in str(error) for error in errors} == {True}
@@ -153,10 +155,11 @@ def test_a_rank_that_does_not_take_part_is_named(tmp_path: Path, silent: int) ->
 
 @pytest.mark.extended
 @pytest.mark.slow
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("long_timeouts")
 @pytest.mark.parametrize("rank", [1, WORLD - 1])
-def test_a_rank_that_writes_too_long_is_named(tmp_path: Path, rank: int) -> None:
-    """A leaf or an inner node whose writer does not end: all ranks get the same error, and nothing is committed."""
+def test_a_rank_that_writes_too_long_is_identified(tmp_path: Path, rank: int) -> None:
+    """If the writer of a leaf or an inner node does not end, all ranks get the same error with its rank, and nothing
+    is committed."""
     is_over = threading.Event()
 
     def writer(one: int, request: Assemble, image: memoryview) -> Assembled:
@@ -164,22 +167,18 @@ def test_a_rank_that_writes_too_long_is_named(tmp_path: Path, rank: int) -> None
             is_over.wait(60.0)
         return assemble(request, image)
 
-    with Lanes(str(tmp_path), WORLD, writer=writer, timeout_s=30.0) as lanes:
-        note = lanes._note
+    def release(one: int, *_: object) -> None:
+        if one == 0:
+            is_over.set()
 
-        def noted(one: int, error: object) -> None:
-            note(one, error)  # type: ignore[arg-type]
-            if one == 0:
-                is_over.set()
-
-        lanes._note = noted  # type: ignore[method-assign]
+    with Lanes(str(tmp_path), WORLD, writer=writer, timeout_s=30.0, on_outcome=release) as lanes:
         errors = lanes.save(_flats(), 10)
         assert {f"no response (wrote/{rank})" in str(error) for error in errors} == {True}
         assert lanes.directory.checkpoints() == []
 
 
-def test_without_rank_0_all_others_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait no longer than the save may take and the grace, and nothing is written."""
+def test_ranks_time_out_without_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rank 0 the other ranks wait for the save's timeout plus the grace period, and nothing is written."""
     monkeypatch.setattr(lane_module, "GRACE_S", 1.0)
     monkeypatch.setattr(global_lane, "GRACE_S", 1.0)
     with Lanes(str(tmp_path), WORLD, timeout_s=2.0) as lanes:
@@ -189,8 +188,8 @@ def test_without_rank_0_all_others_give_up(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("num_places", [1, 2, 17, 18, WORLD, 1025, 16384])
-def test_the_tree_has_everybody_once(num_places: int) -> None:
-    """Each place but the root is below one other; the way down leads to it; the levels are few."""
+def test_the_tree_contains_each_rank_once(num_places: int) -> None:
+    """Each place but the root has one parent, the path down reaches each place, and the tree has few levels."""
     found = [child for place in range(num_places) for child in children(place, num_places)]
     assert found == list(range(1, num_places))
     assert num_levels(0, num_places) <= 4
@@ -201,8 +200,9 @@ def test_the_tree_has_everybody_once(num_places: int) -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 2**70), st.integers(0, 2**63 - 1))
-def test_metadata_made_by_hand_is_what_pickle_makes(shape: list[int], start: int, length: int) -> None:
-    """Any shapes, places beyond 32 bits, tensors in several pieces or without elements, and plain values."""
+def test_composed_metadata_equals_pickled_metadata(shape: list[int], start: int, length: int) -> None:
+    """Metadata is identical for any shapes, offsets beyond 32 bits, tensors in several pieces or without elements,
+    and plain values."""
     pieces = (
         TensorPiece((0,) * len(shape), tuple(shape), Where(0, start, length, start, 0)),
         TensorPiece((length,) * len(shape), tuple(shape), Where(1, 0, 1, 0, 1)),
@@ -230,7 +230,8 @@ def test_metadata_made_by_hand_is_what_pickle_makes(shape: list[int], start: int
     assert pickle.loads(dump_metadata(manifest)) == make_metadata(manifest)
 
 
-def test_metadata_of_another_torch_is_left_to_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_of_another_torch_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If torch's classes pickle to another format than the composed one, the metadata is pickled from the classes."""
     manifest = GlobalManifest(
         schema=1,
         run="r",

@@ -1,4 +1,4 @@
-"""The global tier in S3, against a real server process."""
+"""The global tier in S3, with a real server process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _state(value: float = 1.0) -> dict[str, object]:
     return {"model": {"weight": torch.full((64, 64), value), "bias": torch.arange(64.0)}, "epoch": value}
 
 
-def _value_of(lanes: Lanes, iteration: int) -> float:
+def _saved_value(lanes: Lanes, iteration: int) -> float:
     found = read_rank(VerifiedFiles(lanes.directory, lanes.directory.manifest(iteration)), 1)
     saved = decode(found.tree, found.tensors.__getitem__)["state"]
     assert torch.equal(saved["model"]["weight"], torch.full((64, 64), saved["epoch"]))
@@ -70,14 +70,14 @@ def _value_of(lanes: Lanes, iteration: int) -> float:
     return float(saved["epoch"])
 
 
-def test_a_checkpoint_goes_to_s3_and_comes_back(server: S3Server, url: str) -> None:
-    """Ranks save to a bucket, in the same layout as to a path, and each gets its own state back."""
+def test_a_checkpoint_in_s3_is_restored(server: S3Server, url: str) -> None:
+    """Ranks save to a bucket in the same layout as to a path, and each rank restores its own state."""
     with Lanes(url, 2) as lanes:
         assert lanes.save([flat_state(_state(2.0))] * 2, 7) == [None, None]
         assert lanes.directory.is_remote
         assert lanes.directory.checkpoints() == [7]
         assert (lanes.directory.run(), lanes.directory.latest()) == ("r", 7)
-        assert _value_of(lanes, 7) == 2.0
+        assert _saved_value(lanes, 7) == 2.0
         live = {"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}, "epoch": 0.0}
         load_resharded(VerifiedFiles(lanes.directory, lanes.directory.manifest(7)), live).apply()
         assert live["epoch"] == 2.0
@@ -87,8 +87,9 @@ def test_a_checkpoint_goes_to_s3_and_comes_back(server: S3Server, url: str) -> N
 
 
 @pytest.mark.extended
-def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: S3Server, url: str) -> None:
-    """The store makes an object once, whoever else asks for it at the same moment; the second run is refused."""
+def test_one_of_concurrent_runs_claims_a_bucket(server: S3Server, url: str) -> None:
+    """Of concurrent requests to create an object, one succeeds; the saves of a second run are refused, also after
+    the object that names the owner was deleted."""
     stores = [ObjectStore(f"{url}/race") for _ in range(6)]
     gate = threading.Barrier(len(stores), timeout=100)
 
@@ -102,15 +103,15 @@ def test_of_runs_that_claim_a_bucket_at_once_one_gets_it(server: S3Server, url: 
         assert first.save([flat_state(_state(2.0))] * 2, 7) == [None, None]
         assert all(isinstance(error, Untrusted) for error in second.save([flat_state(_state(4.0))] * 2, 7))
         server.client().delete_object(Bucket=BUCKET, Key=f"{url.removeprefix(f's3://{BUCKET}/')}/run.json")
-        assert first.directory.run() == "first"  # the manifest names it
+        assert first.directory.run() == "first"  # the manifest has the run's name
         assert first.save([flat_state(_state(3.0))] * 2, 8) == [None, None]
         assert first.directory.hint() == "first"
-        assert [_value_of(first, iteration) for iteration in (7, 8)] == [2.0, 3.0]
+        assert [_saved_value(first, iteration) for iteration in (7, 8)] == [2.0, 3.0]
 
 
 def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several that come at once one gets the place; whoever comes from another machine is refused while that one
-    renews, and follows once it is silent, which the first finds out before it writes again."""
+    """One of several concurrent runs gets the lease. A run on another machine is refused while the owner renews the
+    lease and takes over once the renewals end; the previous owner detects that before it writes again."""
     monkeypatch.setattr(StoreRecords, "renew_s", 0.3)
     records = GlobalDirectory.open(f"{url}/owned").owners
     here = this_process()
@@ -119,18 +120,18 @@ def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: py
         process = msgspec.structs.replace(here, machine=machine)
         return Lease(records, LeaseOwner(token="", process=process, run=run))
 
-    many = [lease(f"run-{number}", "here") for number in range(4)]
-    gate = threading.Barrier(len(many), timeout=100)
+    leases = [lease(f"run-{number}", "here") for number in range(4)]
+    gate = threading.Barrier(len(leases), timeout=100)
 
-    def take(one: Lease) -> bool:
+    def take(candidate: Lease) -> bool:
         gate.wait()
         with contextlib.suppress(InUse):
-            one.acquire()
-        return one.is_held
+            candidate.acquire()
+        return candidate.is_held
 
-    with ThreadPoolExecutor(len(many)) as pool:
-        assert sorted(pool.map(take, many)) == [False] * 3 + [True]
-    (first,) = [one for one in many if one.is_held]
+    with ThreadPoolExecutor(len(leases)) as pool:
+        assert sorted(pool.map(take, leases)) == [False] * 3 + [True]
+    (first,) = [candidate for candidate in leases if candidate.is_held]
     with pytest.raises(InUse, match="is in use by run run-"):
         lease("other", "there").acquire()
     monkeypatch.setattr(StoreRecords, "renew", lambda *_: None)
@@ -148,8 +149,8 @@ def test_a_bucket_has_one_live_owner(server: S3Server, url: str, monkeypatch: py
 
 @pytest.mark.extended
 @pytest.mark.cold  # fsspec reads its variables when it is imported, which torch 2.8 does
-def test_the_formats_own_loader_reads_it_from_s3(server: S3Server, url: str) -> None:
-    """In another process, stock `dcp.load` reads the URL; so does it with our reader, verified."""
+def test_stock_dcp_loads_a_checkpoint_from_s3(server: S3Server, url: str) -> None:
+    """In another process, `dcp.load` reads the URL of a checkpoint, with its own reader and with VerifiedReader."""
     with Lanes(url, 2) as lanes:
         assert lanes.save([flat_state(_state(3.0))] * 2, 7) == [None, None]
     script = """
@@ -168,8 +169,8 @@ for options in ({"checkpoint_id": url}, {"storage_reader": VerifiedReader(url)})
 
 
 @pytest.mark.extended
-def test_large_files_go_up_in_parts(server: S3Server, url: str) -> None:
-    """A file of more than two parts is uploaded in parts, and what arrives is what its digests say."""
+def test_large_files_are_uploaded_in_parts(server: S3Server, url: str) -> None:
+    """A file of more than two parts is uploaded in parts, and the object has the same bytes."""
     image = memoryview(os.urandom(20 << 20))
     pieces = (b"head", Range(100, (20 << 20) - 100), b"tail")
     request = Assemble(url=url, folder="step-1", name="f.distcp", pieces=pieces, timeout_s=100.0)
@@ -185,19 +186,19 @@ def test_large_files_go_up_in_parts(server: S3Server, url: str) -> None:
 
 
 @pytest.mark.extended
-def test_a_server_killed_during_a_save_costs_that_save_only(mortal_server: S3Server) -> None:
-    """The save fails as an error on all ranks; when the server is back, the older checkpoint is intact, nothing of the
-    failed one is taken for a checkpoint, and later saves succeed and clear its remains away."""
+def test_a_server_killed_during_a_save_fails_only_that_save(mortal_server: S3Server) -> None:
+    """The save fails on all ranks. After a restart of the server, the older checkpoint is intact, the failed save is
+    not a checkpoint, and a later save succeeds and removes the remains of the failed one."""
     server, url = mortal_server, f"s3://{BUCKET}/mortal"
-    is_there, is_killed = threading.Event(), threading.Event()
+    is_written, is_killed = threading.Event(), threading.Event()
 
     def writer(rank: int, request: Assemble, image: memoryview) -> Assembled:
         if rank == 0 and "step-20" in request.folder and not is_killed.is_set():
             done = assemble(request, image)
-            is_there.set()
+            is_written.set()
             return done
         if rank == 1 and "step-20" in request.folder and not is_killed.is_set():
-            assert is_there.wait(20.0)
+            assert is_written.wait(20.0)
             server.kill()
             is_killed.set()
         return assemble(request, image)
@@ -210,23 +211,24 @@ def test_a_server_killed_during_a_save_costs_that_save_only(mortal_server: S3Ser
         assert "rank 1" in str(errors[0])
         assert "step-20" in str(errors[0])
         assert lanes.directory.latest() == 10
-        assert _value_of(lanes, 10) == 1.0
+        assert _saved_value(lanes, 10) == 1.0
         with pytest.raises(Incomplete, match="no manifest"):
             lanes.directory.manifest(20)
         prefix = url.removeprefix(f"s3://{BUCKET}/")
-        left = server.objects(f"{prefix}/step-20/")
-        assert len(left) == 1  # what was there when the server died
+        remains = server.objects(f"{prefix}/step-20/")
+        assert len(remains) == 1  # the objects that were written before the kill
 
         assert lanes.save([flat_state(_state(3.0))] * 2, 20) == [None, None]
-        assert _value_of(lanes, 20) == 3.0
+        assert _saved_value(lanes, 20) == 3.0
         assert lanes.directory.latest() == 20
-        assert not set(left) & set(server.objects(f"{prefix}/step-20/"))
+        assert not set(remains) & set(server.objects(f"{prefix}/step-20/"))
 
 
 @pytest.mark.extended
-def test_a_silent_server_is_not_waited_for(server: S3Server, url: str) -> None:
-    """Every operation ends within its time, as an error that names the object."""
-    patient = ObjectStore(url, timeout_s=100.0)  # a busy machine may take longer than a second where all is well
+def test_an_unresponsive_server_fails_operations_in_time(server: S3Server, url: str) -> None:
+    """Every operation on a server that does not respond ends within its timeout, with an error that contains the
+    object's name."""
+    patient = ObjectStore(url, timeout_s=100.0)  # on a busy machine an operation may take longer than a second
     patient.write("there", b"x")
     store = ObjectStore(url, timeout_s=1.0)
     server.stop()
@@ -240,12 +242,12 @@ def test_a_silent_server_is_not_waited_for(server: S3Server, url: str) -> None:
         assert done.error is not None
         assert "did not respond within 1 s" in done.error
     finally:
-        server.go_on()
+        server.resume()
     assert patient.read("there") == b"x"
 
 
-def test_damage_in_the_bucket_is_seen(server: S3Server, url: str) -> None:
-    """A changed byte, a shorter object and a missing one are refused by name."""
+def test_damaged_objects_are_rejected(server: S3Server, url: str) -> None:
+    """A changed byte, a truncated, an empty and a missing object are rejected with the object's name."""
     with Lanes(url, 2) as lanes:
         assert lanes.save([flat_state(_state(1.0))] * 2, 10) == [None, None]
         manifest = lanes.directory.manifest(10)
@@ -271,8 +273,8 @@ def test_damage_in_the_bucket_is_seen(server: S3Server, url: str) -> None:
 
 
 @pytest.mark.extended
-def test_old_checkpoints_go_manifest_first(server: S3Server, url: str) -> None:
-    """The newest two stay; of the others nothing is left."""
+def test_old_checkpoints_are_removed_from_s3(server: S3Server, url: str) -> None:
+    """Only the newest ``most_recent_k`` checkpoints remain."""
     with Lanes(url, 1, most_recent_k=2) as lanes:
         for iteration in (10, 20, 30, 40):
             assert lanes.save([flat_state(_state(1.0))], iteration) == [None]
@@ -280,19 +282,19 @@ def test_old_checkpoints_go_manifest_first(server: S3Server, url: str) -> None:
 
 
 @pytest.mark.extended
-def test_a_second_attempt_takes_the_first_ones_place(server: S3Server, url: str) -> None:
-    """Saved again at the same iteration, a checkpoint is replaced as a whole, and the old one's files go."""
+def test_a_second_attempt_replaces_the_first_ones_checkpoint(server: S3Server, url: str) -> None:
+    """Another save of the same iteration replaces the checkpoint as a whole and removes the old checkpoint's files."""
     with Lanes(url, 2) as first:
         assert first.save([flat_state(_state(1.0))] * 2, 10) == [None, None]
         old = {file.name for file in first.directory.manifest(10).files}
     with Lanes(url, 2, token="ef56ab78", cycle=1) as second:
         assert second.save([flat_state(_state(5.0))] * 2, 10) == [None, None]
-        assert _value_of(second, 10) == 5.0
+        assert _saved_value(second, 10) == 5.0
         assert not old & set(second.directory.sizes("step-10"))
 
 
-def test_objects_are_deleted_many_at_a_time(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five objects and one that is not there go with three requests, where one may name two."""
+def test_objects_are_deleted_in_batches(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five objects and a missing one are deleted with three requests of two names each."""
     store = ObjectStore(f"{url}/many")
     names = [f"a/{number}" for number in range(5)]
     for name in names:
@@ -308,8 +310,8 @@ def test_objects_are_deleted_many_at_a_time(server: S3Server, url: str, monkeypa
     assert store.sizes() == {}
 
 
-def test_a_broken_connection_costs_one_operation(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that its library has closed fails one call with that error; the next one makes a new session."""
+def test_a_closed_session_fails_one_operation(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation in a session that the library has closed fails; the next operation opens a new session."""
     store = ObjectStore(f"{url}/reset")
     store.write("a", b"1")
     assert store._opened is not None
@@ -326,8 +328,8 @@ def test_a_broken_connection_costs_one_operation(server: S3Server, url: str, mon
 
 
 @pytest.mark.extended
-def test_an_outage_does_not_load_a_client_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each client of S3 takes about 10 MB: calls that fail for minutes use the same one."""
+def test_an_outage_does_not_create_a_client_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failing calls reuse one S3 client, because each client takes about 10 MB."""
     opened = list[str]()
     open_file_system = fsspec.core.url_to_fs
     monkeypatch.setattr(
@@ -345,11 +347,11 @@ def test_an_outage_does_not_load_a_client_for_each_call(monkeypatch: pytest.Monk
 
 
 @pytest.mark.extended
-def test_failed_saves_leave_no_memory_mapped(
+def test_failed_saves_unmap_their_memory(
     mortal_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """While the object store is away each save needs more memory than the one before: the earlier memory is unmapped at
-    once and not only when Python collects garbage, though the errors of all saves are kept."""
+    """During an outage each save needs more memory than the one before: the earlier memory is unmapped at once,
+    without a garbage collection, even though the errors of all saves are kept."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     config = CheckpointConfig(directory=f"s3://{BUCKET}/mapped", save_timeout=60)
     errors = []
@@ -374,8 +376,9 @@ def test_failed_saves_leave_no_memory_mapped(
 
 
 @pytest.mark.extended
-def test_only_the_version_that_was_seen_is_replaced(server: S3Server, url: str) -> None:
-    """An object that another process has made or changed since is left as it is; one's own is there already."""
+def test_only_the_version_that_was_read_is_replaced(server: S3Server, url: str) -> None:
+    """An object that another process has created or changed since it was read is not replaced; a repeated request
+    with the same content succeeds."""
     store = ObjectStore(f"{url}/versions")
     assert store.version("m") is None
     assert store.replace("m", b"1", None)
@@ -387,50 +390,51 @@ def test_only_the_version_that_was_seen_is_replaced(server: S3Server, url: str) 
     assert store.read("m") == b"3"
 
 
-def test_a_store_without_conditions_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning says that this store cannot keep two owners apart."""
+def test_an_object_store_without_conditions_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning reports that this object store cannot fence, which means that it cannot exclude a second owner."""
     store = ObjectStore(f"local://{tmp_path}")
     assert [store.create(name, b"x") for name in ("a", "b", "a")] == [True, True, False]
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "cannot fence" in line
 
 
-def test_a_store_that_replaces_without_a_condition_is_named_once_claimed(
+def test_an_object_store_without_conditional_replace_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One that makes objects on a condition but cannot replace one version only, as GCS through fsspec, is named."""
+    """A claim in an object store that has conditional creation but no conditional replacement logs that it cannot
+    fence."""
     ObjectStore("memory://half").check_fencing("owner/1.probe")
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "cannot replace an object only if it is the one that was read, so it cannot fence" in line
 
 
 @pytest.mark.extended
-def test_a_bucket_of_s3_can_fence(server: S3Server, url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is said of a store that knows both conditions."""
+def test_s3_can_fence(server: S3Server, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No warning is logged for an object store that has both conditions."""
     ObjectStore(f"{url}/whole").check_fencing("owner/1.probe")
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_commit_whose_answer_was_lost_keeps_its_files(
+def test_a_commit_with_a_lost_response_keeps_its_files(
     server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest is there but the save fails, as the store gave no answer: what it names is not cleared away."""
+    """A save whose commit was applied but whose response was lost fails, and the files that the manifest lists are
+    kept."""
     with Lanes(url, 2) as lanes:
-        store = lanes.directory._store  # type: ignore[attr-defined]
-        replace = store.replace
+        replace = ObjectStore.replace
 
-        def lose_answer(name: str, *arguments: object) -> bool:
-            assert replace(name, *arguments)
+        def lose_response(store: ObjectStore, name: str, *arguments: object) -> bool:
+            assert replace(store, name, *arguments)  # type: ignore[arg-type]
             raise CheckpointError(f"{name}: the store did not answer")
 
-        monkeypatch.setattr(store, "replace", lose_answer)
+        monkeypatch.setattr(ObjectStore, "replace", lose_response)
         errors = lanes.save([flat_state(_state(2.0))] * 2, 7)
         assert ["did not answer" in str(error) for error in errors] == [True, True], errors
-        assert _value_of(lanes, 7) == 2.0
+        assert _saved_value(lanes, 7) == 2.0
 
 
-def test_a_store_that_is_not_there_is_an_error(url: str) -> None:
-    """A bucket that nobody made, or a protocol that nobody knows, is named in one line."""
+def test_a_missing_bucket_or_protocol_is_an_error(url: str) -> None:
+    """A bucket that does not exist and an unknown protocol are errors that contain the URL."""
     request = Assemble(url="s3://nobody-made-it/run", folder="step-1", name="f", pieces=(b"x",), timeout_s=100.0)
     assert "s3://nobody-made-it/run/step-1/f" in str(assemble(request, memoryview(b"")).error)
     request = Assemble(url="nonsense://place", folder="step-1", name="f", pieces=(b"x",), timeout_s=5.0)

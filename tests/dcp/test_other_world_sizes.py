@@ -1,4 +1,4 @@
-"""Checkpoints saved by one number of ranks and loaded by another, with real ranks."""
+"""Checkpoints that one number of ranks saves and another number of ranks loads, with real ranks."""
 
 from __future__ import annotations
 
@@ -28,49 +28,50 @@ def _run(folder: Path, world: int, to_load: int, to_save: int) -> list[dict[str,
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
-    """Four ranks train and save, two load and save, four load."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """Four ranks train and save; two ranks load and save; four ranks load."""
     folder = tmp_path_factory.mktemp("global")
     return folder, [_run(folder, 4, -1, 10), _run(folder, 2, 10, 20), _run(folder, 4, 20, -1)]
 
 
 @pytest.mark.slow
-def test_4_to_2_to_4_ranks_keep_every_bit(told: tuple[Path, list[list[dict[str, Any]]]]) -> None:
-    """Sharded (`fully_shard`) and replicated (DDP) models and their Adam states are the same after both loads, on every
-    rank, shards of unequal size and empty ones included."""
-    _, (first, second, third) = told
+def test_resharding_4_to_2_to_4_ranks_keeps_every_bit(results: tuple[Path, list[list[dict[str, Any]]]]) -> None:
+    """Sharded (`fully_shard`) and replicated (DDP) models and their Adam states are identical on every rank after
+    both loads, including shards of unequal size and empty shards."""
+    _, (first, second, third) = results
     assert first[0]["content"]["epoch"] == "3"
     assert len(first[0]["content"]) > 30
-    for one in [*first, *second, *third]:
-        assert one["content"] == first[0]["content"]
+    for result in [*first, *second, *third]:
+        assert result["content"] == first[0]["content"]
 
 
-def test_ranks_that_loaded_train_on_alike(told: tuple[Path, list[list[dict[str, Any]]]]) -> None:
-    """The replicated model, which sees the same batches whatever the number of ranks, comes to the same numbers."""
-    _, (first, second, third) = told
+def test_resharded_ranks_train_identically(results: tuple[Path, list[list[dict[str, Any]]]]) -> None:
+    """The replicated model, which gets the same batches with any number of ranks, has the same weights after more
+    training."""
+    _, (first, second, third) = results
     expected = {name: value for name, value in first[0]["after"].items() if name.startswith("ddp.")}
     assert expected != {name: value for name, value in first[0]["content"].items() if name.startswith("ddp.")}
-    for one in [*second, *third]:
-        assert {name: value for name, value in one["after"].items() if name.startswith("ddp.")} == expected
+    for result in [*second, *third]:
+        assert {name: value for name, value in result["after"].items() if name.startswith("ddp.")} == expected
 
 
 @pytest.mark.slow
-def test_each_of_as_many_ranks_gets_its_own_state_back(told: tuple[Path, list[list[dict[str, Any]]]]) -> None:
-    """Read by as many ranks as saved, the distributed tensors come back in their layout, its own numbers too."""
-    _, (first, second, _) = told
+def test_each_rank_of_the_same_world_size_gets_its_own_state(results: tuple[Path, list[list[dict[str, Any]]]]) -> None:
+    """As many ranks as saved restore distributed tensors in their layout, and each rank its own plain values."""
+    _, (first, second, _) = results
     for ranks in (first, second):
-        for rank, one in enumerate(ranks):
-            assert one["again"] == one["content"]
-            assert one["rank"] == rank
+        for rank, result in enumerate(ranks):
+            assert result["again"] == result["content"]
+            assert result["rank"] == rank
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("verified", [False, True])
 def test_one_process_without_a_group_reads_the_shards(
-    told: tuple[Path, list[list[dict[str, Any]]]], verified: bool
+    results: tuple[Path, list[list[dict[str, Any]]]], verified: bool
 ) -> None:
-    """Stock `dcp.load`, with its own reader and with ours, puts whole tensors together from what four ranks wrote."""
-    folder, (first, _, _) = told
+    """`dcp.load`, with its own reader and with VerifiedReader, assembles full tensors from the files of four ranks."""
+    folder, (first, _, _) = results
     state = {"fsdp": {"0.weight": torch.zeros(7, 5), "2.bias": torch.zeros(3)}}
     if verified:
         dcp.load(state, storage_reader=VerifiedReader(folder / "step-10"))

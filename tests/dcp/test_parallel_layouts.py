@@ -1,4 +1,4 @@
-"""FSDP2 over tensor parallelism: saved, loaded as it was, and loaded in other layouts, with real ranks."""
+"""FSDP2 over tensor parallelism: saved, loaded in the same layout, and loaded in other layouts, with real ranks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SCRIPT = Path(__file__).parent / "parallel_ranks.py"
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Four ranks train as 2 x 2 and save; they load as 2 x 2, load as 4 x 1, train on and save."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Four ranks train as 2 x 2 and save; they load as 2 x 2, load as 4 x 1, train and save again."""
     folder = tmp_path_factory.mktemp("layouts")
     environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"OMP_NUM_THREADS": "1"}
@@ -73,9 +73,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 @without_2_8
 @pytest.mark.process
 @pytest.mark.slow
-def test_2x2_to_4x1_keeps_every_bit(told: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Weights and AdamW's states are the same, read back as 2 x 2 from the node and as 4 x 1 from the global tier."""
-    _, ranks = told
+def test_resharding_2x2_to_4x1_keeps_every_bit(results: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Weights and AdamW's states are identical when read as 2 x 2 from the local tier and as 4 x 1 from the global
+    tier."""
+    _, ranks = results
     assert any("_StridedShard" in placements for placements in ranks[0]["placements"])
     assert len(ranks[0]["trained"]) > 40
     for one in ranks:
@@ -91,10 +92,10 @@ def test_2x2_to_4x1_keeps_every_bit(told: tuple[Path, list[dict[str, Any]]]) -> 
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_one_process_reads_both_layouts(told: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    """A plain model and its optimizer take what 2 x 2 and what 4 x 1 ranks saved, and train on; stock `dcp.load` reads
-    the same."""
-    folder, ranks = told
+def test_one_process_reads_both_layouts(results: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """A model that is not sharded and its optimizer load the checkpoints of 2 x 2 and of 4 x 1 ranks and continue to
+    train; `dcp.load` reads the same tensors."""
+    folder, ranks = results
     state = plain()
     directory = GlobalDirectory.open(str(folder / "global"))
     load_resharded(VerifiedFiles(directory, directory.manifest(1)), state).apply()
@@ -107,16 +108,16 @@ def test_one_process_reads_both_layouts(told: tuple[Path, list[dict[str, Any]]],
     assert restored.iteration == 2
     assert content(state) == ranks[0]["later"]
     train(state)
-    whole = {"model": {"0.up.weight": torch.zeros(6, 4), "1.down.weight": torch.zeros(4, 6)}}
+    full = {"model": {"0.up.weight": torch.zeros(6, 4), "1.down.weight": torch.zeros(4, 6)}}
     for checkpoint, expected in ((1, ranks[0]["trained"]), (2, ranks[0]["later"])):
-        dcp.load(whole, checkpoint_id=folder / "global" / f"step-{checkpoint}")
-        for name, tensor in whole["model"].items():
+        dcp.load(full, checkpoint_id=folder / "global" / f"step-{checkpoint}")
+        for name, tensor in full["model"].items():
             assert hashlib.sha256(tensor.numpy().tobytes()).hexdigest() == expected[name]
 
 
 @without_2_8
-def test_blocks_are_where_torch_has_them() -> None:
-    """What a rank has of a dimension is, for every mesh and size, as long as torch says and begins where torch says."""
+def test_shard_rows_match_torch() -> None:
+    """For every mesh and size, the rows of a rank have the length and the offset that torch computes."""
     for data, tensor, size in itertools.product(range(1, 4), range(1, 4), range(14)):
         for last in (Shard(0), Replicate()):
             first = _StridedShard(0, split_factor=tensor) if tensor > 1 else Shard(0)
@@ -130,7 +131,7 @@ def test_blocks_are_where_torch_has_them() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of 3 x 2 ranks of which this process is the first."""
+    """A mesh of 3 x 2 ranks; this process is the first rank."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=6)
     try:
         yield DeviceMesh("cpu", torch.arange(6).view(3, 2))
@@ -143,13 +144,14 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_uneven_strided_parts_need_torch_2_9(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, version: str, size: int, part: int
 ) -> None:
-    """torch 2.8 loses rows of parts that differ in size: they are neither saved nor loaded there; others are."""
+    """torch 2.8 loses rows of strided parts of unequal size: saving and loading them is refused; other parts are
+    accepted."""
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     local = torch.zeros(part)
-    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size([size]), stride=(1,))
+    full = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size([size]), stride=(1,))
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     if version < "2.9" and size % 6:
         with pytest.raises(CheckpointError, match=r"^state 'w': torch 2\.8\.0\+cu128 loses rows .* use torch 2\.9"):
-            own_part(whole, "w")
+            own_part(full, "w")
     else:
-        assert own_part(whole, "w") == ((part,), (0,))
+        assert own_part(full, "w") == ((part,), (0,))

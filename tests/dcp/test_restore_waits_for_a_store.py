@@ -1,4 +1,5 @@
-"""A start waits for an object store that does not respond or refuses requests, and then loads its own checkpoints."""
+"""At its start a run waits for an object store that does not respond or refuses requests, then loads its
+checkpoints."""
 
 from __future__ import annotations
 
@@ -56,13 +57,13 @@ def server(tmp_path: Path) -> Iterator[S3Server]:
 def train(
     environment: dict[str, str], *, until: str = "", then: Callable[[], None] = lambda: None, **options: Any
 ) -> tuple[list[dict[str, Any]], str]:
-    """Load and save on two nodes; return what each rank tells, and the output.
+    """Load and save on two nodes; return the result of each rank, and the output.
 
     Args:
-        environment: Of the store.
+        environment: Variables of the object store.
         until: A text in the output of rank 0 after which ``then`` is called; empty = at once.
-        then: Is called once.
-        options: Settings, other than those that fit a test.
+        then: Called once.
+        options: Settings that replace the defaults of these tests.
     """
     options = {"directory": URL, "response_timeout": 5.0, "restore_timeout": 200.0, **options}
     with RankProcesses(
@@ -80,7 +81,7 @@ def train(
 
 @contextmanager
 def refusing(code: int) -> Iterator[str]:
-    """Serve an address that answers every request with an HTTP status."""
+    """Serve an address that responds to every request with an HTTP status."""
 
     class Handler(BaseHTTPRequestHandler):
         def respond(self) -> None:
@@ -103,28 +104,29 @@ def refusing(code: int) -> Iterator[str]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("how", ["silent", "killed"])
-def test_a_store_that_is_back_is_loaded_from(server: S3Server, how: str) -> None:
-    """The store is away at the start and back after more than one attempt: the run's own checkpoint is loaded, and the
-    next save goes to the same run."""
-    told, output = train(server.environment)
-    assert told == [{"loaded": None, "saved": 10}] * 2, output
-    away, back = (server.stop, server.go_on) if how == "silent" else (server.kill, server.start)
-    away()
-    told, output = train(server.environment, until="continues to wait", then=back)
-    assert told == [{"loaded": 10, "saved": 20}] * 2, output
+@pytest.mark.parametrize("outage", ["silent", "killed"])
+def test_a_restore_waits_for_an_unavailable_object_store(server: S3Server, outage: str) -> None:
+    """While the object store is unavailable, the start retries; once the store responds, the run loads its own
+    checkpoint, and its next save belongs to the same run."""
+    results, output = train(server.environment)
+    assert results == [{"loaded": None, "saved": 10}] * 2, output
+    interrupt, restore = (server.stop, server.resume) if outage == "silent" else (server.kill, server.start)
+    interrupt()
+    results, output = train(server.environment, until="continues to wait", then=restore)
+    assert results == [{"loaded": 10, "saved": 20}] * 2, output
     assert "belongs to run" not in output
     assert "PeerLost" not in output
 
 
 @pytest.mark.parametrize("code", [403, 500])
-def test_a_store_that_refuses_requests_is_not_taken_for_empty(server: S3Server, code: int) -> None:
-    """After ``restore_timeout`` all ranks get the same error, which has the store and the reason, and what to do."""
+def test_an_object_store_that_refuses_requests_is_an_outage(server: S3Server, code: int) -> None:
+    """After ``restore_timeout`` all ranks get the same Outage error with the object store, the reason and what to
+    do; the object store is not treated as empty."""
     with refusing(code) as address:
         environment = {**server.environment, "FSSPEC_S3_ENDPOINT_URL": address}
-        told, output = train(environment, restore_timeout=2.0)
-    assert told[0] == told[1], output
-    assert told[0]["error"].startswith("Outage: no checkpoint could be looked up for"), output
-    assert URL in told[0]["error"]
-    assert "start again once it responds: nothing was changed" in told[0]["error"]
+        results, output = train(environment, restore_timeout=2.0)
+    assert results[0] == results[1], output
+    assert results[0]["error"].startswith("Outage: no checkpoint could be looked up for"), output
+    assert URL in results[0]["error"]
+    assert "start again once it responds: nothing was changed" in results[0]["error"]
     assert not server.objects()

@@ -1,4 +1,4 @@
-"""Which rank writes what: properties of the pure assignment and of what is composed from it."""
+"""The assignment of tensors to the ranks that write them, and the manifest that is composed from the ranks' reports."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _parts_of(one: Inventory) -> tuple[TensorPart, ...]:
     )
 
 
-def _met(inventories: list[Inventory]) -> list[Inventory]:
+def _exchanged(inventories: list[Inventory]) -> list[Inventory]:
     """Return inventories as rank 0 has them after all ranks sent theirs: equal ones are one object."""
     tables = {repr(one.table): one.table for one in inventories}
     digests = {one.digests.hex(): PartDigests(one.digests) for one in inventories}
@@ -67,7 +67,7 @@ def _met(inventories: list[Inventory]) -> list[Inventory]:
 
 @st.composite
 def _inventories(draw: st.DrawFn) -> list[Inventory]:
-    """Ranks with shared tensors, in one or two versions, and row-sharded ones, perhaps with empty shards."""
+    """Ranks with shared tensors, in one or two versions, and row-sharded tensors, some with empty shards."""
     world = draw(st.integers(1, 6))
     parts: list[list[TensorPart]] = [[] for _ in range(world)]
     for index in range(draw(st.integers(0, 5))):
@@ -88,13 +88,13 @@ def _inventories(draw: st.DrawFn) -> list[Inventory]:
         tuple(PlainValue(f"value{index}", (f"value{index}",)) for index in range(draw(st.integers(0, 3))))
         for _ in parts
     ]
-    return _met([Inventory.of(*one) for one in zip(parts, values, strict=True)])
+    return _exchanged([Inventory.of(*one) for one in zip(parts, values, strict=True)])
 
 
 @given(_inventories())
-def test_everything_is_written_once_and_every_rank_finds_its_own(inventories: list[Inventory]) -> None:
-    """Each element of each tensor is written by one rank; each part of each rank is, with equal bytes, either what all
-    share or its own; each plain value is written once."""
+def test_each_element_is_written_once(inventories: list[Inventory]) -> None:
+    """Each element of each tensor and each plain value is written by one rank; each part of each rank is written
+    with equal bytes, either as the shared version or as the rank's own."""
     duties = assign(inventories)
     written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = {}
     elements: dict[str, int] = {}
@@ -123,8 +123,8 @@ def test_everything_is_written_once_and_every_rank_finds_its_own(inventories: li
     ]
 )
 @settings(max_examples=300)
-def test_the_manifest_leads_every_rank_to_its_parts(inventories: list[Inventory]) -> None:
-    """What is composed of all ranks' reports names for each part of each rank the one place where it was written."""
+def test_the_manifest_locates_every_part_of_every_rank(inventories: list[Inventory]) -> None:
+    """The composed manifest has the one location where each part of each rank was written."""
     duties = assign(inventories)
     reports, packs, spot = list[WriteReport](), list[Packed](), {}
     for rank, (inventory, duty) in enumerate(zip(inventories, duties, strict=True)):
@@ -159,8 +159,8 @@ def test_the_manifest_leads_every_rank_to_its_parts(inventories: list[Inventory]
                 assert (names[where.file], where.start) == spot[part.item, part.offset, part.shape]
 
 
-def test_files_of_another_length_are_refused() -> None:
-    """What a rank wrote is believed only where its files are as long as its parts make them."""
+def test_a_file_of_unexpected_length_is_rejected() -> None:
+    """A rank's report is rejected if its files do not have the length of its parts."""
     inventory = Inventory.of([_part("w")], [])
     (duty,) = assign([inventory])
     report = WriteReport((WrittenFile(9, bytes(8)),), True, 7, ())
@@ -169,15 +169,15 @@ def test_files_of_another_length_are_refused() -> None:
 
 
 @given(_inventories())
-def test_nothing_is_lost_on_the_way(inventories: list[Inventory]) -> None:
-    """An inventory has the parts that it was made of, and an order the duty."""
+def test_inventory_and_order_round_trip(inventories: list[Inventory]) -> None:
+    """An inventory keeps the parts that it was made of, and an order keeps the duty."""
     for inventory, duty in zip(inventories, assign(inventories), strict=True):
         assert Inventory.of(_parts_of(inventory), inventory.table.values) == inventory
         assert Order.of(duty).duty == duty
 
 
-def test_what_contradicts_its_table_is_refused() -> None:
-    """Digests or offsets that are too few are an error that names the rank."""
+def test_an_inventory_that_contradicts_its_table_is_rejected() -> None:
+    """Too few digests or offsets are an error that identifies the rank."""
     one = Inventory.of([_part("w")], [])
     digests = {"d": PartDigests(one.digests), "none": PartDigests(b"")}
     for root in (
@@ -190,8 +190,8 @@ def test_what_contradicts_its_table_is_refused() -> None:
 
 
 @given(st.integers(1, 16), st.lists(st.integers(1, 1000), min_size=1, max_size=60))
-def test_shared_work_is_shared_evenly(world: int, sizes: list[int]) -> None:
-    """No rank writes more of what all have than an equal share and the largest tensor."""
+def test_shared_tensors_are_balanced_over_ranks(world: int, sizes: list[int]) -> None:
+    """No rank writes more shared bytes than an equal share plus the largest tensor."""
     parts = tuple(_part(f"t{index}", shape=(size,)) for index, size in enumerate(sizes))
     duties = assign([Inventory.of(parts, [])] * world)
     loads = [sum(parts[index].num_bytes for index in duty.parts) for duty in duties]
@@ -199,16 +199,16 @@ def test_shared_work_is_shared_evenly(world: int, sizes: list[int]) -> None:
     assert max(loads) <= 4 * sum(sizes) / world + 4 * max(sizes)
 
 
-def test_a_tensor_with_a_hole_is_refused() -> None:
-    """Parts that do not make up the whole are an error that names the tensor, not a checkpoint with a hole."""
+def test_an_incomplete_tensor_is_rejected() -> None:
+    """Parts that do not cover the tensor are an error with the tensor's name."""
     first = _part("w", "", shape=(2, 3), whole=(5, 3))
     second = _part("w", "", shape=(2, 3), whole=(5, 3), at=2)
     with pytest.raises(CheckpointError, match=r"tensor 'w': the ranks' parts have 12 elements of 15"):
         assign([Inventory.of([first], []), Inventory.of([second], [])])
 
 
-def test_ranks_with_different_tensors_of_one_name_keep_their_own() -> None:
-    """The lowest rank's counts for all; the other, of another shape, is that rank's own."""
+def test_ranks_keep_different_tensors_of_one_name() -> None:
+    """The lowest rank's tensor is the shared one; another rank's tensor of a different shape is that rank's own."""
     duties = assign([Inventory.of([_part("w", shape=(2,))], []), Inventory.of([_part("w", shape=(3,))], [])])
     assert (duties[0].parts, duties[0].own) == ((0,), ())
     assert (duties[1].parts, duties[1].own) == ((), (0,))

@@ -1,4 +1,4 @@
-"""All nodes see the same checkpoints in an object store, or nothing is loaded and nothing is trained."""
+"""All nodes see the same checkpoints in an object store; otherwise the start ends with an error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ sys.stdout.write(json.dumps(outcome) + "\\n")
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, S3Server]]:
-    """Two stores with a bucket of the same name."""
+    """Two object stores with a bucket of the same name."""
     folder = tmp_path_factory.mktemp("s3")
     with ExitStack() as stack:
         found = []
@@ -58,11 +58,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server
 
 
 def start(servers: list[S3Server], **options: Any) -> list[dict[str, Any]]:
-    """Run a rank on each node, each with its own store; return what came of it."""
-    places = [{"OUTLAST_NODES": "1", **server.environment} for server in servers]
+    """Run a rank on each node, each with a different object store; return the results."""
+    store_environments = [{"OUTLAST_NODES": "1", **server.environment} for server in servers]
     nodes = [f"node-{number}" for number in range(len(servers))]
     with RankProcesses(
-        SCRIPT, json.dumps(options), world_size=len(servers), code=True, nodes=nodes, environments=places
+        SCRIPT, json.dumps(options), world_size=len(servers), code=True, nodes=nodes, environments=store_environments
     ) as ranks:
         codes = ranks.wait_until_gone(300)
         outputs = [ranks.output(rank) for rank in range(len(servers))]
@@ -70,29 +70,30 @@ def start(servers: list[S3Server], **options: Any) -> list[dict[str, Any]]:
     return [json.loads(next(line for line in output.splitlines() if line.startswith("{"))) for output in outputs]
 
 
-def test_a_node_with_another_endpoint_ends_the_start(servers: tuple[S3Server, S3Server], tmp_path: Path) -> None:
-    """Where rank 0's endpoint has no checkpoint and another node's has some, all ranks refuse; so they do for a
-    directory to load from. The line names both nodes, and the stores are as they were."""
-    empty, full = servers
+def test_a_node_with_another_endpoint_is_a_config_error(servers: tuple[S3Server, S3Server], tmp_path: Path) -> None:
+    """If rank 0's endpoint has no checkpoint and another node's endpoint has some, all ranks report a ConfigError
+    that identifies both nodes, for ``directory`` and for ``load``, and the object stores do not change."""
+    empty, filled = servers
     url = f"s3://{BUCKET}/run"
-    assert start([full, full], directory=url) == [{"loaded": None, "saved": 10}] * 2
-    before = full.objects()
+    assert start([filled, filled], directory=url) == [{"loaded": None, "saved": 10}] * 2
+    before = filled.objects()
     for options in ({"directory": url}, {"load": url, "local_directory": str(tmp_path)}):
-        for told in start([empty, full], **options):
-            assert told.get("error", "").startswith("ConfigError"), told
-            assert "is not the same on all nodes" in told["error"]
-            assert f"node node-0 sees no checkpoint in {url}" in told["error"]
-            assert f"node node-1 sees 1 checkpoint (iteration 10) in {url}" in told["error"]
-            assert "endpoint" in told["error"]
-    assert full.objects() == before
+        for result in start([empty, filled], **options):
+            assert result.get("error", "").startswith("ConfigError"), result
+            assert "is not the same on all nodes" in result["error"]
+            assert f"node node-0 sees no checkpoint in {url}" in result["error"]
+            assert f"node node-1 sees 1 checkpoint (iteration 10) in {url}" in result["error"]
+            assert "endpoint" in result["error"]
+    assert filled.objects() == before
     assert not empty.objects()
-    assert start([full, full], directory=url) == [{"loaded": 10, "saved": 20}] * 2
+    assert start([filled, filled], directory=url) == [{"loaded": 10, "saved": 20}] * 2
 
 
-def test_a_node_that_cannot_read_the_store_ends_the_start(servers: tuple[S3Server, S3Server], tmp_path: Path) -> None:
-    """Where another node than that of rank 0 cannot reach its endpoint, nothing is trained that could not be saved."""
-    gone = S3Server(BUCKET, tmp_path / "gone")
-    gone.kill()
-    for told in start([servers[0], gone], directory=f"s3://{BUCKET}/unreachable"):
-        assert told.get("error", "").startswith("Unavailable"), told
-        assert "node node-1" in told["error"]
+def test_a_node_without_access_to_the_store_is_an_error(servers: tuple[S3Server, S3Server], tmp_path: Path) -> None:
+    """If a node other than rank 0's cannot connect to its endpoint, all ranks report Unavailable with that node
+    before training starts."""
+    stopped = S3Server(BUCKET, tmp_path / "gone")
+    stopped.kill()
+    for result in start([servers[0], stopped], directory=f"s3://{BUCKET}/unreachable"):
+        assert result.get("error", "").startswith("Unavailable"), result
+        assert "node node-1" in result["error"]

@@ -1,4 +1,4 @@
-"""Checkpoints that are not whole: each kind of damage is refused by name, and nothing of it is loaded."""
+"""Damaged checkpoints: each kind of damage is rejected with the file's name, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ def _manifest_of_another(folder: Path) -> str:
         (_manifest_of_another, Untrusted),
     ],
 )
-def test_each_kind_of_damage_is_refused_by_name(
+def test_each_kind_of_damage_is_rejected_with_the_file_name(
     damaged: Path, damage: Callable[[Path], str], kind: type[CheckpointError]
 ) -> None:
-    """The error has its kind and names file and chunk; the checkpoint beside it is none the worse."""
+    """The error has the kind of the damage and the file and chunk; the other checkpoint is readable."""
     pattern = damage(damaged)
     with pytest.raises(kind, match=pattern) as raised:
         _read_all(damaged)
@@ -160,8 +160,8 @@ def test_each_kind_of_damage_is_refused_by_name(
         assert read_rank(VerifiedFiles(directory, directory.manifest(10)), rank).num_bytes_read > 0
 
 
-def test_nothing_live_is_touched_by_a_damaged_checkpoint(damaged: Path) -> None:
-    """Resharded or through the format's loader with our reader: the error comes, and the live state is as it was."""
+def test_a_damaged_checkpoint_does_not_change_live_state(damaged: Path) -> None:
+    """Resharding and `dcp.load` with VerifiedReader raise the error, and the live state does not change."""
     _flip_data(damaged)
     directory = GlobalDirectory.open(damaged)
     live = {"model": {"a": torch.zeros(3000), "b": torch.zeros(5000)}, "n": 0}
@@ -174,8 +174,8 @@ def test_nothing_live_is_touched_by_a_damaged_checkpoint(damaged: Path) -> None:
         dcp.load(_state(), storage_reader=VerifiedReader(damaged / "step-20"))
 
 
-def test_any_flipped_byte_of_any_file_is_caught(pristine: Path, tmp_path: Path) -> None:
-    """Wherever a byte of data or manifest changes, some rank refuses the checkpoint."""
+def test_any_flipped_byte_of_any_file_is_detected(pristine: Path, tmp_path: Path) -> None:
+    """After a change of any byte of data or manifest, a rank rejects the checkpoint."""
     choices = random.Random(3)
     names = [path.name for path in (pristine / "step-20").iterdir() if path.name != ".metadata"]
     folder = tmp_path / "g"
@@ -190,11 +190,11 @@ def test_any_flipped_byte_of_any_file_is_caught(pristine: Path, tmp_path: Path) 
     _read_all(folder)
 
 
-def test_any_flipped_bit_of_the_formats_own_index_is_found(
+def test_any_flipped_bit_of_the_metadata_file_is_detected(
     pristine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other readers fail on it, or read what was not saved: verifying names it, and a load with our reader says so in
-    the log, and loads what was saved."""
+    """A flipped bit in `.metadata` makes other readers fail or read wrong data: verification reports it, and a load
+    with VerifiedReader logs it and loads the saved state."""
     choices = random.Random(5)
     folder = tmp_path / "g"
     shutil.copytree(pristine, folder)
@@ -215,8 +215,8 @@ def test_any_flipped_bit_of_the_formats_own_index_is_found(
     assert "step-20/.metadata differs from its digest" in caplog.text
 
 
-def test_pickles_are_never_read(damaged: Path) -> None:
-    """A hostile `.metadata` changes nothing for us; a plain value that is a hostile pickle is refused unread."""
+def test_a_hostile_metadata_file_is_not_unpickled(damaged: Path) -> None:
+    """A hostile `.metadata` file does not affect loads with outlast."""
     (damaged / "step-20" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
     _read_all(damaged)
     state = _state()
@@ -224,8 +224,8 @@ def test_pickles_are_never_read(damaged: Path) -> None:
     assert state["n"] == 20
 
 
-def test_a_value_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    """Our reader tries plain values harmlessly before the format's planner gets to unpickle them."""
+def test_a_value_that_would_run_code_is_rejected(tmp_path: Path) -> None:
+    """VerifiedReader checks plain values without running code before the planner of `dcp.load` unpickles them."""
 
     class Hostile:
         def __reduce__(self) -> tuple[object, tuple[object, ...]]:
@@ -255,8 +255,8 @@ def _dumped(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_reader_wants_the_folder_of_a_checkpoint(pristine: Path) -> None:
-    """A path that names no checkpoint is refused with what to give."""
+def test_a_reader_rejects_a_folder_without_a_checkpoint(pristine: Path) -> None:
+    """A path that does not end in step-<n> is rejected with the expected form."""
     with pytest.raises(CheckpointError, match="does not end in step-<n>"):
         VerifiedReader(pristine)
 
@@ -272,8 +272,8 @@ def test_a_reader_wants_the_folder_of_a_checkpoint(pristine: Path) -> None:
         ("file:///step-7", "file://"),
     ],
 )
-def test_a_reader_opens_the_folder_that_holds_its_checkpoint(url: str, parent: str, monkeypatch) -> None:
-    """A checkpoint that lies directly below the root is not looked for in the current folder."""
+def test_a_reader_opens_the_parent_folder_of_its_checkpoint(url: str, parent: str, monkeypatch) -> None:
+    """The reader opens the parent folder, also for a checkpoint directly below the root."""
     opened = []
 
     def refuse(name: str) -> GlobalDirectory:

@@ -1,17 +1,15 @@
-"""Saves to a tier that is behind: one is written, the newest waits, and all ranks write the same ones."""
+"""Saves to a tier that is slower than training: one is written, the newest one waits, and all ranks write the same
+saves."""
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from pathlib import Path
 
-import pytest
 import torch
-from lanes import Lanes, flat_state, stage, staged_save
+from lanes import Lanes, flat_state
 
 from outlast.checkpoint.dcp.assemble import Assemble, Assembled, assemble
-from outlast.checkpoint.directory import SaveAttempt
 from outlast.checkpoint.save import Replaced, Save
 
 WORLD = 3
@@ -19,7 +17,7 @@ LONG_S = 60.0
 
 
 class _Gate:
-    """A directory that does not respond until it is opened."""
+    """A writer that waits until the gate is opened."""
 
     def __init__(self) -> None:
         self.is_open, self.is_reached = threading.Event(), threading.Event()
@@ -34,21 +32,13 @@ class _Gate:
 
 
 def _submit(lanes: Lanes, iteration: int, ranks: range | list[int], ordinal: int) -> dict[int, Save]:
-    """Submit a save on some ranks."""
-    attempt = SaveAttempt(job="job", cycle=0, token=lanes.token, ordinal=ordinal)
-    saves = {}
-    for rank in ranks:
-        flat = flat_state({"w": torch.full((64,), float(iteration)), "own": rank})
-        image = stage(flat, rank=rank, world=WORLD, iteration=iteration, attempt=str(attempt))
-        lanes._images[rank] = image  # the writer in place reads the newest image; all of a rank's are alike in layout
-        lanes._arenas.append(image.arena)
-        saves[rank] = staged_save(image, iteration, attempt)
-        lanes.lanes[rank].submit(saves[rank])
-    return saves
+    flats = {rank: flat_state({"w": torch.full((64,), float(iteration)), "own": rank}) for rank in ranks}
+    return lanes.submit(flats, iteration, ordinal=ordinal)
 
 
-def test_the_newest_save_takes_the_place_of_older_ones_that_wait(tmp_path: Path) -> None:
-    """While the first save is written four more come: on every rank the last one follows it, and none of the others."""
+def test_the_newest_save_replaces_older_queued_saves(tmp_path: Path) -> None:
+    """While the first save is written, four more are submitted: every rank writes the last one and drops the other
+    three."""
     gate = _Gate()
     with Lanes(str(tmp_path), WORLD, writer=gate.write) as lanes:
         for ordinal, iteration in enumerate((10, 20, 30, 40, 50)):
@@ -56,44 +46,37 @@ def test_the_newest_save_takes_the_place_of_older_ones_that_wait(tmp_path: Path)
             if iteration == 10:
                 assert gate.is_reached.wait(LONG_S)
         gate.is_open.set()
-        for _ in range(5 * WORLD):
-            assert lanes._told.acquire(timeout=LONG_S)
+        lanes.wait(5 * WORLD)
         assert lanes.directory.checkpoints() == [50, 10]
         assert gate.written == [10, 50]
 
 
-def test_a_save_that_some_ranks_have_replaced_is_written_by_none(tmp_path: Path) -> None:
-    """Rank 0 is behind and begins a save that the others do not hold any more; the one that they hold follows."""
+def test_a_save_that_some_ranks_replaced_is_not_written(tmp_path: Path) -> None:
+    """Rank 0 begins a save that the other ranks have replaced: no rank writes it, and all ranks write the newer
+    save."""
     gate = _Gate()
     ended: dict[tuple[int, int], object] = {}
-    with Lanes(str(tmp_path), WORLD, writer=gate.write) as lanes:
-        for rank, lane in enumerate(lanes.lanes):
-            outcomes = lane._outcomes
-            note = outcomes._end  # type: ignore[attr-defined]
 
-            def end(save: Save, error: object, rank: int = rank, note: object = note) -> None:
-                ended.setdefault((rank, save.iteration), error)
-                note(save, error)  # type: ignore[operator]
+    def record(rank: int, save: Save, error: object) -> None:
+        ended.setdefault((rank, save.iteration), error)
 
-            outcomes._end = end  # type: ignore[attr-defined]
+    with Lanes(str(tmp_path), WORLD, writer=gate.write, on_outcome=record) as lanes:
         _submit(lanes, 10, range(WORLD), 0)
         assert gate.is_reached.wait(LONG_S)
         _submit(lanes, 20, range(WORLD), 1)
-        _submit(lanes, 30, [1, 2], 2)  # there it takes the place of 20
+        _submit(lanes, 30, [1, 2], 2)  # replaces 20 on these ranks
         gate.is_open.set()
-        for _ in range(WORLD + 2 + 1):  # 10 on all, 20 replaced on two, then on rank 0 by what they respond
-            assert lanes._told.acquire(timeout=LONG_S)
+        lanes.wait(WORLD + 2 + 1)  # 10 on all ranks; 20 replaced on two ranks, then on rank 0
         assert lanes.directory.checkpoints() == [10]
         _submit(lanes, 30, [0], 2)
-        for _ in range(WORLD):
-            assert lanes._told.acquire(timeout=LONG_S)
+        lanes.wait(WORLD)
         assert lanes.directory.checkpoints() == [30, 10]
     assert {type(ended[rank, 20]) for rank in range(WORLD)} == {Replaced}
     assert [ended[rank, 30] for rank in range(WORLD)] == [None] * WORLD
 
 
-def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing newer comes, so the same save is tried again until the place takes it; each try writes to other names."""
+def test_a_failed_save_is_retried_in_a_new_folder(tmp_path: Path) -> None:
+    """Without a newer save, a failed save is retried until it succeeds; each attempt writes to a different folder."""
     folders: list[str] = []
 
     def write(rank: int, request: Assemble, image: memoryview) -> Assembled:
@@ -104,10 +87,12 @@ def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, mon
         return assemble(request, image)
 
     committed = threading.Event()
-    with Lanes(str(tmp_path), WORLD, writer=write, retry_s=0.01) as lanes:
-        monkeypatch.setattr(
-            lanes.lanes[0]._outcomes, "committed", lambda save, lane, tiers, failures=(): committed.set()
-        )
+
+    def record(rank: int, save: Save, error: object) -> None:
+        if rank == 0 and error is None:
+            committed.set()
+
+    with Lanes(str(tmp_path), WORLD, writer=write, retry_s=0.01, on_outcome=record) as lanes:
         saves = _submit(lanes, 10, range(WORLD), 0)
         assert committed.wait(LONG_S)
         assert lanes.directory.checkpoints() == [10]
@@ -116,17 +101,15 @@ def test_a_save_that_failed_is_retried_with_files_of_its_own(tmp_path: Path, mon
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_a_checkpoint_that_is_kept_for_ever_is_not_replaced(tmp_path: Path) -> None:
-    """A multiple of save_retain_interval that waits is written before the newest save, which replaces the others."""
+def test_a_queued_permanent_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    """A queued multiple of save_retain_interval is written before the newest save, which replaces the other queued
+    saves."""
     gate = _Gate()
-    with Lanes(str(tmp_path), WORLD, writer=gate.write, most_recent_k=-1) as lanes:
-        for lane in lanes.lanes:
-            lane._retention = dataclasses.replace(lane._retention, retain_interval=40)
+    with Lanes(str(tmp_path), WORLD, writer=gate.write, most_recent_k=-1, retain_interval=40) as lanes:
         for ordinal, iteration in enumerate((10, 30, 40, 50, 60)):
             _submit(lanes, iteration, range(WORLD), ordinal)
             if iteration == 10:
                 assert gate.is_reached.wait(LONG_S)
         gate.is_open.set()
-        for _ in range(5 * WORLD):
-            assert lanes._told.acquire(timeout=LONG_S)
+        lanes.wait(5 * WORLD)
         assert lanes.directory.checkpoints() == [60, 40, 10]

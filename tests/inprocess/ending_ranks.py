@@ -1,4 +1,7 @@
-"""Ranks whose wrapped function ends in the way that the first argument names; the second one says by which names."""
+"""Ranks whose wrapped function ends in a given way.
+
+Arguments: the way, the number of active ranks, and ``nvrx`` for the wrapper of NVRx's names or ``ours``.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from typing import Any
 from outlast import InProcessRestartConfig, inprocess
 from outlast.errors import RestartAbort
 
-WAY, ACTIVE, NAMES = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+ENDING, ACTIVE, NAMES = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 INITIAL_RANK = int(os.environ["RANK"])
-IS_VICTIM = INITIAL_RANK == 0 or WAY.endswith("everywhere")
+IS_VICTIM = INITIAL_RANK == 0 or ENDING.endswith("everywhere")
 LIMITS = {"soft_timeout": 200.0, "hard_timeout": 220.0, "barrier_timeout": 240.0}
 
 
@@ -27,11 +30,11 @@ class BadDevice(Exception):
 
 def plug_in(name: str) -> Any:
     def call(_: Any) -> None:
-        if not WAY.startswith(name) or not IS_VICTIM:
+        if not ENDING.startswith(name) or not IS_VICTIM:
             return
-        if "exits" in WAY:
+        if "exits" in ENDING:
             sys.exit(0)
-        if "aborts" in WAY:
+        if "aborts" in ENDING:
             raise RestartAbort("planned abort")
         raise BadDevice("planned fault")
 
@@ -39,18 +42,18 @@ def plug_in(name: str) -> Any:
 
 
 def train() -> str:
-    if WAY in ("returns", "completion fails"):
+    if ENDING in ("returns", "completion fails"):
         return "trained"
     call = inprocess.current_handle()
     if call is not None and call.iteration > 0 and not IS_VICTIM:
-        return "trained"  # without the victim
+        return "trained"  # in a call without the victim
     if IS_VICTIM:
-        if WAY == "is killed":
+        if ENDING == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if WAY == "is interrupted":
+        if ENDING == "is interrupted":
             raise KeyboardInterrupt
-        if WAY.startswith("exits with "):
-            code = WAY.removeprefix("exits with ").removesuffix(" everywhere")
+        if ENDING.startswith("exits with "):
+            code = ENDING.removeprefix("exits with ").removesuffix(" everywhere")
             sys.exit(int(code) if code.isdecimal() else code)
         raise ModelBug("planned bug")
     threading.Event().wait(200)
@@ -71,7 +74,7 @@ else:
         granularity="rank",
         active_world_size=ACTIVE,
         max_iterations=1,
-        max_rank_faults=0 if WAY.startswith("fails too often") else None,
+        max_rank_faults=0 if ENDING.startswith("fails too often") else None,
         **LIMITS,  # type: ignore[arg-type]
     )
     wrapper = inprocess.Wrapper(config, **plug_ins)

@@ -1,6 +1,6 @@
-"""A rank without torch: it does what its agent process orders, and what its standard input says.
+"""A rank without torch: follows the orders of its agent process and the commands on its standard input.
 
-It prints one JSON object a line: what it was ordered, and when.
+Prints one JSON object a line: each order, and its time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class FakeRank:
         self.restart: p.Restart | None = None
         self.input = ""
 
-    def say(self, what: str, **facts: object) -> None:
-        # At once: a log line may come meanwhile.
-        sys.stdout.write(json.dumps({"what": what, "at_ns": time.monotonic_ns(), **facts}) + "\n")
+    def report(self, event: str, **facts: object) -> None:
+        # in one write, because a log line may be written in between
+        sys.stdout.write(json.dumps({"what": event, "at_ns": time.monotonic_ns(), **facts}) + "\n")
 
     def run(self) -> None:
-        self.say("started", monitor=self.link.pid)
+        self.report("started", monitor=self.link.pid)
         poll = select.poll()
         poll.register(self.link, select.POLLIN)
         poll.register(sys.stdin, select.POLLIN)
@@ -52,7 +52,7 @@ class FakeRank:
                     if self.obey(message):
                         return
                 if self.link.pid != before:
-                    self.say("monitor", monitor=self.link.pid)
+                    self.report("monitor", monitor=self.link.pid)
             if sys.stdin.fileno() in ready:
                 data = os.read(sys.stdin.fileno(), 4096).decode()
                 if not data:
@@ -66,7 +66,7 @@ class FakeRank:
             case "connect":
                 self.link.send(m.Connect(addresses=(f"{rest[0]} {rest[1]}",), offer=rest[2]) if rest else m.Connect())
                 self.get_ready(0)
-                self.say("connected")
+                self.report("connected")
             case "fault":
                 consequence = "consequence" in rest
                 self.page.set_phase(RankPhase.OUT)
@@ -85,13 +85,13 @@ class FakeRank:
             case "left":
                 self.link.send(p.Left(reason="told to", fatal="fatal" in rest))
                 self.link.close()
-                self.say("left")
+                self.report("left")
                 raise SystemExit
             case "exit":
                 raise SystemExit
             case trait:
                 self.traits.add(trait)
-                self.say("trait")
+                self.report("trait")
 
     def get_ready(self, restart_count: int) -> None:
         self.page.set_phase(RankPhase.OUT)
@@ -112,7 +112,7 @@ class FakeRank:
             facts["ranks"] = message.ranks
         if isinstance(message, p.Go | p.Restart):
             facts["faults"] = [msgspec.structs.asdict(fault) for fault in message.faults]
-        self.say(type(message).__name__, **msgspec.to_builtins(facts, str_keys=True))
+        self.report(type(message).__name__, **msgspec.to_builtins(facts, str_keys=True))
         match message:
             case p.Restart(restart_count=restart_count):
                 if "stubborn" in self.traits:
@@ -149,10 +149,12 @@ class FakeRank:
 
 
 if __name__ == "__main__":
-    told = msgspec.json.decode(sys.argv[1], type=MonitorTask)
+    template = msgspec.json.decode(sys.argv[1], type=MonitorTask)
     own = int(os.environ["RANK"])
     log_path = os.path.join(sys.argv[3], "monitor.log") if sys.argv[3] else ""
     relay = os.environ.get("OUTLAST_RELAY", "")
     node = os.environ["OUTLAST_NODE"]
-    task = msgspec.structs.replace(told, pid=os.getpid(), initial_rank=own, node=node, log_path=log_path, relay=relay)
+    task = msgspec.structs.replace(
+        template, pid=os.getpid(), initial_rank=own, node=node, log_path=log_path, relay=relay
+    )
     FakeRank(task, int(sys.argv[2])).run()

@@ -25,7 +25,7 @@ from outlast.testing import RankProcesses
 
 TIMEOUT_S = 100.0
 TRAITS = {"dumb", "hang", "stubborn", "unready"}
-SAID = '{"what": '
+REPORT_PREFIX = '{"what": '
 _PIDFD_GETFD = 438
 
 
@@ -33,7 +33,7 @@ def monitor_task(**changes: Any) -> MonitorTask:
     """Return the task of a rank's agent process.
 
     Args:
-        changes: Its fields, and those of its limits, that the test is about.
+        changes: Fields of the task and of its limits that differ from the defaults of the tests.
     """
     limits = {name: changes.pop(name) for name in RestartLimits.__struct_fields__ if name in changes}
     values: dict[str, Any] = {
@@ -60,55 +60,55 @@ class Child:
     def __init__(self, ranks: RankProcesses, rank: int) -> None:
         self.rank = rank
         self._ranks = ranks
-        self.said: list[dict[str, Any]] = []
+        self.reported: list[dict[str, Any]] = []
         self.monitors: list[int] = []
 
     @property
     def pid(self) -> int:
         return self._ranks.pid(self.rank)
 
-    def tell(self, text: str) -> None:
-        """Give a command; return once it is in force where it is about how the rank behaves from now on."""
+    def send_command(self, text: str) -> None:
+        """Send a command; a command that changes the rank's behaviour is in effect on return."""
         self._ranks.send(self.rank, text)
         if text in TRAITS:
             self.wait_for("trait")
 
-    def _hear(self, timeout_s: float) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads(self._ranks.next_line(self.rank, timeout_s, containing=SAID))
-        self.said.append(said)
-        if "monitor" in said:
-            self.monitors.append(said["monitor"])
-        return said
+    def _next_report(self, timeout_s: float) -> dict[str, Any]:
+        reported: dict[str, Any] = json.loads(self._ranks.next_line(self.rank, timeout_s, containing=REPORT_PREFIX))
+        self.reported.append(reported)
+        if "monitor" in reported:
+            self.monitors.append(reported["monitor"])
+        return reported
 
     def wait_for(
         self,
-        what: str,
-        when: Callable[[dict[str, Any]], bool] = lambda _: True,
+        event: str,
+        condition: Callable[[dict[str, Any]], bool] = lambda _: True,
         timeout_s: float = TIMEOUT_S,
     ) -> dict[str, Any]:
-        """Return the next thing of this kind that the rank said."""
+        """Return the next report of this kind."""
         end_s = clock.now_s() + timeout_s
         while True:
-            said = self._hear(end_s - clock.now_s())
-            if said["what"] == what and when(said):
-                return said
+            reported = self._next_report(end_s - clock.now_s())
+            if reported["what"] == event and condition(reported):
+                return reported
 
     def wait_end(self) -> int:
         (code,) = self._ranks.wait(TIMEOUT_S, ranks=[self.rank])
-        with contextlib.suppress(DeadlineExceeded):  # it has ended: that was all
+        with contextlib.suppress(DeadlineExceeded):  # the rank has ended: there are no more reports
             while True:
-                self._hear(0.0)
+                self._next_report(0.0)
         return code
 
-    def orders(self, what: str) -> list[dict[str, Any]]:
-        return [said for said in self.said if said["what"] == what]
+    def orders(self, event: str) -> list[dict[str, Any]]:
+        return [reported for reported in self.reported if reported["what"] == event]
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
 
 def is_monitor(pid: int) -> bool:
-    """Return whether this is an agent process that runs."""
+    """Return whether a process is a running agent process."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and "outlast.runtime.agent_process" in process.cmdline()
@@ -117,15 +117,15 @@ def is_monitor(pid: int) -> bool:
 
 
 class FakeRanks:
-    """A world of fake ranks; a context manager that leaves nothing behind.
+    """A world of fake ranks; a context manager that ends all its processes.
 
     Args:
-        num: Ranks.
-        active: Of these; ``None``: all.
-        log_dir: Of the agent processes.
-        num_nodes: Nodes, each with an agent process.
-        has_launcher: The nodes' relays and the coordinator are a launcher's, in a process of its own.
-        changes: Settings.
+        num: Number of ranks.
+        active: Number of active ranks; ``None``: all.
+        log_dir: Folder for the logs of the agent processes.
+        num_nodes: Number of nodes, each with one agent process.
+        has_launcher: A separate process runs the relays and the coordinator, as a launcher does.
+        changes: Fields of the task that differ from the defaults of the tests.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class FakeRanks:
         )
         self.children = [Child(self._ranks, rank) for rank in range(num)]
         self.first: dict[str, str] = {}
-        """Address and offer of the agent process that coordinates first."""
+        """Address and offer of the first coordinating agent process."""
 
     def __enter__(self) -> FakeRanks:
         self._ranks.__enter__()
@@ -178,26 +178,28 @@ class FakeRanks:
     def connect(self, *ranks: int) -> None:
         known = "" if self.nodes is not None else f" {self.first['address']} {self.first['offer']}"
         for rank in ranks or range(len(self.children)):
-            self[rank].tell(f"connect{known}")
+            self[rank].send_command(f"connect{known}")
 
     def on_node(self, number: int) -> list[Child]:
         """Return the ranks of a node."""
         return [self.children[rank] for rank, home in enumerate(self._homes) if home == number]
 
-    def kill_agent(self, node: int, *, but: tuple[int, ...] = ()) -> None:
-        """Kill a node's agent process, and wait until its ranks have another one."""
-        children = [child for child in self.on_node(node) if child.rank not in but]
+    def kill_agent(self, node: int, *, excluding: tuple[int, ...] = ()) -> None:
+        """Kill a node's agent process, and wait until its ranks have a new one."""
+        children = [child for child in self.on_node(node) if child.rank not in excluding]
         os.kill(children[0].monitors[-1], signal.SIGKILL)
         for child in children:
             child.wait_for("monitor")
         assert len({child.monitors[-1] for child in children}) == 1
 
-    def go(self, restart_count: int, *, but: tuple[int, ...] = (), timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """Wait until everybody is told to enter this call; return the order."""
+    def go(
+        self, restart_count: int, *, excluding: tuple[int, ...] = (), timeout_s: float = TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Wait until all ranks have the order to enter this call; return the order."""
         orders = [
-            child.wait_for("Go", lambda said: said["restart_count"] == restart_count, timeout_s)
+            child.wait_for("Go", lambda reported: reported["restart_count"] == restart_count, timeout_s)
             for child in self.children
-            if child.rank not in but
+            if child.rank not in excluding
         ]
         contents = [{name: value for name, value in order.items() if name != "at_ns"} for order in orders]
         assert all(content == contents[0] for content in contents)
@@ -208,10 +210,10 @@ class FakeRanks:
         return {pid for child in self.children for pid in child.monitors}
 
     def wait_monitors(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Every agent process is gone within this time."""
+        """Wait until all agent processes have ended."""
         end_s = clock.now_s() + timeout_s
-        while left := {pid for pid in self.monitors() if is_monitor(pid)}:
-            assert clock.now_s() < end_s, f"agent processes {left} live {timeout_s:g} s later"
+        while remaining := {pid for pid in self.monitors() if is_monitor(pid)}:
+            assert clock.now_s() < end_s, f"agent processes {remaining} live {timeout_s:g} s later"
             threading.Event().wait(0.005)
 
     def close(self) -> None:
@@ -229,7 +231,7 @@ class FakeRanks:
 
 
 def shut_down_link(pid: int, port: int) -> None:
-    """Break another process's connection to a port of this machine, as a network would."""
+    """Break another process's connection to a port of this machine, as a network fault does."""
     process = psutil.Process(pid)
     fd = next(c.fd for c in process.net_connections("tcp") if c.raddr and c.raddr.port == port)
     pidfd = os.pidfd_open(pid)

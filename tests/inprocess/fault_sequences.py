@@ -1,9 +1,9 @@
-"""Seeded random sequences of faults, each played out by real ranks that restart in process.
+"""Seeded random sequences of faults, each injected into real ranks that restart in process.
 
-Run as a script with seeds as arguments: it imports torch once, forks the ranks of one sequence after another, and
-prints a line of JSON for each. The first line is that of a sequence without a fault: what the weights must be. With
-``coordinator`` as the first argument the ranks report to the coordinator, over the relays of two nodes, as under
-``outlast run``; it is lost at random moments, in the middle of an order, too.
+Run as a script with seeds as arguments: imports torch once, forks the ranks of one sequence after another, and
+prints a line of JSON for each sequence. The first line is the result of a sequence without faults, which has the
+expected weights. With ``coordinator`` as the first argument the ranks report to the coordinator through the relays
+of two nodes, as under ``outlast run``; the coordinator is lost at random times, including in the middle of an order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ACTIVE, SPARES = 4, 2
 WORLD_SIZE = ACTIVE + SPARES
 NUM_STEPS = 30
 LIMIT_S = 65.0
-"""Within this a sequence must have ended; undisturbed it takes one second, and with all its timeouts about fifteen."""
+"""Limit for a sequence; a sequence without faults takes one second, and one with all timeouts about fifteen."""
 CONFIG = InProcessRestartConfig(
     active_world_size=ACTIVE,
     granularity="rank",
@@ -67,31 +67,31 @@ class Event:
     where: str
     """``step``, ``initialize``, ``finalize``, ``health_check``, or ``outside``: from another process, at a time."""
     rank: int
-    """Active rank; of ``outside`` the initial one, so that spares are met, too."""
+    """Active rank; for ``outside`` the initial rank, so that spares are included."""
     restart_count: int = 0
     step: int = 0
     after_s: float = 0.0
-    """Seconds since the first rank was in the function, for a fault from outside."""
+    """Seconds after the first rank has entered the function, for a fault from outside."""
 
 
 def draw(seed: int) -> tuple[Event, ...]:
-    """Return a sequence: always at least one fault in the function or from outside."""
+    """Return a sequence, which has at least one fault in the function or from outside."""
     rng = random.Random(seed)
     events: list[Event] = []
     restart_count = 0
     for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
         kind = rng.choice(("exception",) * 3 + ("kill",) * 3 + ("sleep",) * 2 + ("stop", "gil"))
-        luck = rng.random()
-        if events and luck < 0.25:  # two at once
+        chance = rng.random()
+        if events and chance < 0.25:  # two faults at once
             last = events[-1]
             kind = rng.choice(("kill", "stop")) if last.where == "outside" else kind
             events.append(replace(last, kind=kind, rank=(last.rank + rng.randrange(1, ACTIVE)) % ACTIVE))
-        elif events and luck < 0.5:  # during the restart that the last one brought, in a plug-in
+        elif events and chance < 0.5:  # during the restart after the last fault, in a plug-in
             where = rng.choice(("finalize", "health_check", "initialize"))
             at = restart_count if where == "initialize" else max(0, restart_count - 1)
             events.append(Event(kind=kind, where=where, rank=rng.randrange(ACTIVE), restart_count=at))
             restart_count += where == "initialize"
-        elif luck > 0.85:
+        elif chance > 0.85:
             rank, after_s = rng.randrange(WORLD_SIZE), rng.uniform(0.0, 0.8)
             kind = rng.choice(("kill", "stop"))
             events.append(Event(kind=kind, where="outside", rank=rank, after_s=round(after_s, 3)))
@@ -105,7 +105,7 @@ def draw(seed: int) -> tuple[Event, ...]:
 
 
 def draw_losses(seed: int) -> tuple[Event, ...]:
-    """Return when the coordinator of a sequence is lost, and when another one takes over."""
+    """Return the times at which the coordinator of a sequence is lost and a successor takes over."""
     rng = random.Random(f"coordinator {seed}")
     events: list[Event] = []
     after_s = 0.0
@@ -121,11 +121,11 @@ def draw_losses(seed: int) -> tuple[Event, ...]:
 
 
 class InjectedFault(Exception):
-    """What the function or a plug-in raises on purpose."""
+    """Raised by the function or a plug-in as an injected fault."""
 
 
-def strike(kind: str) -> None:
-    """Fail in one way; only an exception comes back from here."""
+def inject(kind: str) -> None:
+    """Inject a fault of a kind; only an exception returns to the caller."""
     if kind == "exception":
         raise InjectedFault("a fault on purpose")
     if kind == "kill":
@@ -135,43 +135,43 @@ def strike(kind: str) -> None:
     elif kind == "gil":
         mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
         lock(mutex)
-        lock(mutex)  # for ever, with the interpreter's lock held; no signal ends it
+        lock(mutex)  # never returns, with the interpreter's lock held; no signal ends it
     else:
         time.sleep(3600)
 
 
 class Script:
-    """What one rank does."""
+    """The faults of one rank and its function."""
 
     def __init__(self, events: tuple[Event, ...], entered: Path) -> None:
         self._entered = entered
         self._events = [event for event in events if event.where != "outside"]
 
-    def meet(self, where: str, rank: int | None, restart_count: int, step: int = 0) -> None:
-        """Have the fault that the sequence has for this place, once."""
+    def inject_due(self, where: str, rank: int | None, restart_count: int, step: int = 0) -> None:
+        """Inject the fault of the sequence at this place, once."""
         for event in self._events:
             if (event.where, event.rank, event.restart_count, event.step) == (where, rank, restart_count, step):
                 self._events.remove(event)
-                strike(event.kind)
+                inject(event.kind)
 
     def plugin(self, where: str) -> Any:
-        """Return a plug-in that meets its faults."""
-        return lambda state: self.meet(where, state.rank, state.iteration)
+        """Return a plug-in that injects its faults."""
+        return lambda state: self.inject_due(where, state.rank, state.iteration)
 
     def initialize(self, state: State) -> None:
-        """Check the limits, then meet what is to be met."""
+        """Check the limits, then inject the fault that is due."""
         RetryController(max_iterations=8)(state)
-        self.meet("initialize", state.rank, state.iteration)
+        self.inject_due("initialize", state.rank, state.iteration)
 
     def train(self, handle: Handle) -> str:
-        """Return what the weights are in the end."""
+        """Return the final weights."""
         self._entered.touch()
         dist.init_process_group("gloo", timeout=timedelta(seconds=600))
         rank = dist.get_rank()
         weights = torch.zeros(1 << 10)
         for step in range(NUM_STEPS):
             gradient = torch.linspace(0.1, 1.7, 1 << 10) * (rank + 1) / (step + 3)
-            self.meet("step", rank, handle.iteration, step)
+            self.inject_due("step", rank, handle.iteration, step)
             dist.all_reduce(gradient)
             weights += gradient / 7
             time.sleep(0.002)
@@ -179,8 +179,10 @@ class Script:
         return weights.numpy().tobytes().hex()[::61]
 
 
-def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Path, environment: dict[str, str]) -> None:
-    """Be one rank of a sequence, and write down how it ended; never returns."""
+def run_rank(
+    initial_rank: int, port: int, events: tuple[Event, ...], folder: Path, environment: dict[str, str]
+) -> None:
+    """Run one rank of a sequence and write its outcome to a file; never returns."""
     code = 1
     try:
         with (folder / f"{initial_rank}.log").open("wb") as log:
@@ -213,8 +215,8 @@ def be_rank(initial_rank: int, port: int, events: tuple[Event, ...], folder: Pat
         os._exit(code)
 
 
-def play(seed: int | None, nodes: RelayingNodes | None = None, cycle: int = 0) -> dict[str, Any]:
-    """Play one sequence; ``None``: the one without a fault."""
+def run_sequence(seed: int | None, nodes: RelayingNodes | None = None, cycle: int = 0) -> dict[str, Any]:
+    """Run one sequence; ``None``: the one without faults."""
     events = () if seed is None else draw(seed)
     relays = [""]
     if nodes is not None:
@@ -231,10 +233,10 @@ def play(seed: int | None, nodes: RelayingNodes | None = None, cycle: int = 0) -
                 if pid == 0:
                     relay = relays[initial_rank * len(relays) // WORLD_SIZE]
                     environment = {"OUTLAST_RELAY": relay, "OUTLAST_CYCLE": str(cycle)}
-                    be_rank(initial_rank, port, events, folder, environment)
+                    run_rank(initial_rank, port, events, folder, environment)
                 pids[initial_rank] = pid
             outside = [event for event in events if event.where == "outside"]
-            running = watch(pids, outside, begin_s, folder / "entered", nodes)
+            running = supervise(pids, outside, begin_s, folder / "entered", nodes)
         finally:
             codes = end(pids)
         ends = {
@@ -242,20 +244,22 @@ def play(seed: int | None, nodes: RelayingNodes | None = None, cycle: int = 0) -
             for rank in range(WORLD_SIZE)
             if (path := folder / f"{rank}.json").exists()
         }
-        found = judge(ends, codes, running)
+        found = classify(ends, codes, running)
         logs = (
             {}
             if found["verdict"] in ("completed", "aborted")
             else {rank: (folder / f"{rank}.log").read_text(errors="replace")[-3000:] for rank in range(WORLD_SIZE)}
         )
-    told = [{name: value for name, value in asdict(event).items() if value or name == "rank"} for event in events]
-    return {"seed": seed, "events": told, "seconds": round(clock.now_s() - begin_s, 2), **found, "logs": logs}
+    event_dicts = [
+        {name: value for name, value in asdict(event).items() if value or name == "rank"} for event in events
+    ]
+    return {"seed": seed, "events": event_dicts, "seconds": round(clock.now_s() - begin_s, 2), **found, "logs": logs}
 
 
-def watch(
+def supervise(
     pids: dict[int, int], events: list[Event], begin_s: float, entered: Path, nodes: RelayingNodes | None
 ) -> list[int]:
-    """Wait for the ranks, strike some from outside; return who had to be waited for too long."""
+    """Wait for the ranks and inject the faults from outside; return the ranks that exceeded the limit."""
     due = sorted(events, key=lambda event: event.after_s)
     watched = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
     stopped: set[int] = set()
@@ -274,7 +278,7 @@ def watch(
                     nodes.tell(event.kind)
                 elif event.rank in watched:
                     signal.pidfd_send_signal(watched[event.rank], getattr(signal, f"SIG{event.kind.upper()}"))
-                    # A stopped spare is nobody's hindrance, so nobody may end it.
+                    # A stopped spare blocks no other rank, so it is not ended.
                     stopped |= {event.rank} if event.kind == "stop" else set()
             ready, _, _ = select.select(list(watched.values()), [], [], 0.01 if due else 1.0)
             for rank in [rank for rank, fd in watched.items() if fd in ready]:
@@ -286,7 +290,7 @@ def watch(
 
 
 def end(pids: dict[int, int]) -> dict[int, int]:
-    """End who is left, and return all exit codes."""
+    """Kill the remaining ranks, and return all exit codes."""
     codes = {}
     for rank, pid in pids.items():
         with contextlib.suppress(ProcessLookupError):
@@ -295,8 +299,8 @@ def end(pids: dict[int, int]) -> dict[int, int]:
     return codes
 
 
-def judge(ends: dict[int, dict[str, Any]], codes: dict[int, int], running: list[int]) -> dict[str, Any]:
-    """Return how a sequence ended: ``completed``, ``aborted``, or what must not be."""
+def classify(ends: dict[int, dict[str, Any]], codes: dict[int, int], running: list[int]) -> dict[str, Any]:
+    """Return the outcome of a sequence: ``completed``, ``aborted``, or a failure."""
     kinds = [one["end"] for one in ends.values()]
     values = sorted({one["value"] for one in ends.values() if one["end"] == "value"})
     decision = "mixed"
@@ -310,7 +314,7 @@ def judge(ends: dict[int, dict[str, Any]], codes: dict[int, int], running: list[
         has_counts = all(one["counts"].keys() >= {"restarts", "faults"} for one in ends.values() if "counts" in one)
         decision = "aborted" if has_counts else "uncounted"
     elif not ends or set(kinds) == {"left"}:
-        decision = "aborted"  # nobody is left who could say so
+        decision = "aborted"  # no rank is left that could report an abort
     return {
         "verdict": decision,
         "values": values,
@@ -322,7 +326,7 @@ def judge(ends: dict[int, dict[str, Any]], codes: dict[int, int], running: list[
 
 
 def main() -> None:
-    """Play the sequences of the seeds that are given."""
+    """Run the sequences of the given seeds."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
@@ -331,7 +335,7 @@ def main() -> None:
         seeds, nodes = seeds[1:], RelayingNodes(2)
     with nodes or contextlib.nullcontext():
         for cycle, seed in enumerate((None, *map(int, seeds))):
-            print(json.dumps(play(seed, nodes, cycle)), flush=True)
+            print(json.dumps(run_sequence(seed, nodes, cycle)), flush=True)
 
 
 if __name__ == "__main__":

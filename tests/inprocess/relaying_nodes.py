@@ -1,8 +1,8 @@
-"""The relays of some nodes and the coordinator's hub, for ranks that are started without an agent.
+"""The relays of some nodes and the in-process restart coordinator, for ranks that are started without an agent.
 
-Run as a script with the number of nodes as argument it first prints the relays' addresses, then ``ok`` for each command
-on its standard input; it ends with that. What is between relay and hub in an agent and its coordinator (mailboxes, one
-connection) is left out, the messages are encoded and decoded as there.
+Run as a script with the number of nodes as argument: first prints the relays' addresses, then ``ok`` for each
+command on its standard input, and exits at its end. The transport between a relay and the coordinator (mailboxes,
+one connection) is left out; the messages are encoded and decoded as they are there.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from outlast.launch.rank_relay import RankRelay
 
 
 class Nodes:
-    """What is in the script's process."""
+    """State of the script's process."""
 
     def __init__(self, num: int) -> None:
         self.relays = {f"n{number}": RankRelay() for number in range(num)}
         self.coordinator: InProcessRestarts | None = InProcessRestarts()
         self.cycle, self.term = 0, 0
-        self.tears = False
-        """The coordinator is lost as soon as one of several nodes has its order."""
+        self.loses_mid_order = False
+        """The coordinator is lost once one of several nodes has the order."""
         self.begin(0)
 
     def begin(self, cycle: int) -> None:
-        self.coordinator, self.cycle, self.tears = InProcessRestarts(), cycle, False
+        self.coordinator, self.cycle, self.loses_mid_order = InProcessRestarts(), cycle, False
         self.coordinator.begin(cycle, self.term)
         for relay in self.relays.values():
             relay.begin_cycle(cycle)
@@ -58,18 +58,18 @@ class Nodes:
         if self.coordinator is None:
             return
         orders, self.coordinator.out = self.coordinator.out, []
-        is_torn = self.tears and len({node for node, _, _ in orders}) > 1
+        is_partial = self.loses_mid_order and len({node for node, _, _ in orders}) > 1
         for node, _, order in orders:
             self.relays[node].obey(msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=m.OnAgent))
-            if is_torn:
-                self.tears = False
+            if is_partial:
+                self.loses_mid_order = False
                 self.adopt()
                 return
 
     def turn(self) -> None:
         for node, relay in self.relays.items():
             for message in relay.serve():
-                if self.coordinator is not None:  # else it is lost with the connection
+                if self.coordinator is not None:  # otherwise the message is lost with the connection
                     self.coordinator.take(self.carry(node, message), clock.now_s())
         if self.coordinator is not None:
             self.coordinator.look(clock.now_s())
@@ -88,11 +88,11 @@ class Nodes:
         elif word == "adopt":
             self.adopt()
         elif word == "tear":
-            self.tears = True
+            self.loses_mid_order = True
 
 
 class RelayingNodes:
-    """The process with the relays; a context manager that ends it."""
+    """The process with the relays; a context manager that ends the process."""
 
     def __init__(self, num: int) -> None:
         self._process = subprocess.Popen(
@@ -101,8 +101,8 @@ class RelayingNodes:
         assert self._process.stdout is not None
         self.addresses: list[str] = json.loads(self._process.stdout.readline())
 
-    def tell(self, command: str) -> None:
-        """Give a command; return once it is done."""
+    def send_command(self, command: str) -> None:
+        """Send a command; return once it is done."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n")

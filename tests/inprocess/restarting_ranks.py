@@ -1,6 +1,6 @@
-"""Ranks that train a small model in a wrapped function, and meet with a planned fault.
+"""Ranks that train a small model in a wrapped function, with an injected fault.
 
-Arguments: what happens, to which initial rank, and optionally how many ranks are active.
+Arguments: the fault, the initial rank that has it, and optionally the number of active ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SOFT_S, HARD_S = (6.0, 12.0) if HANGS else (60.0, 90.0)
 CONFIG = InProcessRestartConfig(soft_timeout=SOFT_S, hard_timeout=HARD_S, granularity="rank", active_world_size=ACTIVE)
 
 
-def say(*words: object) -> None:
+def report(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
 
 
-def strike() -> None:
+def inject() -> None:
     if FAULT == "exception":
         raise ValueError("planned")
     if FAULT == "kill":
@@ -44,7 +44,7 @@ def strike() -> None:
     if FAULT == "gil":
         mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
         lock(mutex)
-        lock(mutex)  # for ever, with the interpreter's lock held; no signal ends it
+        lock(mutex)  # never returns, with the interpreter's lock held; no signal ends it
     if FAULT == "swallow":
         while True:
             try:
@@ -53,24 +53,17 @@ def strike() -> None:
                 pass
 
 
-def check(state: inprocess.State) -> None:
-    if FAULT == "unhealthy" and state.initial_rank == VICTIM:
-        raise RuntimeError("planned to be unhealthy")
-
-
-@inprocess.Wrapper(CONFIG, health_check=check)
+@inprocess.Wrapper(CONFIG)
 def train(seed: int, call: inprocess.Handle) -> float:
-    say("call", call.iteration, "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "pid", os.getpid())
+    report("call", call.iteration, "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "pid", os.getpid())
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     torch.manual_seed(seed)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(NUM_STEPS):
         if FAULT != "nothing" and step == FAULT_STEP and call.iteration == 0 and INITIAL_RANK == VICTIM:
-            say("strikes")
-            strike()
-            if FAULT == "unhealthy":
-                raise ValueError("planned")
+            report("strikes")
+            inject()
         inputs = torch.full((4, 64), float(step + dist.get_rank()))
         model(inputs).square().mean().backward()
         optimizer.step()
@@ -80,8 +73,8 @@ def train(seed: int, call: inprocess.Handle) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # as DDP does: peers wait for a spare meanwhile, and lose patience
+    importlib.import_module("torch._dynamo")  # DDP imports it too: its peers would time out while a spare imports it
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
     before = [os.environ.get(name) for name in names]
-    say("returned", train(7))
+    report("returned", train(7))
     assert [os.environ.get(name) for name in names] == before, "the environment is not as it was"

@@ -1,4 +1,5 @@
-"""How a wrapped call ends on each rank: exit code, exception, last line; never 0 without the function's result."""
+"""Exit code, exception and last line of each rank of a wrapped call; no rank exits with 0 without the function's
+result."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RETURNED = (0, "returned trained")
 A_SPARE = (0, "returned None")
 NO_SPARE = (1, r"RestartAbort: of 2 ranks 1 cannot be filled from 0 spares")
 TOO_OFTEN = (1, r"UnhealthyRank: rank \d failed 1 times, more than max_rank_faults=0 allows|RestartAbort: of 2 ranks")
-"""The first rank that fails; the other one may be interrupted before it does."""
+"""The first rank that fails; the other one may be interrupted before its failure."""
 REMOVED = r"rank 0 is permanently removed: "
 End = tuple[int, str]
 """Exit code of a rank, and a pattern for the last line of its output."""
@@ -43,7 +44,7 @@ ENDS: dict[str, list[End]] = {
     "is killed": [(-signal.SIGKILL, ""), NO_SPARE],
     "is interrupted": [(-signal.SIGINT, "KeyboardInterrupt"), (1, "RestartAbort: interrupted by the keyboard")],
 }
-"""With two active ranks and no spare; the first rank is concerned, or both."""
+"""With two active ranks and no spare; the first rank or both ranks end this way."""
 WITH_A_SPARE: dict[str, list[End]] = {
     "returns": [RETURNED, RETURNED, A_SPARE],
     "health_check fails": [(1, "BadDevice: planned fault"), RETURNED, RETURNED],
@@ -59,7 +60,7 @@ BY_NVRX_NAMES: dict[str, list[End]] = {
 
 
 def last_line(output: str) -> str:
-    """Return the last line that is more than a location in a traceback; the log's own time and level are left out."""
+    """Return the last line of the output without the time and level of the log."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return re.sub(r"^\S+ [A-Z]+ +(\[.*?\] )?", "", lines[-1]) if lines else ""
 
@@ -68,20 +69,22 @@ def last_line(output: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize(
-    ("way", "names", "expected"),
+    ("ending", "names", "expected"),
     [
-        *((way, "ours", expected) for way, expected in ENDS.items()),
+        *((ending, "ours", expected) for ending, expected in ENDS.items()),
         *(
-            pytest.param(way, names, expected, marks=pytest.mark.extended)
+            pytest.param(ending, names, expected, marks=pytest.mark.extended)
             for names, ends in (("ours", WITH_A_SPARE), ("nvrx", BY_NVRX_NAMES))
-            for way, expected in ends.items()
+            for ending, expected in ends.items()
         ),
     ],
 )
-def test_how_a_wrapped_call_ends(way: str, names: str, expected: list[End], tmp_path: Path) -> None:
-    """Each rank ends with the exit code and the exception of the table; a rank without the function's result never
-    ends with 0, unless its script has called ``sys.exit(0)`` in the function."""
-    with RankProcesses(RANKS, way, "2", names, world_size=len(expected), directory=tmp_path) as ranks:
+def test_each_rank_has_the_exit_code_of_its_ending(
+    ending: str, names: str, expected: list[End], tmp_path: Path
+) -> None:
+    """Each rank ends with the exit code and the exception of the table; a rank without the function's result does
+    not exit with 0, unless its function called ``sys.exit(0)``."""
+    with RankProcesses(RANKS, ending, "2", names, world_size=len(expected), directory=tmp_path) as ranks:
         codes = ranks.wait(timeout_s=PATIENCE_S)
         outputs = [ranks.output(rank) for rank in range(len(expected))]
     assert codes == [code for code, _ in expected], outputs
@@ -94,13 +97,13 @@ def test_how_a_wrapped_call_ends(way: str, names: str, expected: list[End], tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize(
-    ("way", "cause"), [("health_check fails", "BadDevice: planned fault"), ("exits with 3", "exit code 3: ")]
+    ("ending", "cause"), [("health_check fails", "BadDevice: planned fault"), ("exits with 3", "exit code 3: ")]
 )
-def test_the_launcher_reports_the_first_removed_rank(way: str, cause: str, tmp_path: Path) -> None:
-    """Under ``outlast run`` and stock ``torchrun`` the job fails; the last line of ``outlast run`` names the rank that
-    was removed first, not one that could not continue without it."""
+def test_the_launcher_reports_the_first_removed_rank(ending: str, cause: str, tmp_path: Path) -> None:
+    """Under ``outlast run`` and ``torchrun`` the job fails; the last line of ``outlast run`` has the rank that was
+    removed first, not a rank that could not continue without it."""
     with Cluster(
-        *(RANKS, way, "2", "ours"), run_dir=tmp_path / "run", num_nodes=1, options=["--max-restarts=0"]
+        *(RANKS, ending, "2", "ours"), run_dir=tmp_path / "run", num_nodes=1, options=["--max-restarts=0"]
     ) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [1]
         last = job.agent(0).output().strip().splitlines()[-1]
@@ -110,7 +113,7 @@ def test_the_launcher_reports_the_first_removed_rank(way: str, cause: str, tmp_p
     command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")]
     try:
         done = subprocess.run(
-            [*command, str(RANKS), way, "2", "ours"],
+            [*command, str(RANKS), ending, "2", "ours"],
             env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -123,12 +126,12 @@ def test_the_launcher_reports_the_first_removed_rank(way: str, cause: str, tmp_p
 
 
 @pytest.mark.parametrize("code", [None, 0, False, 16, 17, 18, 75, 93, ExitReason.PREEMPTED])
-def test_an_exit_of_all_ranks_is_like_a_return(code: object) -> None:
-    """The codes with which all ranks of a session exit together, and 0, are no loss of a rank."""
+def test_an_orderly_exit_code_is_not_the_loss_of_a_rank(code: object) -> None:
+    """0 and the codes with which all ranks of a session exit together do not count as the loss of a rank."""
     assert is_orderly_exit(code)
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 19, 128, -1, "text", [0], 0.5, True])
-def test_any_other_exit_is_the_loss_of_the_rank(code: object) -> None:
-    """A rank that exits with another code has failed, and keeps its code."""
+def test_any_other_exit_code_is_the_loss_of_the_rank(code: object) -> None:
+    """A rank that exits with another code has failed and keeps its code."""
     assert not is_orderly_exit(code)

@@ -1,4 +1,4 @@
-"""The helper processes of a node: one agent process that watches the ranks, and one writer of their checkpoints."""
+"""The helper processes of a node: one agent process that monitors the ranks, and one writer of their checkpoints."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ train()
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_of_a_node_share_two_helper_processes(tmp_path: Path) -> None:
-    """Under stock torchrun with 4 ranks, a wrapped function, timeouts and checkpoints, after an in-process restart: one
-    agent process has all duties, and one writer serves all ranks. Both end soon after the last rank."""
+    """With 4 ranks under torchrun, a wrapped function, timeouts, checkpoints and an in-process restart: one agent
+    process has all duties and one writer serves all ranks. Both end soon after the last rank."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -72,7 +72,7 @@ def test_ranks_of_a_node_share_two_helper_processes(tmp_path: Path) -> None:
         )
         pids.update(pid for _, pid in found)
     assert len(pids) == 2
-    left = [process for process in psutil.process_iter() if process.pid in pids]
-    assert not psutil.wait_procs(left, timeout=10.0)[1]
+    remaining = [process for process in psutil.process_iter() if process.pid in pids]
+    assert not psutil.wait_procs(remaining, timeout=10.0)[1]
     assert "agent process" in done.stderr
     assert "not detected" not in done.stderr

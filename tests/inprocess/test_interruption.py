@@ -1,4 +1,4 @@
-"""The main thread gets out of the function, wherever it is."""
+"""Interruption of the wrapped function in the main thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outlast.runtime.interruption import SignalInterruption, set_async_exception
 def boundary(
     interruption: SignalInterruption, function: Callable[[], Any], has_entered: threading.Event | None = None
 ) -> BaseException | None:
-    """Call the function as the wrapper does; return what it raised. Who leaves this frame is interrupted no more."""
+    """Call the function as the wrapper does; return what it raised. Outside of this frame nothing is interrupted."""
     error = None
     assert interruption.enter(0)
     try:
@@ -35,14 +35,14 @@ def boundary(
 
 @contextlib.contextmanager
 def poked(interruption: SignalInterruption, *, order_first: bool = True) -> Iterator[threading.Event]:
-    """Once the event that this yields is set, order to leave, and poke until the main thread is out."""
-    has_entered, over = threading.Event(), threading.Event()
+    """Once the yielded event is set, order an interruption, and signal until the main thread has left the function."""
+    has_entered, is_over = threading.Event(), threading.Event()
 
     def poke() -> None:
         has_entered.wait(60)
         if order_first:
             interruption.order(0)
-        while not over.wait(0.005):
+        while not is_over.wait(0.005):
             interruption.poke()
 
     thread = threading.Thread(target=poke, daemon=True)
@@ -50,20 +50,20 @@ def poked(interruption: SignalInterruption, *, order_first: bool = True) -> Iter
     try:
         yield has_entered
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 
 @pytest.fixture
 def interruption() -> Iterator[SignalInterruption]:
-    made = SignalInterruption(RestartRequested, boundary.__code__)
-    made.install()
-    yield made
-    made.leave()
-    made.uninstall()
+    created = SignalInterruption(RestartRequested, boundary.__code__)
+    created.install()
+    yield created
+    created.leave()
+    created.uninstall()
 
 
-def get_out_of(
+def interrupt_function(
     interruption: SignalInterruption, function: Callable[[], Any], *, order_first: bool = True
 ) -> BaseException | None:
     with poked(interruption, order_first=order_first) as has_entered:
@@ -118,16 +118,17 @@ def swallow_twice() -> None:
     "function",
     [spin, sleep, wait_for_lock, wait_for_queue, swallow_sleeping, swallow_in_a_with, swallow_twice],
 )
-def test_it_gets_out(interruption: SignalInterruption, function: Callable[[], None]) -> None:
-    """Loops, sleeps and waits are left, also those whose code swallows every exception."""
-    assert isinstance(get_out_of(interruption, function), RestartRequested)
+def test_any_code_is_interrupted(interruption: SignalInterruption, function: Callable[[], None]) -> None:
+    """Loops, sleeps and waits are interrupted, also in code that suppresses every exception."""
+    assert isinstance(interrupt_function(interruption, function), RestartRequested)
     assert sys.exc_info() == (None, None, None), "an exception is left behind, with all its frames"
     assert sys.gettrace() is None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_gets_out_though_an_exception_is_set_for_another_thread(interruption: SignalInterruption) -> None:
-    """One that has not risen keeps the interpreter looking for it, which must not keep the main thread inside."""
+def test_interruption_works_with_a_pending_exception_elsewhere(interruption: SignalInterruption) -> None:
+    """A pending exception for another thread keeps the interpreter checking for it, but does not prevent the
+    interruption."""
     lock, is_inside = threading.Lock(), threading.Event()
     lock.acquire()
     thread = threading.Thread(target=lambda: (is_inside.set(), lock.acquire()))
@@ -135,15 +136,15 @@ def test_it_gets_out_though_an_exception_is_set_for_another_thread(interruption:
     assert is_inside.wait(60)
     set_async_exception(thread.ident or 0, RuntimeError)
     try:
-        assert isinstance(get_out_of(interruption, swallow_twice), RestartRequested)
+        assert isinstance(interrupt_function(interruption, swallow_twice), RestartRequested)
     finally:
         lock.release()
         thread.join()
 
 
-def test_an_update_is_finished(interruption: SignalInterruption, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update that is under way ends, and is left at its end; one that has not begun does not begin."""
-    monkeypatch.setattr("outlast.runtime.interruption._UPDATE_NS", 60_000_000_000)  # a busy machine's moment
+def test_a_running_update_is_finished(interruption: SignalInterruption, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running update is completed and interrupted at its end; a new update does not begin."""
+    monkeypatch.setattr("outlast.runtime.interruption._UPDATE_NS", 60_000_000_000)  # for a busy machine
     done = []
 
     def work() -> None:
@@ -157,7 +158,7 @@ def test_an_update_is_finished(interruption: SignalInterruption, monkeypatch: py
         interruption.end_update()
         done.append("after")
 
-    assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
+    assert isinstance(interrupt_function(interruption, work, order_first=False), RestartRequested)
     assert done[-1] == "second"
     assert interruption.enter(1)
     interruption.order(1)
@@ -165,19 +166,19 @@ def test_an_update_is_finished(interruption: SignalInterruption, monkeypatch: py
         interruption.begin_update()
 
 
-def test_an_update_that_does_not_end_is_left(interruption: SignalInterruption) -> None:
-    """What takes longer than a moment is interrupted where it is."""
+def test_an_update_that_does_not_end_is_interrupted(interruption: SignalInterruption) -> None:
+    """An update that takes longer than the limit is interrupted."""
 
     def work() -> None:
         interruption.begin_update()
         interruption.order(0)
         time.sleep(3600)
 
-    assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
+    assert isinstance(interrupt_function(interruption, work, order_first=False), RestartRequested)
 
 
-def test_atomic_parts_are_finished(interruption: SignalInterruption) -> None:
-    """Nothing is raised within an atomic part, however often it is nested; at its end it is."""
+def test_an_atomic_section_is_finished(interruption: SignalInterruption) -> None:
+    """Nothing is raised within an atomic section, however deeply nested, but at its end."""
     done = []
 
     def work() -> None:
@@ -192,12 +193,12 @@ def test_atomic_parts_are_finished(interruption: SignalInterruption) -> None:
         interruption.leave_atomic()
         done.append("never")
 
-    assert isinstance(get_out_of(interruption, work, order_first=False), RestartRequested)
+    assert isinstance(interrupt_function(interruption, work, order_first=False), RestartRequested)
     assert done == ["inner"]
 
 
-def test_an_atomic_part_is_not_begun_any_more(interruption: SignalInterruption) -> None:
-    """Once all are to leave, no atomic part begins."""
+def test_an_atomic_section_does_not_begin_after_an_order(interruption: SignalInterruption) -> None:
+    """After an order to interrupt, no atomic section begins."""
     begun = []
 
     def work() -> None:
@@ -210,16 +211,16 @@ def test_an_atomic_part_is_not_begun_any_more(interruption: SignalInterruption) 
     assert begun == []
 
 
-def test_a_call_that_is_over_is_not_entered(interruption: SignalInterruption) -> None:
-    """An order that comes before the function does not get lost."""
+def test_an_order_before_the_call_prevents_the_call(interruption: SignalInterruption) -> None:
+    """An order that arrives before the function is called is not lost."""
     interruption.order(2)
     assert not interruption.enter(2)
     assert interruption.enter(3)
     interruption.leave()
 
 
-def test_nothing_is_raised_outside(interruption: SignalInterruption) -> None:
-    """Signals that come late, when the function has been left, do nothing."""
+def test_nothing_is_raised_outside_the_function(interruption: SignalInterruption) -> None:
+    """Signals that arrive after the function has ended have no effect."""
     with poked(interruption) as has_entered:
         boundary(interruption, sleep, has_entered)
         interruption.leave()
@@ -228,8 +229,8 @@ def test_nothing_is_raised_outside(interruption: SignalInterruption) -> None:
             pass
 
 
-def test_other_threads_are_refused() -> None:
-    """Only the main thread can be interrupted, and that is said."""
+def test_other_threads_are_rejected() -> None:
+    """Installation in a thread other than the main thread is a ConfigError."""
     errors: list[BaseException] = []
 
     def install() -> None:

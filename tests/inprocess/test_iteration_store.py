@@ -1,4 +1,4 @@
-"""Each iteration has a store of its own."""
+"""Each iteration has a new store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from outlast.inprocess.call import CallStore
 
 
-def test_its_address_is_known_before_it_serves() -> None:
-    """Ranks may connect as soon as they know the address, and find what others put there."""
+def test_the_address_is_known_before_the_store_serves() -> None:
+    """Ranks can connect as soon as they have the address, and find the values of other ranks."""
     store = CallStore("127.0.0.1")
     host, port = store.address.split(" ")
     store.serve(timeout_s=10)
@@ -21,8 +21,8 @@ def test_its_address_is_known_before_it_serves() -> None:
     store.close()
 
 
-def test_one_that_is_not_needed_leaves_nothing() -> None:
-    """A rank that does not become rank 0 gives its port back."""
+def test_an_unused_store_frees_its_port() -> None:
+    """A rank that does not become rank 0 frees its port."""
     store = CallStore("127.0.0.1")
     host, port = store.address.split(" ")
     store.close()

@@ -1,4 +1,4 @@
-"""Whether what a rank keeps of its training state is whole, and what is put back of it."""
+"""Whether a rank's kept training state is consistent, and which parts of it are restored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.runtime.interruption import SignalInterruption
 
 
 class Training:
-    """A small model with everything around it."""
+    """A small model with optimizer, schedule and other state."""
 
     def __init__(self, *, norm: bool = False) -> None:
         random.seed(0)
@@ -73,8 +73,8 @@ def _begin(kept: KeptTrainingState, training: Training, num_steps: int = 2) -> N
         kept.note(number + 1)
 
 
-def test_between_steps_and_before_the_update_it_is_whole(kept: KeptTrainingState) -> None:
-    """Left in the forward or backward pass, the state is that of the steps done."""
+def test_state_before_an_update_is_consistent(kept: KeptTrainingState) -> None:
+    """If the forward or backward pass is interrupted, the state is the one after the last step."""
     training = Training()
     _begin(kept, training)
     training.forward().backward()
@@ -82,8 +82,9 @@ def test_between_steps_and_before_the_update_it_is_whole(kept: KeptTrainingState
     assert kept.look(training.state)[0] == 2
 
 
-def test_an_update_that_began_tears_it(kept: KeptTrainingState) -> None:
-    """Left within an optimizer's step or after it, before the body's end, nothing is whole."""
+def test_an_interrupted_update_makes_the_state_inconsistent(kept: KeptTrainingState) -> None:
+    """If an optimizer's step, or the rest of the body after it, is interrupted, the state is not used and the reason
+    is reported."""
     training = Training()
     _begin(kept, training)
     training.step()
@@ -103,22 +104,23 @@ def test_an_update_that_began_tears_it(kept: KeptTrainingState) -> None:
 
 
 class Mark:
-    """Stands for a CUDA event, which this needs a GPU for."""
+    """Stands for a CUDA event, which needs a GPU."""
 
     device = torch.device("cpu")
 
-    def __init__(self, *answers: bool) -> None:
-        self._answers = list(answers)
+    def __init__(self, *results: bool) -> None:
+        self._results = list(results)
 
     def query(self) -> bool:
-        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return self._results.pop(0) if len(self._results) > 1 else self._results[0]
 
 
 @pytest.mark.parametrize(("mark", "expected"), [(Mark(False), None), (Mark(False, False, True), 2), (None, 2)])
-def test_what_a_device_has_not_computed_is_not_whole(
+def test_state_with_pending_device_work_is_inconsistent(
     kept: KeptTrainingState, monkeypatch: pytest.MonkeyPatch, mark: Mark | None, expected: int | None
 ) -> None:
-    """Steps are counted when they are given to the device; behind an aborted collective it computes garbage."""
+    """Steps count when they are submitted to the device; behind an aborted collective the device computes wrong
+    values."""
     interruption = SignalInterruption(RestartRequested, _fail.__code__)
     call = Handle(Any, interruption=interruption, page=Any, on_first_ping=_fail, kept={})  # type: ignore[arg-type]
     monkeypatch.setattr("outlast.inprocess.kept_state.current_handle", lambda: call)
@@ -141,10 +143,8 @@ class BrokenMark:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_what_a_device_that_failed_has_computed_is_not_whole(
-    kept: KeptTrainingState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device that cannot be asked any more is trusted with nothing."""
+def test_state_of_a_failed_device_is_inconsistent(kept: KeptTrainingState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State of a device that raises on a query is not used."""
     call = Handle(
         Any, interruption=SignalInterruption(RestartRequested, _fail.__code__), page=Any, on_first_ping=_fail, kept={}
     )  # type: ignore[arg-type]
@@ -158,8 +158,9 @@ def test_what_a_device_that_failed_has_computed_is_not_whole(
     assert kept.look(training.state)[0] is None
 
 
-def test_what_else_writes_is_noticed(kept: KeptTrainingState) -> None:
-    """Weights changed outside of an optimizer, in the step or after the call, or other objects: not whole."""
+def test_other_writes_to_the_state_are_detected(kept: KeptTrainingState) -> None:
+    """Weights that were changed outside of an optimizer, in the step or after the call, or other objects make the
+    state inconsistent."""
     training = Training()
     _begin(kept, training)
     with torch.no_grad():
@@ -177,8 +178,9 @@ def test_what_else_writes_is_noticed(kept: KeptTrainingState) -> None:
     assert kept.is_used(training.state)
 
 
-def test_buffers_become_what_they_were(kept: KeptTrainingState) -> None:
-    """A forward pass has moved running statistics: they are put back, and no other rank counts as having the same."""
+def test_buffers_are_restored(kept: KeptTrainingState) -> None:
+    """Running statistics that a forward pass has changed are restored, and other ranks do not count as having the
+    same values."""
     training = Training(norm=True)
     _begin(kept, training)
     before = training.weights()
@@ -190,8 +192,8 @@ def test_buffers_become_what_they_were(kept: KeptTrainingState) -> None:
     assert kept.has_changing_buffers
 
 
-def test_nothing_of_a_released_state_is_held(kept: KeptTrainingState) -> None:
-    """Who does not keep his objects has them once, not twice; hooks are gone."""
+def test_a_released_state_is_not_referenced(kept: KeptTrainingState) -> None:
+    """A script that does not keep its objects has them once in memory, not twice; the hooks are removed."""
     training = Training()
     _begin(kept, training)
     kept.release()
@@ -205,14 +207,14 @@ def test_nothing_of_a_released_state_is_held(kept: KeptTrainingState) -> None:
     assert model() is None
 
 
-def test_own_things_come_back_exactly() -> None:
-    """Random numbers of python, numpy and torch, half-used pairs of normal numbers included, schedules, learning rates,
-    tensors and plain values."""
+def test_rank_local_state_is_restored_exactly() -> None:
+    """Random number generators of python, numpy and torch including buffered normal numbers, schedules, learning
+    rates, tensors and plain values are restored."""
     training = Training()
-    things = RankLocalState(training.state, {"optimizer": training.optimizer})
+    local_state = RankLocalState(training.state, {"optimizer": training.optimizer})
     for _ in range(3):
         training.step()
-        data = things.take()
+        data = local_state.take()
         rate, seen, ema = (
             training.optimizer.param_groups[0]["lr"],
             training.state["seen"],
@@ -230,19 +232,25 @@ def test_own_things_come_back_exactly() -> None:
         training.schedule.last_epoch = 99
         training.state["seen"] = "lost"
         training.state["ema"] += 5
-        things.put_back(data)
+        local_state.put_back(data)
         assert training.optimizer.param_groups[0]["lr"] == rate
         assert training.optimizer.param_groups[0]["betas"] == betas
         assert training.schedule.last_epoch == len(training.state["seen"])
         assert training.state["seen"] == seen
         assert torch.equal(training.state["ema"], ema)
-        again = (random.gauss(0, 1), random.random(), np.random.random(), np.random.normal(), torch.randn(2).tolist())
-        assert again == expected
-        things.put_back(data)
+        repeated = (
+            random.gauss(0, 1),
+            random.random(),
+            np.random.random(),
+            np.random.normal(),
+            torch.randn(2).tolist(),
+        )
+        assert repeated == expected
+        local_state.put_back(data)
 
 
-def test_plain_containers_are_filled_in_place() -> None:
-    """A reference of the script to a plain dict or list of the state stays valid when a copy is put back."""
+def test_plain_containers_are_restored_in_place() -> None:
+    """A script's reference to a plain dict or list of the state stays valid after a restore."""
     meta: dict[str, Any] = {"epoch": 1, "seen": [1, 2]}
     state = {"meta": meta, "history": [0.5]}
     own = RankLocalState(state, {})
@@ -258,8 +266,8 @@ def test_plain_containers_are_filled_in_place() -> None:
     assert state == {"meta": {"epoch": 1, "seen": [1, 2]}, "history": [0.5]}
 
 
-def test_the_page_holds_two_iterations_for_a_neighbour() -> None:
-    """Another process reads them by pid and descriptor; one that is being written is not there."""
+def test_the_shared_buffer_has_two_iterations_for_a_peer() -> None:
+    """Another process reads the last two iterations by pid and descriptor; a partly written one is not returned."""
     page = SharedBuffer.create()
     other = SharedBuffer.open(os.getpid(), page.fd)
     assert other.iterations() == ()
@@ -267,7 +275,7 @@ def test_the_page_holds_two_iterations_for_a_neighbour() -> None:
         page.write(iteration, bytes([iteration]) * 1000)
     assert other.iterations() == (1, 2)
     assert (other.read(2), other.read(1), other.read(0)) == (b"\2" * 1000, b"\1" * 1000, None)
-    page._map[100] = 7  # a byte of the older one: the rank died while it wrote
+    page._map[100] = 7  # a byte of the older iteration: the rank died during the write
     assert other.read(2) is None
     page.write(3, b"x" * CAPACITY_BYTES)
     assert other.iterations() == (3,)
@@ -277,8 +285,8 @@ def test_the_page_holds_two_iterations_for_a_neighbour() -> None:
     other.close()
 
 
-def test_one_rank_goes_on_and_ends_with_the_same_bits() -> None:
-    """Interrupted in a forward pass and resumed, training ends as if nothing had happened."""
+def test_a_resumed_rank_ends_with_identical_weights() -> None:
+    """Training that is interrupted in a forward pass and resumed ends with the weights of undisturbed training."""
     undisturbed = Training()
     for _ in range(5):
         undisturbed.step()
@@ -300,8 +308,8 @@ def test_one_rank_goes_on_and_ends_with_the_same_bits() -> None:
     restore.close()
 
 
-def test_too_much_beside_the_model_is_not_kept(kept: KeptTrainingState) -> None:
-    """What would make every step expensive is left to the checkpoint, and the reason says so."""
+def test_large_rank_local_state_is_not_kept(kept: KeptTrainingState) -> None:
+    """Rank-local state beyond the capacity is not kept at each step, and the reason is reported."""
     training = Training()
     training.state["large"] = torch.zeros(CAPACITY_BYTES)
     _begin(kept, training)

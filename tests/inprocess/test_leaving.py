@@ -1,4 +1,4 @@
-"""Nothing of an iteration survives it."""
+"""No object, process or hook of an iteration survives the iteration."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def fail(kept: list[weakref.ref[Big]]) -> None:
         raise ValueError("outer\nand more") from error
 
 
-def test_frames_of_an_exception_are_emptied() -> None:
-    """What a failed call's frames held is gone once its exception was dropped, though the exception lives."""
+def test_the_frames_of_an_exception_are_cleared() -> None:
+    """The objects in a failed call's frames are freed once its exception was dropped, even though the exception is
+    referenced."""
     kept: list[weakref.ref[Big]] = []
     with pytest.raises(ValueError) as caught:
         fail(kept)
@@ -43,8 +44,8 @@ def test_frames_of_an_exception_are_emptied() -> None:
     assert caught.value.__traceback__ is None
 
 
-def test_a_fault_is_told_in_one_line() -> None:
-    """Type, first line and place."""
+def test_a_fault_is_described_in_one_line() -> None:
+    """The description has type, first line and location."""
     try:
         fail([])
     except ValueError as error:
@@ -55,8 +56,8 @@ def test_a_fault_is_told_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("error", [None, SystemExit(0), ValueError("wrong")])
-def test_nothing_is_called_once_the_function_has_ended(error: BaseException | None) -> None:
-    """An order to leave that comes in that moment cannot be raised in anything that the wrapper calls."""
+def test_nothing_is_called_after_the_function_has_ended(error: BaseException | None) -> None:
+    """The wrapper calls nothing directly after the function, so that a late order cannot be raised in a call."""
     called: list[str] = []
 
     def function() -> int:
@@ -64,12 +65,12 @@ def test_nothing_is_called_once_the_function_has_ended(error: BaseException | No
             raise error
         return 5
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def record_call(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_back is not None and frame.f_back.f_code is WrappedRank._enter.__code__:
             called.append(frame.f_code.co_name)
 
     rank: Any = Mock(_function=function)
-    sys.setprofile(note)
+    sys.setprofile(record_call)
     try:
         outcome = WrappedRank._enter(rank, Mock(), 0, {})
     finally:
@@ -91,12 +92,12 @@ def test_nothing_is_called_once_the_function_has_ended(error: BaseException | No
     ],
 )
 def test_lost_connections_are_consequences(error: Exception, expected: bool) -> None:
-    """What only tells of another rank's end is not taken for a fault of this one."""
+    """Errors that only report the loss of another rank do not count as faults of this rank."""
     assert is_consequence(error) is expected
 
 
-def test_hooks_do_not_pile_up() -> None:
-    """The layer that each default group puts around the hook for uncaught exceptions is taken off again."""
+def test_the_exception_hook_is_restored() -> None:
+    """The hook for uncaught exceptions that each default group adds is removed."""
     background = Background()
     before = sys.excepthook
     sys.excepthook = lambda *_: None
@@ -105,7 +106,7 @@ def test_hooks_do_not_pile_up() -> None:
 
 
 class Stuck(Dataset[torch.Tensor]):
-    """Its second batch never comes."""
+    """A data set whose third item never returns."""
 
     def __len__(self) -> int:
         return 100
@@ -119,8 +120,8 @@ class Stuck(Dataset[torch.Tensor]):
 @pytest.mark.process
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_of_data_loaders_end_at_once(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that are stuck are gone, and letting go of their iterator waits for none of them."""
+def test_data_loader_workers_end_at_once(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are stuck are killed, and deletion of their iterator does not wait for them."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 300.0)
     before = set(multiprocessing.active_children())
     loader: Any = DataLoader(Stuck(), batch_size=1, num_workers=2, persistent_workers=persistent)
@@ -135,4 +136,4 @@ def test_workers_of_data_loaders_end_at_once(persistent: bool, monkeypatch: pyte
     for worker in workers:
         worker.join(60)
     assert not any(worker.is_alive() for worker in workers)
-    assert passed_s < 150, "it waited for a worker"  # torch waits this interval for each
+    assert passed_s < 150, "it waited for a worker"  # torch waits this interval for each worker

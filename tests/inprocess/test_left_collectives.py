@@ -1,4 +1,4 @@
-"""What a rank still has under way on its device is aborted before anything waits for the device."""
+"""A rank's collectives in progress on its device are aborted before anything waits for the device."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ print(json.dumps(happened))
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("fault", ["raise", "hang"])
-def test_collectives_are_aborted_before_the_call_is_left(tmp_path: Path, fault: str) -> None:
-    """Whether a rank raises, and leaves before anybody orders it, or hangs and is interrupted: once in the call it is
-    looked at what the device has done, then collectives are aborted, and only then is the state released."""
+def test_collectives_are_aborted_before_the_call_ends(tmp_path: Path, fault: str) -> None:
+    """For a rank that raises and for a rank that hangs, the completed device work is recorded once, then collectives
+    are aborted, and only then the state is released."""
     with RankProcesses(PROGRAM, fault, world_size=1, directory=tmp_path, code=True) as ranks:
         assert ranks.wait(timeout_s=250) == [0], ranks.tails()
         output = ranks.output(0)
@@ -96,16 +96,16 @@ print(json.dumps(happened))
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_nobody_waits_for_an_abort_but_the_scripts_own(tmp_path: Path) -> None:
-    """Groups that are being aborted (a stand-in for NCCL's) are forgotten, and the function is called again while their
-    abort goes on; what the script has called when the function is left comes after it, and may destroy them."""
-    for words, expected in (
+def test_only_the_scripts_on_leave_waits_for_aborts(tmp_path: Path) -> None:
+    """Groups that are being aborted (a stand-in for NCCL's) are dropped, and the function is called again during
+    their abort; the script's ``on_leave`` callbacks run after the abort and may destroy the groups."""
+    for mode, expected in (
         ("none", [0, "abort begins", "settled", 1, "abort ends", "destroyed"]),
         ("own", [0, "abort begins", "settled", "abort ends", "own", "destroyed", 1, "destroyed"]),
     ):
-        folder = tmp_path / words
+        folder = tmp_path / mode
         folder.mkdir()
-        with RankProcesses(ABORTING, words, world_size=1, directory=folder, code=True) as ranks:
+        with RankProcesses(ABORTING, mode, world_size=1, directory=folder, code=True) as ranks:
             assert ranks.wait(timeout_s=250) == [0], ranks.tails()
             output = ranks.output(0)
         assert output.splitlines()[-1] == json.dumps(expected), output

@@ -1,4 +1,4 @@
-"""The rank's end of its agent process."""
+"""The rank's end of the link to its agent process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ TIMEOUT_MS = 100_000
 
 
 def start(page: Page) -> MonitorLink:
-    """Start an agent process for this process."""
     task = monitor_task(pid=os.getpid(), thread_interval_s=1.0, termination_grace_s=1.0)
     return MonitorLink(task, WorkerEnv(), page)
 
@@ -35,7 +34,7 @@ def link() -> Iterator[MonitorLink]:
     page.close()
 
 
-def hear(link: MonitorLink) -> list[m.Listening | p.Order]:
+def wait_for_messages(link: MonitorLink) -> list[m.Listening | p.Order]:
     poll = select.poll()
     poll.register(link, select.POLLIN)
     found: list[m.Listening | p.Order] = []
@@ -45,31 +44,31 @@ def hear(link: MonitorLink) -> list[m.Listening | p.Order]:
     return found
 
 
-def test_address_comes_first_and_an_order_follows(link: MonitorLink) -> None:
-    """A rank alone connects its agent process to itself, is asked for the ranks, and may go."""
-    (listening,) = hear(link)
+def test_orders_follow_the_address(link: MonitorLink) -> None:
+    """A single rank gets its agent process's address, a request for the assignment of ranks, and the order to go."""
+    (listening,) = wait_for_messages(link)
     assert isinstance(listening, m.Listening)
     link.send(m.Connect(addresses=(listening.address,), offer=listening.offer))
     link.send(p.RankReady(restart_count=0, store_address="127.0.0.1 1"))
-    (question,) = hear(link)
+    (question,) = wait_for_messages(link)
     assert isinstance(question, p.Assign)
     link.send(p.Assigned(ordinal=question.ordinal, ranks={0: 0}))
-    (order,) = hear(link)
+    (order,) = wait_for_messages(link)
     assert isinstance(order, p.Go)
 
 
-def test_receive_never_waits(link: MonitorLink) -> None:
-    """With nothing said, it returns nothing at once."""
-    hear(link)
+def test_receive_does_not_block(link: MonitorLink) -> None:
+    """Without messages, receive returns an empty list at once."""
+    wait_for_messages(link)
     assert link.receive() == []
 
 
 def test_close_ends_the_process_and_frees_the_descriptors() -> None:
-    """After it, neither the process nor a descriptor is left, though a forked process has the socket, too."""
+    """After close, neither the process nor a descriptor is left, even if a forked process has a copy of the socket."""
     page = Page.create()
     before = len(os.listdir("/proc/self/fd"))
     link = start(page)
-    hear(link)
+    wait_for_messages(link)
     copy = os.dup(link.fileno())
     process = psutil.Process(link.pid)
     link.close()
@@ -79,7 +78,7 @@ def test_close_ends_the_process_and_frees_the_descriptors() -> None:
     page.close()
 
 
-def test_process_imports_no_torch(link: MonitorLink) -> None:
-    """It is small: torch is not in it."""
-    hear(link)
+def test_the_agent_process_does_not_import_torch(link: MonitorLink) -> None:
+    """The agent process is small because torch is not loaded."""
+    wait_for_messages(link)
     assert not any("site-packages/torch/" in entry.path for entry in psutil.Process(link.pid).memory_maps())

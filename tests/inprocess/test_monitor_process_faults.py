@@ -1,4 +1,4 @@
-"""Real agent processes, with ranks that have no torch: whatever dies when, the others agree and go on."""
+"""Real agent processes and ranks without torch: after any death, the remaining ranks agree and continue."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def kinds(order: dict[str, Any]) -> dict[int, str]:
     return {fault["initial_rank"]: fault["kind"] for fault in order["faults"]}
 
 
-def test_exception_restarts_all_with_ranks_unchanged() -> None:
-    """A fault that one rank reports brings all into the next call; the spare stays one."""
+def test_an_exception_restarts_all_ranks_unchanged() -> None:
+    """A fault that one rank reports restarts all ranks in the next call; the spare stays a spare."""
     with FakeRanks(5, active=4) as ranks:
         ranks.connect()
         first = ranks.go(0)
-        ranks[2].tell("fault")
+        ranks[2].send_command("fault")
         second = ranks.go(1)
         assert second["ranks"] == first["ranks"] == {"0": 0, "1": 1, "2": 2, "3": 3, "4": None}
         assert kinds(second) == {2: "exception"}
@@ -37,35 +37,35 @@ def test_exception_restarts_all_with_ranks_unchanged() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_death_brings_the_spare_in(victim: int) -> None:
-    """The spare takes the place of a dead rank, of the hub's own, too; all finish, and no process is left."""
+def test_a_spare_replaces_a_dead_rank(victim: int) -> None:
+    """A spare replaces a dead rank, also the coordinating one; all ranks finish, and no process is left."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[victim].send(signal.SIGKILL)
-        order = ranks.go(1, but=(victim,))
+        order = ranks.go(1, excluding=(victim,))
         assert order["ranks"] == {str(rank): rank for rank in range(3) if rank != victim} | {"3": victim}
         assert kinds(order) == {victim: "died"}
         for rank in {0, 1, 2, 3} - {victim}:
-            ranks[rank].tell("complete")
+            ranks[rank].send_command("complete")
         for rank in {0, 1, 2, 3} - {victim}:
             ranks[rank].wait_for("Finish")
         ranks.wait_monitors()
 
 
-def test_death_of_a_spare_disturbs_nobody() -> None:
-    """Nobody restarts for a spare, and it is not in the next call."""
+def test_the_death_of_a_spare_restarts_no_rank() -> None:
+    """The death of a spare causes no restart, and the next call does not include the spare."""
     with FakeRanks(4, active=2) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[3].send(signal.SIGKILL)
         ranks[3].wait_end()
-        ranks[1].tell("fault")
-        assert ranks.go(1, but=(3,))["ranks"] == {"0": 0, "1": 1, "2": None}
+        ranks[1].send_command("fault")
+        assert ranks.go(1, excluding=(3,))["ranks"] == {"0": 0, "1": 1, "2": None}
 
 
-def test_two_deaths_at_once() -> None:
-    """Two dead ranks, one of them the hub's, are both replaced in one or two restarts."""
+def test_two_simultaneous_deaths_are_replaced() -> None:
+    """Two dead ranks, one of them the coordinating one, are replaced in one or two restarts."""
     with FakeRanks(6, active=4) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -79,102 +79,103 @@ def test_two_deaths_at_once() -> None:
         assert (order["ranks"]["1"], order["ranks"]["2"]) == (1, 2)
 
 
-def test_death_before_the_first_iteration() -> None:
-    """A rank that dies before all have come is done without."""
+def test_a_rank_that_dies_before_the_first_call_is_excluded() -> None:
+    """A rank that dies before all ranks have joined is excluded from the first call."""
     with FakeRanks(4, active=3) as ranks:
-        ranks[3].tell("unready")
+        ranks[3].send_command("unready")
         ranks.connect()
         ranks[3].wait_for("connected")
         ranks[3].send(signal.SIGKILL)
-        order = ranks.go(0, but=(3,))
+        order = ranks.go(0, excluding=(3,))
         assert order["ranks"] == {"0": 0, "1": 1, "2": 2}
 
 
-def test_death_while_a_restart_forms() -> None:
-    """A rank that dies instead of getting ready is replaced in the same restart."""
+def test_a_death_during_a_restart_is_replaced_in_it() -> None:
+    """A rank that dies instead of becoming ready is replaced in the same restart."""
     with FakeRanks(5, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[2].tell("unready")
-        ranks[1].tell("fault")
+        ranks[2].send_command("unready")
+        ranks[1].send_command("fault")
         ranks[2].wait_for("Restart")
         ranks[2].send(signal.SIGKILL)
-        order = ranks.go(1, but=(2,))
+        order = ranks.go(1, excluding=(2,))
         assert order["ranks"] == {"0": 0, "1": 1, "3": 2, "4": None}
         assert kinds(order) == {1: "exception", 2: "died"}
 
 
-def test_death_of_the_one_who_assigns() -> None:
-    """Where the rank that was asked for the assignment dies, the next one is asked."""
+def test_the_death_of_the_assigning_rank_is_handled() -> None:
+    """If the rank that was asked for the assignment dies, the next rank is asked."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[0].tell("dumb")
-        ranks[1].tell("fault")
-        ranks[0].wait_for("Assign", lambda said: said["restart_count"] == 1)
+        ranks[0].send_command("dumb")
+        ranks[1].send_command("fault")
+        ranks[0].wait_for("Assign", lambda reported: reported["restart_count"] == 1)
         ranks[0].send(signal.SIGKILL)
-        order = ranks.go(1, but=(0,))
+        order = ranks.go(1, excluding=(0,))
         assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
         assert ranks[1].orders("Assign")
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_member_that_does_not_leave_is_expelled() -> None:
-    """A rank that is not ready in time is ended by its agent process, and the others go on."""
+def test_a_rank_that_is_not_ready_in_time_is_expelled() -> None:
+    """A rank that is not ready within the barrier timeout is ended by its agent process, and the other ranks
+    continue."""
     with FakeRanks(4, active=3, barrier_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[1].tell("unready")
-        ranks[0].tell("fault")
-        order = ranks.go(1, but=(1,))
+        ranks[1].send_command("unready")
+        ranks[0].send_command("fault")
+        order = ranks.go(1, excluding=(1,))
         assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
         assert kinds(order)[1] == "barrier_timeout"
         assert ranks[1].wait_end() == -signal.SIGKILL or ranks[1].orders("Expel")
 
 
-def test_coordinating_agent_process_killed() -> None:
-    """The ranks of its node start another one, which coordinates in its place; nobody is disturbed."""
+def test_a_killed_coordinating_agent_process_is_replaced() -> None:
+    """The ranks of its node start a new agent process, which coordinates; no rank restarts."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks.kill_agent(0)
-        ranks[2].tell("fault")
+        ranks[2].send_command("fault")
         order = ranks.go(1)
         assert order["ranks"] == {"0": 0, "1": 1, "2": 2, "3": None}
         assert kinds(order) == {2: "exception"}
         ranks[0].send(signal.SIGKILL)
-        assert ranks.go(2, but=(0,))["ranks"] == {"1": 1, "2": 2, "3": 0}
+        assert ranks.go(2, excluding=(0,))["ranks"] == {"1": 1, "2": 2, "3": 0}
 
 
-def test_the_only_agent_process_killed() -> None:
-    """The ranks of a single node go on with another one, which knows from them where they stand."""
+def test_the_only_agent_process_is_replaced() -> None:
+    """The ranks of a single node continue with a new agent process, which gets their state from them."""
     with FakeRanks(4, active=3, num_nodes=1) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks.kill_agent(0)
         ranks[1].send(signal.SIGKILL)
-        order = ranks.go(1, but=(1,))
+        order = ranks.go(1, excluding=(1,))
         assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
         assert kinds(order) == {1: "died"}
 
 
-def test_coordinating_agent_process_and_a_rank_killed_together() -> None:
-    """The next agent process of the node knows from its other rank which process is gone; the others replace that
-    rank."""
+def test_a_rank_killed_with_the_coordinating_agent_process() -> None:
+    """The new agent process of the node learns from the node's other rank which process is lost; that rank is
+    replaced."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
         os.kill(ranks[0].monitors[0], signal.SIGSTOP)
         ranks[0].send(signal.SIGKILL)
         os.kill(ranks[0].monitors[0], signal.SIGKILL)
-        order = ranks.go(1, but=(0,))
+        order = ranks.go(1, excluding=(0,))
         assert order["ranks"] == {"1": 1, "2": 2, "3": 0}
         assert kinds(order) == {0: "died"}
 
 
-def test_agent_process_of_another_node_and_a_rank_killed_together() -> None:
-    """The same, with a coordinator that lives: the rank counts as dead as soon as the node is back."""
+def test_a_rank_killed_with_another_nodes_agent_process() -> None:
+    """With a live coordinator, the rank counts as dead once the node has reconnected."""
     with FakeRanks(4, active=4) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -185,8 +186,9 @@ def test_agent_process_of_another_node_and_a_rank_killed_together() -> None:
         assert kinds(restart) == {3: "died"}
 
 
-def test_coordinating_node_lost() -> None:
-    """Where the agent process and all ranks of its node are killed, the next agent process of the list coordinates."""
+def test_a_lost_coordinating_node_is_replaced() -> None:
+    """If the agent process and all ranks of the coordinating node are killed, the next agent process of the list
+    coordinates."""
     with FakeRanks(5, active=3, num_nodes=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -196,60 +198,60 @@ def test_coordinating_node_lost() -> None:
         for rank in lost:
             ranks[rank].send(signal.SIGKILL)
         os.kill(ranks[0].monitors[0], signal.SIGKILL)
-        order = ranks.go(1, but=lost)
+        order = ranks.go(1, excluding=lost)
         assert order["ranks"] == {"2": 2, "3": 0, "4": 1}
         for rank in (2, 3, 4):
-            ranks[rank].tell("complete")
+            ranks[rank].send_command("complete")
         for rank in (2, 3, 4):
             ranks[rank].wait_for("Finish")
         ranks.wait_monitors()
 
 
-def test_coordinating_agent_process_killed_while_a_restart_forms() -> None:
-    """The restart goes on with the next one, with what was reported before."""
+def test_a_restart_survives_its_coordinating_agent_process() -> None:
+    """A restart continues with the next agent process and keeps the earlier reports."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[2].tell("unready")
-        ranks[1].tell("fault")
+        ranks[2].send_command("unready")
+        ranks[1].send_command("fault")
         ranks[2].wait_for("Restart")
         ranks.kill_agent(0)
         ranks[2].send(signal.SIGKILL)
-        assert ranks.go(1, but=(2,))["ranks"] == {"0": 0, "1": 1, "3": 2}
+        assert ranks.go(1, excluding=(2,))["ranks"] == {"0": 0, "1": 1, "3": 2}
 
 
 @pytest.mark.extended
-def test_agent_processes_of_all_nodes_killed_one_after_the_other() -> None:
-    """Each time another one takes over."""
+def test_agent_processes_of_all_nodes_killed_in_turn() -> None:
+    """Each time another agent process takes over."""
     with FakeRanks(3, active=3, num_nodes=3) as ranks:
         ranks.connect()
         ranks.go(0)
         for node in range(3):
             ranks.kill_agent(node)
-            ranks[2].tell("fault")
+            ranks[2].send_command("fault")
             assert ranks.go(node + 1)["ranks"] == {"0": 0, "1": 1, "2": 2}
 
 
-def test_agent_process_of_another_node_killed() -> None:
-    """Its ranks start another one, and nobody is disturbed."""
+def test_a_killed_agent_process_of_another_node_is_replaced() -> None:
+    """The ranks of that node start a new agent process, and no rank restarts."""
     with FakeRanks(3, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks.kill_agent(1)
         for rank in range(3):
-            ranks[rank].tell("complete")
+            ranks[rank].send_command("complete")
         for rank in range(3):
             assert ranks[rank].wait_for("Finish")["restart_count"] == 0
             assert not ranks[rank].orders("Restart")
 
 
-def test_broken_connection_is_made_again() -> None:
-    """A node whose connection to the coordinator breaks comes back, and nobody is disturbed."""
+def test_a_broken_connection_is_reestablished() -> None:
+    """A node whose connection to the coordinator breaks reconnects, and no rank is lost."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
         shut_down_link(ranks[3].monitors[0], int(ranks.first["address"].split(" ")[1]))
-        ranks[2].tell("fault")
+        ranks[2].send_command("fault")
         order = ranks.go(1)
         assert order["ranks"] == {"0": 0, "1": 1, "2": 2, "3": None}
         assert kinds(order) == {2: "exception"}
@@ -257,13 +259,13 @@ def test_broken_connection_is_made_again() -> None:
 
 
 @pytest.mark.slow
-def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
-    """Its agent process kills it, and the spare takes its place."""
+def test_a_stopped_rank_is_killed_after_the_hard_timeout() -> None:
+    """The agent process kills a stopped rank, and a spare replaces the rank."""
     with FakeRanks(4, active=3, soft_timeout_s=2.5, hard_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[1].send(signal.SIGSTOP)
-        order = ranks.go(1, but=(1,))
+        order = ranks.go(1, excluding=(1,))
         assert kinds(order) == {1: "hard_timeout"}
         assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
         assert ranks[1].wait_end() == -signal.SIGKILL
@@ -271,67 +273,69 @@ def test_stopped_rank_is_ended_after_the_hard_timeout() -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_stopped_spare_is_ended_after_the_hard_timeout() -> None:
-    """Its agent process kills it, nobody is disturbed, and nobody waits for it when a spare is needed."""
+def test_a_stopped_spare_is_killed_after_the_hard_timeout() -> None:
+    """The agent process kills a stopped spare, no rank restarts, and a later restart does not wait for the spare."""
     with FakeRanks(4, active=2, soft_timeout_s=2.5, hard_timeout_s=6.0) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[2].send(signal.SIGSTOP)
         assert ranks[2].wait_end() == -signal.SIGKILL
         ranks[1].send(signal.SIGKILL)
-        order = ranks.go(1, but=(1, 2))
+        order = ranks.go(1, excluding=(1, 2))
         assert order["ranks"] == {"0": 0, "3": 1}
         assert kinds(order)[1] == "died"
 
 
-def test_rank_without_progress_is_interrupted_after_the_soft_timeout() -> None:
-    """It is told to restart with all others, and stays."""
+def test_a_hanging_rank_restarts_after_the_soft_timeout() -> None:
+    """A rank without progress restarts with all other ranks and keeps its place."""
     with FakeRanks(3, active=3, soft_timeout_s=1.5, hard_timeout_s=8.0) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[1].tell("hang")
+        ranks[1].send_command("hang")
         order = ranks.go(1)
         assert kinds(order) == {1: "soft_timeout"}
         assert order["ranks"] == {"0": 0, "1": 1, "2": 2}
 
 
 @pytest.mark.slow
-def test_rank_that_cannot_be_interrupted_is_ended() -> None:
-    """A rank that makes progress but does not leave has the hard timeout from the order on."""
+def test_a_rank_that_ignores_interruption_is_killed() -> None:
+    """A rank that makes progress but does not leave the function is killed one hard timeout after the order."""
     with FakeRanks(3, active=2, soft_timeout_s=1.5, hard_timeout_s=5.0) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[1].tell("stubborn")
-        ranks[0].tell("fault")
-        order = ranks.go(1, but=(1,))
+        ranks[1].send_command("stubborn")
+        ranks[0].send_command("fault")
+        order = ranks.go(1, excluding=(1,))
         assert order["ranks"] == {"0": 0, "2": 1}
         assert kinds(order) == {0: "exception", 1: "hard_timeout"}
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_stopped_coordinating_agent_process_is_left() -> None:
-    """One that shows no heartbeat for long is left by all; when it wakes up, its ranks stop and disturb nobody."""
+def test_a_stopped_coordinating_agent_process_is_excluded() -> None:
+    """A coordinating agent process without heartbeats is excluded; when it resumes, its ranks stop and do not affect
+    the others."""
     with FakeRanks(5, active=3, num_nodes=3, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0) as ranks:
         ranks.connect()
         ranks.go(0)
         os.kill(ranks[0].monitors[0], signal.SIGSTOP)
-        order = ranks.go(1, but=(0, 1))
+        order = ranks.go(1, excluding=(0, 1))
         assert order["ranks"] == {"2": 2, "3": 0, "4": 1}
         os.kill(ranks[0].monitors[0], signal.SIGCONT)
         for rank in (0, 1):
             ranks[rank].wait_end()
             assert not ranks[rank].orders("Go")[1:]
         for rank in (2, 3, 4):
-            ranks[rank].tell("complete")
+            ranks[rank].send_command("complete")
         for rank in (2, 3, 4):
             assert ranks[rank].wait_for("Finish")["restart_count"] == 1
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_silent_loss_of_the_coordinating_node() -> None:
-    """Where the coordinator's node falls silent, a fault elsewhere shows it soon, and the others go on together."""
+def test_a_silent_coordinating_node_is_detected_by_a_fault() -> None:
+    """If the coordinating node stops responding, a fault on another node detects the loss early, and the other nodes
+    continue."""
     times = {"soft_timeout_s": 1.5, "hard_timeout_s": 60.0, "heartbeat_interval_s": 2.0, "heartbeat_timeout_s": 8.0}
     with FakeRanks(5, active=3, num_nodes=3, **times) as ranks:
         ranks.connect()
@@ -339,14 +343,14 @@ def test_silent_loss_of_the_coordinating_node() -> None:
         os.kill(ranks[0].monitors[0], signal.SIGSTOP)
         for rank in (0, 1):
             ranks[rank].send(signal.SIGSTOP)
-        ranks[2].tell("hang")
-        order = ranks.go(1, but=(0, 1))
+        ranks[2].send_command("hang")
+        order = ranks.go(1, excluding=(0, 1))
         assert order["ranks"] == {"2": 2, "3": 0, "4": 1}
         assert kinds(order)[0] == "link_lost"
 
 
-def test_a_coordinator_that_loses_most_members_stops_the_rest() -> None:
-    """Most may still train elsewhere, so those here must not; nobody restarts for it."""
+def test_a_coordinator_without_a_majority_aborts() -> None:
+    """If most members are unreachable, they may continue elsewhere, so the remaining ranks abort without a restart."""
     with FakeRanks(5, num_nodes=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -361,8 +365,8 @@ def test_a_coordinator_that_loses_most_members_stops_the_rest() -> None:
             assert not ranks[rank].orders("Restart")
 
 
-def test_everything_killed_leaves_nothing() -> None:
-    """Where all ranks are killed at once, their agent processes end soon."""
+def test_agent_processes_end_with_their_ranks() -> None:
+    """If all ranks are killed at once, their agent processes end soon."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -371,8 +375,8 @@ def test_everything_killed_leaves_nothing() -> None:
         ranks.wait_monitors()
 
 
-def test_error_in_the_assignment_stops_all() -> None:
-    """What the assignment says is the reason everywhere, with the counts."""
+def test_an_assignment_error_aborts_all_ranks() -> None:
+    """All ranks abort with the error of the assignment and the fault counts."""
     with FakeRanks(3, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -384,27 +388,27 @@ def test_error_in_the_assignment_stops_all() -> None:
         ranks.wait_monitors()
 
 
-def test_fatal_leave_stops_all() -> None:
-    """Where one rank says that all have to stop, all do."""
+def test_a_fatal_exit_of_one_rank_aborts_all() -> None:
+    """If one rank reports that all ranks have to stop, all ranks abort with its reason."""
     with FakeRanks(3, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[2].tell("left fatal")
+        ranks[2].send_command("left fatal")
         for rank in (0, 1):
             assert ranks[rank].wait_for("Abort")["reason"] == "told to"
         ranks.wait_monitors()
 
 
-def test_leaving_is_no_fault_of_a_ready_rank() -> None:
-    """A rank that leaves while a restart forms is done without."""
+def test_an_exit_during_a_restart_is_not_a_fault() -> None:
+    """A rank that exits during a restart is replaced and does not count as a fault."""
     with FakeRanks(4, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[1].tell("unready")
-        ranks[0].tell("fault")
+        ranks[1].send_command("unready")
+        ranks[0].send_command("fault")
         ranks[1].wait_for("Restart")
-        ranks[1].tell("left")
-        order = ranks.go(1, but=(1,))
+        ranks[1].send_command("left")
+        order = ranks.go(1, excluding=(1,))
         assert order["ranks"] == {"0": 0, "2": 2, "3": 1}
         assert kinds(order) == {0: "exception"}
 
@@ -412,7 +416,7 @@ def test_leaving_is_no_fault_of_a_ready_rank() -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
+    "data_sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
         struct.pack("<I", 1 << 31) + b"x" * 64,
@@ -421,15 +425,15 @@ def test_leaving_is_no_fault_of_a_ready_rank() -> None:
     ],
     ids=["http", "huge", "garbage", "short"],
 )
-def test_strangers_are_shut_out(words: bytes) -> None:
-    """A connection without the secret gets no answer beyond the hello, and the members notice nothing."""
+def test_unauthenticated_connections_are_dropped(data_sent: bytes) -> None:
+    """A connection without the secret gets no response beyond the hello, and the members are not affected."""
     with FakeRanks(3, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
         host, port = ranks.first["address"].split(" ")
         with socket.create_connection((host, int(port)), timeout=50.0) as stranger:
-            stranger.sendall(words)
-            ranks[1].tell("fault")
+            stranger.sendall(data_sent)
+            ranks[1].send_command("fault")
             assert ranks.go(1)["ranks"] == {"0": 0, "1": 1, "2": 2}
             stranger.settimeout(50.0)
             hello = Handshake(None, "", is_server=True).outgoing
@@ -440,8 +444,8 @@ def test_strangers_are_shut_out(words: bytes) -> None:
                 assert len(received) == len(hello)
 
 
-def test_wrong_secret_is_refused() -> None:
-    """A greeting that is right in all but the secret is not taken."""
+def test_a_wrong_secret_is_rejected() -> None:
+    """A handshake that is correct except for the secret is rejected."""
     with FakeRanks(3, active=3) as ranks:
         ranks.connect()
         ranks.go(0)
@@ -455,26 +459,26 @@ def test_wrong_secret_is_refused() -> None:
             with contextlib.suppress(ConnectionError):
                 stranger.send(join)
                 assert stranger.receive() is None
-        ranks[1].tell("fault")
+        ranks[1].send_command("fault")
         assert ranks.go(1)["ranks"] == {"0": 0, "1": 1, "2": 2}
 
 
-def test_world_of_one() -> None:
-    """A rank alone restarts with itself, and finishes."""
+def test_a_single_rank_restarts() -> None:
+    """A single rank restarts and finishes."""
     with FakeRanks(1, num_nodes=1) as ranks:
         ranks.connect()
         ranks.go(0)
-        ranks[0].tell("fault")
+        ranks[0].send_command("fault")
         ranks.go(1)
-        ranks[0].tell("complete")
+        ranks[0].send_command("complete")
         ranks[0].wait_for("Finish")
 
 
-def test_log_goes_where_it_is_told(tmp_path: Path) -> None:
-    """With a folder for logs, an agent process says in its file what became of its rank."""
+def test_the_agent_process_logs_to_the_configured_folder(tmp_path: Path) -> None:
+    """With a folder for logs, an agent process logs the loss of its rank to its file."""
     with FakeRanks(2, active=1, log_dir=tmp_path) as ranks:
         ranks.connect()
         ranks.go(0)
         ranks[0].send(signal.SIGKILL)
-        ranks.go(1, but=(0,))
+        ranks.go(1, excluding=(0,))
         assert f"rank 0 (pid {ranks[0].pid}) is gone" in (tmp_path / "monitor.log").read_text()

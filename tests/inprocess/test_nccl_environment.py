@@ -1,4 +1,4 @@
-"""What NCCL needs so that a restart in process can abort it: set for the user, checked, and put back."""
+"""The NCCL variables that an in-process restart needs to abort NCCL: set, checked, and restored."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ NEEDED = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Return a patch of the environment, on a machine that seems to have a GPU."""
+    """Return a patch of the environment, on a machine that appears to have a GPU."""
     for name in (*NEEDED, "TORCHELASTIC_RUN_ID", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
-        # Set first, so that what the code under test sets is taken back as well.
+        # Set first, so that variables that the tested code sets are removed as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return monkeypatch
 
 
-def test_what_nccl_needs_is_set(gpu: pytest.MonkeyPatch) -> None:
-    """On a GPU the user exports nothing by hand; where the wrapper has ended, the environment is as it was."""
+def test_nccl_variables_are_set_and_restored(gpu: pytest.MonkeyPatch) -> None:
+    """On a GPU the user exports nothing; after the wrapper has ended, the environment is unchanged."""
     before = device_collectives.settle_collectives()
     assert {name: os.environ.get(name) for name in NEEDED} == NEEDED
     env.update(before)
     assert not NEEDED.keys() & os.environ.keys()
 
 
-def test_what_launchers_set_is_replaced(gpu: pytest.MonkeyPatch) -> None:
-    """torchrun and outlast run give each worker an error handling that ends it: the wrapper's comes in its place."""
+def test_error_handling_set_by_launchers_is_replaced(gpu: pytest.MonkeyPatch) -> None:
+    """torchrun and outlast run set an error handling that ends the worker; the wrapper replaces it."""
     gpu.setenv("TORCHELASTIC_RUN_ID", "run")
     gpu.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     before = device_collectives.settle_collectives()
@@ -59,10 +59,11 @@ def test_what_launchers_set_is_replaced(gpu: pytest.MonkeyPatch) -> None:
         ("NCCL_NVLS_ENABLE", "1", "run"),
     ],
 )
-def test_what_a_user_set_otherwise_is_refused(
+def test_conflicting_user_variables_are_rejected(
     name: str, value: str, launcher: str | None, gpu: pytest.MonkeyPatch
 ) -> None:
-    """A variable that somebody set to what keeps NCCL from being aborted is named, and nothing is changed."""
+    """A variable that prevents NCCL from being aborted is reported with its value, and the environment is not
+    changed."""
     if launcher is not None:
         gpu.setenv("TORCHELASTIC_RUN_ID", launcher)
     gpu.setenv(name, value)
@@ -71,9 +72,9 @@ def test_what_a_user_set_otherwise_is_refused(
     assert {one for one in NEEDED if one in os.environ} == {name}
 
 
-def test_a_call_that_is_refused_leaves_nothing_behind(gpu: pytest.MonkeyPatch) -> None:
-    """A wrapped function that is called where it cannot be interrupted, or with a variable that keeps NCCL from being
-    aborted, is not called: the environment and the process's signals are as they were before."""
+def test_a_rejected_call_changes_nothing(gpu: pytest.MonkeyPatch) -> None:
+    """A wrapped function is not called outside of the main thread or with a variable that prevents an abort of NCCL;
+    the environment and signal handlers are unchanged."""
 
     def state() -> tuple[dict[str, str], object, list[object]]:
         numbers = range(signal.SIGRTMIN + 1, signal.SIGRTMAX)
@@ -105,8 +106,8 @@ def test_a_call_that_is_refused_leaves_nothing_behind(gpu: pytest.MonkeyPatch) -
     assert not errors
 
 
-def test_without_a_device_the_environment_stays(gpu: pytest.MonkeyPatch) -> None:
-    """On CPUs there is no NCCL, and nothing is set or refused."""
+def test_the_environment_is_unchanged_without_a_device(gpu: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing is set or rejected, because NCCL is not used."""
     gpu.setattr(torch.cuda, "is_available", lambda: False)
     gpu.setenv("NCCL_NVLS_ENABLE", "1")
     assert device_collectives.settle_collectives() == {}
@@ -114,8 +115,9 @@ def test_without_a_device_the_environment_stays(gpu: pytest.MonkeyPatch) -> None
     assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in os.environ
 
 
-def test_nccl_watchdog_must_outwait_the_hard_timeout(gpu: pytest.MonkeyPatch) -> None:
-    """A group whose watchdog would end the process before the wrapper can interrupt it is refused with the remedy."""
+def test_an_nccl_timeout_within_the_hard_timeout_is_rejected(gpu: pytest.MonkeyPatch) -> None:
+    """A group whose watchdog would end the process before the wrapper can interrupt it is rejected, and the error
+    says what to do."""
     for backend in ("nccl", "cuda:nccl,cpu:gloo", "undefined"):
         with pytest.raises(ConfigError, match=r"longer than hard_timeout=90.*longer timeout"):
             device_collectives.check_collectives(backend, 90.0, hard_timeout_s=90.0)

@@ -1,4 +1,4 @@
-"""Plug-ins that are composed, and those that end restarting."""
+"""Composed plug-ins, and plug-ins that end restarts."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def state(**changes: object) -> State:
 
 
 def test_plugins_run_from_left_to_right() -> None:
-    """Each plug-in gets what the one before it returned, or the same as it where that returned nothing."""
+    """Each plug-in gets the result of the one before it, or the same argument if that returned None."""
     seen: list[tuple[str, int]] = []
 
-    def note(name: str, returned: int | None) -> object:
+    def make_plugin(name: str, returned: int | None) -> object:
         def plugin(value: int) -> int | None:
             seen.append((name, value))
             return returned
 
         return plugin
 
-    assert Compose(note("a", None), note("b", 7), note("c", None))(1) == 7  # type: ignore[arg-type]
+    assert Compose(make_plugin("a", None), make_plugin("b", 7), make_plugin("c", None))(1) == 7  # type: ignore[arg-type]
     assert seen == [("a", 1), ("b", 1), ("c", 7)]
 
 
 def test_first_error_ends_the_call() -> None:
-    """What stands right of a plug-in that raised is not called."""
+    """Plug-ins to the right of one that raised are not called."""
 
     def fail(value: object) -> None:
         raise RuntimeError("left")
@@ -57,8 +57,8 @@ def test_first_error_ends_the_call() -> None:
         Compose(fail, lambda value: pytest.fail("called"))(0)
 
 
-def test_limits_of_restarting_end_it_with_the_counts() -> None:
-    """RetryController lets what is within its limits pass, and names the limit that is not kept."""
+def test_retry_controller_aborts_with_the_counts() -> None:
+    """RetryController accepts values within its limits, and its error has the exceeded limit."""
     RetryController(max_iterations=2, min_world_size=4, min_active_world_size=3)(state())
     with pytest.raises(RestartAbort, match="restart 2 of max_iterations=1") as caught:
         RetryController(max_iterations=1)(state())
@@ -70,8 +70,8 @@ def test_limits_of_restarting_end_it_with_the_counts() -> None:
         RetryController(min_active_world_size=4)(state())
 
 
-def test_rank_that_fails_too_often_leaves() -> None:
-    """FaultCounter raises on the rank itself once it failed more often than it may; others' faults do not count."""
+def test_fault_counter_removes_a_rank_that_fails_too_often() -> None:
+    """FaultCounter raises on the rank itself once its faults exceed the limit; faults of other ranks do not count."""
     FaultCounter(max_rank_faults=2)(state())
     FaultCounter()(state(fault_counts={1: 99}))
     FaultCounter(max_rank_faults=0)(state(initial_rank=2))
@@ -79,8 +79,8 @@ def test_rank_that_fails_too_often_leaves() -> None:
         FaultCounter(max_rank_faults=1)(state())
 
 
-def test_spare_knows_that_it_is_one() -> None:
-    """A spare has no rank."""
+def test_a_spare_has_no_rank() -> None:
+    """A spare has no rank; an active rank has one."""
     assert state(rank=None).is_spare
     assert not state().is_spare
     assert state().active_rank == 1
@@ -103,7 +103,7 @@ def test_spare_knows_that_it_is_one() -> None:
         lambda: Tree(Level("RACK", whole=True), Level("node", whole=True)),
     ],
 )
-def test_nonsense_is_refused_when_made(make: object) -> None:
-    """A plug-in with a setting that cannot be is a ConfigError before anything runs."""
+def test_invalid_settings_are_rejected(make: object) -> None:
+    """An invalid setting of a plug-in is a ConfigError at its construction."""
     with pytest.raises(ConfigError):
         make()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""A training script that validates its results, for tests: a small net with dropout and batch statistics, in DDP."""
+"""A training script that validates its results, for tests: a small DDP model with dropout and batch statistics."""
 
 SCRIPT = """
 import hashlib, json, os, sys, time

@@ -1,4 +1,4 @@
-"""Start a script's ranks one by one, as a launcher would, and look at each one's end."""
+"""Start a script's ranks one by one, as a launcher would, and return each rank's exit code and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_LAUNCHER = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_S
 
 
 class Ranks(RankProcesses):
-    """The ranks of one start of a script; one rank alone is started as without a launcher."""
+    """The ranks of one start of a script; a single rank is started without the variables of a launcher."""
 
     def __init__(
         self, script: Path, *args: str, world_size: int = 1, environment: Mapping[str, str] | None = None
@@ -25,6 +25,6 @@ class Ranks(RankProcesses):
         return self.next_line(rank, PATIENCE_S, containing=text)
 
     def end(self, timeout_s: float = PATIENCE_S) -> tuple[list[int], list[str]]:
-        """Wait for all ranks, and what they started; return exit codes and outputs."""
+        """Wait for all ranks and their child processes; return exit codes and outputs."""
         codes = self.wait_until_gone(timeout_s)
         return codes, [self.output(rank) for rank in range(self.world_size)]

@@ -1,4 +1,4 @@
-"""A training script within a wrapped function, for tests: what befalls it is an argument, what it did is in files."""
+"""A training script in a wrapped function, for tests: arguments have the injected fault, files have the reports."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ FAULT, AT, ON = options.get("fault", ""), options.get("at", 7), options.get("on"
 TOTAL, NUM_FAULTS = options.get("total", 16), options.get("num_faults", 1)
 
 
-def say(**facts):
+def report(**facts):
     with open(f"{folder}/said-{os.getpid()}", "a", encoding="utf-8") as file:
         file.write(json.dumps(facts) + "\n")
 
@@ -36,14 +36,14 @@ def make_model():
 
 
 def average(model):
-    """Average the gradients in the same order after a restart: DDP's first step orders its sums differently."""
+    """Average the gradients in a fixed order, because DDP's first step after a restart has another order of sums."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
 
 class Sampler:
-    """Draws from its own generator, and says where it is."""
+    """Draws from a generator and saves its state."""
 
     def __init__(self, rank):
         self.generator = torch.Generator().manual_seed(100 + rank)
@@ -58,15 +58,15 @@ class Sampler:
         self.generator.set_state(state["generator"])
 
 
-least = {}
-"""What this process held after the fifth restart."""
+settled = {}
+"""The counts of this process after the fifth restart."""
 
 
 def open_files():
-    """Return what this process's descriptors refer to; a socket with its family, its own name and its peer's."""
+    """Return the targets of this process's descriptors; a socket with its family, its own address and its peer's."""
     found = []
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             name = os.readlink(f"/proc/self/fd/{number}")
             if name.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as copy:
@@ -78,8 +78,8 @@ def open_files():
 
 
 def count_held():
-    """Count what is held, when it is no more than before, or else when it does not change any more: a connection is
-    there until its peer has closed it, too."""
+    """Count descriptors and threads once they are no more than before, or once they do not change: a connection
+    exists until its peer has closed it too."""
     gives_up = time.monotonic() + 20
     last, since = {}, time.monotonic()
     while True:
@@ -90,14 +90,14 @@ def count_held():
         }
         if now != last:
             last, since = now, time.monotonic()
-        is_settled = all(now[what] <= least[what] for what in now) if least else time.monotonic() > since + 1
+        is_settled = all(now[kind] <= settled[kind] for kind in now) if settled else time.monotonic() > since + 1
         if is_settled or time.monotonic() > gives_up:
-            least.update(now)
+            settled.update(now)
             return now
         time.sleep(0.01)
 
 
-def dawdle(optimizer, *_):
+def delay(optimizer, *_):
     optimizer._optimizer_step_pre_hooks.popitem()
     time.sleep(0.3)
 
@@ -111,7 +111,7 @@ def digest(model):
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-if options.get("closes_slowly"):  # whoever leaves for a peer that has failed is interrupted there
+if options.get("closes_slowly"):  # a rank that leaves because a peer failed is interrupted there
     restore_handlers = SignalWatch._restore
 
     def restore_slowly(watch):
@@ -129,7 +129,7 @@ config = outlast.InProcessRestartConfig(
 def train(call: inprocess.Handle):
     checkpoint = None
     if options.get("saves", True):
-        asynchronous = FAULT == "raise" and options.get("keeps", True)  # else it is loaded: then it must be committed
+        asynchronous = FAULT == "raise" and options.get("keeps", True)  # a checkpoint to load is committed
         checkpoint = outlast.CheckpointConfig(directory=f"{folder}/global", save_interval=5, async_save=asynchronous)
     settings = outlast.Config(checkpoint=checkpoint, in_process=True, run_dir=f"{folder}/run", seed=3)
     with outlast.init(settings) as run:
@@ -145,34 +145,34 @@ def train(call: inprocess.Handle):
         for iteration in run.steps(state, total=TOTAL):
             if begins is None:
                 begins = iteration
-                say(call=call.iteration, begins=iteration, rank=run.global_rank, pid=os.getpid())
+                report(call=call.iteration, begins=iteration, rank=run.global_rank, pid=os.getpid())
                 if call.iteration >= 5 and call.iteration in (5, NUM_FAULTS):
-                    dist.barrier()  # all have connected
-                    say(call=call.iteration, rank=run.global_rank, held=count_held(), files=open_files())
+                    dist.barrier()  # all ranks have connected
+                    report(call=call.iteration, rank=run.global_rank, held=count_held(), files=open_files())
             is_fatal = call.iteration < NUM_FAULTS and iteration == AT + call.iteration
-            strikes = is_fatal and run.global_rank == ON
+            is_injected = is_fatal and run.global_rank == ON
             noise = random.random() + np.random.random()
             optimizer.zero_grad()
             loss = (model(sampler.next()) * (1 + noise)).square().mean()
             if is_fatal and not options.get("others_dawdle"):
-                dist.barrier()  # nobody is still in the iteration before
-            if strikes and FAULT == "raise":
+                dist.barrier()  # no rank is still in the iteration before
+            if is_injected and FAULT == "raise":
                 raise ValueError("planned")
-            if strikes and FAULT == "kill":
+            if is_injected and FAULT == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             loss.backward()
             average(model)
             if FAULT == "raise" and options.get("others_dawdle") and iteration == AT - 1 and run.global_rank != ON:
-                optimizer.register_step_pre_hook(dawdle)
-            if strikes and FAULT == "torn":
+                optimizer.register_step_pre_hook(delay)
+            if is_injected and FAULT == "torn":
                 optimizer.register_step_post_hook(fail_once)
             optimizer.step()
             schedule.step()
             state["seen"].append(iteration)
-            if strikes and FAULT == "late":
+            if is_injected and FAULT == "late":
                 raise ValueError("planned")
     assert state["seen"] == list(range(TOTAL)), state["seen"]
-    say(call=call.iteration, digest=digest(model), rate=optimizer.param_groups[0]["lr"])
+    report(call=call.iteration, digest=digest(model), rate=optimizer.param_groups[0]["lr"])
 
 
 train()

@@ -1,4 +1,4 @@
-"""A training script with a slow rank, for tests: a small net in DDP, whose forward takes its time by sleeping."""
+"""A training script with a slow rank, for tests: a small DDP model whose forward pass sleeps."""
 
 SCRIPT = """
 import hashlib, json, os, sys, time

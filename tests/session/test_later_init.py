@@ -49,9 +49,9 @@ except ValueError as error:
 @pytest.mark.process
 @pytest.mark.slow
 def test_init_process_group_after_outlast_init_keeps_the_group(tmp_path: Path) -> None:
-    """The call returns with the default group of ``outlast.init()`` and the timeout it asks for, however the script
-    imports the function; a call that asks for another group fails and names what differs. Once that group is
-    destroyed, the function is torch's again."""
+    """The call returns with the default group of ``outlast.init()`` and the requested timeout, for every way to
+    import the function; a call that requests another group is an error with the difference. Once that group is
+    destroyed, the function is torch's."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with Ranks(script, str(tmp_path / "ckpt"), world_size=2) as ranks:

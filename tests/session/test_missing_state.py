@@ -60,15 +60,15 @@ with run:
 """
 
 
-def start(tmp_path: Path, what: str, *flags: str, world_size: int = 2) -> tuple[list[int], list[str]]:
+def start(tmp_path: Path, state: str, *flags: str, world_size: int = 2) -> tuple[list[int], list[str]]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with Ranks(script, str(tmp_path), what, *flags, world_size=world_size) as ranks:
+    with Ranks(script, str(tmp_path), state, *flags, world_size=world_size) as ranks:
         return ranks.end()
 
 
 def line(output: str, word: str) -> str:
-    """Return what follows a word at the beginning of a line."""
+    """Return the text after a word at the beginning of a line."""
     return next(text.removeprefix(word) for text in output.splitlines() if text.startswith(word))
 
 
@@ -80,10 +80,10 @@ def line(output: str, word: str) -> str:
     [(("keep",), 2), (("keep", "global"), 2), (("config", "global"), 1)],
     ids=["local tier", "global tier", "other number of ranks, by config"],
 )
-def test_what_the_checkpoint_lacks_keeps_its_value(tmp_path: Path, flags: tuple[str, ...], world_size: int) -> None:
-    """With missing="keep" a layer in the middle, its parameters, an average of the weights and plain values that are
-    newer than the checkpoint keep their values; all else is loaded, the optimizer's moments by parameter and not by
-    number; rank 0 lists what was missing in one line. The next checkpoint has all of it."""
+def test_values_missing_in_the_checkpoint_are_kept(tmp_path: Path, flags: tuple[str, ...], world_size: int) -> None:
+    """With missing="keep", a layer in the middle, its parameters, an average of the weights and plain values that
+    are newer than the checkpoint keep their values. All other values are loaded, the optimizer's moments by
+    parameter and not by number; rank 0 lists the missing names in one line. The next checkpoint has all of them."""
     codes, before = start(tmp_path, "old", *flags)
     assert codes == [0, 0], before
     codes, outputs = start(tmp_path, "grown", *flags, world_size=world_size)
@@ -92,19 +92,19 @@ def test_what_the_checkpoint_lacks_keeps_its_value(tmp_path: Path, flags: tuple[
     expected = "[('first.bias', 3.0), ('first.weight', 3.0), ('last.bias', 3.0), ('last.weight', 3.0)] True 3.0"
     assert line(outputs[0], "loaded") == f" 3 {expected}"
     names = "model.new.weight, model.new.bias, more.mean, ema, note"
-    told = f"the checkpoint of iteration 3 has no value for {names}; present values are kept"
-    assert [output.count(told) for output in outputs] == [1, 0][:world_size], outputs
-    codes, again = start(tmp_path, "grown", "global", world_size=world_size)
-    assert codes == [0] * world_size, again
-    assert line(again[0], "digest") == line(outputs[0], "ends")
-    assert "has no value" not in again[0]
+    message = f"the checkpoint of iteration 3 has no value for {names}; present values are kept"
+    assert [output.count(message) for output in outputs] == [1, 0][:world_size], outputs
+    codes, repeated = start(tmp_path, "grown", "global", world_size=world_size)
+    assert codes == [0] * world_size, repeated
+    assert line(repeated[0], "digest") == line(outputs[0], "ends")
+    assert "has no value" not in repeated[0]
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_without_the_option_the_error_names_what_is_missing(tmp_path: Path) -> None:
-    """A state with more names than the checkpoint is refused on all ranks, also where one of them would keep what it
-    has; the error has the names and the option. So is a module of which nothing was saved, with the option."""
+def test_missing_values_are_an_error_by_default(tmp_path: Path) -> None:
+    """A state with more names than the checkpoint is rejected on all ranks, even if one of them sets missing="keep";
+    the error has the names and the option. A module without any saved value is rejected with the option too."""
     codes, before = start(tmp_path, "old")
     assert codes == [0, 0], before
     for flags in ((), ("keep-1",)):
@@ -121,9 +121,9 @@ def test_without_the_option_the_error_names_what_is_missing(tmp_path: Path) -> N
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_what_only_the_checkpoint_has_is_refused_by_name(tmp_path: Path) -> None:
-    """Keys that a module lacks are an error that names them, with the option, too: what was trained is not dropped
-    silently. Names that the mapping lacks are dropped with a warning."""
+def test_saved_keys_that_a_module_lacks_are_rejected(tmp_path: Path) -> None:
+    """Saved keys that a module lacks are an error with the keys, with the option too, so that trained weights are
+    not dropped silently. Saved names that the mapping lacks are dropped with a warning."""
     codes, before = start(tmp_path, "grown")
     assert codes == [0, 0], before
     codes, outputs = start(tmp_path, "shrunk", "keep")

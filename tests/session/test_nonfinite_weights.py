@@ -1,4 +1,4 @@
-"""A run never ends as finished with weights that are NaN or infinite, whatever was judged before."""
+"""A run does not finish with weights that are NaN or infinite, whatever the validation of results accepted."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ print("finished", flush=True)
 """
 
 
-def train(folder: Path, how: str) -> tuple[list[int], str]:
-    """Train on two ranks; return the exit codes and all that was printed."""
+def train(folder: Path, case: str) -> tuple[list[int], str]:
+    """Train on two ranks; return the exit codes and the outputs."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    with Ranks(script, str(folder), how, world_size=2) as ranks:
+    with Ranks(script, str(folder), case, world_size=2) as ranks:
         codes, outputs = ranks.end()
     return codes, "\n".join(outputs)
 
 
 @pytest.mark.process
-def test_a_mask_of_infinities_is_no_error(tmp_path: Path) -> None:
-    """A buffer that is infinite from the start belongs to the model, and so does a tensor that holds NaN before
-    training begins, or a NumPy array: the run finishes, and no line names the buffer."""
+def test_a_mask_of_infinities_is_accepted(tmp_path: Path) -> None:
+    """A buffer that is infinite from the start, a tensor that has NaN before training, and a NumPy array are
+    accepted: the run finishes without a message about the buffer."""
     codes, output = train(tmp_path, "sound")
     assert codes == [0, 0], output
     assert "mask" not in output
@@ -94,22 +94,22 @@ def test_a_mask_of_infinities_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["plain", "unjudged"])
-def test_weights_that_are_nan_at_the_end_are_an_error(tmp_path: Path, how: str) -> None:
-    """Without validation, and with one that accepts NaN, all ranks end with 17 once the last iteration is saved; a
-    non-finite loss that is seen is reported once."""
-    codes, output = train(tmp_path, how)
+@pytest.mark.parametrize("case", ["plain", "unjudged"])
+def test_nan_weights_at_the_end_fail_the_run(tmp_path: Path, case: str) -> None:
+    """Without validation, and with validation that accepts NaN, all ranks exit with 17 after the save of the last
+    iteration; a detected non-finite loss is reported once."""
+    codes, output = train(tmp_path, case)
     assert codes == [ExitReason.FAILED_VALIDATION] * 2, output
     assert "finished" not in output
     assert "weights that are NaN or infinite on rank 1" in output
     assert "weights that are NaN or infinite on this rank: model.weight, model.bias" in output
-    assert output.count("loss is nan on rank 1 at iteration 8") == (how == "unjudged")
+    assert output.count("loss is nan on rank 1 at iteration 8") == (case == "unjudged")
     assert 12 in {found.entry.iteration for found in look_into(str(tmp_path / "checkpoints")).found}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("how", "name"),
+    ("case", "name"),
     [
         ("list", "plain.nested.1"),
         ("buffer", "model.norm"),
@@ -117,24 +117,25 @@ def test_weights_that_are_nan_at_the_end_are_an_error(tmp_path: Path, how: str) 
         ("object", "average.state_dict.average"),
     ],
 )
-def test_nan_in_any_tensor_of_the_state_is_an_error(tmp_path: Path, how: str, name: str) -> None:
-    """Tensors without gradients count too: in containers, buffers, an optimizer's moments, and what an object saves."""
-    codes, output = train(tmp_path, how)
+def test_nan_in_any_tensor_of_the_state_fails_the_run(tmp_path: Path, case: str, name: str) -> None:
+    """Tensors without gradients are checked too: in containers, buffers, an optimizer's moments, and an object's
+    state dict."""
+    codes, output = train(tmp_path, case)
     assert codes == [ExitReason.FAILED_VALIDATION] * 2, output
     assert f"weights that are NaN or infinite on this rank: {name}" in output
 
 
 @pytest.mark.process
-def test_a_loop_that_was_left_with_nan_weights_is_an_error(tmp_path: Path) -> None:
-    """After ``break`` nothing is saved; closing the session ends a rank whose weights are NaN with 17."""
+def test_nan_weights_after_break_fail_the_run(tmp_path: Path) -> None:
+    """After ``break`` nothing is saved, and closing the session ends a rank whose weights are NaN with 17."""
     codes, output = train(tmp_path, "break")
     assert codes == [0, ExitReason.FAILED_VALIDATION], output
     assert "weights that are NaN or infinite on this rank: model.weight, model.bias" in output
 
 
 @pytest.mark.process
-def test_a_nan_loss_raises_where_nothing_is_run_again(tmp_path: Path) -> None:
-    """With rerun_mode disabled a rejected loss raises before a weight moves, as in Megatron."""
+def test_a_nan_loss_raises_if_reruns_are_disabled(tmp_path: Path) -> None:
+    """With rerun_mode disabled a rejected loss raises before the weights change, as in Megatron."""
     codes, output = train(tmp_path, "disabled")
     assert 0 not in codes, output
     assert "NotFinite: loss of iteration 8 is nan on rank 1" in output

@@ -1,4 +1,4 @@
-"""A checkpoint directory has one live writer; another run's checkpoints are gone on from where that is asked for."""
+"""A checkpoint directory has one live writer; a run resumes another run's checkpoints only on request."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ print("finished with", state["weight"][0].item(), flush=True)
 """
 
 
-def _ranks(tmp_path: Path, told: str, *, world_size: int = 1) -> Ranks:
+def _ranks(tmp_path: Path, arguments: str, *, world_size: int = 1) -> Ranks:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return Ranks(script, str(tmp_path), told, world_size=world_size)
+    return Ranks(script, str(tmp_path), arguments, world_size=world_size)
 
 
-def _train(tmp_path: Path, told: str) -> tuple[int, str]:
-    with _ranks(tmp_path, told) as ranks:
+def _train(tmp_path: Path, arguments: str) -> tuple[int, str]:
+    with _ranks(tmp_path, arguments) as ranks:
         codes, outputs = ranks.end()
     return codes[0], outputs[0]
 
@@ -59,10 +59,10 @@ def _content(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_it(tmp_path: Path) -> None:
-    """All ranks of the second leave alike with 93 and one line, before anything is loaded or written; the first does
-    not notice. Once the first is killed, the next start takes the directory over with a line, and goes on from what
-    the first saved."""
+def test_a_second_run_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
+    """All ranks of the second run exit with 93 and one line before anything is loaded or written, and the first run
+    continues. Once the first run is killed, the next start takes the directory over, logs it, and resumes from its
+    checkpoint."""
     with _ranks(tmp_path, '{"total": 9, "wait_at": 4}') as first:
         first.wait_for_line(0, "waits")
         before = _content(tmp_path)
@@ -86,9 +86,9 @@ def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_it(tmp_
 
 
 @pytest.mark.slow
-def test_an_owner_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path: Path) -> None:
-    """A run on another machine has waited until it was silent for long enough, with a line, and gone on. When the
-    first wakes up, it leaves with 93 and a line that names the other; what that saved is what it was."""
+def test_a_stopped_owner_writes_nothing_after_a_takeover(tmp_path: Path) -> None:
+    """A run on another machine logs that it waits until the owner's heartbeats end, and then continues. When the
+    first run resumes, it exits with 93 and a line that contains the other run, and the saved files do not change."""
     with _ranks(tmp_path, '{"total": 1000000, "wait_at": 3}') as first:
         first.wait_for_line(0, "waits")
         first.stop(0)
@@ -111,22 +111,22 @@ def test_an_owner_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path: 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_what_another_run_saved_is_gone_on_from_only_when_it_is_asked_for(tmp_path: Path) -> None:
-    """Runs with names of their own: one line names the other run and the setting. A run without a name goes on with
-    what the same script saved."""
+def test_another_runs_checkpoints_are_resumed_only_on_request(tmp_path: Path) -> None:
+    """For runs with different names, one line has the other run and the setting. A run without a name resumes the
+    checkpoints of the same script."""
 
-    def told(run: str | None, **more: object) -> str:
-        return json.dumps({"total": 3, "run_dir": None if run is None else f"{tmp_path}/{run}", **more})
+    def arguments(run: str | None, **options: object) -> str:
+        return json.dumps({"total": 3, "run_dir": None if run is None else f"{tmp_path}/{run}", **options})
 
-    code, output = _train(tmp_path, told("one"))
+    code, output = _train(tmp_path, arguments("one"))
     assert code == 0, output
-    code, output = _train(tmp_path, told("other"))
+    code, output = _train(tmp_path, arguments("other"))
     assert code == ExitReason.NO_PROGRESS, output
     last = output.splitlines()[-1]
     assert f"{tmp_path}/ckpt holds what the run with directory {tmp_path}/one" in last
     assert "to resume from there set checkpoint.resume_from_other_run = true" in last
     assert "Traceback" not in output
-    for run, more in (("one", {}), (None, {}), ("other", {"resume": True}), ("other", {})):
-        code, output = _train(tmp_path, told(run, **more))
+    for run, options in (("one", {}), (None, {}), ("other", {"resume": True}), ("other", {})):
+        code, output = _train(tmp_path, arguments(run, **options))
         assert code == 0, output
-        assert ("since resume_from_other_run is on" in output) == bool(more)
+        assert ("since resume_from_other_run is on" in output) == bool(options)

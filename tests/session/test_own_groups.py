@@ -1,4 +1,4 @@
-"""How many groups and connections a session has beside training's own."""
+"""The number of process groups and connections that a session adds to those of training."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ Path(folder, f"{run.global_rank}.json").write_text(json.dumps({"groups": len(mad
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_session_with_everything_on_has_three_groups_of_its_own(tmp_path: Path) -> None:
-    """Slow ranks and the comparison of replicas have one group in common; the start, whose agreements may take longer,
-    and the check of all ranks, which cuts what is silent, have their own; what the ranks agree on in each step has a
-    mesh of sockets."""
+def test_a_session_adds_three_process_groups(tmp_path: Path) -> None:
+    """Slow rank detection and the comparison of replicas share one group; the start, whose agreements may take
+    longer, and the check of all ranks, which aborts silent ranks, have one each; agreements in each step use a mesh
+    of sockets."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with Ranks(script, str(tmp_path), world_size=2) as ranks:

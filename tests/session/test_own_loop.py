@@ -1,10 +1,11 @@
-"""A session driven by a loop that somebody else owns: the same promises as for ``steps()``."""
+"""A session in a custom training loop: the same promises as for ``steps()``."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from ranks import Ranks
 from slowed import SCRIPT as SLOWED
 
 import outlast
+from outlast import clock
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.errors import ExitReason
 from outlast.incidents import EventKind
@@ -27,7 +29,7 @@ WITHIN_S = 120.0
 
 
 def example(folder: Path, begins: str = "A trainer") -> Path:
-    """Write the documentation's example that begins so, and return its path."""
+    """Write the documentation's example with this beginning, and return its path."""
     (code,) = re.findall(rf'```python\n("""{begins}.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL)
     folder.mkdir(exist_ok=True)
     script = folder / "train.py"
@@ -43,21 +45,23 @@ def config(folder: Path, *lines: str) -> str:
 
 
 def checkpoints(folder: Path) -> set[int]:
-    """Return the iterations of the checkpoints that are committed."""
+    """Return the iterations of the committed checkpoints."""
     return {found.entry.iteration for found in look_into(str(folder / "ckpt")).found}
 
 
 def results(text: str) -> set[str]:
-    """Return what the example printed at its end."""
+    """Return the results that the example printed at its end."""
     return set(re.findall(r"trained \d+ steps: [0-9a-f]{64}", text))
 
 
-def play(folder: Path, *faults: str) -> tuple[set[str], list[int], str]:
-    """Run the example with two ranks under ``outlast run``; return results, begins, and the log."""
+def run_example(folder: Path, *faults: str) -> tuple[set[str], list[int], str]:
+    """Run the example with two ranks under ``outlast run``; return results, first iterations, and the log."""
     script = example(folder)
     (folder / "plan.toml").write_text("\n".join(faults))
-    told = config(folder, *([f'fault_plan = "{folder}/plan.toml"'] if faults else []))
-    with Cluster(script, told, "23", run_dir=folder / "run", num_nodes=1, options=["--max-restarts=3"]) as cluster:
+    config_path = config(folder, *([f'fault_plan = "{folder}/plan.toml"'] if faults else []))
+    with Cluster(
+        script, config_path, "23", run_dir=folder / "run", num_nodes=1, options=["--max-restarts=3"]
+    ) as cluster:
         codes = cluster.wait(WITHIN_S)
         text = cluster.agents[0].output()
     assert codes == [0], text
@@ -66,48 +70,48 @@ def play(folder: Path, *faults: str) -> tuple[set[str], list[int], str]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_trainer_that_is_killed_goes_on_bit_identically(tmp_path: Path) -> None:
-    """The documentation's example, killed in its twelfth step, goes on from a checkpoint and ends with the very weights
-    of a run that was never killed."""
-    undisturbed, begins, _ = play(tmp_path / "undisturbed")
+def test_a_killed_trainer_resumes_bit_identically(tmp_path: Path) -> None:
+    """The documentation's example, killed in its twelfth step, resumes from a checkpoint and ends with the weights
+    of a run without the kill."""
+    undisturbed, begins, _ = run_example(tmp_path / "undisturbed")
     assert len(undisturbed) == 1
     assert begins == [0, 0]
     kill = '[[faults]]\nname = "kill"\nkind = "kill"\nrank = 1\niteration = 12'
-    killed, begins, text = play(tmp_path / "killed", kill)
+    killed, begins, text = run_example(tmp_path / "killed", kill)
     assert begins[:2] == [0, 0], text
     assert len(begins) == 4, text
-    promised = max(map(int, re.findall(r"resuming from iteration (\d+)", text)), default=0)  # none: no save had time
+    promised = max(map(int, re.findall(r"resuming from iteration (\d+)", text)), default=0)  # 0: no commit in time
     assert begins[2] == begins[3] >= promised, text
     assert killed == undisturbed
 
 
 @pytest.mark.process
-def test_a_trainer_that_is_told_to_leave_saves_as_agreed(tmp_path: Path) -> None:
-    """SIGTERM at one rank: all ranks leave with 75 after the same iteration, whose checkpoint is whole; started again
-    the trainer goes on from there."""
+def test_a_trainer_saves_after_a_preemption_notice(tmp_path: Path) -> None:
+    """After SIGTERM to one rank, all ranks exit with 75 after the same iteration, which has a complete checkpoint;
+    the next start resumes from there."""
     script = example(tmp_path)
-    told = config(tmp_path, f'run_dir = "{tmp_path}/run"')
-    with Ranks(script, told, "1000000", world_size=2) as ranks:
+    config_path = config(tmp_path, f'run_dir = "{tmp_path}/run"')
+    with Ranks(script, config_path, "1000000", world_size=2) as ranks:
         ranks.wait_for_line(0, "starting from iteration 0")
         ranks.wait_until(lambda: [e for e in read(tmp_path / "run") if e.kind == EventKind.SAVE_COMMITTED], WITHIN_S)
         ranks.signal(1, signal.SIGTERM)
         codes, outputs = ranks.end()
     assert codes == [ExitReason.PREEMPTED] * 2, "\n".join(outputs)
-    (left_after,) = {e.iteration for e in read(tmp_path / "run") if e.kind == EventKind.SESSION_ENDED}
-    assert left_after is not None
-    assert max(checkpoints(tmp_path)) == left_after
-    with Ranks(script, told, str(left_after + 2), world_size=2) as ranks:
+    (stopped_after,) = {e.iteration for e in read(tmp_path / "run") if e.kind == EventKind.SESSION_ENDED}
+    assert stopped_after is not None
+    assert max(checkpoints(tmp_path)) == stopped_after
+    with Ranks(script, config_path, str(stopped_after + 2), world_size=2) as ranks:
         codes, outputs = ranks.end()
     assert codes == [0, 0], "\n".join(outputs)
-    assert f"starting from iteration {left_after}\n" in outputs[0]
+    assert f"starting from iteration {stopped_after}\n" in outputs[0]
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_slow_rank_ends_a_loop_of_another_kind(tmp_path: Path) -> None:
-    """Slow ranks are found in a loop that is no generator, too: all leave with 18, and nothing is lost."""
+def test_a_slow_rank_ends_a_custom_loop(tmp_path: Path) -> None:
+    """Slow ranks are detected in a custom loop too: all ranks exit with 18, and no iteration is lost."""
     script = tmp_path / "script.py"
     loop = 'for iteration in run.steps(state, total=options["total"]):\n'
     last = '    state["seen"].append(iteration)\n'
@@ -161,8 +165,8 @@ run.finish(state)
 
 
 @pytest.mark.process
-def test_replicas_that_differ_stop_the_loop_and_are_not_saved(tmp_path: Path) -> None:
-    """What differs between replicas is a decision to stop, on all ranks, and nothing of it is saved."""
+def test_differing_replicas_stop_the_loop_without_a_save(tmp_path: Path) -> None:
+    """If replicas differ, all ranks get a decision to stop, and the iteration is not saved."""
     script = tmp_path / "script.py"
     script.write_text(DIFFERS)
     with Ranks(script, str(tmp_path), world_size=2) as ranks:
@@ -178,13 +182,13 @@ def test_replicas_that_differ_stop_the_loop_and_are_not_saved(tmp_path: Path) ->
 
 @contextmanager
 def session(folder: Path, **settings: Any) -> Iterator[outlast.Session]:
-    """Open a session of one rank here; what it changes of this process is put back."""
+    """Open a session of one rank in this process; its changes to this process are undone."""
     log_metrics: Callable[[dict[str, float], int], object] | None = settings.pop("log_metrics", None)
     tiers: dict[str, Any] = settings.pop("tiers", {})
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     checkpoint = outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=2, async_save=False, **tiers)
-    made = outlast.Config(checkpoint=checkpoint, run_dir=str(folder / "run"), **settings)
-    run = outlast.init(made, log_metrics=log_metrics)
+    settings_of_session = outlast.Config(checkpoint=checkpoint, run_dir=str(folder / "run"), **settings)
+    run = outlast.init(settings_of_session, log_metrics=log_metrics)
     try:
         yield run
     finally:
@@ -195,6 +199,14 @@ def session(folder: Path, **settings: Any) -> Iterator[outlast.Session]:
         run._let_go()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def wait_for_notice(folder: Path, count: int = 1) -> None:
+    """Wait until a session has detected a preemption notice; for its ``count``-th one."""
+    end_s = clock.now_s() + 10
+    while sum(event.kind == EventKind.NOTICE for event in read(folder / "run")) < count:
+        assert clock.now_s() < end_s, "the session has not detected the signal"
+        time.sleep(0.005)
 
 
 def test_a_step_runs_again_after_an_invalid_result(tmp_path: Path) -> None:
@@ -216,9 +228,9 @@ def test_a_step_runs_again_after_an_invalid_result(tmp_path: Path) -> None:
     assert seen == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0)]
 
 
-def test_a_decision_says_what_is_due(tmp_path: Path) -> None:
-    """save is what the intervals say, and save_due() does that and nothing else; the last step leaves the save to
-    finish(), and a second session goes on from there."""
+def test_a_decision_contains_the_due_save(tmp_path: Path) -> None:
+    """``save`` follows the intervals, and save_due() does only that save; the last step's save is left to finish(),
+    and a second session resumes from there."""
     state = {"weight": torch.zeros(1)}
     with session(tmp_path) as run:
         run.restore(state)
@@ -232,16 +244,16 @@ def test_a_decision_says_what_is_due(tmp_path: Path) -> None:
         run.finish(state)
     assert found == [(n, "all" if n % 2 == 0 else None, False, n % 2 == 0) for n in range(1, 6)]
     assert checkpoints(tmp_path) >= {4, 5}
-    again = {"weight": torch.zeros(1)}
+    restored = {"weight": torch.zeros(1)}
     with session(tmp_path) as run:
-        assert run.restore(again) == run.iteration == 5
-        assert again["weight"].item() == 5
+        assert run.restore(restored) == run.iteration == 5
+        assert restored["weight"].item() == 5
 
 
 @pytest.mark.parametrize("has_near", [False, True])
-def test_a_requested_save_goes_as_far_as_was_asked(tmp_path: Path, has_near: bool) -> None:
-    """Of several requests the larger counts, in whatever order they come; where nothing near keeps a save, a request
-    for one there is a save to all tiers."""
+def test_a_requested_save_goes_to_the_requested_tiers(tmp_path: Path, has_near: bool) -> None:
+    """Of several requests the one for more tiers counts, in any order; without a node-local tier, a request for a
+    node-local save goes to all tiers."""
     state = {"weight": torch.zeros(1)}
     found = []
     tiers = {"local_directory": str(tmp_path / "local")} if has_near else {}
@@ -259,27 +271,27 @@ def test_a_requested_save_goes_as_far_as_was_asked(tmp_path: Path, has_near: boo
     assert found == ["near" if has_near else "all", "all", "all", "all", "all", "all", None]
 
 
-def test_a_notice_is_a_decision_to_stop(tmp_path: Path) -> None:
-    """After SIGTERM the next decision says so, with the signal; leave() commits that iteration and exits with 75. After
-    the last step nobody stops any more."""
+def test_a_preemption_notice_is_a_decision_to_stop(tmp_path: Path) -> None:
+    """After SIGTERM the next decision is to stop, with the signal; leave() commits that iteration and exits with 75.
+    After the last step there is no decision to stop."""
     state = {"weight": torch.zeros(1)}
     with session(tmp_path) as run:
         run.restore(state)
         signal.raise_signal(signal.SIGTERM)
-        assert run._preemption._listener.wait(10)
+        wait_for_notice(tmp_path)
         run.begin_step()
         state["weight"] += 1
         decision = run.end_step()
         assert (decision.stop, decision.reason, decision.signal) == (True, ExitReason.PREEMPTED, signal.SIGTERM)
         assert decision.save == "all"
-        with pytest.raises(SystemExit) as leaving:
+        with pytest.raises(SystemExit) as exiting:
             run.finish(state)
-        assert leaving.value.code == ExitReason.PREEMPTED
+        assert exiting.value.code == ExitReason.PREEMPTED
     assert checkpoints(tmp_path) == {1}
     with session(tmp_path) as run:
         run.restore(state)
         signal.raise_signal(signal.SIGTERM)
-        assert run._preemption._listener.wait(10)
+        wait_for_notice(tmp_path, 2)
         run.begin_step()
         assert not run.end_step(is_last=True).stop
         run.finish(state)
@@ -316,8 +328,10 @@ CALLS: dict[str, Callable[[outlast.Session, dict[str, Any]], Any]] = {
         ("restore finish", "finish", r"the loop has ended"),
     ],
 )
-def test_a_call_at_the_wrong_time_names_the_right_one(tmp_path: Path, before: str, call: str, remedy: str) -> None:
-    """Whatever is called out of order is an OutlastError that says what to call instead, and changes nothing."""
+def test_a_call_out_of_order_is_an_error_with_the_right_call(
+    tmp_path: Path, before: str, call: str, remedy: str
+) -> None:
+    """A call out of order is an OutlastError with the right call, and changes nothing."""
     state = {"weight": torch.zeros(1)}
     with session(tmp_path) as run:
         for name in before.split():
@@ -327,23 +341,23 @@ def test_a_call_at_the_wrong_time_names_the_right_one(tmp_path: Path, before: st
 
 
 def test_a_decision_to_stop_allows_no_further_step(tmp_path: Path) -> None:
-    """Once all ranks agreed to stop, a further step is refused: the others are leaving."""
+    """After all ranks agreed to stop, a further step is an error, because the other ranks exit."""
     state = {"weight": torch.zeros(1)}
     with session(tmp_path) as run:
         run.restore(state)
         signal.raise_signal(signal.SIGTERM)
-        assert run._preemption._listener.wait(10)
+        wait_for_notice(tmp_path)
         run.begin_step()
         run.end_step()
         with pytest.raises(outlast.OutlastError, match=r"all ranks agreed to stop: call finish\(state\) or leave"):
             run.begin_step()
 
 
-# -- figures -------------------------------------------------------------------------------------------------------
+# -- metrics -------------------------------------------------------------------------------------------------------
 
 
 def documented() -> set[str]:
-    """Return the names of the documentation's table; a part in brackets stands for anything."""
+    """Return the names of the documentation's table; a part in brackets is a placeholder."""
     table = PAGE.read_text(encoding="utf-8").partition("<!-- log_metrics -->")[2].partition("<!-- end -->")[0]
     names = set()
     for cell in re.findall(r"^\| (`outlast/.*?) \|", table, re.MULTILINE):
@@ -352,8 +366,9 @@ def documented() -> set[str]:
     return names
 
 
-def test_figures_reach_the_logger_under_their_documented_names(tmp_path: Path) -> None:
-    """Each step brings its time, the restarts and the incidents so far; each save what it kept training waiting."""
+def test_metrics_have_their_documented_names(tmp_path: Path) -> None:
+    """Each step logs its time, the number of restarts and of incidents; each save logs how long training waited for
+    it."""
     logged: list[tuple[dict[str, float], int]] = []
     plan = tmp_path / "plan.toml"
     plan.write_text('[[faults]]\nname = "nan"\nkind = "nan"\ntarget = "loss"\niteration = 1\n')
@@ -383,7 +398,7 @@ def test_figures_reach_the_logger_under_their_documented_names(tmp_path: Path) -
 
 
 def test_a_logger_that_raises_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A logger's trouble ends no training, and fills no log."""
+    """An error of the metrics logger does not end training and is reported once."""
 
     def log(metrics: dict[str, float], iteration: int) -> None:
         raise RuntimeError("no network")
@@ -396,8 +411,8 @@ def test_a_logger_that_raises_is_reported_once(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_figures_count_restarts_and_what_the_launcher_saw(tmp_path: Path) -> None:
-    """After a restart the count is 1, and the death that caused it is among the incidents."""
+def test_metrics_count_restarts_and_the_launchers_incidents(tmp_path: Path) -> None:
+    """After a restart the count is 1, and the worker's death is among the incidents."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\nimport torch\nimport outlast\n"
@@ -416,18 +431,18 @@ def test_figures_count_restarts_and_what_the_launcher_saw(tmp_path: Path) -> Non
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_shuffled_loader_with_its_own_generator_resumes_exactly(tmp_path: Path) -> None:
-    """The documentation's shuffled loader, killed within its second epoch, ends with the weights of a run that was
-    never killed, and without a warning; without a generator of its own one line names it, once."""
+def test_a_shuffled_loader_resumes_exactly(tmp_path: Path) -> None:
+    """The documentation's shuffled loader, killed within its second epoch, ends with the weights of a run without
+    the kill, and without a warning; without a generator for the loader, one line reports it once."""
     digests = []
     for name, faults in (("undisturbed", ""), ("killed", '[[faults]]\nname = "k"\nkind = "kill"\niteration = 12\n')):
         script = example(tmp_path / name, "A loop over a shuffled")
         (tmp_path / name / "plan.toml").write_text(f"{faults}rank = 0\n" if faults else "")
         lines = [f'fault_plan = "{tmp_path / name}/plan.toml"'] if faults else []
-        told = config(tmp_path / name, *lines)
+        config_path = config(tmp_path / name, *lines)
         options = ["--max-restarts=3", "--no-health-check"]
         with Cluster(
-            script, told, "20", run_dir=tmp_path / name / "run", num_nodes=1, nproc_per_node=1, options=options
+            script, config_path, "20", run_dir=tmp_path / name / "run", num_nodes=1, nproc_per_node=1, options=options
         ) as cluster:
             assert cluster.wait(WITHIN_S) == [0], cluster.tails()
             text = cluster.agents[0].output()

@@ -1,5 +1,4 @@
-"""A session runs a step with an invalid result again before any weight moves, and what it keeps is as if nothing had
-happened."""
+"""A session runs a step with an invalid result again before the weights change; the final state is not affected."""
 
 from __future__ import annotations
 
@@ -48,10 +47,10 @@ def nan_at(iteration: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_transient_nan_changes_no_bit(tmp_path: Path, world_size: int) -> None:
-    """At the first step of a process, in the middle, and at the first step after a restore: the same batch and random
-    numbers again, and weights, moments, batch statistics and losses are those of the undisturbed run."""
-    codes, calm = train(tmp_path / "calm", world_size)
-    assert codes == [0] * world_size, calm
+    """At the first step of a process, in the middle, and at the first step after a restore, the step gets the same
+    batch and random numbers again; weights, moments, batch statistics and losses are those of the undisturbed run."""
+    codes, undisturbed = train(tmp_path / "calm", world_size)
+    assert codes == [0] * world_size, undisturbed
     plan = [nan_at(0), nan_at(5), nan_at(8)]
     codes, first = train(tmp_path / "hit", world_size, plan=plan, total=8)
     assert codes == [0] * world_size, first
@@ -59,7 +58,7 @@ def test_a_transient_nan_changes_no_bit(tmp_path: Path, world_size: int) -> None
     codes, second = train(tmp_path / "hit", world_size, plan=plan)
     assert codes == [0] * world_size, second
     assert second["seen"][:2] == [[8, 0, 9], [8, 1, 9]]
-    assert second["digest"] == calm["digest"]
+    assert second["digest"] == undisturbed["digest"]
     found = [incident.evidence["diagnosis"] for incident in invalid_results(tmp_path / "hit")]
     assert [(one["iteration"], one["finding"], one["rank"]) for one in found] == [
         (iteration, "transient", 0) for iteration in (0, 5, 8)
@@ -67,9 +66,9 @@ def test_a_transient_nan_changes_no_bit(tmp_path: Path, world_size: int) -> None
 
 
 @pytest.mark.slow
-def test_a_reproducible_result_is_saved_for_diagnosis_and_ends_the_process(tmp_path: Path) -> None:
-    """The same bad batch gives the same NaN: all ranks leave with 16, no checkpoint and no tracker is touched, and what
-    lies in suspect/ holds the state of before the step."""
+def test_a_reproducible_nan_ends_the_run_with_a_suspect_save(tmp_path: Path) -> None:
+    """If the same batch gives the same NaN, all ranks exit with 16, checkpoints and tracker are unchanged, and
+    suspect/ has the state before the step."""
     codes, output = train(tmp_path / "run", 2, bad_batch=6)
     assert codes == [ExitReason.RESUME_TO_DISAMBIGUATE] * 2, output
     store = tmp_path / "run" / "global"
@@ -85,22 +84,22 @@ def test_a_reproducible_result_is_saved_for_diagnosis_and_ends_the_process(tmp_p
 
 @pytest.mark.slow
 def test_determinism_is_reported_at_the_end(tmp_path: Path) -> None:
-    """Where each step is run twice to see whether it gives the same, the journal says so when training is through, and
-    the result is that of an ordinary run."""
-    codes, calm = train(tmp_path / "calm")
-    assert codes == [0], calm
+    """If each step runs twice to measure determinism, the journal has the report at the end, and the result is that
+    of an ordinary run."""
+    codes, undisturbed = train(tmp_path / "calm")
+    assert codes == [0], undisturbed
     codes, measured = train(tmp_path / "twice", rerun={"rerun_mode": "report_determinism_stats"})
     assert codes == [0], measured
-    assert measured["digest"] == calm["digest"]
+    assert measured["digest"] == undisturbed["digest"]
     (event,) = [e for e in read(tmp_path / "twice" / "run") if e.kind == EventKind.DETERMINISM_REPORT]
     found = event.data["report"]["loss"]
     assert (found["num_compared"], found["num_different"]) == (12, 0)
 
 
 @pytest.mark.campaign
-def test_replicas_that_differ_are_not_saved(tmp_path: Path) -> None:
-    """A bit flips in one of three replicas' weights: at the next save all ranks leave with 17 instead, and the journal
-    names the rank; without a majority they leave with 16."""
+def test_differing_replicas_are_not_saved(tmp_path: Path) -> None:
+    """After a bit flip in the weights of one of three replicas, all ranks exit with 17 at the next save, and the
+    journal identifies the rank; without a majority they exit with 16."""
     flip = {"kind": "bit_flip", "target": "weight", "iteration": 5, "rank": 1, "bit": 3}
     codes, output = train(tmp_path / "three", 3, plan=[flip], digest=100)
     assert codes == [ExitReason.FAILED_VALIDATION] * 3, output

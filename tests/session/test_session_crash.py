@@ -1,4 +1,4 @@
-"""A rank that fails is gone at once, whatever its peers do."""
+"""A rank that fails exits at once, whatever its peers do."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ for iteration in run.steps(state, total=100):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(("what", "expected"), [("raise", 1), pytest.param("exit", 9, marks=pytest.mark.campaign)])
-def test_a_failing_rank_leaves_while_its_peer_hangs(tmp_path: Path, what: str, expected: int) -> None:
-    """With a stopped peer, an unfinished collective and saves under way, the failing rank still ends at once."""
+@pytest.mark.parametrize(("failure", "expected"), [("raise", 1), pytest.param("exit", 9, marks=pytest.mark.campaign)])
+def test_a_failing_rank_exits_while_its_peer_hangs(tmp_path: Path, failure: str, expected: int) -> None:
+    """With a stopped peer, an unfinished collective and saves in progress, the failing rank exits at once."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with Ranks(script, str(tmp_path), what, world_size=2) as ranks:
+    with Ranks(script, str(tmp_path), failure, world_size=2) as ranks:
         ranks.wait_for_line(0, "stops")
         codes = ranks.wait(PATIENCE_S, ranks=[1])
         output = ranks.output(1)
         assert codes == [expected], output
-        assert ("ValueError: the body failed" in output) == (what == "raise")
+        assert ("ValueError: the body failed" in output) == (failure == "raise")
         assert ranks.running(0), "the peer did not make it leave"
         ranks.kill(0)
 
@@ -72,9 +72,9 @@ raise ValueError("of the script")
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_last_traceback_is_that_of_the_script(tmp_path: Path) -> None:
-    """A script that raises right after a save, while its session is open, ends with its own traceback; no thread of
-    the package fails because the interpreter shuts down."""
+def test_the_last_traceback_is_the_scripts(tmp_path: Path) -> None:
+    """A script that raises right after a save, with an open session, ends with its own traceback; no thread of the
+    package fails during the interpreter's shutdown."""
     script = tmp_path / "script.py"
     script.write_text(RAISES)
     with Ranks(script, str(tmp_path / "ckpt")) as ranks:
@@ -120,11 +120,9 @@ train(None)
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("world_size", "is_async"), [(1, False), (2, True)])
-def test_a_script_that_catches_its_error_can_train_on_in_the_same_process(
-    tmp_path: Path, world_size: int, is_async: bool
-) -> None:
-    """A second session has the directory of one that an exception ended, resumes from what that one had committed, and
-    ends with the weights of a run that nothing happened to."""
+def test_a_second_session_resumes_after_a_caught_error(tmp_path: Path, world_size: int, is_async: bool) -> None:
+    """A second session in the same process gets the directory of a session that an exception ended, resumes from its
+    last commit, and ends with the weights of an undisturbed run."""
     script = tmp_path / "script.py"
     script.write_text(TRIES_AGAIN)
     ended = {}

@@ -1,4 +1,4 @@
-"""With process_group_interval a session asks every so many steps who is there, and names who is not."""
+"""With process_group_interval a session checks regularly that all ranks respond, and identifies those that do not."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ os._exit(0)  # gloo would wait for the absent rank
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
-def run(folder: Path, what: str, *, timeout_s: float) -> dict[int, str]:
-    """Run three ranks; return what those that ended said."""
+def run(folder: Path, behavior: str, *, timeout_s: float) -> dict[int, str]:
+    """Run three ranks; return the outputs of the first two."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     output = {}
-    with Ranks(script, str(folder), what, str(timeout_s), world_size=3) as ranks:
+    with Ranks(script, str(folder), behavior, str(timeout_s), world_size=3) as ranks:
         for rank in (0, 1):
             codes = ranks.wait(180, ranks=[rank])
             output[rank] = ranks.output(rank)
             assert codes == [0], output[rank]
-        if what == "stopped":
+        if behavior == "stopped":
             assert ranks.running(2), "the rank was to be silent, not gone"
             ranks.kill(2)
         ranks.wait(PATIENCE_S, ranks=[2])
@@ -68,29 +68,29 @@ def incidents(folder: Path) -> list[tuple[str, int, list[int]]]:
     return [(one["kind"], one["rank"], one["evidence"]["ranks"]) for one in found]
 
 
-def test_quiet_run_is_not_disturbed(tmp_path: Path) -> None:
-    """As long as all ranks answer nothing is said, and training comes to its end."""
-    for said in run(tmp_path, "quiet", timeout_s=60).values():
-        assert "done" in said
-        assert "FOUND" not in said
+def test_a_run_without_faults_is_not_disturbed(tmp_path: Path) -> None:
+    """While all ranks respond nothing is reported, and training finishes."""
+    for output_of_rank in run(tmp_path, "quiet", timeout_s=60).values():
+        assert "done" in output_of_rank
+        assert "FOUND" not in output_of_rank
     assert incidents(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_stopped_rank_is_named(tmp_path: Path) -> None:
-    """A rank that is stopped within a step is named at that step's end by all others, as an error and once in the
-    journal; the training's own groups go on working."""
-    for said in run(tmp_path, "stopped", timeout_s=8).values():
-        assert "FOUND PeerLost rank=2 iteration=4: " in said
-        assert "rank 2 did not come" in said
-        assert "group works" in said
+def test_a_stopped_rank_is_identified(tmp_path: Path) -> None:
+    """All other ranks report a rank that is stopped within a step at the end of that step, as an error and once in
+    the journal; the groups of training still work."""
+    for output_of_rank in run(tmp_path, "stopped", timeout_s=8).values():
+        assert "FOUND PeerLost rank=2 iteration=4: " in output_of_rank
+        assert "rank 2 did not come" in output_of_rank
+        assert "group works" in output_of_rank
     assert incidents(tmp_path) == [(IncidentKind.WORKER_HUNG, 2, [2])]
 
 
-def test_wrong_answer_is_something_else(tmp_path: Path) -> None:
-    """A rank that answers wrongly is not taken for a silent one: the error and the incident say so, and who it is."""
-    for said in run(tmp_path, "wrong", timeout_s=60).values():
-        assert "FOUND UnhealthyRank rank=2 iteration=4: " in said
-        assert "rank 2 responded with a wrong number" in said
-        assert "group works" in said
+def test_a_wrong_response_is_not_a_missing_one(tmp_path: Path) -> None:
+    """A rank that responds with a wrong number is reported as unhealthy, with its number, and not as silent."""
+    for output_of_rank in run(tmp_path, "wrong", timeout_s=60).values():
+        assert "FOUND UnhealthyRank rank=2 iteration=4: " in output_of_rank
+        assert "rank 2 responded with a wrong number" in output_of_rank
+        assert "group works" in output_of_rank
     assert incidents(tmp_path) == [(IncidentKind.WRONG_ANSWER, 2, [2])]

@@ -1,4 +1,4 @@
-"""Told to leave, all ranks stop after the same iteration, leave a whole checkpoint, and are gone in time."""
+"""After a preemption notice, all ranks stop after the same iteration, save a complete checkpoint, and exit in time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _events(tmp_path: Path, kind: EventKind) -> list[Event]:
 
 
 def _newest_whole(tmp_path: Path) -> int:
-    """Return the newest checkpoint; all that there are have every byte right."""
+    """Return the newest checkpoint, after a check that all checkpoints are valid."""
     iterations = []
     for found in look_into(str(tmp_path / "ckpt")).found:
         entry = verify(found, num_threads=1).entry
@@ -90,7 +90,7 @@ def _newest_whole(tmp_path: Path) -> int:
 
 
 def _restored(tmp_path: Path, world_size: int) -> int:
-    """Return at which iteration the next start goes on."""
+    """Return the iteration at which the next start resumes."""
     with Ranks(_script(tmp_path), str(tmp_path), "look", "30", world_size=world_size) as ranks:
         codes, outputs = ranks.end(120)
     assert codes == [0] * world_size, outputs
@@ -100,28 +100,27 @@ def _restored(tmp_path: Path, world_size: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(("what", "world_size"), [pytest.param("c", 4, marks=pytest.mark.campaign), ("torch", 2)])
-def test_a_signal_to_one_rank_in_c_stops_all_after_the_same_iteration(
-    tmp_path: Path, what: str, world_size: int
-) -> None:
-    """All main threads sit in C; the signal is noticed meanwhile, and one whole checkpoint is what all leave behind."""
-    told = world_size - 1
-    with Ranks(_script(tmp_path), str(tmp_path), what, "120", world_size=world_size) as ranks:
+@pytest.mark.parametrize(("activity", "world_size"), [pytest.param("c", 4, marks=pytest.mark.campaign), ("torch", 2)])
+def test_a_signal_to_one_rank_in_c_stops_all_ranks(tmp_path: Path, activity: str, world_size: int) -> None:
+    """With all main threads in C code, the signal is detected, and all ranks stop after the same iteration with a
+    complete checkpoint."""
+    notified = world_size - 1
+    with Ranks(_script(tmp_path), str(tmp_path), activity, "120", world_size=world_size) as ranks:
         for rank in range(world_size):
             ranks.wait_for_line(rank, "running")
-        told_ns = clock.now_ns()
-        ranks.signal(told, signal.SIGTERM)
+        notified_ns = clock.now_ns()
+        ranks.signal(notified, signal.SIGTERM)
         codes, outputs = ranks.end(120)
     assert codes == [75] * world_size, outputs
     (notice,) = _events(tmp_path, EventKind.NOTICE)
-    print(f"noticed after {(notice.mono_ns - told_ns) / 1e6:.1f} ms")
-    assert (notice.rank, notice.data["source"], notice.data["signal"]) == (told, "signal", 15)
+    print(f"noticed after {(notice.mono_ns - notified_ns) / 1e6:.1f} ms")
+    assert (notice.rank, notice.data["source"], notice.data["signal"]) == (notified, "signal", 15)
     ends = _events(tmp_path, EventKind.SESSION_ENDED)
     assert [event.data["exit_code"] for event in ends] == [75] * world_size
     assert notice.mono_ns < min(event.mono_ns for event in ends)
     (iteration,) = {event.iteration for event in ends}
     assert _newest_whole(tmp_path) == iteration
-    assert "Received signal 15, initiating graceful stop" in outputs[told]
+    assert "Received signal 15, initiating graceful stop" in outputs[notified]
     assert f"stopping after iteration {iteration}, on all ranks, and saving a checkpoint" in outputs[0]
     assert f"iteration {iteration} is saved, nothing is lost; exiting with code 75" in outputs[0]
 
@@ -136,8 +135,9 @@ def _wait_for(tmp_path: Path, kind: EventKind, count: int) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_deadline_shorter_than_the_save_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
-    """The save never ends; the ranks do, with 75, say what is lost, and the next start has the earlier checkpoint."""
+def test_a_deadline_before_the_save_keeps_the_older_checkpoint(tmp_path: Path) -> None:
+    """If the save does not end, the ranks exit with 75 and report the lost iterations, and the next start has the
+    earlier checkpoint."""
     with Ranks(_script(tmp_path), str(tmp_path), "wait", "8", world_size=2) as ranks:
         for rank in range(2):
             ranks.wait_for_line(rank, "running")
@@ -169,8 +169,8 @@ def test_a_deadline_shorter_than_the_save_keeps_the_earlier_checkpoint(tmp_path:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_rank_that_never_comes_back_is_gone_by_the_deadline(tmp_path: Path) -> None:
-    """One rank stays in a C call; it, and the rank that waits for it, still end by the deadline, with 75."""
+def test_a_rank_stuck_in_c_exits_by_the_deadline(tmp_path: Path) -> None:
+    """A rank that stays in a C call, and the rank that waits for it, exit by the deadline with 75."""
     with Ranks(_script(tmp_path), str(tmp_path), "stuck", "6", world_size=2) as ranks:
         for rank in range(2):
             ranks.wait_for_line(rank, "running")
@@ -189,8 +189,8 @@ def test_a_rank_that_never_comes_back_is_gone_by_the_deadline(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGUSR1, 75), (signal.SIGUSR2, -signal.SIGUSR2)], ids=["usr1", "usr2"]
 )
-def test_sigusr1_leaves_too_and_others_only_if_named(tmp_path: Path, number: int, expected: int) -> None:
-    """SIGUSR1, which schedulers are often told to send, is listened to by default; SIGUSR2 does what it did."""
+def test_sigusr1_is_a_preemption_notice_by_default(tmp_path: Path, number: int, expected: int) -> None:
+    """SIGUSR1, which schedulers often send, is a preemption notice by default; SIGUSR2 keeps its effect."""
     with Ranks(_script(tmp_path), str(tmp_path), "train", "60") as ranks:
         ranks.wait_for_line(0, "running")
         ranks.signal(0, number)
@@ -201,24 +201,26 @@ def test_sigusr1_leaves_too_and_others_only_if_named(tmp_path: Path, number: int
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_end_of_slurms_time_limit_is_a_notice(tmp_path: Path) -> None:
-    """Without any signal the run saves and leaves before the limit, and says that this was why."""
+def test_the_slurm_time_limit_is_a_preemption_notice(tmp_path: Path) -> None:
+    """Without a signal the run saves and exits before the time limit, and logs the reason."""
     with Ranks(_script(tmp_path), str(tmp_path), "limit", "600", world_size=2) as ranks:
         codes, outputs = ranks.end(120)
     assert codes == [75, 75], outputs
     notices = _events(tmp_path, EventKind.NOTICE)
     assert {notice.data["source"] for notice in notices} == {"time_limit"}
     assert all(notice.data["deadline_s"] <= 5 for notice in notices)
-    assert any("the job's time limit ends in" in output for output in outputs), outputs  # by whoever saw it first
+    assert any("the job's time limit ends in" in output for output in outputs), (
+        outputs
+    )  # by the first rank that detects it
 
 
 @pytest.mark.process
-def test_a_file_seen_by_one_rank_stops_all(tmp_path: Path) -> None:
-    """One rank of the node looks for the file; all leave with one checkpoint."""
-    leave = tmp_path / "leave"
-    with Ranks(_script(tmp_path), str(tmp_path), "train", "60", f"notice_file={leave}", world_size=2) as ranks:
+def test_a_notice_file_stops_all_ranks(tmp_path: Path) -> None:
+    """One rank of the node checks for the file; all ranks exit with one checkpoint."""
+    notice_file = tmp_path / "leave"
+    with Ranks(_script(tmp_path), str(tmp_path), "train", "60", f"notice_file={notice_file}", world_size=2) as ranks:
         ranks.wait_for_line(1, "running")
-        leave.write_text("spot")
+        notice_file.write_text("spot")
         codes, outputs = ranks.end(120)
     assert codes == [75, 75], outputs
     (notice,) = _events(tmp_path, EventKind.NOTICE)
@@ -229,15 +231,15 @@ def test_a_file_seen_by_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_file_from_before_the_job_stops_nothing(tmp_path: Path) -> None:
-    """A notice file that an earlier job left is reported once and ignored until it is written again."""
-    leave, new = tmp_path / "leave", tmp_path / "new"
-    leave.symlink_to(Path(sys.executable).resolve())  # a file that is older than this job
-    with Ranks(_script(tmp_path), str(tmp_path), "train", "60", f"notice_file={leave}", world_size=2) as ranks:
+def test_a_notice_file_older_than_the_job_is_ignored(tmp_path: Path) -> None:
+    """A notice file of an earlier job is reported once and ignored until it is written again."""
+    notice_file, new = tmp_path / "leave", tmp_path / "new"
+    notice_file.symlink_to(Path(sys.executable).resolve())  # a file that is older than this job
+    with Ranks(_script(tmp_path), str(tmp_path), "train", "60", f"notice_file={notice_file}", world_size=2) as ranks:
         ranks.wait_for_line(0, "was there")
         ranks.wait_for_line(1, "running")
         new.write_text("new")
-        new.replace(leave)
+        new.replace(notice_file)
         codes, outputs = ranks.end(120)
     assert codes == [75, 75], outputs
     assert outputs[0].count("before the job started, so it is ignored") == 1

@@ -1,4 +1,4 @@
-"""A session whose directory turns out to be another run's ends at once, on all ranks, and is not started again."""
+"""A session whose directory belongs to another run ends at once on all ranks, and is not restarted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ print("finished", flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interval", [1, 0], ids=["while it trains", "at its end"])
-def test_a_session_refused_by_its_directory_ends_on_all_ranks(tmp_path: Path, interval: int) -> None:
-    """One save is refused; all ranks leave with the code that no launcher restarts, and one line says why."""
+def test_a_refused_directory_ends_all_ranks(tmp_path: Path, interval: int) -> None:
+    """After a refused save all ranks exit with the code that launchers do not restart, and one line has the reason."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with Ranks(script, str(tmp_path), str(interval), world_size=2) as ranks:

@@ -1,4 +1,4 @@
-"""What becomes of an invalid result, from the step to the end of the run, with real processes and a real launcher."""
+"""Decisions after an invalid result, from the step to the end of the run, with real processes and a real launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_ONE_DEVICE = {"kind": "nan", "target": "activation", "iteration": 5, "device"
 FLIP = {"kind": "bit_flip", "target": "weight", "iteration": 5, "rank": 1, "bit": 3}
 
 
-class Played:
+class RunOutcome:
     """A run of the script that has ended."""
 
     def __init__(self, folder: Path, codes: list[int], events: list[Event], tails: str) -> None:
@@ -38,7 +38,7 @@ class Played:
 
     @property
     def begins(self) -> list[dict[str, Any]]:
-        """What each process that came to a step went on from, by cycle and rank."""
+        """The first iteration and state of each process that ran a step, by cycle and rank."""
         lines = (self.folder / "begins.jsonl").read_text().splitlines()
         return sorted(map(json.loads, lines), key=lambda begin: (begin["cycle"], begin["rank"]))
 
@@ -49,7 +49,7 @@ class Played:
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
-        """What workers found out about invalid results, in order."""
+        """The workers' diagnoses of invalid results, in order."""
         incidents = [
             msgspec.convert(event.data["incident"], Incident)
             for event in self.events
@@ -62,24 +62,24 @@ class Played:
         ]
 
     def node_of(self, cycle: int, rank: int) -> str:
-        """Return the node that carried a rank."""
+        """Return the node that ran a rank."""
         return next(str(one["node"]) for one in self.begins if (one["cycle"], one["rank"]) == (cycle, rank))
 
 
-def play(
+def run_script(
     folder: Path,
     *,
     num_nodes: int = 2,
     num_spares: int = 0,
     nproc_per_node: int = 1,
-    kills: int | None = None,
+    lost_rank: int | None = None,
     **options: Any,
-) -> Played:
+) -> RunOutcome:
     """Run the script in ``folder`` under ``outlast run`` until all agents have ended.
 
     Args:
-        kills: Rank whose node is lost once a fault of the plan has struck.
-        options: Those of the script. What was saved is committed as a fault comes, however busy the machine is.
+        lost_rank: Rank whose node is killed once a fault of the plan was injected.
+        options: Options of the script. Saves are synchronous, so that they are committed before a fault.
     """
     options["checkpoint"] = {"async_save": False, **options.get("checkpoint", {})}
     folder.mkdir(exist_ok=True)
@@ -97,16 +97,16 @@ def play(
         for number in range(num_nodes + num_spares):
             cluster.wait_for(_is_joined(f"node-{number}"), WITHIN_S)
         (folder / "go").touch()
-        if kills is not None:
+        if lost_rank is not None:
             cluster.wait_for(lambda event: event.kind == EventKind.FAULT_SIMULATED, WITHIN_S)
             node = next(
                 event.node
                 for event in cluster.events()
-                if event.kind == EventKind.CYCLE_STARTED and kills in event.data["ranks"]
+                if event.kind == EventKind.CYCLE_STARTED and lost_rank in event.data["ranks"]
             )
             cluster.agent(node).kill()
         codes = cluster.wait(WITHIN_S)
-        return Played(folder, codes, cluster.events(), cluster.tails())
+        return RunOutcome(folder, codes, cluster.events(), cluster.tails())
 
 
 def _is_joined(name: str) -> Any:
@@ -126,55 +126,55 @@ def start(folder: Path, world_size: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of what two ranks have in the end when nothing goes wrong."""
+def undisturbed_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the digest of the final state of two ranks without a fault."""
     digest: str = start(tmp_path_factory.mktemp("calm") / "two", 2)["digest"]
     return digest
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Return what is committed in a store."""
+    """Return the committed checkpoints of a directory."""
     return sorted(path.parent.name for path in folder.glob("step-*/manifest.json"))
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_broken_device_is_told_by_another_and_loses_its_slot(tmp_path: Path, calm: str) -> None:
-    """A NaN that comes each time on one device: saved for diagnosis, replayed on the spare, where it does not come; the
+def test_a_broken_device_is_identified_and_quarantined(tmp_path: Path, undisturbed_digest: str) -> None:
+    """A NaN that recurs on one device is saved for diagnosis and replayed on the spare, where it does not recur; the
     first device's node is quarantined, and the run completes without it, bit-identical, in three cycles."""
-    played = play(tmp_path / "run", num_spares=1, plan=[ON_ONE_DEVICE])
-    assert played.result is not None, played.tails
-    assert played.result["digest"] == calm
-    assert played.cycles == 3, played.tails
-    broken = played.node_of(0, 1)
-    assert [(one.finding, one.iteration, one.rank) for one in played.diagnoses] == [
+    outcome = run_script(tmp_path / "run", num_spares=1, plan=[ON_ONE_DEVICE])
+    assert outcome.result is not None, outcome.tails
+    assert outcome.result["digest"] == undisturbed_digest
+    assert outcome.cycles == 3, outcome.tails
+    broken = outcome.node_of(0, 1)
+    assert [(one.finding, one.iteration, one.rank) for one in outcome.diagnoses] == [
         ("reproduced", 5, 1),
         ("persistent", 5, 1),
     ]
-    assert played.diagnoses[1].node == broken, played.diagnoses
-    assert played.decisions[0]["hold_back"] == [broken]
-    assert played.decisions[1]["quarantine"] == [broken]
-    assert played.begins[2]["iteration"] == 5, "the replay goes on from what was saved for diagnosis"
-    assert broken not in {begin["node"] for begin in played.begins if begin["cycle"] > 0}
-    assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 2] == [4, 4]
+    assert outcome.diagnoses[1].node == broken, outcome.diagnoses
+    assert outcome.decisions[0]["hold_back"] == [broken]
+    assert outcome.decisions[1]["quarantine"] == [broken]
+    assert outcome.begins[2]["iteration"] == 5, "the replay goes on from what was saved for diagnosis"
+    assert broken not in {begin["node"] for begin in outcome.begins if begin["cycle"] > 0}
+    assert [begin["iteration"] for begin in outcome.begins if begin["cycle"] == 2] == [4, 4]
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_a_bad_batch_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
-    """The batch gives NaN on another device too: 17 with fingerprint, rank, call and iteration, no restart after it,
-    the tracker where it was, and what is needed to look into it in suspect/."""
-    played = play(tmp_path / "run", num_spares=1, bad_batch=6)
-    assert played.result is None, played.tails
-    assert ExitReason.FAILED_VALIDATION in played.codes, played.tails
-    assert played.cycles == 2
-    reproduced, correct = played.diagnoses
+    """If the batch gives NaN on another device too, the run exits with 17 and fingerprint, rank, call and iteration,
+    without a further restart; the tracker is unchanged, and suspect/ has the state for an analysis."""
+    outcome = run_script(tmp_path / "run", num_spares=1, bad_batch=6)
+    assert outcome.result is None, outcome.tails
+    assert ExitReason.FAILED_VALIDATION in outcome.codes, outcome.tails
+    assert outcome.cycles == 2
+    reproduced, correct = outcome.diagnoses
     for fact in ("rank", "call", "iteration", "batch"):
         assert getattr(reproduced, fact) == getattr(correct, fact)
     assert (correct.finding, correct.rank, correct.call, correct.iteration) == ("correct", 0, 0, 5)
     assert correct.batch
     assert correct.replayed_on != correct.device
-    last = played.decisions[-1]
+    last = outcome.decisions[-1]
     assert last["exit_code"] == ExitReason.FAILED_VALIDATION
     for fact in (correct.batch, "rank 0", "iteration 5", "validation 0"):
         assert fact in last["reason"], last["reason"]
@@ -186,111 +186,112 @@ def test_a_bad_batch_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_without_another_device_the_same_one_tries_twice(tmp_path: Path) -> None:
-    """The first run and two replays of what was saved, never more; then the recovery policy's end, with 17."""
-    played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, bad_batch=6)
-    assert played.codes == [ExitReason.FAILED_VALIDATION], played.tails
-    assert played.cycles == 3, played.tails
-    assert [begin["iteration"] for begin in played.begins if begin["rank"] == 0] == [0, 5, 5]
-    assert [one.tries for one in played.diagnoses] == [0, 1, 2]
-    assert {one.batch for one in played.diagnoses} == {played.diagnoses[0].batch}
+def test_without_another_device_the_same_one_replays_twice(tmp_path: Path) -> None:
+    """The first run and at most two replays of the suspect save run on the same device; then the run stops with 17."""
+    outcome = run_script(tmp_path / "run", num_nodes=1, nproc_per_node=2, bad_batch=6)
+    assert outcome.codes == [ExitReason.FAILED_VALIDATION], outcome.tails
+    assert outcome.cycles == 3, outcome.tails
+    assert [begin["iteration"] for begin in outcome.begins if begin["rank"] == 0] == [0, 5, 5]
+    assert [one.tries for one in outcome.diagnoses] == [0, 1, 2]
+    assert {one.batch for one in outcome.diagnoses} == {outcome.diagnoses[0].batch}
     assert (tmp_path / "run" / "global" / "latest").read_text().strip() == "step-4"
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_the_replica_nan_loop_ends_by_itself(tmp_path: Path, calm: str) -> None:
-    """A near checkpoint was bad before it was digested. A node dies, the copies verify, and lead to NaN again and
-    again: the second cycle after the death loads the global checkpoint and completes, bit-identical."""
+def test_corrupt_replicas_do_not_cause_an_endless_loop(tmp_path: Path, undisturbed_digest: str) -> None:
+    """A node-local checkpoint was corrupt before its digest was computed. A node is lost, the copies verify and lead
+    to NaN again: the second cycle after the loss loads the global checkpoint and completes, bit-identical."""
     stop = {"kind": "stop", "rank": 1, "iteration": 7}
-    settings = {"prefer_finite": False}  # else it is not even loaded
-    played = play(tmp_path / "run", num_spares=1, plan=[stop], poisoned_save=6, checkpoint=settings, kills=1)
-    assert played.result is not None, played.tails
-    assert played.result["digest"] == calm
-    assert played.cycles == 3, "the one that was hit, the one that met the bad copy, the one that completed"
-    first, second = ([b for b in played.begins if b["cycle"] == cycle] for cycle in (1, 2))
+    settings = {"prefer_finite": False}  # otherwise the checkpoint is not loaded
+    outcome = run_script(tmp_path / "run", num_spares=1, plan=[stop], poisoned_save=6, checkpoint=settings, lost_rank=1)
+    assert outcome.result is not None, outcome.tails
+    assert outcome.result["digest"] == undisturbed_digest
+    assert outcome.cycles == 3, "the one that was hit, the one that met the bad copy, the one that completed"
+    first, second = ([b for b in outcome.begins if b["cycle"] == cycle] for cycle in (1, 2))
     assert [begin["iteration"] for begin in first] == [6, 6]
     assert [begin["iteration"] for begin in second] == [4, 4]
     assert {begin["latest"] for begin in (*first, *second)} == {"step-4"}
-    tiers = {(event.cycle, event.data["tier"]) for event in played.events if event.kind == EventKind.RESTORED}
+    tiers = {(event.cycle, event.data["tier"]) for event in outcome.events if event.kind == EventKind.RESTORED}
     assert "replica" in {tier for cycle, tier in tiers if cycle == 1}
     assert {tier for cycle, tier in tiers if cycle == 2} == {"global"}
-    (diagnosis,) = played.diagnoses
+    (diagnosis,) = outcome.diagnoses
     assert (diagnosis.finding, diagnosis.iteration) == ("reproduced", 6)
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_costs_its_node_the_slot(tmp_path: Path) -> None:
-    """Of three replicas over nodes one differs in a bit: its rank is named, nothing is saved of it, a spare takes its
-    node's slot, and the run completes, bit-identical, in two cycles."""
+def test_a_flipped_bit_quarantines_its_node(tmp_path: Path) -> None:
+    """Of three replicas on three nodes one differs in a bit: its rank is identified, the iteration is not saved, a
+    spare gets its node's slot, and the run completes, bit-identical, in two cycles."""
     undisturbed = start(tmp_path / "calm", 3)["digest"]
-    played = play(tmp_path / "run", num_nodes=3, num_spares=1, plan=[FLIP], digest=1)
-    assert played.result is not None, played.tails
-    assert played.result["digest"] == undisturbed
-    assert played.cycles == 2
-    (diagnosis,) = played.diagnoses
+    outcome = run_script(tmp_path / "run", num_nodes=3, num_spares=1, plan=[FLIP], digest=1)
+    assert outcome.result is not None, outcome.tails
+    assert outcome.result["digest"] == undisturbed
+    assert outcome.cycles == 2
+    (diagnosis,) = outcome.diagnoses
     assert (diagnosis.finding, diagnosis.rank, diagnosis.iteration) == ("persistent", 1, 6)
-    flipped = played.node_of(0, 1)
+    flipped = outcome.node_of(0, 1)
     assert diagnosis.node == flipped
-    assert played.decisions[0]["quarantine"] == [flipped]
-    assert flipped not in {begin["node"] for begin in played.begins if begin["cycle"] == 1}
+    assert outcome.decisions[0]["quarantine"] == [flipped]
+    assert flipped not in {begin["node"] for begin in outcome.begins if begin["cycle"] == 1}
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_two_replicas_that_differ_go_back(tmp_path: Path, calm: str) -> None:
-    """No root cause among two: the run goes back to the last checkpoint, once, and completes bit-identical."""
-    played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[FLIP], digest=1)
-    assert played.result is not None, played.tails
-    assert played.result["digest"] == calm
-    assert played.cycles == 2
-    first, *_ = played.diagnoses
+def test_two_differing_replicas_roll_back(tmp_path: Path, undisturbed_digest: str) -> None:
+    """Without a root cause among two replicas, the run rolls back to the last checkpoint once, and completes
+    bit-identical."""
+    outcome = run_script(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[FLIP], digest=1)
+    assert outcome.result is not None, outcome.tails
+    assert outcome.result["digest"] == undisturbed_digest
+    assert outcome.cycles == 2
+    first, *_ = outcome.diagnoses
     assert (first.finding, first.rejected_ranks, first.iteration) == ("split", (0, 1), 6)
-    assert "replicas differ at iteration 6" in played.decisions[0]["reason"]
-    assert "root cause unknown" in played.decisions[0]["reason"]
-    assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [4, 4]
+    assert "replicas differ at iteration 6" in outcome.decisions[0]["reason"]
+    assert "root cause unknown" in outcome.decisions[0]["reason"]
+    assert [begin["iteration"] for begin in outcome.begins if begin["cycle"] == 1] == [4, 4]
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_replay_without_its_save_still_decides(tmp_path: Path, calm: str) -> None:
-    """There is a local tier only, and the spare has nothing of what was saved for diagnosis: it trains from the newest
-    checkpoint up to the iteration, and tells the broken device all the same."""
+def test_a_replay_without_the_suspect_save_still_decides(tmp_path: Path, undisturbed_digest: str) -> None:
+    """With a local tier only, the spare does not have the suspect save: it trains from the newest checkpoint to the
+    iteration, and the broken device is identified."""
     settings = {"directory": None}
-    played = play(tmp_path / "run", num_spares=1, plan=[ON_ONE_DEVICE], checkpoint=settings)
-    assert played.result is not None, played.tails
-    assert played.result["digest"] == calm
-    assert played.cycles == 3, played.tails
-    assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [4, 4]
-    assert [one.finding for one in played.diagnoses] == ["reproduced", "persistent"]
-    broken = played.node_of(0, 1)
-    assert played.decisions[1]["quarantine"] == [broken]
-    assert broken not in {begin["node"] for begin in played.begins if begin["cycle"] > 0}
+    outcome = run_script(tmp_path / "run", num_spares=1, plan=[ON_ONE_DEVICE], checkpoint=settings)
+    assert outcome.result is not None, outcome.tails
+    assert outcome.result["digest"] == undisturbed_digest
+    assert outcome.cycles == 3, outcome.tails
+    assert [begin["iteration"] for begin in outcome.begins if begin["cycle"] == 1] == [4, 4]
+    assert [one.finding for one in outcome.diagnoses] == ["reproduced", "persistent"]
+    broken = outcome.node_of(0, 1)
+    assert outcome.decisions[1]["quarantine"] == [broken]
+    assert broken not in {begin["node"] for begin in outcome.begins if begin["cycle"] > 0}
 
 
 @pytest.mark.slow
-def test_a_script_that_finds_nan_itself_rolls_back(tmp_path: Path, calm: str) -> None:
-    """``NonFiniteDetector`` with ``run.roll_back()``: the launcher restarts the ranks once, from the last checkpoint,
-    and the run completes, bit-identical."""
+def test_a_script_that_detects_nan_rolls_back(tmp_path: Path, undisturbed_digest: str) -> None:
+    """With ``NonFiniteDetector`` and ``run.roll_back()`` the launcher restarts the ranks once from the last
+    checkpoint, and the run completes, bit-identical."""
     transient = {"kind": "nan", "target": "activation", "iteration": 7, "rank": 0}
-    played = play(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[transient], detector=True)
-    assert played.result is not None, played.tails
-    assert played.result["digest"] == calm
-    assert played.cycles == 2
-    assert [begin["iteration"] for begin in played.begins if begin["cycle"] == 1] == [6, 6]
+    outcome = run_script(tmp_path / "run", num_nodes=1, nproc_per_node=2, plan=[transient], detector=True)
+    assert outcome.result is not None, outcome.tails
+    assert outcome.result["digest"] == undisturbed_digest
+    assert outcome.cycles == 2
+    assert [begin["iteration"] for begin in outcome.begins if begin["cycle"] == 1] == [6, 6]
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_half_the_ranks_go_on_from_what_all_had_saved(tmp_path: Path) -> None:
-    """A checkpoint of four ranks is loaded from the global tier by two: weights, moments, losses, position and what
-    the session keeps for itself are those that were saved."""
+def test_half_as_many_ranks_resume_from_a_global_checkpoint(tmp_path: Path) -> None:
+    """Two ranks load a checkpoint of four ranks from the global tier with the saved weights, moments, losses,
+    position and session state."""
     transient = {"kind": "nan", "target": "activation", "iteration": 5, "rank": 0}
     saved = start(tmp_path / "run", 4, total=8, plan=[transient])
     (tmp_path / "run" / "local").rename(tmp_path / "gone")
     (tmp_path / "run" / "begins.jsonl").unlink()
     start(tmp_path / "run", 2, total=12)
-    begins = Played(tmp_path / "run", [], [], "").begins
+    begins = RunOutcome(tmp_path / "run", [], [], "").begins
     assert [begin["iteration"] for begin in begins] == [8, 8]
     assert {begin["digest"] for begin in begins} == {saved["digest"]}
     assert {begin["position"] for begin in begins} == {8}

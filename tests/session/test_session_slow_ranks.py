@@ -1,4 +1,4 @@
-"""A session looks for slow ranks: the slow one is named, nobody else is, and all ranks leave for it if they are to."""
+"""A session detects slow ranks: only the slow rank is reported, and all ranks exit for it if that is configured."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def events(folder: Path, kind: EventKind) -> list[Event]:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_slow_rank_is_named_and_nobody_else_ever(tmp_path: Path) -> None:
-    """Rank 2 becomes slow: it is named after three such windows, relatively and individually. Those that wait for it
-    never are, nor is one that evaluates within its steps, or has a section around a forward that is timed anyway. What
-    only one rank does is said."""
+def test_only_the_slow_rank_is_reported(tmp_path: Path) -> None:
+    """Rank 2 becomes slow and is reported after three such windows, relatively and individually. The ranks that wait
+    for it are not reported, nor a rank that evaluates within its steps, nor one with a section around a forward pass
+    that is timed anyway. A section of only one rank is reported."""
     options: dict[str, Any] = {"total": 50, "evaluates": 1, "sections": 3, "augments": True}
     codes, outputs = train(tmp_path, 4, plan=slow_from(SLOWED_AT, 2), **options)
     assert codes == [0] * 4, "\n".join(outputs)
@@ -63,15 +63,15 @@ def test_a_slow_rank_is_named_and_nobody_else_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_leave_for_a_slow_one_and_nothing_is_lost(tmp_path: Path) -> None:
-    """With stop_if_detected all ranks save after the same iteration and exit with 18, having told the launcher which
-    rank it is; started again they go on from there."""
+def test_all_ranks_exit_for_a_slow_one_without_loss(tmp_path: Path) -> None:
+    """With stop_if_detected all ranks save after the same iteration, report the slow rank to the launcher and exit
+    with 18; the next start resumes from there."""
     codes, outputs = train(tmp_path / "hit", 2, total=60, stop=True, plan=slow_from(6, 1))
     assert codes == [ExitReason.STRAGGLER] * 2, "\n".join(outputs)
     ended = {event.iteration for event in events(tmp_path / "hit", EventKind.SESSION_ENDED)}
-    (left_after,) = ended
-    assert left_after is not None
-    assert 6 < left_after < 60
+    (stopped_after,) = ended
+    assert stopped_after is not None
+    assert 6 < stopped_after < 60
     (named,) = [
         event.data["incident"]
         for event in events(tmp_path / "hit", EventKind.INCIDENT)
@@ -82,9 +82,9 @@ def test_all_ranks_leave_for_a_slow_one_and_nothing_is_lost(tmp_path: Path) -> N
     for rank in range(2):
         diagnosis = read_diagnosis(tmp_path / "hit" / "run", job, 0, rank)
         assert diagnosis is not None
-        assert (diagnosis.finding, diagnosis.rank, diagnosis.iteration) == (Finding.SLOW, 1, left_after)
+        assert (diagnosis.finding, diagnosis.rank, diagnosis.iteration) == (Finding.SLOW, 1, stopped_after)
     codes, outputs = train(tmp_path / "hit", 2, total=60, stop=True)
     assert codes == [0] * 2, "\n".join(outputs)
     (restored,) = {event.iteration for event in events(tmp_path / "hit", EventKind.RESTORED)}
-    assert restored == left_after
+    assert restored == stopped_after
     assert json.loads((tmp_path / "hit" / "result.json").read_text())["seen"] == [*range(60)]

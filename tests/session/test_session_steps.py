@@ -1,4 +1,4 @@
-"""The loop of a session in a plain script: it restores, goes on, and ends in order."""
+"""The loop of a session in a plain script: restore, resume, and end."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ if what == "close":
 """
 
 
-def _start(tmp_path: Path, total: int, what: str) -> tuple[int, str]:
+def _start(tmp_path: Path, total: int, case: str) -> tuple[int, str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with Ranks(script, str(tmp_path), str(total), what) as ranks:
+    with Ranks(script, str(tmp_path), str(total), case) as ranks:
         codes, outputs = ranks.end()
     return codes[0], outputs[0]
 
@@ -56,8 +56,8 @@ def _result(output: str) -> dict[str, object]:
 
 
 @pytest.mark.process
-def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
-    """Tensors, plain values and the iteration come back; nothing is done twice, nothing is left out."""
+def test_a_second_start_resumes_at_the_end_of_the_first(tmp_path: Path) -> None:
+    """Tensors, plain values and the iteration are restored; no iteration is repeated or skipped."""
     code, output = _start(tmp_path, 5, "train")
     assert code == 0, output
     assert _result(output) == {"done": [0, 1, 2, 3, 4], "seen": [0, 1, 2, 3, 4], "weight": 5.0, "at": 5}
@@ -70,12 +70,12 @@ def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("what", "expected"), [("raise", 1), ("exit", 9)])
-def test_a_failing_body_ends_the_process_with_its_own_error(tmp_path: Path, what: str, expected: int) -> None:
-    """An exception or exit passes through untouched, and what was committed before is there at the next start."""
-    code, output = _start(tmp_path, 8, what)
+@pytest.mark.parametrize(("case", "expected"), [("raise", 1), ("exit", 9)])
+def test_a_failing_body_ends_the_process_with_its_error(tmp_path: Path, case: str, expected: int) -> None:
+    """An exception or exit of the body is not changed, and earlier commits are available to the next start."""
+    code, output = _start(tmp_path, 8, case)
     assert code == expected, output
-    assert ("ValueError: the body failed" in output) == (what == "raise")
+    assert ("ValueError: the body failed" in output) == (case == "raise")
     code, output = _start(tmp_path, 8, "train")
     assert code == 0, output
     done = _result(output)["done"]
@@ -86,8 +86,8 @@ def test_a_failing_body_ends_the_process_with_its_own_error(tmp_path: Path, what
 
 
 @pytest.mark.process
-def test_break_leaves_the_loop_without_a_save(tmp_path: Path) -> None:
-    """After a break the script goes on, and its exit is not held up."""
+def test_break_ends_the_loop_without_a_save(tmp_path: Path) -> None:
+    """After a break the script continues, and its exit is not delayed."""
     code, output = _start(tmp_path, 8, "break")
     assert code == 0, output
     assert _result(output)["at"] == 3
@@ -97,8 +97,8 @@ def test_break_leaves_the_loop_without_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_what_is_off_is_said_in_one_line(tmp_path: Path) -> None:
-    """Without a checkpoint directory, timeouts or a launcher, one line says what that means and how to change it."""
+def test_disabled_protections_are_logged_in_one_line(tmp_path: Path) -> None:
+    """Without a checkpoint directory, timeouts or a launcher, one line has the consequences and the settings."""
     code, output = _start(tmp_path, 3, "nothing")
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if " off: " in line]
@@ -107,7 +107,7 @@ def test_what_is_off_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_journal_tells_start_progress_and_end(tmp_path: Path) -> None:
+def test_the_journal_has_start_progress_and_end(tmp_path: Path) -> None:
     """The first finished iteration of a cycle and the end are in the journal, with their iterations."""
     code, output = _start(tmp_path, 5, "train")
     assert code == 0, output
@@ -123,8 +123,8 @@ def test_the_journal_tells_start_progress_and_end(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_no_config_is_refused() -> None:
-    """Whatever is no config is refused with what init() takes."""
+def test_an_invalid_config_object_is_rejected() -> None:
+    """An argument that is not a config is an error with the accepted type."""
     from outlast import OutlastError, init
 
     with pytest.raises(OutlastError, match="not int"):

@@ -1,4 +1,4 @@
-"""Told to leave, all ranks stop after the same iteration and leave one checkpoint behind."""
+"""After a preemption notice, all ranks stop after the same iteration with one checkpoint."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def _ends(tmp_path: Path) -> dict[int | None, Event]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_sigterm_to_one_rank_under_torchrun_stops_all_after_the_same_iteration(tmp_path: Path) -> None:
-    """One rank is told; both save one checkpoint, leave with 75, and the next start goes on from there."""
+def test_sigterm_to_one_rank_under_torchrun_stops_all_ranks(tmp_path: Path) -> None:
+    """After SIGTERM to one rank both ranks save one checkpoint and exit with 75, and the next start resumes from
+    there."""
     arguments = ("--standalone", "--nproc-per-node=2", str(_script(tmp_path)), str(tmp_path), "train")
     with RankProcesses("torch.distributed.run", *arguments, world_size=1, module=True) as torchrun:
         torchrun.wait_for("running", PATIENCE_S, times=2)
@@ -89,8 +90,8 @@ def test_sigterm_to_one_rank_under_torchrun_stops_all_after_the_same_iteration(t
 
 
 @pytest.mark.process
-def test_without_a_checkpoint_directory_it_does_not_claim_to_have_saved(tmp_path: Path) -> None:
-    """The exit code says 75 only if there is something to go on from; otherwise it is the signal's."""
+def test_without_a_checkpoint_directory_the_exit_code_is_143(tmp_path: Path) -> None:
+    """The exit code is 75 only if there is a checkpoint to resume from; otherwise it is the signal's."""
     with Ranks(_script(tmp_path), str(tmp_path), "nothing") as ranks:
         ranks.wait_for_line(0, "running")
         ranks.signal(0, signal.SIGTERM)
@@ -103,13 +104,13 @@ def test_without_a_checkpoint_directory_it_does_not_claim_to_have_saved(tmp_path
 
 
 @pytest.mark.process
-def test_a_second_signal_ends_a_rank_that_never_reaches_its_steps_end(tmp_path: Path) -> None:
-    """A body that does not return cannot hold up a process that was told twice."""
+def test_a_second_signal_ends_a_rank_that_hangs(tmp_path: Path) -> None:
+    """A second signal ends a process whose body does not return."""
     with Ranks(_script(tmp_path), str(tmp_path), "hang") as ranks:
         ranks.wait_for_line(0, "running")
         ranks.signal(0, signal.SIGTERM)
         ranks.wait_for_line(0, "initiating graceful stop")
-        # A second signal within a second is taken for the scheduler's echo of the first.
+        # A second signal within a second counts as the scheduler's echo of the first.
         deadline = time.monotonic() + PATIENCE_S
         while ranks.running(0) and time.monotonic() < deadline:
             ranks.signal(0, signal.SIGTERM)
@@ -120,8 +121,8 @@ def test_a_second_signal_ends_a_rank_that_never_reaches_its_steps_end(tmp_path: 
 
 
 @pytest.mark.process
-def test_after_the_loop_sigterm_ends_the_process_again(tmp_path: Path) -> None:
-    """What a script does after its training is not protected from the signal that should end it."""
+def test_after_the_loop_sigterm_ends_the_process(tmp_path: Path) -> None:
+    """After the end of training SIGTERM has its default effect."""
     with Ranks(_script(tmp_path), str(tmp_path), "after") as ranks:
         ranks.wait_for_line(0, "after the loop")
         ranks.signal(0, signal.SIGTERM)

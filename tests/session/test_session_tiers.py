@@ -1,4 +1,4 @@
-"""What a session saves where, and what it does when nothing is left to trust."""
+"""The tiers of a session's saves, and the end of a run whose checkpoints are all excluded."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def _checkpoints(folder: Path) -> list[int]:
     )
 
 
-def test_near_saves_stay_near_and_the_last_goes_everywhere(tmp_path: Path) -> None:
-    """Every 2nd iteration is saved to the node-local tiers alone, every 5th and the last to the global tier too; a
-    suspect save is found in neither. The run goes on from the global tier when its node is gone."""
+def test_saves_go_to_the_tiers_of_their_interval(tmp_path: Path) -> None:
+    """Every 2nd iteration is saved to the node-local tiers only, every 5th and the last to the global tier too; a
+    suspect save is in neither. The run resumes from the global tier after the loss of its node."""
     settings: dict[str, object] = {
         "directory": "global",
         "local_directory": "local",
         "save_interval": 5,
         "non_persistent_save_interval": 2,
         "suspect_window": 7,
-        "async_save": False,  # a save that waits gives its place to the next one, a few milliseconds later
+        "async_save": False,  # a queued save is replaced by the next one a few milliseconds later
     }
     code, output = _train(tmp_path, 12, settings)
     assert code == 0, output
@@ -76,7 +76,7 @@ def test_near_saves_stay_near_and_the_last_goes_everywhere(tmp_path: Path) -> No
 
 
 def test_local_saves_need_no_global_tier(tmp_path: Path) -> None:
-    """With a local folder alone, the run saves there at its interval and at its end, and goes on from there."""
+    """With only a local folder, the run saves there at its interval and at its end, and resumes from there."""
     settings: dict[str, object] = {
         "local_directory": "local",
         "non_persistent_save_interval": 4,
@@ -93,9 +93,9 @@ def test_local_saves_need_no_global_tier(tmp_path: Path) -> None:
     assert restored == [10]
 
 
-def test_a_excluded_checkpoint_is_passed_over_and_without_another_the_run_stops(tmp_path: Path) -> None:
-    """Told that the newest checkpoint is not to be trusted, a worker loads the one before; when all are excluded, it
-    ends with 17 and names them, and begins nothing afresh."""
+def test_an_excluded_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    """A worker loads the checkpoint before an excluded one; if all are excluded, it exits with 17 and does not start
+    from scratch."""
     settings: dict[str, object] = {
         "local_directory": "local",
         "non_persistent_save_interval": 4,

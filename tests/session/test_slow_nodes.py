@@ -1,5 +1,5 @@
-"""A node with a slow rank gives its slot to a spare, and the run ends as if nothing had happened: the whole way, with
-the session, the recovery policy and `outlast run`."""
+"""A spare gets the slot of a node with a slow rank, and the run ends with the same result: session, recovery policy
+and `outlast run` together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOW = [{"kind": "slow", "rank": 1, "iteration": 6, "factor": 4.0}]
 
 
 def cluster_of(folder: Path, **shape: Any) -> Cluster:
-    """Return a cluster that trains with a rank that becomes slow, once the whole cluster is there."""
+    """Return a cluster that trains with a rank that becomes slow."""
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT)
@@ -32,12 +32,12 @@ def open_gate(cluster: Cluster, folder: Path, num_nodes: int) -> None:
     """Let training begin once so many nodes have joined."""
     joined: set[str] = set()
 
-    def all_are_there(event: Event) -> bool:
+    def have_all_joined(event: Event) -> bool:
         if event.kind == EventKind.NODE_JOINED:
             joined.add(event.data["name"])
         return len(joined) == num_nodes
 
-    cluster.wait_for(all_are_there, timeout_s=300)
+    cluster.wait_for(have_all_joined, timeout_s=300)
     (folder / "go").touch()
 
 
@@ -51,18 +51,18 @@ def decisions(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Path) -> None:
-    """The node of the slow rank is quarantined, the spare goes on where all ranks left, nobody is named again, every
-    agent ends with 0, and the weights are those of a training in which nobody was slow."""
-    calm, hit = tmp_path / "calm", tmp_path / "hit"
-    calm.mkdir()
-    (calm / "script.py").write_text(SCRIPT)
-    arguments = (str(calm), json.dumps({"total": 60, "enabled": False}))
-    with Ranks(calm / "script.py", *arguments, world_size=2) as ranks:
+def test_a_spare_replaces_a_slow_node_without_loss(tmp_path: Path) -> None:
+    """The node of the slow rank is quarantined, the spare resumes where all ranks stopped, no other rank is
+    reported, every agent exits with 0, and the weights are those of an undisturbed training."""
+    undisturbed, faulted = tmp_path / "calm", tmp_path / "hit"
+    undisturbed.mkdir()
+    (undisturbed / "script.py").write_text(SCRIPT)
+    arguments = (str(undisturbed), json.dumps({"total": 60, "enabled": False}))
+    with Ranks(undisturbed / "script.py", *arguments, world_size=2) as ranks:
         codes, outputs = ranks.end(400)
     assert codes == [0, 0], "\n".join(outputs)
-    with cluster_of(hit, num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
-        open_gate(cluster, hit, 3)
+    with cluster_of(faulted, num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
+        open_gate(cluster, faulted, 3)
         assert cluster.wait(timeout_s=300) == [0, 0, 0], cluster.tails()
         (incident,) = stragglers(cluster)
         assert (incident["rank"], incident["section"]) == (1, "forward")
@@ -72,27 +72,27 @@ def test_a_spare_takes_the_slot_of_a_slow_node_and_nothing_is_lost(tmp_path: Pat
         assert (finished["rung"], finished["exit_code"]) == (RecoveryLevel.STOP, ExitReason.FINISHED)
         nodes: dict[int | None, set[str]] = {}
         restored = set()
-        left_after = set()
+        stopped_after = set()
         for event in cluster.events():
             if event.kind == EventKind.CYCLE_STARTED:
                 nodes.setdefault(event.cycle, set()).add(event.node)
             elif event.kind == EventKind.RESTORED:
                 restored.add((event.cycle, event.iteration))
             elif event.kind == EventKind.SESSION_ENDED and event.cycle == 0:
-                left_after.add(event.iteration)
+                stopped_after.add(event.iteration)
                 assert event.data["exit_code"] == ExitReason.STRAGGLER
         assert list(nodes) == [0, 1]
         assert incident["node"] in nodes[0]
         assert incident["node"] not in nodes[1]
-        (iteration,) = left_after
+        (iteration,) = stopped_after
         assert restored == {(1, iteration)}
-    assert json.loads((hit / "result.json").read_text()) == json.loads((calm / "result.json").read_text())
+    assert json.loads((faulted / "result.json").read_text()) == json.loads((undisturbed / "result.json").read_text())
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_without_a_spare_the_run_stops_with_a_code_of_its_own(tmp_path: Path) -> None:
-    """The state is saved, the exit code is 18, and the node is remembered for whoever starts the next job."""
+def test_without_a_spare_a_slow_node_stops_the_run(tmp_path: Path) -> None:
+    """The state is saved, the exit code is 18, and the recovery state of the run has the quarantined node."""
     with cluster_of(tmp_path, num_nodes=1, nproc_per_node=2) as cluster:
         open_gate(cluster, tmp_path, 1)
         assert cluster.wait(timeout_s=300) == [ExitReason.STRAGGLER], cluster.tails()

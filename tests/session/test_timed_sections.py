@@ -1,4 +1,5 @@
-"""What a session times of a step, for the search for slow ranks, and whom it names to the launcher."""
+"""The times that a session measures in a step to detect slow ranks, and the slow rank that it reports to the
+launcher."""
 
 from __future__ import annotations
 
@@ -23,29 +24,29 @@ from outlast.session.checks import SlowRanks
 from outlast.straggler import Report
 
 STEPS = 8
-"""More than the first ones, which are not timed."""
+"""More than the first steps, which are not timed."""
 
 
 @pytest.fixture
 def marked() -> list[str]:
-    """What the watchdog was told."""
+    """The calls of the watchdog."""
     return []
 
 
 @pytest.fixture
 def consensus() -> Iterator[Consensus]:
-    """That of a single rank."""
-    made = Consensus(["stop"])
-    yield made
-    made.close()
+    """The consensus of a single rank."""
+    created = Consensus(["stop"])
+    yield created
+    created.close()
 
 
 @pytest.fixture
 def slow_ranks(consensus: Consensus) -> Iterator[SlowRanks]:
-    """The search of a single rank."""
-    made = watch_for_slow_ranks(WorkerEnv(), consensus)
-    yield made
-    made.detector.close()
+    """The slow rank detection of a single rank."""
+    created = watch_for_slow_ranks(WorkerEnv(), consensus)
+    yield created
+    created.detector.close()
 
 
 def watch_for_slow_ranks(place: WorkerEnv, consensus: Consensus) -> SlowRanks:
@@ -63,7 +64,8 @@ def timings(slow_ranks: SlowRanks) -> dict[str, Timing]:
 
 
 def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, marked: list[str]) -> None:
-    """A section names what the code does, and is timed; as a decorator too. A step's own name is only marked."""
+    """A section of the script is timed and reported to the watchdog, also as a decorator. A section with the step's
+    name is only reported."""
     data, step = slow_ranks.timed("data", timer(marked, "data")), timer(marked, "step")
     assert slow_ranks.timed("step", step) is step
     work = slow_ranks.timed("work", timer(marked, "work"))(lambda: None)
@@ -84,8 +86,8 @@ def test_sections_of_the_script_are_timed_and_marked(slow_ranks: SlowRanks, mark
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "setup", "evaluation", "validation"])
-def test_what_is_no_part_of_a_step_is_left_out(slow_ranks: SlowRanks, marked: list[str], name: str) -> None:
-    """Nothing within such a section is compared, also where it is the session's own; the watchdog hears of it."""
+def test_sections_outside_of_a_step_are_not_timed(slow_ranks: SlowRanks, marked: list[str], name: str) -> None:
+    """Nothing within such a section is compared, also if the session itself opens it; the watchdog gets the section."""
     forward = slow_ranks.timed("forward", timer(marked, "forward"))
     model = torch.nn.Linear(2, 2)
     slow_ranks.detector.watch({"model": model})
@@ -103,8 +105,8 @@ def test_what_is_no_part_of_a_step_is_left_out(slow_ranks: SlowRanks, marked: li
     assert marked.count(name) == 2 * STEPS
 
 
-def test_a_section_around_a_watched_forward_is_one_with_it(slow_ranks: SlowRanks, marked: list[str]) -> None:
-    """A script that has a section named as what is timed by itself has one time a step, of both together."""
+def test_a_section_around_a_timed_forward_is_counted_once(slow_ranks: SlowRanks, marked: list[str]) -> None:
+    """A script's section with the name of an automatically timed part has one time per step for both."""
     model = torch.nn.Linear(2, 2)
     slow_ranks.detector.watch({"model": model})
     forward = slow_ranks.timed("forward", timer(marked, "forward"))
@@ -116,15 +118,15 @@ def test_a_section_around_a_watched_forward_is_one_with_it(slow_ranks: SlowRanks
     assert timings(slow_ranks)["forward"].count == STEPS - 3
 
 
-def test_waiting_for_the_other_ranks_is_nobodys_own_time(consensus: Consensus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ranks agree on within a step, as on validated results, is told as waiting, and is not in the step's own
-    time; once closed nothing is put around anything."""
-    agree, answer = consensus.agree, consensus.result
+def test_time_spent_waiting_is_not_step_time(consensus: Consensus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agreements of the ranks within a step count as waiting time and not as the step's own time; close() removes
+    the timing."""
+    agree, result_of = consensus.agree, consensus.result
     slow_ranks = watch_for_slow_ranks(WorkerEnv(), consensus)
 
     def wait() -> list[int]:
         consensus.waited_s += 1.0
-        return answer()
+        return result_of()
 
     monkeypatch.setattr(consensus, "result", wait)
     for iteration in range(STEPS):
@@ -138,7 +140,7 @@ def test_waiting_for_the_other_ranks_is_nobodys_own_time(consensus: Consensus, m
 
 
 def report_of(ranks: SlowRanks, *stop_for: int) -> Report:
-    """Return a report on which all ranks leave."""
+    """Return a report for which all ranks exit."""
     facts: dict[str, Any] = {"role": "", "basis": Basis.RELATIVE, "score": 0.5, "ratio": 2.0, "excess_s": 0.01}
     named = tuple(
         Straggler(rank=rank, node=f"node-{rank}", section="forward", z=9.0, num_windows=3, **facts) for rank in stop_for
@@ -148,8 +150,8 @@ def report_of(ranks: SlowRanks, *stop_for: int) -> Report:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_launcher_is_told_who_is_slow(tmp_path: Path, consensus: Consensus, rank: int) -> None:
-    """Every rank leaves word of the slowest one and its node; that one adds what it computes on."""
+def test_the_slow_rank_is_reported_to_the_launcher(tmp_path: Path, consensus: Consensus, rank: int) -> None:
+    """Every rank writes a diagnosis with the slowest rank and its node; the slow rank adds its device."""
     place = WorkerEnv(global_rank=rank, node=f"node-{rank}", job="job", run_dir=str(tmp_path))
     slow_ranks = watch_for_slow_ranks(place, consensus)
     slow_ranks.diagnose(report_of(slow_ranks, 2, 1))

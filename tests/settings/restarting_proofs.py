@@ -1,4 +1,4 @@
-"""Restarts in process, slow ranks, and groups of actors: what each setting changes."""
+"""Proofs that each setting of in-process restarts, slow rank detection and actor groups has an effect."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from outlast.policy.slowness import RankTimings, summarise
 from outlast.policy.stragglers import Streaks, judge
 from outlast.straggler import Report, StragglerDetector
 
-# -- restarts in process -------------------------------------------------------------------------------------------
+# -- in-process restarts -------------------------------------------------------------------------------------------
 
 
 def task(config: InProcessRestartConfig) -> MonitorTask:
-    """Return what the agent process gets."""
+    """Return the task of the agent process."""
     return MonitorTask.of(config, WorkerEnv(), host="h", call=0, labels={})
 
 
-def calls_the_function_as_it_is(_: Scene) -> None:
-    """enabled=False leaves a function as it is; not given, it is protected. One that needs a handle is refused."""
+def enabled_protects_the_function(_: Scene) -> None:
+    """enabled=False returns the function unchanged, and rejects a function that needs a handle; by default the
+    function is wrapped."""
 
     def train(call: Handle | None = None) -> Handle | None:
         return call
@@ -43,8 +44,8 @@ def calls_the_function_as_it_is(_: Scene) -> None:
         Wrapper(off)(needs)
 
 
-def looks_as_often_as_told(scene: Scene) -> None:
-    """The monitor thread looks at progress as often as the shorter of both intervals says."""
+def progress_is_checked_at_the_interval(scene: Scene) -> None:
+    """The monitor thread checks progress at the shorter of both intervals."""
     intervals = []
 
     def start(*_: Any, interval_s: float, **__: Any) -> Any:
@@ -63,14 +64,14 @@ def looks_as_often_as_told(scene: Scene) -> None:
 
 I = InProcessRestartConfig  # noqa: E741
 IN_PROCESS: dict[str, Proof] = {
-    "enabled": calls_the_function_as_it_is,
+    "enabled": enabled_protects_the_function,
     "monitor_process_logdir": differs(task, I, monitor_process_logdir="logs"),
     "heartbeat_interval": differs(task, I, heartbeat_interval=3.0),
     "heartbeat_timeout": differs(task, I, heartbeat_timeout=50.0),
     "completion_timeout": differs(task, I, completion_timeout=3.0),
     "monitor_thread_interval": differs(task, I, monitor_thread_interval=0.5),
     "monitor_process_interval": differs(task, I, monitor_process_interval=0.5),
-    "progress_watchdog_interval": looks_as_often_as_told,
+    "progress_watchdog_interval": progress_is_checked_at_the_interval,
     "last_call_wait": differs(task, I, last_call_wait=3.0),
 }
 
@@ -81,7 +82,7 @@ TIMES_S = {0: 0.01, 1: 0.01, 2: 0.01, 3: 0.0125}
 
 
 def timings(best_s: float = 0.009) -> tuple[RankTimings, ...]:
-    """Return a window of four ranks, of which the last is slower; all have been faster before."""
+    """Return a window of four ranks, of which the last is slower; all ranks have been faster before."""
     return tuple(
         RankTimings(
             rank=number,
@@ -95,8 +96,8 @@ def timings(best_s: float = 0.009) -> tuple[RankTimings, ...]:
     )
 
 
-def found(config: StragglerDetectionConfig) -> Any:
-    """Return what three windows come to: scores, who is named, and who is below a threshold."""
+def judged_windows(config: StragglerDetectionConfig) -> Any:
+    """Return the findings of three windows: scores, reported ranks, and ranks below a threshold."""
     streaks, findings = Streaks(), None
     for _ in range(3):
         streaks, findings = judge(streaks, timings(), config)
@@ -104,30 +105,30 @@ def found(config: StragglerDetectionConfig) -> Any:
     return findings.relative, findings.individual, findings.named_ranks, findings.below_threshold, findings.why_nobody
 
 
-def reported(scene: Scene, config: StragglerDetectionConfig) -> tuple[Report, bool]:
-    """Return the report of a detector whose last rank is slow, and whether machines were looked at."""
-    looks = Mock(return_value=())
+def report_of(scene: Scene, config: StragglerDetectionConfig) -> tuple[Report, bool]:
+    """Return the report of a detector whose last rank is slow, and whether machines were checked."""
+    checks = Mock(return_value=())
     detector = StragglerDetector(config, global_rank=0)
     scene.patch.setattr(detector, "_gather", lambda _: timings())
-    scene.patch.setattr(detector, "_check_machines", looks)
+    scene.patch.setattr(detector, "_check_machines", checks)
     for _ in range(3):
         last = detector.report()
     detector.close()
-    return last, looks.called
+    return last, checks.called
 
 
-def looks_at_machines(scene: Scene) -> None:
-    """The machine of a named rank is looked at, unless that is switched off."""
-    assert reported(scene, StragglerDetectionConfig())[1]
-    assert not reported(scene, StragglerDetectionConfig(check_machine=False))[1]
+def machines_are_checked(scene: Scene) -> None:
+    """The machine of a reported rank is checked unless check_machine is off."""
+    assert report_of(scene, StragglerDetectionConfig())[1]
+    assert not report_of(scene, StragglerDetectionConfig(check_machine=False))[1]
 
 
 T = StragglerDetectionConfig
 STRAGGLER: dict[str, Proof] = {
-    "gpu_relative_perf_threshold": differs(found, T, gpu_relative_perf_threshold=0.95),
-    "gpu_individual_perf_threshold": differs(found, T, gpu_individual_perf_threshold=0.95),
-    "noticeable_score": differs(found, T, {"gpu_relative_perf_threshold": 0.5}, noticeable_score=0.6),
-    "check_machine": looks_at_machines,
+    "gpu_relative_perf_threshold": differs(judged_windows, T, gpu_relative_perf_threshold=0.95),
+    "gpu_individual_perf_threshold": differs(judged_windows, T, gpu_individual_perf_threshold=0.95),
+    "noticeable_score": differs(judged_windows, T, {"gpu_relative_perf_threshold": 0.5}, noticeable_score=0.6),
+    "check_machine": machines_are_checked,
 }
 
 
@@ -164,75 +165,75 @@ def progress() -> _Progress:
 
 
 def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = ()) -> Any:
-    """Return a recovery whose actors answer nothing, and how long it waits for which of them."""
+    """Return a recovery whose actors do not respond, and the durations of its waits."""
     waits: list[float] = []
 
-    def answers(refs: dict[Any, Any], timeout_s: float) -> dict[Any, Any]:
+    def replies(refs: dict[Any, Any], timeout_s: float) -> dict[Any, Any]:
         waits.append(timeout_s)
         return {key: Reply(value=("h", 1)) for key in refs}
 
-    scene.patch.setattr(recovery, "await_replies", answers)
+    scene.patch.setattr(recovery, "await_replies", replies)
     returns = {"wait_for_spares.return_value": False, "answering.return_value": []}
     actors = Mock(num_starting=0, usable=spares, draining={}, keepers=None, **returns)
-    looks = Mock(**{"gather.return_value": Gathered(values={})})
-    return Recovery(config, actors, looks), actors, looks, waits
+    checks = Mock(**{"gather.return_value": Gathered(values={})})
+    return Recovery(config, actors, checks), actors, checks, waits
 
 
-def joins(scene: Scene, config: RecoveryConfig) -> Any:
-    """Return the limits within which an incarnation is joined."""
-    one, _, looks, waits = recover(scene, config)
+def join_limits(scene: Scene, config: RecoveryConfig) -> Any:
+    """Return the limits for joining the members of an incarnation."""
+    subject, _, checks, waits = recover(scene, config)
     members = incarnation()
-    one._join(members, {}, progress())
-    told = members.members[1].handle.join.remote.call_args.args[0]
-    return waits, looks.gather.call_args.kwargs, told.timeout_s
+    subject._join(members, {}, progress())
+    order = members.members[1].handle.join.remote.call_args.args[0]
+    return waits, checks.gather.call_args.kwargs, order.timeout_s
 
 
-def joining(**change: Any) -> Proof:
+def changes_join_limits(**change: Any) -> Proof:
     """Return the proof that a setting changes the limits of joining."""
 
     def proof(scene: Scene) -> None:
-        assert joins(scene, RecoveryConfig()) != joins(scene, RecoveryConfig(**change))
+        assert join_limits(scene, RecoveryConfig()) != join_limits(scene, RecoveryConfig(**change))
 
     return proof
 
 
-def tries_a_number_of_rounds(scene: Scene) -> None:
-    """A recovery that fails again and again ends after max_rounds attempts."""
+def recovery_ends_after_max_rounds(scene: Scene) -> None:
+    """A recovery that fails repeatedly ends after max_rounds attempts."""
     for number in (1, 3):
-        one, *_ = recover(scene, RecoveryConfig(max_rounds=number))
+        subject, *_ = recover(scene, RecoveryConfig(max_rounds=number))
         work = progress()
-        scene.patch.setattr(one, "_abort", lambda *_: {})
-        scene.patch.setattr(one, "_fill", lambda *_: (MESH, recovery.Formation(slots=())))
-        scene.patch.setattr(one, "_assign_slots", lambda *_: {0: actor(0)})
-        scene.patch.setattr(one, "_join", lambda *_: Gathered(unclear={0}))
+        scene.patch.setattr(subject, "_abort", lambda *_: {})
+        scene.patch.setattr(subject, "_fill", lambda *_: (MESH, recovery.Formation(slots=())))
+        scene.patch.setattr(subject, "_assign_slots", lambda *_: {0: actor(0)})
+        scene.patch.setattr(subject, "_join", lambda *_: Gathered(unclear={0}))
         with pytest.raises(ActorFailed, match=f"max_rounds={number}"):
-            one._recover(incarnation(), Gathered(), work)
+            subject._recover(incarnation(), Gathered(), work)
         assert work.num_rounds == number
 
 
-def gives_a_call_time_to_end(scene: Scene) -> None:
-    """An actor has abort_timeout to leave an interrupted call, and its answer examine_timeout more."""
-    asked = []
+def aborted_calls_have_time_to_end(scene: Scene) -> None:
+    """An actor has abort_timeout to leave an interrupted call, and examine_timeout more for its response."""
+    aborts_s = []
     for config in (
         RecoveryConfig(abort_timeout=3.0),
         RecoveryConfig(abort_timeout=9.0),
         RecoveryConfig(abort_timeout=3.0, examine_timeout=2.0),
     ):
-        one, _, _, waits = recover(scene, config)
+        subject, _, _, waits = recover(scene, config)
         aborted = recovery.Aborted(call_ended=True, iteration=1)
-        answers = recovery.await_replies
+        replies = recovery.await_replies
 
-        def abort(refs: dict[Any, Any], timeout_s: float, answers: Any = answers, aborted: Any = aborted) -> Any:
-            return {key: Reply(value=aborted) for key in answers(refs, timeout_s)}
+        def abort(refs: dict[Any, Any], timeout_s: float, replies: Any = replies, aborted: Any = aborted) -> Any:
+            return {key: Reply(value=aborted) for key in replies(refs, timeout_s)}
 
         scene.patch.setattr(recovery, "await_replies", abort)
-        one._abort(incarnation(), Gathered())
-        asked.append(round(waits[0], 1))
-    assert asked == [3.7, 9.7, 5.0]
+        subject._abort(incarnation(), Gathered())
+        aborts_s.append(round(waits[0], 1))
+    assert aborts_s == [3.7, 9.7, 5.0]
 
 
-def asks_as_often_as_told(scene: Scene) -> None:
-    """Who works is asked every ping_interval whether it lives."""
+def actors_are_pinged_at_the_interval(scene: Scene) -> None:
+    """A working actor is pinged at every ping_interval."""
     waits = []
 
     def wait(*_: Any, timeout: float, **__: Any) -> Any:
@@ -247,8 +248,8 @@ def asks_as_often_as_told(scene: Scene) -> None:
     assert waits == [0.5, 0.1]
 
 
-def silence(config: RecoveryConfig) -> float:
-    """Return after how many seconds an actor that does not answer is lost."""
+def silence_limit_s(config: RecoveryConfig) -> float:
+    """Return the number of seconds after which an actor that does not respond is lost."""
     return Watch(config, Mock())._silent_s(
         _AwaitedActor(actor=actor(0), call="ref", alive_s=0.0, ping=ActorPing(asked_s=0.0))
     )
@@ -266,16 +267,16 @@ def group_with(scene: Scene, config: RecoveryConfig) -> Any:
     return actor_group.ActorGroup(object, {"dp": 1}, recovery=config)
 
 
-def closes_within(scene: Scene) -> None:
-    """Actors have close_timeout to be gone, which is what closing the group may take beside."""
+def closing_has_a_limit(scene: Scene) -> None:
+    """Actors have close_timeout to exit, and closing the group takes that much longer."""
     limits, waits = [], []
     scene.patch.setattr(pool, "await_replies", lambda _, timeout_s: waits.append(timeout_s))
     for seconds in (10.0, 2.0):
-        one = group_with(scene, RecoveryConfig(close_timeout=seconds))
+        subject = group_with(scene, RecoveryConfig(close_timeout=seconds))
         thread: Any = Mock(**{"is_alive.return_value": True})
-        one._thread = thread
+        subject._thread = thread
         with pytest.raises(DeadlineExceeded):
-            one.close()
+            subject.close()
         limits.append(thread.join.call_args.args[0])
         pool_of(RecoveryConfig(close_timeout=seconds)).close()
     assert limits[0] - limits[1] == 8.0
@@ -284,13 +285,13 @@ def closes_within(scene: Scene) -> None:
 
 V = RecoveryConfig
 RECOVERY: dict[str, Proof] = {
-    "ping_interval": asks_as_often_as_told,
-    "ping_timeout": differs(silence, V, ping_timeout=3.0),
-    "examine_timeout": gives_a_call_time_to_end,
-    "store_timeout": joining(store_timeout=3.0),
-    "abort_timeout": gives_a_call_time_to_end,
-    "join_timeout": joining(join_timeout=3.0),
-    "collective_timeout": joining(collective_timeout=3.0),
-    "close_timeout": closes_within,
-    "max_rounds": tries_a_number_of_rounds,
+    "ping_interval": actors_are_pinged_at_the_interval,
+    "ping_timeout": differs(silence_limit_s, V, ping_timeout=3.0),
+    "examine_timeout": aborted_calls_have_time_to_end,
+    "store_timeout": changes_join_limits(store_timeout=3.0),
+    "abort_timeout": aborted_calls_have_time_to_end,
+    "join_timeout": changes_join_limits(join_timeout=3.0),
+    "collective_timeout": changes_join_limits(collective_timeout=3.0),
+    "close_timeout": closing_has_a_limit,
+    "max_rounds": recovery_ends_after_max_rounds,
 }

@@ -1,4 +1,4 @@
-"""What a proof of a setting gets: a place to train in this process, and a way to see what a changed setting changes."""
+"""The surroundings of a proof: training in this process, and the comparison of a config with a changed one."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import torch
 import outlast
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.config import CheckpointConfig, Config
-from outlast.monitor import rank_monitor
+from outlast.monitor.rank_monitor import open_monitor
 
 Proof = Callable[["Scene"], None]
 
 
 @dataclass(kw_only=True)
-class Trained:
-    """What came of a training."""
+class TrainingResult:
+    """The result of a training."""
 
     exit_code: int | None = None
-    """``None``: it came to its end."""
+    """``None``: training finished."""
     begun: list[int] = field(default_factory=list)
-    """The iterations that were begun, those that a step's second run repeats included."""
+    """The iterations that were begun, including those that a step's second run repeats."""
     iteration: int = 0
     weight: float = 0.0
 
 
 @dataclass(kw_only=True)
 class Scene:
-    """A proof's surroundings."""
+    """The surroundings of a proof."""
 
     folder: Path
     patch: pytest.MonkeyPatch
@@ -52,17 +52,19 @@ class Scene:
             if run is not None:
                 if run._saves is not None:
                     run._saves.manager.close()
-                run._preemption._outlives_session = False  # a run that left keeps its deadline, which would end pytest
+                run._preemption._outlives_session = False  # its deadline would end pytest
                 run._preemption.close()
                 run._let_go()
-            elif rank_monitor._open_monitor is not None:  # it was refused on the way
-                rank_monitor._open_monitor.close()
+            elif (monitor := open_monitor()) is not None:  # init() raised
+                monitor.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def train(self, config: Config, body: Callable[[outlast.Session], Any] | None = None, *, total: int = 9) -> Trained:
+    def train(
+        self, config: Config, body: Callable[[outlast.Session], Any] | None = None, *, total: int = 9
+    ) -> TrainingResult:
         """Train in this process; the body is called in each step."""
-        trained, state = Trained(), {"weight": torch.zeros(1)}
+        trained, state = TrainingResult(), {"weight": torch.zeros(1)}
         with self.session(config) as run:
             try:
                 for iteration in run.steps(state, total=total):
@@ -71,14 +73,14 @@ class Scene:
                         body(run)
                     state["weight"] += 1
                 run.close()
-            except SystemExit as leaving:
-                trained.exit_code = int(leaving.code or 0)
+            except SystemExit as exiting:
+                trained.exit_code = int(exiting.code or 0)
             trained.iteration, trained.weight = run.iteration, state["weight"].item()
         return trained
 
     def saved(self, total: int = 9, *, at: str = "", **settings: Any) -> list[int]:
-        """Train with these settings of checkpoints, and return the checkpoints that a folder holds then."""
-        # Each save is awaited: the next one, a few milliseconds later, would take the place of one that waits.
+        """Train with these checkpoint settings, and return the checkpoints of a folder."""
+        # Saves are synchronous: a queued save would be replaced by the next one a few milliseconds later.
         settings = {"directory": str(self.folder / "global"), "save_interval": 2, "async_save": False, **settings}
         assert self.train(Config(checkpoint=CheckpointConfig(**settings)), total=total).exit_code is None
         place = at or settings["directory"] or settings["local_directory"]
@@ -86,7 +88,7 @@ class Scene:
 
 
 def differs(observe: Callable[[Any], Any], cls: type, base: dict[str, Any] | None = None, **change: Any) -> Proof:
-    """Return the proof that what is observed of a config is another thing once a field is changed."""
+    """Return the proof that an observation of a config differs once a field is changed."""
 
     def proof(scene: Scene) -> None:
         plain = observe(cls(**(base or {})))

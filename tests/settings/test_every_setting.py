@@ -1,4 +1,4 @@
-"""No setting is accepted for nothing: each field of each config changes what happens, or is refused by name."""
+"""No setting is accepted without an effect: each field of each config changes the behaviour, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROOFS: dict[type, dict[str, Proof]] = {
     RerunStateMachineConfig: training_proofs.RERUN,
     StragglerDetectionConfig: restarting_proofs.STRAGGLER,
 }
-"""The settings whose effect is verified here."""
+"""The settings whose effect is verified in this folder."""
 REFUSED = "ground/test_config_values.py::test_bad_value_is_refused_when_made"
 WAITS = "checkpoint/test_restore_waits.py::test_"
 SAVES = "checkpoint/test_saves.py::test_"
@@ -54,9 +54,9 @@ SIMULATED = "chaos/test_simulated_fault.py::test_"
 NODES = "launch/test_unhealthy_nodes.py::test_"
 LEAVING = "session/test_session_preemption.py::test_"
 RERUN = "numerics/test_rerun_in_place.py::test_"
-EVERYTHING_ON = "session/test_own_groups.py::test_a_session_with_everything_on_has_three_groups_of_its_own"
+EVERYTHING_ON = "session/test_own_groups.py::test_a_session_adds_three_process_groups"
 PRINTED = "straggler/test_straggler_report.py::test_printing_and_metrics_are_configurable"
-FIGURES = "session/test_own_loop.py::test_figures_reach_the_logger_under_their_documented_names"
+METRICS = "session/test_own_loop.py::test_metrics_have_their_documented_names"
 GROUPS = "ray/test_group_limits.py::test_"
 ELSEWHERE: dict[type, dict[str, str]] = {
     CheckpointConfig: {
@@ -65,27 +65,26 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "overlap_staging": "checkpoint/test_device_states.py::test_each_save_has_the_state_of_its_call",
         "replication_parity": "checkpoint/test_parity_tier.py::test_a_lost_node_is_rebuilt",
         "most_recent_k": "policy/test_retention.py::test_the_newest_are_kept",
-        "suspect_window": "dcp/test_failed_global_saves.py::"
-        "test_old_checkpoints_go_but_for_one_beyond_the_suspect_window",
+        "suspect_window": "dcp/test_failed_global_saves.py::test_retention_keeps_one_beyond_the_suspect_window",
         "local_most_recent_k": f"{SAVES}retention_keeps_two_and_skips_committed_checkpoints",
-        "save_retain_interval": "dcp/test_turns.py::test_a_checkpoint_that_is_kept_for_ever_is_not_replaced",
+        "save_retain_interval": "dcp/test_turns.py::test_a_queued_permanent_checkpoint_is_not_replaced",
         "max_consecutive_save_failures": f"{SAVES}a_full_disk_fails_saves_until_space_is_free",
         "save_timeout": f"{SAVES}a_stopped_writer_fails_its_save_and_is_replaced",
         "max_durable_lag": "faults/test_behind_tier.py::test_a_run_whose_commits_are_overdue_stops",
         "response_timeout": f"{WAITS}a_permanently_hung_directory_fails_the_start",
         "restore_timeout": f"{WAITS}restore_timeout_0_makes_one_attempt",
-        "missing": "session/test_missing_state.py::test_what_the_checkpoint_lacks_keeps_its_value",
+        "missing": "session/test_missing_state.py::test_values_missing_in_the_checkpoint_are_kept",
         "prefer_finite": "checkpoint/test_not_finite.py::test_a_load_skips_newer_checkpoints_with_nan",
         "resume_from_other_run": "session/test_one_writer.py::"
-        "test_what_another_run_saved_is_gone_on_from_only_when_it_is_asked_for",
+        "test_another_runs_checkpoints_are_resumed_only_on_request",
         **dict.fromkeys(("non_persistent_local_ckpt_algo", "non_persistent_ckpt_type", "ckpt_format"), REFUSED),
     },
     Config: {
-        "rerun_state_machine": "session/test_nonfinite_weights.py::test_a_nan_loss_raises_where_nothing_is_run_again",
+        "rerun_state_machine": "session/test_nonfinite_weights.py::test_a_nan_loss_raises_if_reruns_are_disabled",
         "replica_digest": EVERYTHING_ON,
         "straggler_detection": EVERYTHING_ON,
         "in_process": "session/test_session_in_process.py::test_in_process_needs_a_wrapped_function",
-        "preemption": f"{LEAVING}sigusr1_leaves_too_and_others_only_if_named",
+        "preemption": f"{LEAVING}sigusr1_is_a_preemption_notice_by_default",
         "fault_plan": "session/test_own_loop.py::test_a_step_runs_again_after_an_invalid_result",
     },
     FaultToleranceConfig: {
@@ -97,8 +96,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         **dict.fromkeys(("rank_out_of_section_timeout", "num_warmup_iterations"), TIMEOUTS),
         "exit_timeout": "launch/test_lingering_ranks.py::test_a_rank_that_hangs_at_its_exit_is_ended",
         **dict.fromkeys(("max_no_progress_cycles", "max_restart_delay", "max_node_faults", "min_nodes"), LIMITS),
-        "node_heartbeat_timeout": "launch/test_impersonated_nodes.py::"
-        "test_an_idle_impersonator_loses_the_name",
+        "node_heartbeat_timeout": "launch/test_impersonated_nodes.py::test_an_idle_impersonator_loses_the_name",
         "shutdown_grace": "launch/test_shutdown_in_restore.py::test_a_job_that_is_shut_down_while_it_loads_is_requeued",
         **dict.fromkeys(
             ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
@@ -121,20 +119,20 @@ ELSEWHERE: dict[type, dict[str, str]] = {
     },
     InProcessRestartConfig: {
         **dict.fromkeys(("active_world_size", "granularity"), ASSIGNED),
-        "max_iterations": "inprocess/test_restart_plugins.py::test_limits_of_restarting_end_it_with_the_counts",
-        "max_rank_faults": "inprocess/test_restart_plugins.py::test_rank_that_fails_too_often_leaves",
+        "max_iterations": "inprocess/test_restart_plugins.py::test_retry_controller_aborts_with_the_counts",
+        "max_rank_faults": "inprocess/test_restart_plugins.py::test_fault_counter_removes_a_rank_that_fails_too_often",
         "max_no_progress_restarts": f"{REFUSALS}restarts_without_progress_end",
         "monitor_process_pidfile": f"{REFUSALS}the_monitor_process_writes_its_pid_to_a_file",
         "termination_grace_time": f"{REFUSALS}a_rank_that_cannot_be_interrupted_gets_a_signal_that_its_script_handles",
-        "soft_timeout": f"{STUCK}rank_without_progress_is_interrupted_after_the_soft_timeout",
-        "hard_timeout": f"{STUCK}stopped_rank_is_ended_after_the_hard_timeout",
-        "barrier_timeout": f"{STUCK}member_that_does_not_leave_is_expelled",
+        "soft_timeout": f"{STUCK}a_hanging_rank_restarts_after_the_soft_timeout",
+        "hard_timeout": f"{STUCK}a_stopped_rank_is_killed_after_the_hard_timeout",
+        "barrier_timeout": f"{STUCK}a_rank_that_is_not_ready_in_time_is_expelled",
         "empty_cuda_cache": "gpu/test_nccl_in_process.py::test_cached_memory_goes_back",
     },
     PreemptionConfig: {
-        "preempt_time": f"{LEAVING}the_end_of_slurms_time_limit_is_a_notice",
-        "shutdown_timeout": f"{LEAVING}a_rank_that_never_comes_back_is_gone_by_the_deadline",
-        "notice_file": f"{LEAVING}a_file_seen_by_one_rank_stops_all",
+        "preempt_time": f"{LEAVING}the_slurm_time_limit_is_a_preemption_notice",
+        "shutdown_timeout": f"{LEAVING}a_rank_stuck_in_c_exits_by_the_deadline",
+        "notice_file": f"{LEAVING}a_notice_file_stops_all_ranks",
     },
     RecoveryConfig: {
         "start_timeout": f"{GROUPS}without_room_for_another_the_group_gives_up",
@@ -155,26 +153,24 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "error_injection_type": "numerics/test_error_injection.py::test_kind_is_found_out_elsewhere",
     },
     StragglerDetectionConfig: {
-        **dict.fromkeys(("enabled", "report_time_interval"), FIGURES),
+        **dict.fromkeys(("enabled", "report_time_interval"), METRICS),
         **dict.fromkeys(
             ("calc_relative_gpu_perf", "calc_individual_gpu_perf"),
             "policy/test_stragglers.py::test_only_what_is_asked_for_is_calculated",
         ),
         **dict.fromkeys(("num_gpu_perf_scores_to_print", "enable_logging", "logger_name"), PRINTED),
-        "stop_if_detected": "session/test_session_slow_ranks.py::"
-        "test_all_ranks_leave_for_a_slow_one_and_nothing_is_lost",
+        "stop_if_detected": "session/test_session_slow_ranks.py::test_all_ranks_exit_for_a_slow_one_without_loss",
         "profiling_interval": "straggler/test_recorder.py::test_warmup_and_profiling_interval_skip_steps",
         "confirmations": "policy/test_stragglers.py::"
         "test_a_rank_that_is_ten_times_as_slow_is_not_hidden_by_its_own_variation",
-        "profile_kernels": "straggler/test_kernel_times.py::"
-        "test_the_profiled_steps_are_the_same_on_all_ranks",
+        "profile_kernels": "straggler/test_kernel_times.py::test_the_profiled_steps_are_the_same_on_all_ranks",
     },
 }
 """The settings whose effect a test of another folder proves."""
 
 
 def configs() -> set[type]:
-    """Return every config there is."""
+    """Return every config class."""
     found = set()
     for module in pkgutil.iter_modules(outlast.config.__path__):
         for value in vars(importlib.import_module(f"outlast.config.{module.name}")).values():
@@ -184,7 +180,8 @@ def configs() -> set[type]:
 
 
 def test_every_field_has_a_proof() -> None:
-    """A field that is added to a config needs an entry here, that is, an effect; one that goes takes its entry too."""
+    """A field that is added to a config needs an entry here, which proves its effect; a removed field loses its
+    entry."""
     assert PROOFS.keys() == ELSEWHERE.keys() == configs()
     for cls in PROOFS:
         fields = {field.name for field in dataclasses.fields(cls)}
@@ -193,22 +190,22 @@ def test_every_field_has_a_proof() -> None:
 
 
 def test_every_proof_of_another_folder_exists() -> None:
-    """The test is there, and its module uses the setting, by its name or by its option."""
+    """The test exists, and its module uses the setting, by its name or by its option."""
     for cls, tests in ELSEWHERE.items():
         for name, test in tests.items():
             module, _, function = test.partition("::")
             text = (Path(__file__).parents[1] / module).read_text(encoding="utf-8")
             assert f"def {function}(" in text, f"{cls.__name__}.{name}: there is no {test}"
-            uses = rf"\b{name}\b|--ft-{name.replace('_', '-')}\b"
-            assert re.search(uses, text), f"{cls.__name__}.{name}: {module} does not use it"
+            usage = rf"\b{name}\b|--ft-{name.replace('_', '-')}\b"
+            assert re.search(usage, text), f"{cls.__name__}.{name}: {module} does not use it"
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("cls", "name"), [pytest.param(cls, name, id=f"{cls.__name__}.{name}") for cls in PROOFS for name in PROOFS[cls]]
 )
-def test_setting_changes_something_or_is_refused(
+def test_a_setting_has_an_effect_or_is_rejected(
     cls: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its proof, a function of this field's name in the table, shows what another value does."""
+    """The field's proof in the table shows the effect of another value."""
     PROOFS[cls][name](Scene(folder=tmp_path, patch=monkeypatch, log=caplog))

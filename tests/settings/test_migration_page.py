@@ -1,4 +1,4 @@
-"""docs/migration.md is true: what it names of outlast exists, and what it says of other tools' options is complete."""
+"""docs/migration.md is correct: its names of outlast exist, and its tables have all options of the other tools."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OBJECTS = {
     "detector": outlast.straggler.StragglerDetector,
     "call": outlast.inprocess.Handle,
 }
-"""What the page calls its objects, and their classes."""
+"""The names of objects on the page, and their classes."""
 SECTIONS = {
     name: next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
     for name, hint in typing.get_type_hints(outlast.Config).items()
@@ -57,7 +57,7 @@ class Row:
     cells: dict[str, str]
 
     @property
-    def theirs(self) -> str:
+    def first_cell(self) -> str:
         return next(iter(self.cells.values()))
 
 
@@ -85,26 +85,29 @@ ROWS = rows()
 
 
 def words(cell: str) -> list[str]:
-    """Return what a cell has as inline code."""
+    """Return the inline code of a cell."""
     return re.findall(r"`([^`]+)`", cell)
 
 
-def of(heading: str) -> list[Row]:
+def rows_below(heading: str) -> list[Row]:
     """Return the rows below a heading."""
     found = [row for row in ROWS if row.heading == heading]
     assert found, heading
     return found
 
 
-def named(heading: str) -> set[str]:
-    """Return what the first column below a heading names: options and words, without arguments and dots before."""
+def names_below(heading: str) -> set[str]:
+    """Return the names in the first column below a heading: options and words, without arguments and leading dots."""
     return {
-        re.split(r"[(=\s]", word.lstrip("."))[0] for row in of(heading) for word in words(row.theirs) if word != "..."
+        re.split(r"[(=\s]", word.lstrip("."))[0]
+        for row in rows_below(heading)
+        for word in words(row.first_cell)
+        if word != "..."
     }
 
 
 def commands() -> Iterator[str]:
-    """Yield the lines of shell that the page's diffs add."""
+    """Yield the shell lines that the page's diffs add."""
     for block in re.findall(r"^```diff\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
             if re.match(r"[+ ](outlast|ft_launcher) ", line):
@@ -112,7 +115,7 @@ def commands() -> Iterator[str]:
 
 
 def check(word: str) -> None:
-    """Fail unless a word of one of our columns is something of outlast's."""
+    """Fail unless a word in a column of outlast is an option, a command, a setting or a name of outlast."""
     plain = re.split(r"[(=]", word)[0]
     if word.startswith("-"):
         assert plain in names_of(RunParser().options) or word == "-1", f"outlast run has no {word}"
@@ -151,29 +154,29 @@ EXTRA_WORDS = sorted(
 
 
 @pytest.mark.parametrize("word", sorted({*OUR_WORDS, *EXTRA_WORDS}))
-def test_what_the_tables_name_of_outlast_exists(word: str) -> None:
-    """Each option, command, setting and name that takes another tool's place can be given, run, set or imported."""
+def test_the_tables_names_of_outlast_exist(word: str) -> None:
+    """Each option, command, setting and name that replaces one of another tool can be given, run, set or imported."""
     if word.startswith("torchrun "):
         return
     check(word)
 
 
-def test_every_table_has_our_column() -> None:
-    """Each table that compares has a column of ours that was checked."""
+def test_every_table_has_a_column_of_outlast() -> None:
+    """Each table that compares tools has a verified column of outlast."""
     heads = {tuple(row.cells) for row in ROWS}
     assert len(ROWS) > 150
     assert all("here" in head or "with the callback" in head for head in heads), heads
 
 
 def test_arguments_of_an_actor_group_exist() -> None:
-    """Each argument that takes the place of a Ray Train setting is one of an ActorGroup, or a setting."""
+    """Each replacement of a Ray Train setting is an argument of ActorGroup or a setting."""
     pytest.importorskip("ray")
     from outlast.config import RecoveryConfig
     from outlast.ray import ActorGroup
 
     arguments = set(inspect.signature(ActorGroup).parameters)
     fields = {field.name for field in dataclasses.fields(RecoveryConfig)}
-    for row in of("Settings"):
+    for row in rows_below("Settings"):
         for word in [*words(row.cells["with the callback"]), *words(row.cells[OF_GROUP])]:
             name = word.partition("=")[0]
             if "=" in word:
@@ -183,32 +186,32 @@ def test_arguments_of_an_actor_group_exist() -> None:
 
 
 def test_every_option_of_torchrun_has_a_row() -> None:
-    """The page leaves no option of the installed torchrun out, and names none that there is not."""
+    """The page has all options of the installed torchrun, and no others."""
     options = {name for option in list_torchrun_options() if option.name != "print_completion" for name in option.opts}
-    shown = {word for word in named("Options") if word.startswith("-")}
+    shown = {word for word in names_below("Options") if word.startswith("-")}
     assert shown == options
 
 
 def test_every_setting_and_call_of_nvrx_has_a_row() -> None:
-    """Each field, call and argument that the stand-in for NVRx takes has its row, by its own name."""
+    """Each field, call and argument of the NVRx replacement has a row with its name."""
     fields = {field.name for field in dataclasses.fields(NvrxFaultToleranceConfig)}
-    assert fields <= named("FaultToleranceConfig")
+    assert fields <= names_below("FaultToleranceConfig")
     calls = {name for name in vars(RankMonitorClient) if name[0].islower()}
-    assert calls <= named("RankMonitorClient")
-    assert set(inspect.signature(WrapperOfNVRx).parameters) <= named("inprocess.Wrapper")
+    assert calls <= names_below("RankMonitorClient")
+    assert set(inspect.signature(WrapperOfNVRx).parameters) <= names_below("inprocess.Wrapper")
     of_detector = {name for name in vars(Detector) if name[0].islower() and callable(getattr(Detector, name))}
     public = of_detector | set(inspect.signature(Detector.initialize).parameters)
-    shown = {word.removeprefix("Detector.") for word in named("straggler.Detector")}
+    shown = {word.removeprefix("Detector.") for word in names_below("straggler.Detector")}
     assert public <= shown, public - shown
 
 
-def test_refused_options_of_ft_launcher_are_refused() -> None:
-    """What the page says of an option of ft_launcher, taken or refused, is what our ft_launcher does with it."""
+def test_ft_launcher_options_are_accepted_as_documented() -> None:
+    """ft_launcher accepts or rejects each option as the page documents."""
     values = {"--nnodes": "1", "--ft-cfg-path": "/nowhere/ft.yaml", "--ft-rank-section-timeouts": "step:180"}
     values |= {"--ft-rank-termination-signal": "SIGKILL", "--ft-log-level": "INFO", "--ft-restart-policy": "any-failed"}
-    for row in of("Options of ft_launcher"):
+    for row in rows_below("Options of ft_launcher"):
         is_refused = row.cells["what differs"].startswith("refused")
-        for word in words(row.theirs):
+        for word in words(row.first_cell):
             option = f"--{word.partition('=')[0]}"
             if option == "--ft-ignore-missing-cfg":
                 argv = [option, "train.py"]
@@ -225,21 +228,21 @@ def test_refused_options_of_ft_launcher_are_refused() -> None:
 
 
 def test_every_setting_of_ray_train_has_a_row() -> None:
-    """Each field of Ray Train's configs, each argument of its trainer and of report() has its row."""
+    """Each field of Ray Train's configs, and each argument of its trainer and of report(), has a row."""
     train = pytest.importorskip("ray.train")
     from ray.train.torch import TorchTrainer
 
-    shown = {word.rpartition(".")[2] for word in named("Settings") | named("Calls in the train function")}
-    for one in (train.ScalingConfig, train.FailureConfig, train.RunConfig, train.CheckpointConfig):
-        fields = set(inspect.signature(one).parameters)
-        assert fields <= shown, (one.__name__, fields - shown)
+    shown = {word.rpartition(".")[2] for word in names_below("Settings") | names_below("Calls in the train function")}
+    for config_class in (train.ScalingConfig, train.FailureConfig, train.RunConfig, train.CheckpointConfig):
+        fields = set(inspect.signature(config_class).parameters)
+        assert fields <= shown, (config_class.__name__, fields - shown)
     arguments = set(inspect.signature(TorchTrainer.__init__).parameters) - {"self", "train_loop_per_worker"}
     assert arguments - {"scaling_config", "run_config"} <= shown
     assert set(inspect.signature(train.report).parameters) - {"metrics", "checkpoint"} <= shown
 
 
 def test_command_lines_of_the_page_are_accepted() -> None:
-    """Each line of shell that a diff adds parses as it stands, up to what a shell would put in."""
+    """Each shell line that a diff adds can be parsed, with placeholders filled in."""
     found = list(commands())
     assert len(found) >= 3
     for line in found:

@@ -1,4 +1,4 @@
-"""docs/tuning.md is true: its blocks run as they stand, print what is shown, and the settings that it names exist."""
+"""docs/tuning.md is correct: its code blocks print the documented output, and its settings exist."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", TEXT, re.MUL
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "shown"), BLOCKS, ids=["intervals", "spares", "budgets"])
-def test_each_block_prints_what_the_page_shows(code: str, shown: str) -> None:
-    """Each figure that the page derives is what its block computes with the package as it is; where this fails after a
-    change of the policy or the simulation, run the block and put its output below it."""
+def test_each_block_prints_the_documented_output(code: str, shown: str) -> None:
+    """Each result on the page is the output of its code block with this version of the package. If this fails after
+    a change of the policy or the simulation, run the block and paste its output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, str(PAGE), "exec"), {"__name__": "docs"})
@@ -33,12 +33,12 @@ def test_each_block_prints_what_the_page_shows(code: str, shown: str) -> None:
 
 
 def test_every_block_has_its_output() -> None:
-    """No Python block of the page stands without what it prints."""
+    """Every Python block of the page is followed by its output."""
     assert len(BLOCKS) == len(re.findall(r"^```python$", TEXT, re.MULTILINE)) == 3
 
 
 def test_settings_of_the_page_exist() -> None:
-    """Each setting and option that the page names is one."""
+    """Each setting and option that the page contains exists."""
     hints = typing.get_type_hints(outlast.Config)
     sections = {
         name: [one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)]

@@ -1,4 +1,4 @@
-"""Where nothing reads a setting, it is refused or named, with what reads it."""
+"""A setting that nothing reads is rejected or logged, with the component that reads it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ OTHERS: dict[str, Any] = {
     "simulated_fault_rank": 1,
     "simulated_fault_base_delay": 1.0,
 }
-"""Fields of the fault tolerance settings with a value other than their default, those of timeouts aside."""
+"""Fields of the fault tolerance settings with a value other than their default, except for timeouts."""
 READ_BY_TRAIN = {"rank_termination_signal", "rank_termination_grace", "max_no_progress_cycles", "shutdown_grace"}
 
 
-def test_the_table_above_is_whole() -> None:
-    """Every field is either a timeout, which groups of actors use, or among the others."""
+def test_the_table_of_other_fields_is_complete() -> None:
+    """Every field is either a timeout, which groups of actors use, or in the table."""
     timeouts = {
         field.name
         for field in dataclasses.fields(FaultToleranceConfig)
@@ -60,15 +60,16 @@ def test_the_table_above_is_whole() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_group_of_actors_refuses_what_it_does_not_read(name: str) -> None:
-    """ActorGroup uses timeouts; any other field is refused by name before anything starts."""
+def test_actor_group_rejects_settings_that_it_does_not_read(name: str) -> None:
+    """ActorGroup uses timeouts; any other field is rejected by name before anything starts."""
     with pytest.raises(ConfigError, match=rf"fault_tolerance\.{name} is not for ActorGroup"):
         ActorGroup(object, {"dp": 1}, fault_tolerance=FaultToleranceConfig(**{name: OTHERS[name]}))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_ray_train_refuses_what_it_does_not_read(name: str) -> None:
-    """TrainCallback takes timeouts, the budget, the signal, the grace and simulated faults, and refuses the others."""
+def test_ray_train_rejects_settings_that_it_does_not_read(name: str) -> None:
+    """TrainCallback accepts timeouts, the budget, the signal, the grace and simulated faults, and rejects the other
+    fields."""
     config = FaultToleranceConfig(**{name: OTHERS[name]})
     if name in READ_BY_TRAIN or name.startswith("simulate"):
         assert getattr(TrainCallback(fault_tolerance=config).config.fault_tolerance, name) == OTHERS[name]
@@ -77,8 +78,8 @@ def test_ray_train_refuses_what_it_does_not_read(name: str) -> None:
             TrainCallback(fault_tolerance=config)
 
 
-def test_ray_train_refuses_sections_that_belong_elsewhere() -> None:
-    """Limits of nodes and settings of a Wrapper are no affair of Ray Train's workers, and are refused by name."""
+def test_ray_train_rejects_sections_that_it_does_not_read() -> None:
+    """Limits of nodes and settings of a Wrapper do not apply to Ray Train's workers, and are rejected by name."""
     with pytest.raises(ConfigError, match=r"health\.commands is not for Ray Train"):
         TrainCallback(Config(health=HealthConfig(commands=("true",))))
     with pytest.raises(ConfigError, match="in_process_restart is not for Ray Train"):
@@ -87,29 +88,30 @@ def test_ray_train_refuses_sections_that_belong_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS_OWN)
-def test_a_session_names_what_its_launcher_would_have_to_read(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Outside of outlast run, what only its agents carry out is named in one warning with the remedy; under it not."""
+def test_a_session_logs_settings_that_only_a_launcher_reads(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Outside of outlast run, a setting that only its agents apply is logged in one warning with the remedy; under
+    outlast run it is not."""
     config = Config(fault_tolerance=FaultToleranceConfig(**{name: OTHERS[name]}))
     assert config.fault_tolerance is not None
-    for place, is_said in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
+    for place, is_logged in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
         caplog.clear()
         warn_of_missing_protection(config, place, config.fault_tolerance, watches_signals=True)
-        said = f"without effect here: fault_tolerance.{name} (start the script with outlast run)"
-        assert (said in caplog.text) is is_said
+        message = f"without effect here: fault_tolerance.{name} (start the script with outlast run)"
+        assert (message in caplog.text) is is_logged
 
 
-def test_learning_without_a_run_directory_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """What is learned has to be kept somewhere."""
+def test_learning_without_a_run_directory_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Learned timeouts need a directory to be stored in."""
     learns = FaultToleranceConfig(calc_ft_timeouts=True)
-    for run_dir, is_said in ((None, True), (str(tmp_path), False)):
+    for run_dir, is_logged in ((None, True), (str(tmp_path), False)):
         caplog.clear()
         config = Config(fault_tolerance=learns, run_dir=run_dir)
         warn_of_missing_protection(config, WorkerEnv(), learns, watches_signals=True)
-        assert ("fault_tolerance.calc_ft_timeouts (what is learned is kept in run_dir" in caplog.text) is is_said
+        assert ("fault_tolerance.calc_ft_timeouts (what is learned is kept in run_dir" in caplog.text) is is_logged
 
 
-def test_a_session_under_an_agent_is_watched_by_default(caplog: pytest.LogCaptureFixture) -> None:
-    """Under outlast run nothing has to be set for hangs to be noticed; elsewhere a warning says what to set."""
+def test_hangs_are_detected_by_default_under_an_agent(caplog: pytest.LogCaptureFixture) -> None:
+    """Under outlast run hangs are detected without a setting; elsewhere a warning has the setting."""
     caplog.set_level(logging.WARNING)
     for place, is_off in ((WorkerEnv(launcher="torchrun"), True), (WorkerEnv(board="b", config_file=""), False)):
         caplog.clear()
@@ -117,7 +119,7 @@ def test_a_session_under_an_agent_is_watched_by_default(caplog: pytest.LogCaptur
         assert ("a hung rank is not detected" in caplog.text) is is_off
 
 
-def test_a_wrapper_that_is_off_cannot_hold_a_session_that_has_to_be_wrapped() -> None:
-    """in_process and in_process_restart.enabled=false contradict each other, and are refused when made."""
+def test_in_process_contradicts_a_disabled_wrapper() -> None:
+    """in_process and in_process_restart.enabled=false contradict each other, and are rejected at construction."""
     with pytest.raises(ConfigError, match=r"in_process is on, but in_process_restart\.enabled is off"):
         Config(in_process=True, in_process_restart=InProcessRestartConfig(enabled=False))

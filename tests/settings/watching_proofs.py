@@ -1,4 +1,4 @@
-"""Fault tolerance and health: what each setting changes."""
+"""Proofs that each setting of fault tolerance and health has an effect."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from outlast.runtime.event_loop import Timers
 from outlast.runtime.journal import Journal
 
 
-def learns_in_a_folder(scene: Scene) -> None:
-    """Durations are kept where state_directory says, and in the run directory otherwise."""
+def timeouts_are_stored_in_state_directory(scene: Scene) -> None:
+    """Learned timeouts are stored in state_directory, and in the run directory by default."""
     for name in ("there", None):
         folder = None if name is None else str(scene.folder / name)
         config = FaultToleranceConfig(calc_ft_timeouts=True, state_directory=folder)
@@ -39,23 +39,23 @@ def learns_in_a_folder(scene: Scene) -> None:
         assert (scene.folder / FILE_NAME).exists() is (name is None)
 
 
-def learned_from(config: FaultToleranceConfig) -> Any:
+def learned_sections(config: FaultToleranceConfig) -> Any:
     learned = LearnedTimeouts.load("/nonexistent")
-    seen = Observation(longest_s={"checkpointing": 3.0}, counts={"checkpointing": 1})
-    learned.merge([seen], cycle="0", config=config, finished=True)
+    observation = Observation(longest_s={"checkpointing": 3.0}, counts={"checkpointing": 1})
+    learned.merge([observation], cycle="0", config=config, finished=True)
     return learned.learned.sections
 
 
-def ends_a_hung_rank_with_the_signal(scene: Scene) -> None:
-    """The watch sends the configured signal, and SIGKILL without one."""
+def a_hung_rank_gets_the_configured_signal(scene: Scene) -> None:
+    """The monitor process sends the configured signal, and SIGKILL by default."""
     signals = hang_watch.signal
     ends, terminates = FaultToleranceConfig(), FaultToleranceConfig(rank_termination_signal="SIGTERM")
-    sent = sent_to_a_hung_rank(scene, [ends, terminates], is_gone=lambda *_: True)
+    sent = signals_sent_to_a_hung_rank(scene, [ends, terminates], is_gone=lambda *_: True)
     assert sent == [signals.SIGKILL, signals.SIGTERM, signals.SIGCONT]
 
 
-def waits_for_the_handler_of_a_hung_rank(scene: Scene) -> None:
-    """Between that signal and SIGKILL the watch waits as long as configured."""
+def a_hung_rank_has_the_grace_time(scene: Scene) -> None:
+    """Between that signal and SIGKILL the monitor process waits for the configured time."""
     waited: list[float] = []
 
     def is_gone(_: Any, timeout_s: float) -> bool:
@@ -64,18 +64,18 @@ def waits_for_the_handler_of_a_hung_rank(scene: Scene) -> None:
 
     graces = (FaultToleranceConfig().rank_termination_grace, 5.0)
     configs = [FaultToleranceConfig(rank_termination_signal="SIGTERM", rank_termination_grace=one) for one in graces]
-    sent = sent_to_a_hung_rank(scene, configs, is_gone=is_gone)
+    sent = signals_sent_to_a_hung_rank(scene, configs, is_gone=is_gone)
     assert waited == [30.0, 5.0]
     assert sent.count(hang_watch.signal.SIGKILL) == 2
 
 
-def sent_to_a_hung_rank(scene: Scene, configs: list[FaultToleranceConfig], is_gone: Any) -> list[int]:
-    """Return the signals that the watch sends to a rank that hangs, with each config in turn."""
+def signals_sent_to_a_hung_rank(scene: Scene, configs: list[FaultToleranceConfig], is_gone: Any) -> list[int]:
+    """Return the signals that the monitor process sends to a hung rank, for all configs in turn."""
     sent: list[int] = []
     scene.patch.setattr(hang_watch, "examine", lambda *_, **__: [])
     scene.patch.setattr(hang_watch.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
     scene.patch.setattr(hang_watch.HangWatch, "_is_gone", is_gone)
-    late = Expired(
+    expired_heartbeat = Expired(
         subject=Subject.HEARTBEAT, local_rank=0, global_rank=0, pid=1, section=None,
         timeout_s=1, elapsed_s=2, since_ns=0, iteration=0,
     )  # fmt: skip
@@ -88,49 +88,49 @@ def sent_to_a_hung_rank(scene: Scene, configs: list[FaultToleranceConfig], is_go
             config=config.to_json(),
             stacks_dir=str(scene.folder),
         )
-        hang_watch.HangWatch(task, board, worker=-1).end_worker(HangReport(expired=[late], states=[]))
+        hang_watch.HangWatch(task, board, worker=-1).end_worker(HangReport(expired=[expired_heartbeat], states=[]))
         board.close()
     return sent
 
 
 F = FaultToleranceConfig
 FAULT_TOLERANCE: dict[str, Proof] = {
-    "state_directory": learns_in_a_folder,
-    "safety_factor": differs(learned_from, F, safety_factor=2.0),
-    "rank_termination_signal": ends_a_hung_rank_with_the_signal,
-    "rank_termination_grace": waits_for_the_handler_of_a_hung_rank,
+    "state_directory": timeouts_are_stored_in_state_directory,
+    "safety_factor": differs(learned_sections, F, safety_factor=2.0),
+    "rank_termination_signal": a_hung_rank_gets_the_configured_signal,
+    "rank_termination_grace": a_hung_rank_has_the_grace_time,
 }
 
 
 # -- health --------------------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """A prober that keeps what it is asked, and finds one sound GPU."""
+class RecordingProber:
+    """A prober that records its requests, and finds one healthy GPU."""
 
     def __init__(self) -> None:
-        self.questions: list[Any] = []
+        self.requests: list[Any] = []
 
     def ask(self, task: Any, name: str, target: str, *, timeout_s: float) -> CheckResult:
-        self.questions.append((task, name, target, timeout_s))
+        self.requests.append((task, name, target, timeout_s))
         facts = {"num_devices": 1, "kind": "cuda"} if name == "devices" else {}
         return CheckResult(name=name, target=target, status=Status.OK, reason="", took_s=0.0, facts=facts)
 
 
-def asked_of_node(config: HealthConfig) -> Any:
-    prober: Any = Asked()
+def checks_of_node(config: HealthConfig) -> Any:
+    prober: Any = RecordingProber()
     probe_node(prober, config, places=("/tmp",), node="n")
-    return prober.questions
+    return prober.requests
 
 
-def asked_of_gpu(config: HealthConfig) -> Any:
-    prober: Any = Asked()
+def checks_of_gpu(config: HealthConfig) -> Any:
+    prober: Any = RecordingProber()
     assert list(probe_devices(prober, config, node="n"))
-    return prober.questions
+    return prober.requests
 
 
-def life_of_a_node(config: HealthConfig) -> Any:
-    """Return what an agent does with its node: before it joins, after two faults, and when it is found unfit."""
+def node_health_actions(config: HealthConfig) -> Any:
+    """Return the actions of an agent for its node: before it joins, after two faults, and when it is unhealthy."""
     checkups, timers = SimpleNamespace(config=config, begin=Mock(), close=Mock()), Timers()
     health = NodeHealth(
         checkups,  # type: ignore[arg-type]
@@ -155,32 +155,32 @@ def life_of_a_node(config: HealthConfig) -> Any:
     )
 
 
-def asks_the_ranks(scene: Scene) -> None:
-    """All ranks are asked after every interval of steps, and may take the timeout."""
+def ranks_are_checked_at_the_interval(scene: Scene) -> None:
+    """All ranks are checked after every interval of steps, within the timeout."""
     from outlast.session import checks
 
     check = Mock(return_value=Mock(run=Mock(return_value=Mock(has_failed=False))))
     scene.patch.setattr(checks, "ProcessGroupCheck", check)
     for interval, times in ((1, 6), (3, 2)):
         check.return_value.run.reset_mock()
-        asks = checks.RankLiveness(
+        liveness = checks.RankLiveness(
             HealthConfig(process_group_interval=interval, process_group_timeout=11.0), WorkerEnv(), Mock(spec=Journal)
         )
         for iteration in range(1, 7):
-            asks.check(iteration)
+            liveness.check(iteration)
         assert check.return_value.run.call_count == times
         assert check.call_args.kwargs == {"timeout_s": 11.0}
 
 
 H = HealthConfig
 HEALTH: dict[str, Proof] = {
-    "device_timeout": differs(asked_of_gpu, H, device_timeout=3.0),
-    "max_clock_skew": differs(asked_of_node, H, max_clock_skew=3.0),
-    "network_interfaces": differs(asked_of_node, H, network_interfaces=("eth7",)),
-    "commands": differs(asked_of_node, H, commands=("true",)),
-    "gpu_memory_test_gib": differs(asked_of_gpu, H, gpu_memory_test_gib=0.0),
-    "after_fault": differs(life_of_a_node, H, after_fault=False),
-    "gpus": differs(life_of_a_node, H, gpus=False),
-    "process_group_interval": asks_the_ranks,
-    "process_group_timeout": asks_the_ranks,
+    "device_timeout": differs(checks_of_gpu, H, device_timeout=3.0),
+    "max_clock_skew": differs(checks_of_node, H, max_clock_skew=3.0),
+    "network_interfaces": differs(checks_of_node, H, network_interfaces=("eth7",)),
+    "commands": differs(checks_of_node, H, commands=("true",)),
+    "gpu_memory_test_gib": differs(checks_of_gpu, H, gpu_memory_test_gib=0.0),
+    "after_fault": differs(node_health_actions, H, after_fault=False),
+    "gpus": differs(node_health_actions, H, gpus=False),
+    "process_group_interval": ranks_are_checked_at_the_interval,
+    "process_group_timeout": ranks_are_checked_at_the_interval,
 }
