@@ -1,4 +1,4 @@
-"""Comparison with NVRx 0.6.0: no public name of an offered module is missing, and each takes the same parameters."""
+"""Comparison with NVRx 0.6.0: no public name of an offered module is missing, and each has the same parameters."""
 
 from __future__ import annotations
 
@@ -138,19 +138,19 @@ print(json.dumps(result))
 
 
 def describe(modules: list[str], first: str, *, path: Path | None) -> dict[str, Described]:
-    """Return the public names of modules of ``nvidia_resiliency_ext``, as a process of its own finds it."""
+    """Return the public names of modules of ``nvidia_resiliency_ext``, found in a separate process."""
     python_path = os.pathsep.join([*([str(path)] if path else []), os.environ.get("PYTHONPATH", "")])
-    done = run_python("-c", first + DESCRIBE, json.dumps(modules), PYTHONPATH=python_path)
-    described: dict[str, Described] = json.loads(done.stdout.splitlines()[-1])
+    completed = run_python("-c", first + DESCRIBE, json.dumps(modules), PYTHONPATH=python_path)
+    described: dict[str, Described] = json.loads(completed.stdout.splitlines()[-1])
     return described
 
 
 def agrees(module: str, member: str, theirs: list[str], ours: list[str]) -> bool:
-    """Return whether what is written for their parameters can be called with ours."""
+    """Return whether calls that match the reference's parameters match outlast's."""
     if module.partition(".")[0] != CALLBACKS:
         return theirs == ours
     if member.startswith(".on_"):
-        return True  # Lightning alone calls them, with its own parameters
+        return True  # only Lightning calls these, with its own parameters
     if member:
         return theirs == ours
     if len(ours) < len(theirs):
@@ -164,9 +164,9 @@ def agrees(module: str, member: str, theirs: list[str], ours: list[str]) -> bool
 
 @pytest.mark.overlay
 @pytest.mark.process
-def test_names_and_parameters_are_those_of_the_real_package() -> None:
-    """Each public name and member is offered or listed with a reason, and parameters are NVRx 0.6.0's except for listed
-    differences."""
+def test_names_and_parameters_match_nvrx() -> None:
+    """Each public name and member is offered or listed with a reason, and parameters are NVRx 0.6.0's except for
+    listed differences."""
     assert REAL.is_dir(), f"there is no {REAL}: make test-integrations installs it"
     modules = sorted(nvrx.MODULES)
     ours = describe(modules, "from outlast.integrations import nvrx; assert nvrx.install()\n", path=None)
@@ -178,13 +178,13 @@ def test_names_and_parameters_are_those_of_the_real_package() -> None:
             if members is None:
                 missing.add(f"{module}.{name}")
                 continue
-            for member, wanted in theirs.items():
+            for member, expected in theirs.items():
                 if member not in members:
                     missing.add(f"{module}.{name}{member}")
-                elif wanted is not None and (parameters := members[member]) is not None:
+                elif expected is not None and (parameters := members[member]) is not None:
                     num_compared += 1
-                    if not agrees(module, member, wanted, parameters):
-                        differences[f"{module}.{name}{member}"] = f"theirs {wanted}, ours {parameters}"
+                    if not agrees(module, member, expected, parameters):
+                        differences[f"{module}.{name}{member}"] = f"theirs {expected}, ours {parameters}"
     assert num_compared > 150
     refused = {f"{module}.{name}" for module, names in nvrx.REFUSED.items() for name in names}
     unlisted = sorted(one for one in missing - refused if not any(fnmatch(one, pattern) for pattern in MISSING))

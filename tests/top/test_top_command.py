@@ -209,7 +209,8 @@ main()
 class Terminal:
     """Run ``outlast top`` in a new terminal.
 
-    Args:\n    target: The run to show.
+    Args:
+        target: The run to show.
     """
 
     def __init__(self, target: object) -> None:
