@@ -38,7 +38,7 @@ from transformers.trainer_callback import ExportableState
 
 import outlast
 from outlast.integrations.transformers import protect
-from outlast.monitor.rank_monitor import open_monitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor, open_monitor
 
 VOCABULARY = 64
 
@@ -138,8 +138,8 @@ class OpenSections(TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         monitor = open_monitor()
-        assert monitor is not None
-        self.recorded.append([section.name for section in monitor._read_state().sections])
+        assert isinstance(monitor, PlacedRankMonitor)
+        self.recorded.append([section.name for section in monitor.board_state.sections])
 
     on_prediction_step = on_substep_end
 

@@ -256,9 +256,15 @@ def finder(name: str) -> Any:
 
 def settings(trainer: Any) -> outlast.Config:
     """Return the merged settings of a trainer's callbacks."""
-    hosted = [callback for callback in trainer.callbacks if isinstance(callback, adapter._HostedCallback)]
+    hosted = [callback for callback in trainer.callbacks if hasattr(callback, "session")]
     made: outlast.Config = adapter._merged(trainer, hosted)[0]
     return made
+
+
+def protect(*callbacks: Any, **options: Any) -> None:
+    """Open the session of a trainer as ``fit()`` does."""
+    protection = adapter.FaultToleranceCallback()
+    protection.setup(make_trainer(protection, *callbacks, **options), None, "fit")
 
 
 def test_invalid_settings_are_rejected_with_the_remedy(tmp_path: Path) -> None:
@@ -295,13 +301,10 @@ def test_invalid_settings_are_rejected_with_the_remedy(tmp_path: Path) -> None:
             ),
             "different config=",
         ),
-        (lambda: adapter._refuse(make_trainer(strategy="ddp_spawn", devices=2)), "DDPStrategy starts its ranks by"),
-        (lambda: adapter._refuse(make_trainer(strategy="ddp", devices=2)), "itself started the 2 ranks.* outlast run"),
-        (
-            lambda: adapter._refuse(make_trainer(finder("LearningRateFinder"))),
-            "LearningRateFinder repeats its search.*Tuner",
-        ),
-        (lambda: adapter._refuse(make_trainer(finder("BatchSizeFinder"))), "BatchSizeFinder repeats its search.*Tuner"),
+        (lambda: protect(strategy="ddp_spawn", devices=2), "DDPStrategy starts its ranks by"),
+        (lambda: protect(strategy="ddp", devices=2), "itself started the 2 ranks.* outlast run"),
+        (lambda: protect(finder("LearningRateFinder")), "LearningRateFinder repeats its search.*Tuner"),
+        (lambda: protect(finder("BatchSizeFinder")), "BatchSizeFinder repeats its search.*Tuner"),
     ]
     for call, message in rejected:
         with pytest.raises(ConfigError, match=message) as caught:

@@ -325,7 +325,7 @@ class BridgeManager:
     def save(self, ctx: Any, callback_manager: Any) -> None:
         monitor = open_monitor()
         assert monitor is not None
-        self.sections = sections(monitor)
+        self.checkpointing_context["sections"] = sections(monitor)
         if (queue := ctx.state._async_calls_queue) is not None:
             queue.schedule_async_request(AsyncRequest(ctx.work, (), []))
 
@@ -386,7 +386,7 @@ def test_hooks_monitor_steps_and_report_durable_saves(bridge: None) -> None:
     callbacks["on_train_step_end"](context(step=5))
     assert (sections(monitor), rank_state(monitor).iteration) == ([], 6)
     manager.save(context(step=6), None)
-    assert manager._default.sections == ["checkpointing"]
+    assert manager.checkpointing_context["sections"] == ["checkpointing"]
     assert rank_state(monitor).durable_iteration == 6
     assert manager.checkpointing_context["config"] is manager.checkpoint_config
     for event in ("on_eval_start", "on_eval_end", "on_train_end"):

@@ -27,7 +27,7 @@ from outlast.integrations.nvrx.fault_tolerance import (
 )
 from outlast.integrations.nvrx.nested import dict_list_map_inplace, dict_list_map_outplace
 from outlast.monitor import RankMonitor
-from outlast.monitor.rank_monitor import open_monitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor, open_monitor
 from outlast.policy.deadlines import FLOOR_S
 
 LOOP = Path(__file__).with_name("nvrx_megatron_loop.py")
@@ -265,12 +265,12 @@ def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
     config = Config(fault_tolerance=FaultToleranceConfig(safety_factor=3.0))
     with outlast.init(config):
         shared = open_monitor()
-        assert shared is not None
+        assert isinstance(shared, PlacedRankMonitor)
         assert shared is not own
-        assert [section.name for section in shared._read_state().sections] == ["setup"]
+        assert [section.name for section in shared.board_state.sections] == ["setup"]
         client.shutdown_workload_monitoring()
         assert shared is open_monitor()
-        assert shared._read_state().depth == 0
+        assert shared.board_state.depth == 0
         client = RankMonitorClient()
         client.init_workload_monitoring()
         assert shared is open_monitor()

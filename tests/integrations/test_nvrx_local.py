@@ -221,13 +221,19 @@ def test_hollow_state_with_code_is_rejected(value: object) -> None:
         local._HollowUnpickler(data, ()).load()
 
 
-def test_allowed_value_class_is_read() -> None:
-    """A class that was passed to allow_class() is read."""
-    data = pickle.dumps(ScriptValue())
-    with pytest.raises(pickle.UnpicklingError, match=r"test_nvrx_local\.ScriptValue"):
-        local._HollowUnpickler(data, ()).load()
+def test_allowed_value_class_is_read(tmp_path: Path) -> None:
+    """A state dict with a class of a script can be saved and read once the class was passed to allow_class()."""
+    manager = local.LocalCheckpointManager(tmp_path, "alone")
+    state = local.BasicTensorAwareStateDict({"value": ScriptValue()})
+    with pytest.raises(local.CheckpointingException, match=r"test_nvrx_local\.ScriptValue"):
+        manager.save(state, 1)
     local.allow_class(ScriptValue)
-    assert isinstance(local._HollowUnpickler(data, ()).load(), ScriptValue)
+    manager.save(state, 1)
+    assert manager.find_latest() == 1
+    loaded, _ = manager.load()
+    assert isinstance(loaded, local.BasicTensorAwareStateDict)
+    assert isinstance(loaded.state_dict["value"], ScriptValue)
+    manager.close()
 
 
 class ScriptValue:

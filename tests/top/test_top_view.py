@@ -24,7 +24,7 @@ from outlast.launch.protocol import JobPhase, LiveStatus
 from outlast.runtime.board import Board
 from outlast.runtime.injection import armed
 from outlast.runtime.journal import Journal
-from outlast.runtime.processes import _started, _stat, this_process
+from outlast.runtime.processes import describe_self
 from outlast.status.evidence import Evidence, gather
 from outlast.status.facts import judge
 from outlast.status.report import IncidentReport, NodeReport, NodeState, RunState, StatusReport
@@ -38,17 +38,13 @@ def agent_process(run_dir: Path, *boards: Board) -> Iterator[subprocess.Popen[by
     """Write a job of one cycle whose agent is a process that holds only these heartbeat memories."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[board.fd for board in boards]) as process:
         try:
-            this = this_process()
             agent = Journal(run_dir, run_id="gpt", job="job-1", node="a", proc="agent")
             agent.write(
                 EventKind.JOB_STARTED,
                 command=["train.py"],
                 num_nodes=1,
                 nproc_per_node=1,
-                pid=process.pid,
-                pid_started=_started(_stat(str(process.pid))),
-                host=this.host,
-                machine=this.machine,
+                **describe_self() | {"pid": process.pid, "pid_started": 0},
             )
             agent.write(EventKind.CYCLE_STARTED, cycle=0, node_rank=0, ranks=[0], pids=[1], world_size=1)
             agent.close()
@@ -280,7 +276,6 @@ def test_hung_run_directory_is_reported_and_view_continues(
     """If the disk hangs, the view keeps the last content and reports the directory as unanswered; a first look fails
     with an error that contains the remedy."""
     make_status(tmp_path)
-    monkeypatch.setattr(look, "UNANSWERED_S", 0.2)
     looker = Looker(str(tmp_path), interval_s=0.05)
     looker.start()
     looker.wait_for_first()
@@ -289,7 +284,6 @@ def test_hung_run_directory_is_reported_and_view_continues(
         stack.callback(looker.close, 60.0)
         stack.callback(disk_responds.set)
         assert looker.newest is not None
-        monkeypatch.setattr(look.Looker._compile, "__defaults__", (0.2,))
         wait_until(lambda: bool(looker.newest and looker.newest.unanswered))
         assert looker.newest.unanswered[0].what == "the run directory"
         assert looker.newest.status.run == "gpt"
