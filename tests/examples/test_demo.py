@@ -193,13 +193,17 @@ def test_claim_fails_without_corrupted_replicas() -> None:
 def test_invalid_results_are_diagnosed() -> None:
     """A NaN is diagnosed as transient; for a flipped bit the tensor is identified and the node quarantined."""
     decision = Decision(recovery_level=RecoveryLevel.REPLACE_NODE, reason="", quarantine=("node-1",))
-    for finding, wrong in (("transient", 0), ("persistent", 1)):
+    for finding, num_failed in (("transient", 0), ("persistent", 1)):
         nan = cost(FaultKind.NAN, evidence={"diagnosis": {"finding": finding, "what": "loss"}})
-        assert len(failed(demo.check_invalid_result(FaultKind.NAN, nan))) == wrong
-    for tensor, quarantined, wrong in (("model.w", ("node-1",), 0), ("model.v", ("node-1",), 1), ("model.w", (), 1)):
+        assert len(failed(demo.check_invalid_result(FaultKind.NAN, nan))) == num_failed
+    for tensor, quarantined, num_failed in (
+        ("model.w", ("node-1",), 0),
+        ("model.v", ("node-1",), 1),
+        ("model.w", (), 1),
+    ):
         decision = msgspec.structs.replace(decision, quarantine=quarantined)
         flip = cost(FaultKind.BIT_FLIP, evidence={"diagnosis": {"what": tensor}}, decision=decision)
-        assert len(failed(demo.check_invalid_result(FaultKind.BIT_FLIP, flip))) == wrong
+        assert len(failed(demo.check_invalid_result(FaultKind.BIT_FLIP, flip))) == num_failed
 
 
 def preempted_run() -> dict[str, list[Event]]:
@@ -247,7 +251,7 @@ def test_different_or_missing_results_are_not_identical() -> None:
     assert not demo.check_result({}, {}).holds
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- complete runs -----------------------------------------------------------------------------------------------------
 
 
 def start(temporary: Path, *options: str) -> subprocess.Popen[str]:

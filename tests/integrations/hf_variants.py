@@ -168,7 +168,7 @@ class SometimesNaN(Trainer):
     """A trainer whose loss is NaN in one micro-batch, the first time or always."""
 
     nan_step, nan_always, recorded = -1, False, 0
-    sound = 0
+    finite = 0
     """Micro-batches of that step that come before it."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,8 +176,8 @@ class SometimesNaN(Trainer):
         at = self.state.global_step
         if not self.model.training or at != self.nan_step:
             return loss
-        self.sound -= 1
-        if self.sound < 0 and (self.nan_always or not self.recorded):
+        self.finite -= 1
+        if self.finite < 0 and (self.nan_always or not self.recorded):
             type(self).recorded += 1
             loss = loss * float("nan")
         return loss
@@ -246,7 +246,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "after": 14,
         "differs": True,
     },
-    "augmented_anew": {
+    "augmented_new_workers": {
         "args": {"dataloader_num_workers": 3, "num_train_epochs": 2},
         "data": Augmented,
         "model": bert,
@@ -325,9 +325,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "collate": mask,
         "after": 3,
     },
-    "made_anew": {"args": {"max_steps": 8}, "model_init": bert},
+    "model_init": {"args": {"max_steps": 8}, "model_init": bert},
     "own_steps": {"args": {"max_steps": 8, "gradient_accumulation_steps": 2}, "trainer": CustomSteps},
-    "struck": {
+    "injected_nan": {
         "args": {"max_steps": 9, "gradient_accumulation_steps": 3},
         "trainer": InjectedNaN,
         "model": bert,
@@ -400,26 +400,26 @@ def run_variant(name: str, folder: Path) -> dict[str, Any]:
     """Train a variant without outlast, with outlast, and interrupted and resumed; return all results."""
     variant = VARIANTS[name]
     recorded = Interrupt(None)
-    unprotected = make(name, folder / "bare", recorded)
+    unprotected = make(name, folder / "unprotected", recorded)
     unprotected.train()
-    found: dict[str, Any] = {"bare": outcome(unprotected), "steps bare": recorded.began}
-    undisturbed = protect(make(name, folder / "whole"), config(folder / "whole"))
+    found: dict[str, Any] = {"unprotected": outcome(unprotected), "steps unprotected": recorded.began}
+    undisturbed = protect(make(name, folder / "protected"), config(folder / "protected"))
     undisturbed.train()
-    found["whole"] = outcome(undisturbed)
+    found["protected"] = outcome(undisturbed)
     interrupt = Interrupt(variant.get("after", 6), in_evaluation=variant.get("in_evaluation", False))
-    interrupted = protect(make(name, folder / "broken", interrupt), config(folder / "broken"))
+    interrupted = protect(make(name, folder / "interrupted", interrupt), config(folder / "interrupted"))
     try:
         interrupted.train()
-        raise AssertionError("the training was not broken off")
+        raise AssertionError("the training was not interrupted")
     except InterruptedError:
         end_process(interrupted)
-    for after in ("resumed", "again"):
+    for after in ("resumed", "restarted"):
         recorded = Interrupt(None)
-        trainer = protect(make(name, folder / "broken", recorded), config(folder / "broken"))
+        trainer = protect(make(name, folder / "interrupted", recorded), config(folder / "interrupted"))
         trainer.train()
         found[after] = outcome(trainer)
         found[f"steps {after}"] = recorded.began
-    found["steps broken"] = interrupt.began
+    found["steps interrupted"] = interrupt.began
     return found
 
 

@@ -175,7 +175,7 @@ SCRIPT_CALLBACKS = {
     "scheduled": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
     "finetuned": lambda: [BackboneFinetuning(1, train_bn=False)],
 }
-"""Callbacks that a script gives before ours."""
+"""Callbacks that a script passes before outlast's."""
 
 
 def train(folder, case, signal_at=None):

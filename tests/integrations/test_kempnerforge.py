@@ -124,7 +124,7 @@ main()
 @pytest.mark.process
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path, num_nodes: int) -> None:
-    """At the limit the script leaves its loop, and all ranks run their remaining code, also a slower one after
+    """At the limit the script exits its loop, and all ranks run their remaining code, also a slower one after
     another has exited with 17. After a reset the exit code is the script's."""
     (script := tmp_path / "train.py").write_text(STOPPED)
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=num_nodes, nproc_per_node=2 // num_nodes) as cluster:

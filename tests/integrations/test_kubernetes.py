@@ -103,7 +103,7 @@ def check_models(manifests: list[dict[str, Any]]) -> None:
         assert json.loads(model.to_json()) == one["spec"]
 
 
-# -- what is made --------------------------------------------------------------------------------------------------
+# -- manifests -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
@@ -418,7 +418,7 @@ def test_pytorch_job_forwards_an_early_sigterm(tmp_path: Path) -> None:
     assert done.returncode == 75 + 128
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------
+# -- invalid input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

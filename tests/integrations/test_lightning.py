@@ -240,7 +240,7 @@ def test_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, every: i
     assert printed == f"{case} {steps} steps, {num_saved} generations\n"
 
 
-# -- refusals and settings: no training -------------------------------------------------------------------------------
+# -- settings and errors, without training ----------------------------------------------------------------------------
 
 
 def make_trainer(*callbacks: Any, **options: Any) -> Any:
@@ -326,8 +326,10 @@ def test_sharded_state_is_not_saved_by_the_session(tmp_path: Path) -> None:
         trainer = types.SimpleNamespace(strategy=FSDPStrategy(), callbacks=[callback])
         return adapter._merged(trainer, trainer.callbacks)
 
-    where = re.escape(str(tmp_path / "ckpt"))
-    with pytest.raises(ConfigError, match=f"^checkpoint.directory='{where}'.* FSDPStrategy: .* use strategy='ddp'"):
+    save_directory = re.escape(str(tmp_path / "ckpt"))
+    with pytest.raises(
+        ConfigError, match=f"^checkpoint.directory='{save_directory}'.* FSDPStrategy: .* use strategy='ddp'"
+    ):
         merged(config=config(tmp_path))
     with pytest.raises(ConfigError, match=r"^strategy FSDPStrategy: .* whole on each rank"):
         merged(trainer_saves=False)

@@ -96,7 +96,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-# -- no step waits -------------------------------------------------------------------------------------------------
+# -- no delay of steps ---------------------------------------------------------------------------------------------
 
 
 def test_hanging_sink_does_not_delay_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -647,7 +647,7 @@ def test_documented_code_runs(number: int, tmp_path: Path, monkeypatch: pytest.M
         assert (tmp_path / "lines-0").read_text() == f"1 {METRICS}\n"
 
 
-# -- packages that are not pinned here -----------------------------------------------------------------------------
+# -- packages of the overlay ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.overlay

@@ -71,10 +71,10 @@ def reference() -> dict[str, dict[str, Any]]:
 
 def test_plugin_fields_match_megatron_bridge(plugins: Any) -> None:
     """Plug-ins and converter arguments have all fields of Megatron-Bridge's, with its defaults."""
-    theirs = reference()
+    expected_fields = reference()
     for name in (one for one in plugins.__all__ if dataclasses.is_dataclass(getattr(plugins, one))):
         ours = {field.name: field.default for field in dataclasses.fields(getattr(plugins, name))}
-        assert theirs[name].items() <= ours.items(), name
+        assert expected_fields[name].items() <= ours.items(), name
         assert plugins.__dict__[name].__doc__
 
 

@@ -273,8 +273,8 @@ def test_detector_rejects_invalid_use() -> None:
             raise KeyError
         report = Detector.generate_report()
         assert report is not None
-        (named,) = [name for name in report.local_section_summaries if name != "kernels"]
-        assert named.startswith(__file__)
+        (section,) = [name for name in report.local_section_summaries if name != "kernels"]
+        assert section.startswith(__file__)
         assert report.section_individual_perf_scores["kernels"] == {0: 1.0}
     finally:
         Detector.shutdown()

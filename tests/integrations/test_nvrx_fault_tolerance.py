@@ -244,9 +244,9 @@ def test_timeouts_are_calculated_merged_and_restored(client: RankMonitorClient) 
 
 def test_outlast_state_is_loaded_and_unknown_state_rejected(client: RankMonitorClient) -> None:
     """An ``ft_state.json`` of outlast can be loaded; other content is rejected with the remedy."""
-    ours = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
+    outlast_form = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
     empty: dict[str, dict[str, float]] = {"before": {}, "seen": {}}
-    client.load_state_dict({"version": 1, "cycle": "a-0", **ours, **empty})
+    client.load_state_dict({"version": 1, "cycle": "a-0", **outlast_form, **empty})
     client.init_workload_monitoring()
     assert client.section_timeouts is not None
     assert client.section_timeouts.section == {"step": 7.0}
@@ -294,10 +294,10 @@ def test_config_has_nvrx_fields_and_yaml(tmp_path: Path) -> None:
     )
     config = NvrxFaultToleranceConfig.from_yaml_file(str(path))
     assert (config.rank_heartbeat_timeout, config.initial_rank_heartbeat_timeout) == (60, None)
-    ours = config.to_outlast()
-    assert (ours.rank_termination_signal, ours.num_warmup_iterations) == ("SIGTERM", 3)
+    outlast_form = config.to_outlast()
+    assert (outlast_form.rank_termination_signal, outlast_form.num_warmup_iterations) == ("SIGTERM", 3)
     assert NvrxFaultToleranceConfig().to_outlast().num_warmup_iterations == 5
-    assert {name: value for name, value in ours.given.items() if name.startswith(("gpu_memory", "max_no"))} == {
+    assert {name: value for name, value in outlast_form.given.items() if name.startswith(("gpu_memory", "max_no"))} == {
         "gpu_memory_reclaim_timeout": 20  # the launcher sets values equal to the extension's defaults
     }
     with pytest.raises(ConfigError, match="not used here: x"):

@@ -36,7 +36,7 @@ def hf() -> Any:
     return importlib.import_module("hf_variants")
 
 
-# -- what is resumed -----------------------------------------------------------------------------------------------
+# -- resumption ----------------------------------------------------------------------------------------------------
 
 
 def check_variants(folder: Path, names: list[str], world_size: int) -> None:
@@ -51,13 +51,13 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
         assert list(results) == names
         for name, found in results.items():
             differs = importlib.import_module("hf_variants").VARIANTS[name].get("differs", False)
-            assert (found["whole"] != found["bare"]) == differs, f"{name}: a session changed the training"
-            assert found["resumed"] == found["whole"], f"{name}: resumed, it is another training"
-            assert found["again"] == found["whole"], f"{name}: a training that is complete was changed"
-            assert found["steps again"] == []
+            assert (found["protected"] != found["unprotected"]) == differs, f"{name}: a session changed the training"
+            assert found["resumed"] == found["protected"], f"{name}: the resumed training differs"
+            assert found["restarted"] == found["protected"], f"{name}: a restart changed the completed training"
+            assert found["steps restarted"] == []
             began = found["steps resumed"][0]
-            assert 0 < began <= found["steps broken"][-1] + 1, name
-            assert found["steps resumed"] == [step for step in found["steps bare"] if step >= began], name
+            assert 0 < began <= found["steps interrupted"][-1] + 1, name
+            assert found["steps resumed"] == [step for step in found["steps unprotected"] if step >= began], name
 
 
 @pytest.mark.extended
@@ -67,8 +67,8 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["masked", "epochs", "stopped_early", "struck"],
-        ["persistent", "augmented", "augmented_anew"],
+        ["masked", "epochs", "stopped_early", "injected_nan"],
+        ["persistent", "augmented", "augmented_new_workers"],
         ["divided", "stopped_within", "epochs_ended", "epoch_ended_within"],
     ],
     ids=["interrupted", "workers", "ended_early"],
@@ -145,17 +145,17 @@ def resumed(text: str) -> int:
 def test_trainer_survives_a_kill_and_a_preemption_notice(tmp_path: Path) -> None:
     """After SIGTERM at one rank (75) and a SIGKILL in the next job the weights are those of an undisturbed run."""
     own = arguments("train.py", tmp_path)
-    expected = undisturbed("train.py", tmp_path / "quiet", *own)
-    config = settings(tmp_path / "told")
-    with run_example("train.py", tmp_path / "told", "--config", config, *own) as cluster:
+    expected = undisturbed("train.py", tmp_path / "undisturbed", *own)
+    config = settings(tmp_path / "preempted")
+    with run_example("train.py", tmp_path / "preempted", "--config", config, *own) as cluster:
         cluster.wait_for(lambda event: event.kind == "save_committed" and (event.iteration or 0) >= 5, WITHIN_S)
         os.kill(cluster.worker_pid(1), signal.SIGTERM)
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
     assert codes == [ExitReason.PREEMPTED], text
     (left,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
     assert 5 <= int(left) < 27, text
-    config = settings(tmp_path / "told", plan(tmp_path / "told", "kill"))
-    with run_example("train.py", tmp_path / "told", "--config", config, *own) as cluster:
+    config = settings(tmp_path / "preempted", plan(tmp_path / "preempted", "kill"))
+    with run_example("train.py", tmp_path / "preempted", "--config", config, *own) as cluster:
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
     assert codes == [0], text
     assert "rank 1 on node node-0" in text
@@ -171,7 +171,7 @@ def test_trainer_survives_a_kill_and_a_preemption_notice(tmp_path: Path) -> None
 def test_examples_survive_killed_and_stopped_ranks(tmp_path: Path, name: str, fault: str) -> None:
     """After a SIGKILL or SIGSTOP of a rank the examples end with the weights of an undisturbed run."""
     own = arguments(name, tmp_path)
-    expected = undisturbed(name, tmp_path / "quiet", *own)
+    expected = undisturbed(name, tmp_path / "undisturbed", *own)
     timeouts = "[fault_tolerance]\nrank_section_timeouts = { step = 8, checkpointing = 30 }"
     config = settings(tmp_path / fault, plan(tmp_path / fault, fault), timeouts)
     with run_example(name, tmp_path / fault, "--config", config, *own) as cluster:
@@ -188,7 +188,7 @@ def test_examples_survive_killed_and_stopped_ranks(tmp_path: Path, name: str, fa
 def test_spare_replaces_a_lost_node(tmp_path: Path, name: str) -> None:
     """After the loss of a node a spare continues; the weights are those of an undisturbed run."""
     own = arguments(name, tmp_path)
-    expected = undisturbed(name, tmp_path / "quiet", *own)
+    expected = undisturbed(name, tmp_path / "undisturbed", *own)
     config = settings(tmp_path / "lost", plan(tmp_path / "lost", "sleep"))
     with (tmp_path / "lost" / "plan.toml").open("a") as file:
         file.write("duration_s = 100\n")
@@ -211,7 +211,7 @@ def test_spare_replaces_a_lost_node(tmp_path: Path, name: str) -> None:
 def test_examples_survive_faults_under_torchrun(tmp_path: Path, name: str, fault: str) -> None:
     """Under stock torchrun, where the node's agent ends a stopped rank, the weights are those of an undisturbed run."""
     own = arguments(name, tmp_path)
-    expected = undisturbed(name, tmp_path / "quiet", *own)
+    expected = undisturbed(name, tmp_path / "undisturbed", *own)
     lines = [
         f'run_dir = "{tmp_path}/run"',
         plan(tmp_path / fault, fault),
@@ -260,7 +260,7 @@ def test_preemption_notice_to_one_rank_ends_both_with_75(tmp_path: Path) -> None
     assert {found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found} >= {int(last)}
 
 
-# -- what is judged ------------------------------------------------------------------------------------------------
+# -- checks of the loss --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def nan_trainer(
     }
     trainer = hf.make("nan", folder)
     hf.SometimesNaN.recorded = 0
-    trainer.nan_step, trainer.nan_always, trainer.sound = at, permanent, 4 if is_divided else 0
+    trainer.nan_step, trainer.nan_always, trainer.finite = at, permanent, 4 if is_divided else 0
     return trainer
 
 
@@ -296,14 +296,14 @@ def nan_trainer(
 def test_transient_nan_step_is_rerun(hf: Any, tmp_path: Path, accumulation: int, is_divided: bool) -> None:
     """The whole step is computed again, also across an epoch's end; weights and logs are those of an undisturbed
     run."""
-    sound = nan_trainer(hf, tmp_path / "sound", at=-1, accumulation=accumulation, is_divided=is_divided)
-    sound.train()
-    faulty = nan_trainer(hf, tmp_path / "struck", at=3, accumulation=accumulation, is_divided=is_divided)
-    hf.protect(faulty, hf.config(tmp_path / "struck"))
+    finite = nan_trainer(hf, tmp_path / "undisturbed", at=-1, accumulation=accumulation, is_divided=is_divided)
+    finite.train()
+    faulty = nan_trainer(hf, tmp_path / "faulty", at=3, accumulation=accumulation, is_divided=is_divided)
+    hf.protect(faulty, hf.config(tmp_path / "faulty"))
     faulty.train()
     assert hf.SometimesNaN.recorded == 1
-    assert hf.outcome(faulty)["weights"] == hf.outcome(sound)["weights"]
-    expected = [one["loss"] for one in sound.state.log_history if "loss" in one]
+    assert hf.outcome(faulty)["weights"] == hf.outcome(finite)["weights"]
+    expected = [one["loss"] for one in finite.state.log_history if "loss" in one]
     assert len(expected) == 6 or not is_divided
     assert [one["loss"] for one in faulty.state.log_history if "loss" in one] == pytest.approx(expected, rel=1e-5)
 
@@ -379,7 +379,7 @@ def test_nan_loss_raises_with_reruns_disabled(hf: Any, tmp_path: Path) -> None:
     assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
 
 
-# -- what stays as it was, and what is refused ---------------------------------------------------------------------
+# -- unchanged and rejected trainers -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -408,7 +408,7 @@ def test_trainer_is_restored_after_train(hf: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
 def test_resume_from_checkpoint_starts_a_protected_run(hf: Any, tmp_path: Path) -> None:
-    """resume_from_checkpoint is used only while the run has no checkpoint of its own."""
+    """resume_from_checkpoint is used only while the run has no checkpoint."""
     args = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     hf.VARIANTS["own_saves"] = {"args": args, "model": hf.bert}
     unprotected = hf.make("own_saves", tmp_path)
@@ -437,7 +437,7 @@ def test_documented_code_runs(hf: Any, tmp_path: Path, monkeypatch: pytest.Monke
     for number, block in enumerate(python_blocks("transformers.md")):
         settings(tmp_path / str(number))
         os.chdir(tmp_path / str(number))
-        made = hf.make("made_anew", tmp_path / str(number))
+        made = hf.make("model_init", tmp_path / str(number))
         names = {"Trainer": hf.Trainer, "model": made.model, "args": made.args, "dataset": hf.Sentences()}
         names["optimizer"] = torch.optim.AdamW(made.model.parameters())
         names["schedule"] = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
@@ -455,7 +455,7 @@ def test_documented_code_runs(hf: Any, tmp_path: Path, monkeypatch: pytest.Monke
     (block,) = [one for one in python_blocks("../README.md") if "protect(trainer" in one]
     settings(tmp_path / "readme")
     os.chdir(tmp_path / "readme")
-    trainer = hf.make("made_anew", tmp_path / "readme")
+    trainer = hf.make("model_init", tmp_path / "readme")
     exec(compile(block, "README.md", "exec"), {"trainer": trainer})
     assert trainer.state.global_step == 8
 

@@ -144,49 +144,55 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 REJECTED = {
     "no script": (["run"], ["train.py"]),
-    "a script that is not there": (["run", "trian.py"], ["'trian.py' does not exist", "check its path"]),
+    "a missing script": (["run", "trian.py"], ["'trian.py' does not exist", "check its path"]),
     "an unknown option": (["run", "--nprocs-per-node=2", "train.py"], ["--nprocs-per-node", "--nproc-per-node"]),
     "an unknown ft option": (["run", "--ft-rank-section-timeout=step:1", "train.py"], ["rank-section-timeouts"]),
-    "a value that is no timeout": (["run", "--ft-rank-section-timeouts=step:soon", "train.py"], ["soon"]),
-    "no node": (["run", "--nnodes=0", "train.py"], ["--nnodes='0'", "4:5"]),
-    "more nodes at least than at most": (["run", "--nnodes=5:4", "train.py"], ["--nnodes='5:4'"]),
-    "no worker": (["run", "--nproc-per-node=0", "train.py"], ["--nproc-per-node=0", "at least 1"]),
-    "workers that are no number": (["run", "--nproc-per-node=two", "train.py"], ["'two'", "gpu"]),
-    "GPUs that are not there": (["run", "--nproc-per-node=gpu", "train.py"], ["--nproc-per-node=gpu"]),
+    "an invalid timeout": (["run", "--ft-rank-section-timeouts=step:soon", "train.py"], ["soon"]),
+    "zero nodes": (["run", "--nnodes=0", "train.py"], ["--nnodes='0'", "4:5"]),
+    "a minimum above the maximum of nodes": (["run", "--nnodes=5:4", "train.py"], ["--nnodes='5:4'"]),
+    "zero workers": (["run", "--nproc-per-node=0", "train.py"], ["--nproc-per-node=0", "at least 1"]),
+    "an invalid number of workers": (["run", "--nproc-per-node=two", "train.py"], ["'two'", "gpu"]),
+    "missing GPUs": (["run", "--nproc-per-node=gpu", "train.py"], ["--nproc-per-node=gpu"]),
     "negative restarts": (["run", "--max-restarts=-1", "train.py"], ["--max-restarts=-1"]),
-    "negative restarts in all": (["run", "--max-restarts-total=-1", "train.py"], ["--max-restarts-total=-1"]),
-    "another rendezvous": (["run", "--rdzv-backend=etcd", "train.py"], ["--rdzv-backend=etcd", "leave the option out"]),
-    "a setting without value": (
+    "a negative total of restarts": (["run", "--max-restarts-total=-1", "train.py"], ["--max-restarts-total=-1"]),
+    "an unsupported rendezvous backend": (
+        ["run", "--rdzv-backend=etcd", "train.py"],
+        ["--rdzv-backend=etcd", "leave the option out"],
+    ),
+    "a rendezvous setting without a value": (
         ["run", "--rdzv-conf=join_timeout", "train.py"],
         ["'join_timeout'", "name=value"],
     ),
-    "a setting that is no number": (["run", "--rdzv-conf=join_timeout=x", "train.py"], ["'x'", "seconds"]),
-    "a port that is none": (
+    "a rendezvous setting that is not a number": (
+        ["run", "--rdzv-conf=join_timeout=x", "train.py"],
+        ["'x'", "seconds"],
+    ),
+    "an invalid port": (
         ["run", "--nnodes=2", "--rdzv-endpoint=localhost:http", "train.py"],
         ["'http'", "host:port"],
     ),
-    "an endpoint without host": (["run", "--nnodes=2", "--rdzv-endpoint=:29400", "train.py"], ["names no host"]),
-    "a host that is not known": (
+    "an endpoint without a host": (["run", "--nnodes=2", "--rdzv-endpoint=:29400", "train.py"], ["names no host"]),
+    "an unknown host": (
         ["run", "--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", "train.py"],
         ["no-such-host.invalid", "check the name"],
     ),
-    "fewer nodes than it may shrink to": (["run", "--nnodes=2", "--ft-min-nodes=3", "train.py"], ["3", "2 nodes"]),
-    "a program that is not there": (["run", "--no-python", "no-such-program"], ["'no-such-program'", "path and mode"]),
-    "a module and no python": (["run", "--no-python", "--module", "x"], ["contradict", "leave one out"]),
-    "a config that is not there": (["run", "--config=none.toml", "train.py"], ["none.toml"]),
-    "a config that is none": (["run", "--config=broken.toml", "train.py"], ["broken.toml"]),
+    "fewer nodes than the minimum": (["run", "--nnodes=2", "--ft-min-nodes=3", "train.py"], ["3", "2 nodes"]),
+    "a missing program": (["run", "--no-python", "no-such-program"], ["'no-such-program'", "path and mode"]),
+    "a module without python": (["run", "--no-python", "--module", "x"], ["contradict", "leave one out"]),
+    "a missing config": (["run", "--config=none.toml", "train.py"], ["none.toml"]),
+    "an invalid config file": (["run", "--config=broken.toml", "train.py"], ["broken.toml"]),
     "a config with an unknown key": (["run", "--config=typo.toml", "train.py"], ["save_intervall", "save_interval"]),
-    "a config with a wrong value": (["run", "--config=wrong.toml", "train.py"], ["save_interval"]),
+    "a config with an invalid value": (["run", "--config=wrong.toml", "train.py"], ["save_interval"]),
     "a run directory that is a file": (["run", "--run-dir=train.py", "train.py"], ["--run-dir", "name another"]),
-    "a run directory that cannot be made": (["run", "--run-dir=/proc/x/run", "train.py"], ["--run-dir", "writable"]),
-    "a ladder that cannot be read": (["run", "--run-dir=torn", "train.py"], ["ladder.json cannot be used", "move it"]),
-    "a level that is none": (["run", "--log-level=loud", "train.py"], ["--log-level=loud", "debug, info"]),
+    "a run directory that cannot be created": (["run", "--run-dir=/proc/x/run", "train.py"], ["--run-dir", "writable"]),
+    "an unreadable recovery state": (["run", "--run-dir=torn", "train.py"], ["ladder.json cannot be used", "move it"]),
+    "an invalid log level": (["run", "--log-level=loud", "train.py"], ["--log-level=loud", "debug, info"]),
     "an unknown command": (["rnu", "train.py"], ["'rnu'", "run"]),
-    "a checkpoint folder that is not there": (["ckpt", "ls", "nowhere"], ["nowhere"]),
-    "a batch script of nothing": (["slurm", "script", "--nodes=2", "nowhere.py"], ["nowhere.py"]),
-    "a status of nothing": (["status", "nowhere"], ["nowhere"]),
-    "a status of a folder that is no run": (["status", "."], ["run"]),
-    "an option of status that is none": (["status", "--jsn", "."], ["--json"]),
+    "a missing checkpoint folder": (["ckpt", "ls", "nowhere"], ["nowhere"]),
+    "a batch script without a program": (["slurm", "script", "--nodes=2", "nowhere.py"], ["nowhere.py"]),
+    "the status of a missing folder": (["status", "nowhere"], ["nowhere"]),
+    "the status of a folder without a run": (["status", "."], ["run"]),
+    "an unknown option of status": (["status", "--jsn", "."], ["--json"]),
 }
 
 
@@ -233,7 +239,7 @@ def listening_program(response: bytes) -> Iterator[int]:
 
 @pytest.mark.extended
 @pytest.mark.slow
-@pytest.mark.parametrize("response", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["speaks", "is silent"])
+@pytest.mark.parametrize("response", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["responds", "is silent"])
 def test_another_program_at_the_endpoint_is_reported(shell: Shell, response: bytes) -> None:
     """If another program listens at the endpoint, with or without a response, the run is rejected within seconds."""
     with listening_program(response) as port:
@@ -258,22 +264,22 @@ def test_wait_for_a_missing_node_is_logged_and_bounded(shell: Shell) -> None:
 
 FAILED = {
     "a syntax error": ("x = (\n", (), "SyntaxError: '(' was never closed (train.py:1)"),
-    "a module that is not there": ("import nosuchthing\n", (), "No module named 'nosuchthing' (train.py:1)"),
-    "an argument that is missing": (
+    "a missing module": ("import nosuchthing\n", (), "No module named 'nosuchthing' (train.py:1)"),
+    "a missing argument": (
         "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', required=True)\np.parse_args()\n",
         (),
         "error: the following arguments are required: --lr",
     ),
-    "a file that is not there": ("open('tokens.bin')\n", (), "No such file or directory: 'tokens.bin' (train.py:1)"),
-    "a setting that is wrong": (
+    "a missing file": ("open('tokens.bin')\n", (), "No such file or directory: 'tokens.bin' (train.py:1)"),
+    "an invalid setting": (
         "import outlast\noutlast.CheckpointConfig(directory='c', save_interval=-3)\n",
         (),
         "save_interval=-3 must be",
     ),
     "a config with an unknown key": ("import outlast\noutlast.init('typo.toml')\n", (), "save_intervall"),
     "a checkpoint directory that is a file": (TRAIN, ("train.py", "4", "4"), "directory=train.py cannot be used"),
-    "a checkpoint directory that cannot be made": (TRAIN, ("/proc/x", "4", "4"), "directory=/proc/x cannot be used"),
-    "a name that is not defined": ("import outlast\nwith outlast.init():\n    trian()\n", (), "'trian' is not defined"),
+    "a checkpoint directory that cannot be created": (TRAIN, ("/proc/x", "4", "4"), "directory=/proc/x cannot be used"),
+    "an undefined name": ("import outlast\nwith outlast.init():\n    trian()\n", (), "'trian' is not defined"),
 }
 
 
@@ -464,7 +470,7 @@ def test_closed_output_pipe_does_not_end_training(shell: Shell) -> None:
         {"HOME": "/nonexistent", "XDG_CACHE_HOME": "/nonexistent"},
         {"TMPDIR": "/nonexistent"},
     ],
-    ids=["ASCII", "dumb terminal", "no home", "no folder for temporary files"],
+    ids=["ASCII", "dumb terminal", "no home", "no temporary folder"],
 )
 def test_training_works_in_minimal_environments(shell: Shell, environment: dict[str, str]) -> None:
     """A run completes with plain output in any locale and terminal, and without a home or temporary folder."""
