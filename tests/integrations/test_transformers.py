@@ -483,7 +483,7 @@ def test_metrics_without_a_json_form_are_saved_as_text(hf: Any, tmp_path: Path) 
 def test_callback_without_a_json_state_is_reported(hf: Any, tmp_path: Path) -> None:
     """A callback whose state JSON cannot represent is an error that contains its name."""
     trainer = hf.protect(hf.make("plain", tmp_path, hf.DateState()), hf.config(tmp_path))
-    with pytest.raises(OutlastError, match="the callback Dated cannot be saved"):
+    with pytest.raises(OutlastError, match="the callback DateState cannot be saved"):
         trainer.train()
     hf.end_process(trainer)
 
