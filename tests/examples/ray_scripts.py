@@ -1,4 +1,4 @@
-"""Runs of example scripts that start a Ray of their own."""
+"""Helpers for example scripts that start their own Ray cluster."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["run_script"]
 
 
 def run_script(script: Path, *arguments: str, timeout_s: float) -> tuple[int, str]:
-    """Run a script to its end; return its exit code and what it printed.
+    """Run a script to its end; return its exit code and output.
 
-    Blocks: up to ``timeout_s``; then the script is killed with all that it started, and ``TimeoutExpired`` raised.
+    Blocks: up to ``timeout_s``; then the script and its process group are killed, and ``TimeoutExpired`` is raised.
     """
-    # Ray's sockets lie in there, and their paths may have 107 bytes only; Ray may still write as it ends.
+    # Contains Ray's sockets, whose paths are limited to 107 bytes; Ray may still write files as it exits.
     with tempfile.TemporaryDirectory(prefix="olx-", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
-        own = {"RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+        ray_variables = {"RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
         with subprocess.Popen(
             [sys.executable, str(script), *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **own},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **ray_variables},
             start_new_session=True,
             text=True,
             stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The examples of checkpointing do what their README says."""
+"""The checkpointing examples behave as their README describes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ AWS = {
 
 
 def _run(script: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    """Run an example to its end and return what it printed, in the order of its lines."""
-    ended = subprocess.run(
+    """Run an example to its end and return its output lines in order."""
+    completed = subprocess.run(
         [sys.executable, str(FOLDER / script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         timeout=250,
@@ -38,8 +38,8 @@ def _run(script: str, *arguments: str, environment: dict[str, str] | None = None
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert ended.returncode == 0, ended.stdout
-    return ended.stdout
+    assert completed.returncode == 0, completed.stdout
+    return completed.stdout
 
 
 def _index(lines: list[str], pattern: str) -> int:
@@ -49,25 +49,24 @@ def _index(lines: list[str], pattern: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
-    """Iterations are done between the one that is saved and the line that it is saved, which names the tier; started
-    again, training goes on from the newest checkpoint."""
+def test_training_continues_during_a_save(tmp_path: Path) -> None:
+    """Iterations run between the saved one and the log line of the completed save, which contains the tier; a
+    restart resumes from the newest checkpoint."""
     lines = _run("asynchronous.py", str(tmp_path), "--iterations", "200").splitlines()
     done = _index(lines, r"^iteration 100 ")
     saved = _index(lines, r"saved iteration 100 to global in ")
     between = [line for line in lines[done + 1 : saved] if line.startswith("iteration")]
     assert between, lines
-    again = _run("asynchronous.py", str(tmp_path), "--iterations", "250").splitlines()
-    _index(again, r"loaded iteration 200 ")
-    assert next(line for line in again if line.startswith("iteration")).startswith("iteration 210")
+    restarted = _run("asynchronous.py", str(tmp_path), "--iterations", "250").splitlines()
+    _index(restarted, r"loaded iteration 200 ")
+    assert next(line for line in restarted if line.startswith("iteration")).startswith("iteration 210")
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_lost_nodes_rank_goes_on_from_the_copy_on_another_node(tmp_path: Path) -> None:
-    """One of two agents is killed and its disk deleted; the spare's rank gets its state from the other node, that one's
-    rank from its memory, or from its disk if memory has gone on meanwhile, both of the same iteration; training ends
-    well."""
+def test_lost_nodes_rank_resumes_from_its_replica(tmp_path: Path) -> None:
+    """One of two agents is killed and its disk deleted. The spare's rank resumes from the replica on the other node,
+    the surviving rank from its memory or local tier, both at the same iteration; training completes."""
     output = _run("replicated.py", str(tmp_path))
     first = re.search(
         r"^rank 0 on (\S+) resumed from iteration (\d+): [\d,]+ bytes from (?:memory|local)$", output, re.MULTILINE
@@ -87,8 +86,8 @@ def test_a_lost_nodes_rank_goes_on_from_the_copy_on_another_node(tmp_path: Path)
 
 
 @pytest.fixture
-def store() -> Iterator[dict[str, str]]:
-    """A server that speaks S3, with a bucket; the variables by which it is found."""
+def object_store() -> Iterator[dict[str, str]]:
+    """Start an S3 server with a bucket; yield the environment variables of its endpoint."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
@@ -104,8 +103,8 @@ def store() -> Iterator[dict[str, str]]:
                 socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
                 break
             except OSError:
-                assert process.poll() is None, "the server ended"
-                assert time.monotonic() < end, "the server does not answer"
+                assert process.poll() is None, "the server exited"
+                assert time.monotonic() < end, "the server does not respond"
                 time.sleep(0.05)
         environment = {**AWS, "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
         _client(environment).create_bucket(Bucket="bucket")
@@ -117,20 +116,20 @@ def store() -> Iterator[dict[str, str]]:
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_an_object_store_takes_the_place_of_a_folder(tmp_path: Path, store: dict[str, str]) -> None:
-    """Checkpoints are in the bucket, in the format of ``torch.distributed.checkpoint``; started again with the same
-    URL, training goes on from the newest."""
-    _run("s3.py", "s3://bucket/my-run", "--iterations", "20", environment=store)
-    names = [one["Key"] for one in _client(store).list_objects_v2(Bucket="bucket")["Contents"]]
+def test_object_store_url_replaces_the_directory(tmp_path: Path, object_store: dict[str, str]) -> None:
+    """Checkpoints are stored in the bucket, in the format of ``torch.distributed.checkpoint``; a restart with the
+    same URL resumes from the newest."""
+    _run("s3.py", "s3://bucket/my-run", "--iterations", "20", environment=object_store)
+    names = [one["Key"] for one in _client(object_store).list_objects_v2(Bucket="bucket")["Contents"]]
     assert {"my-run/step-20/manifest.json", "my-run/step-20/.metadata"} <= set(names)
     assert any(name.endswith(".distcp") for name in names)
-    again = _run("s3.py", "s3://bucket/my-run", "--iterations", "30", environment=store)
-    assert re.search(r"loaded iteration 20 .*1 from global", again), again
-    assert "iteration  30" in again
+    restarted = _run("s3.py", "s3://bucket/my-run", "--iterations", "30", environment=object_store)
+    assert re.search(r"loaded iteration 20 .*1 from global", restarted), restarted
+    assert "iteration  30" in restarted
 
 
 def _client(environment: dict[str, str]) -> Any:
-    """Return a client that is none of ours."""
+    """Return a botocore client, independent of outlast."""
     session = pytest.importorskip("botocore.session").get_session()
     return session.create_client(
         "s3",

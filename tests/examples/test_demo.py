@@ -1,4 +1,4 @@
-"""The demo: its faults, its claims on events as a run writes them, and the whole on real processes."""
+"""The demo: its faults, its claims evaluated on journal events, and complete runs with real processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module  # its dataclasses look themselves up
+    sys.modules["demo"] = module  # its dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -42,7 +42,7 @@ demo = load()
 
 
 def event(kind: EventKind, at_s: float = 0, *, job: str = "first", cycle: int = 3, **fields: Any) -> Event:
-    """Return an event that was written ``at_s`` seconds after some begin."""
+    """Return an event that was written at ``at_s`` seconds."""
     ns, names = round(at_s * 1e9), ("node", "proc", "rank", "iteration")
     given: dict[str, Any] = {"node": "node-0", "proc": "agent"}
     given |= {name: fields.pop(name) for name in names if name in fields}
@@ -58,8 +58,9 @@ def failed(claims: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_seed_draws_one_fault_of_each_kind_in_an_order_that_can_be_survived(seed: int) -> None:
-    """The same seed draws the same; the slow rank is the first, and between two lost nodes a spare has time to join."""
+def test_seed_draws_each_fault_kind_in_a_survivable_order(seed: int) -> None:
+    """The same seed draws the same faults; the slow rank is first, and between two lost nodes a spare has time to
+    join."""
     faults = demo.draw_faults(seed)
     assert faults == demo.draw_faults(seed)
     kinds = [fault.kind for fault in faults]
@@ -71,12 +72,13 @@ def test_a_seed_draws_one_fault_of_each_kind_in_an_order_that_can_be_survived(se
 
 
 def test_seeds_draw_different_orders() -> None:
-    """Of twenty seeds, most differ."""
+    """Most of twenty seeds draw different orders."""
     assert len({tuple(fault.kind for fault in demo.draw_faults(seed)) for seed in range(20)}) > 10
 
 
-def test_a_fault_waits_until_the_last_one_is_handled_and_all_nodes_have_joined() -> None:
-    """Not before the slow rank is identified, or given up; not between a NaN and the decision about it."""
+def test_fault_waits_for_the_previous_recovery_and_all_nodes() -> None:
+    """No fault is injected before the slow rank is identified, or its detection is abandoned, nor between a NaN and
+    its decision."""
     slow = event(EventKind.FAULT_SIMULATED, 1, fault="slow", rank=1)
     identified = event(EventKind.STRAGGLER_REPORT, 2, named=[1])
     joined = [event(EventKind.NODE_JOINED, 0, name=name) for name in ("a", "b")]
@@ -98,7 +100,7 @@ def report(at_s: float, iteration: int, *named: int, cycle: int = 0) -> Event:
     return event(EventKind.STRAGGLER_REPORT, at_s, cycle=cycle, rank=0, iteration=iteration, named=list(named))
 
 
-def slow_run(since: int, *reports: Event) -> list[Event]:
+def slow_rank_events(since: int, *reports: Event) -> list[Event]:
     injected = event(EventKind.FAULT_SIMULATED, 1, cycle=0, rank=3, iteration=since, fault="slow")
     incident = {"kind": IncidentKind.STRAGGLER, "rank": 3, "evidence": {"summary": "6 times as long"}}
     return [injected, *reports, event(EventKind.INCIDENT, 4, cycle=0, incident=incident)]
@@ -107,26 +109,29 @@ def slow_run(since: int, *reports: Event) -> list[Event]:
 @pytest.mark.parametrize(
     ("events", "problem"),
     [
-        (slow_run(2, report(2, 8), report(3, 13), report(4, 18, 3)), None),
-        (slow_run(10, report(2, 8), report(3, 13), report(4, 18), report(5, 22), report(6, 26, 3)), None),
-        (slow_run(2, report(2, 8), report(3, 13), report(4, 18), report(5, 22, 3)), None),
-        (slow_run(0, report(2, 8), report(3, 13), report(4, 18), report(5, 22, 3)), "all the time: report 4"),
-        (slow_run(2, report(2, 8), report(3, 13)), "it was not identified"),
-        (slow_run(2, report(2, 8, 3, 1)), "no other rank is identified: ranks [1]"),
-        (slow_run(2, report(2, 8, 3), report(9, 30, 3, cycle=1)), "no other rank is identified: ranks [3]"),
-        ([*slow_run(2, report(2, 8, 3)), event(EventKind.DECISION, 5, incident={"exit_code": 18})], "1 restarts"),
+        (slow_rank_events(2, report(2, 8), report(3, 13), report(4, 18, 3)), None),
+        (slow_rank_events(10, report(2, 8), report(3, 13), report(4, 18), report(5, 22), report(6, 26, 3)), None),
+        (slow_rank_events(2, report(2, 8), report(3, 13), report(4, 18), report(5, 22, 3)), None),
+        (slow_rank_events(0, report(2, 8), report(3, 13), report(4, 18), report(5, 22, 3)), "all the time: report 4"),
+        (slow_rank_events(2, report(2, 8), report(3, 13)), "it was not identified"),
+        (slow_rank_events(2, report(2, 8, 3, 1)), "no other rank is identified: ranks [1]"),
+        (slow_rank_events(2, report(2, 8, 3), report(9, 30, 3, cycle=1)), "no other rank is identified: ranks [3]"),
+        (
+            [*slow_rank_events(2, report(2, 8, 3)), event(EventKind.DECISION, 5, incident={"exit_code": 18})],
+            "1 restarts",
+        ),
         ([], "no rank was slowed down"),
     ],
 )
-def test_the_slow_rank_is_identified_in_time_and_alone(events: list[Event], problem: str | None) -> None:
-    """A window in which the rank became slow does not count; after its process was replaced it is not slow."""
+def test_only_the_slow_rank_is_identified_and_in_time(events: list[Event], problem: str | None) -> None:
+    """The window in which the rank became slow does not count; after a restart the rank must not be identified."""
     found = failed(demo.check_slow_rank(events))
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0]
 
 
 def cost(kind: FaultKind, **fields: Any) -> IncidentCost:
-    """Return what a fault of rank 2, or of its node, has cost."""
+    """Return the incident cost of a fault of rank 2, or of its node."""
     facts: dict[str, Any] = {"tensor": "model.w"} if kind == FaultKind.BIT_FLIP else {"replicas_corrupted": 4}
     injected = event(EventKind.FAULT_SIMULATED, 10, cycle=0, fault=str(kind), **facts)
     given: dict[str, Any] = {"index": 0, "kind": "", "text": "", "recovery_level": "", "at_s": 10.5, "fault": injected}
@@ -135,7 +140,7 @@ def cost(kind: FaultKind, **fields: Any) -> IncidentCost:
 
 
 def next_cycle(tiers: str, *, iteration: int = 30, global_bytes: int = 0, rejected: int = 0) -> list[Event]:
-    """Return two cycles: after the second one's start rank i came back from the tier with the i-th initial."""
+    """Return the events of two cycles; in the second one rank i is restored from the tier with the i-th initial."""
     names = {"m": "memory", "l": "local", "r": "replica", "g": "global"}
     starts = [event(EventKind.CYCLE_STARTED, 0, cycle=0, node=f"node-{i}", ranks=[2 * i, 2 * i + 1]) for i in range(2)]
     saves = [event(EventKind.SAVE_COMMITTED, at_s, iteration=at_s * 10, tiers=["global"]) for at_s in (1, 3, 11)]
@@ -172,32 +177,37 @@ def next_cycle(tiers: str, *, iteration: int = 30, global_bytes: int = 0, reject
         (FaultKind.LOSE_NODE_AND_REPLICAS, next_cycle("llgg", rejected=2, iteration=20), False),
     ],
 )
-def test_each_rank_resumes_from_where_it_should(kind: FaultKind, events: list[Event], holds: bool) -> None:
-    """Memory or disk after a rank's death, replicas after a node's, the newest of the global tier without these."""
+def test_ranks_resume_from_the_expected_tiers(kind: FaultKind, events: list[Event], holds: bool) -> None:
+    """Ranks resume from memory or disk after a rank's death, from replicas after a node's loss, and from the newest
+    global checkpoint without replicas."""
     assert bool(failed(demo.check_sources(kind, cost(kind), events))) != holds
 
 
-def test_without_replicas_to_corrupt_nothing_is_proved() -> None:
-    """The claim does not hold where the fault had nothing to damage."""
+def test_claim_fails_without_corrupted_replicas() -> None:
+    """The claim does not hold if the fault corrupted no replica."""
     kind = FaultKind.LOSE_NODE_AND_REPLICAS
     injected = event(EventKind.FAULT_SIMULATED, 10, fault=str(kind), replicas_corrupted=0)
     assert failed(demo.check_sources(kind, cost(kind, fault=injected), next_cycle("llgg", rejected=2)))
 
 
-def test_invalid_results_are_found_for_what_they_are() -> None:
-    """A NaN is transient; of a flipped bit the tensor is found and the node quarantined."""
+def test_invalid_results_are_diagnosed() -> None:
+    """A NaN is diagnosed as transient; for a flipped bit the tensor is identified and the node quarantined."""
     decision = Decision(recovery_level=RecoveryLevel.REPLACE_NODE, reason="", quarantine=("node-1",))
-    for finding, wrong in (("transient", 0), ("persistent", 1)):
+    for finding, num_failed in (("transient", 0), ("persistent", 1)):
         nan = cost(FaultKind.NAN, evidence={"diagnosis": {"finding": finding, "what": "loss"}})
-        assert len(failed(demo.check_invalid_result(FaultKind.NAN, nan))) == wrong
-    for tensor, quarantined, wrong in (("model.w", ("node-1",), 0), ("model.v", ("node-1",), 1), ("model.w", (), 1)):
+        assert len(failed(demo.check_invalid_result(FaultKind.NAN, nan))) == num_failed
+    for tensor, quarantined, num_failed in (
+        ("model.w", ("node-1",), 0),
+        ("model.v", ("node-1",), 1),
+        ("model.w", (), 1),
+    ):
         decision = msgspec.structs.replace(decision, quarantine=quarantined)
         flip = cost(FaultKind.BIT_FLIP, evidence={"diagnosis": {"what": tensor}}, decision=decision)
-        assert len(failed(demo.check_invalid_result(FaultKind.BIT_FLIP, flip))) == wrong
+        assert len(failed(demo.check_invalid_result(FaultKind.BIT_FLIP, flip))) == num_failed
 
 
 def preempted_run() -> dict[str, list[Event]]:
-    """Return the end of a job in which rank 2 is preempted, and the next job, by what each part is."""
+    """Return the events of a job in which rank 2 is preempted, and of the next job, by part."""
     return {
         "fault": [event(EventKind.FAULT_SIMULATED, 10, rank=2, iteration=86, fault="sigterm")],
         "notice": [event(EventKind.NOTICE, 10.1, rank=2)],
@@ -223,16 +233,17 @@ def preempted_run() -> dict[str, list[Event]]:
         ({"second": [event(EventKind.JOB_ENDED, 16, job="second", exit_code=1)]}, "the job's exit codes: {1}"),
     ],
 )
-def test_a_preemption_costs_nothing(changes: dict[str, list[Event]], problem: str | None) -> None:
-    """Each promise by itself: received, saved by all, exited together with 75, resumed from there, finished."""
+def test_preemption_loses_no_iteration(changes: dict[str, list[Event]], problem: str | None) -> None:
+    """The notice is received, all ranks save and exit together with 75, and the next job resumes from that iteration
+    and completes."""
     events = [one for part in (preempted_run() | changes).values() for one in part]
     found = failed(demo.check_preemption(events))
     assert len(found) == (problem is not None)
     assert problem is None or problem in found[0]
 
 
-def test_a_result_that_differs_or_is_missing_is_not_identical() -> None:
-    """Every value counts, and a run without a result proves nothing."""
+def test_different_or_missing_results_are_not_identical() -> None:
+    """Every value is compared, and a missing result does not prove the claim."""
     result = {"weights": "abc", "optimizer": "b", "losses": "c", "iterations": 150}
     assert demo.check_result(result, dict(result)).holds
     assert not demo.check_result(result, result | {"losses": "x"}).holds
@@ -240,11 +251,11 @@ def test_a_result_that_differs_or_is_missing_is_not_identical() -> None:
     assert not demo.check_result({}, {}).holds
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- complete runs -----------------------------------------------------------------------------------------------------
 
 
 def start(temporary: Path, *options: str) -> subprocess.Popen[str]:
-    """Start the demo with its own folder for temporary files, which also marks all its processes."""
+    """Start the demo with a separate folder for temporary files, which also identifies its processes."""
     program = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     program += "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     return subprocess.Popen(
@@ -258,22 +269,22 @@ def start(temporary: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def left_running(temporary: Path) -> list[psutil.Process]:
-    def carries(pid: int) -> bool:
+def running_processes(temporary: Path) -> list[psutil.Process]:
+    def has_folder(pid: int) -> bool:
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
         return f"TMPDIR={temporary}".encode() in environment.split(b"\0")
 
-    return [process for process in psutil.process_iter() if carries(process.pid)]
+    return [process for process in psutil.process_iter() if has_folder(process.pid)]
 
 
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(700)
-def test_no_fault_changes_a_bit(tmp_path: Path) -> None:
-    """All claims hold; the journal has each fault once, and nothing is left."""
+def test_faults_do_not_change_the_result(tmp_path: Path) -> None:
+    """All claims hold, the journal contains each fault once, and no process or temporary file remains."""
     temporary, kept = tmp_path / "tmp", tmp_path / "kept"
     temporary.mkdir()
     process = start(temporary, "--json", "--seed=3", f"--keep={kept}")
@@ -292,14 +303,14 @@ def test_no_fault_changes_a_bit(tmp_path: Path) -> None:
     assert sum(event.kind == EventKind.FAULT_SIMULATED for event in events) == 8
     assert (kept / "with-faults" / "run").is_dir()
     assert list(temporary.glob("outlast-demo-*")) == []
-    assert left_running(temporary) == []
+    assert running_processes(temporary) == []
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_all_and_removes_all(tmp_path: Path, number: int, code: int) -> None:
-    """No process and no file outlives it."""
+def test_signal_ends_the_demo_and_removes_its_files(tmp_path: Path, number: int, code: int) -> None:
+    """No process and no file of the demo remains after SIGINT or SIGTERM."""
     process = start(tmp_path)
     try:
         deadline = time.monotonic() + 200
@@ -310,17 +321,17 @@ def test_a_signal_ends_all_and_removes_all(tmp_path: Path, number: int, code: in
         process.send_signal(number)
         process.communicate(timeout=300)
         assert process.returncode == code
-        assert left_running(tmp_path) == []
+        assert running_processes(tmp_path) == []
         assert list(tmp_path.glob("outlast-demo-*")) == []
     finally:
-        for left in left_running(tmp_path):
-            left.kill()
+        for remaining in running_processes(tmp_path):
+            remaining.kill()
         process.wait(timeout=300)
 
 
 @pytest.mark.slow
-def test_a_folder_with_files_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    """Exit code 2, and what to change."""
+def test_folder_with_files_is_rejected_before_the_start(tmp_path: Path) -> None:
+    """Exit code 2, an error that contains the remedy, and an unchanged folder."""
     (tmp_path / "file").write_text("")
     process = start(tmp_path, f"--keep={tmp_path}")
     output, errors = process.communicate(timeout=300)

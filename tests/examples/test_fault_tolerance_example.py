@@ -1,4 +1,4 @@
-"""The shell example that users of other systems look for."""
+"""The fault tolerance shell example."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _run(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_simulated_fault_leads_to_a_restart_from_the_checkpoint(tmp_path: Path) -> None:
+def test_simulated_fault_restarts_from_the_checkpoint(tmp_path: Path) -> None:
     """The timeouts in use are printed, one fault is injected, and training continues from a checkpoint to its end."""
-    ended = _run("--simulate-fault", "--iterations", "40", "--dir", str(tmp_path))
-    assert ended.returncode == 0, ended.stdout
+    completed = _run("--simulate-fault", "--iterations", "40", "--dir", str(tmp_path))
+    assert completed.returncode == 0, completed.stdout
     # On a busy machine an earlier line reports that the script has not called outlast.init() yet.
-    lines = [line for line in ended.stdout.splitlines() if "[agent " in line and "protected: " in line]
+    lines = [line for line in completed.stdout.splitlines() if "[agent " in line and "protected: " in line]
     line = next(line for line in lines if "hang unknown" not in line)
     for timeout in ("setup 60 s", "step 5 s", "checkpointing 30 s", "outside of sections 30 s"):
         assert timeout in line
     events = list(read(tmp_path / "run"))
     (fault,) = [event for event in events if event.kind == EventKind.FAULT_SIMULATED]
     restored = {event.iteration for event in events if event.kind == EventKind.RESTORED and event.cycle == 1}
-    assert len(restored) == 1, "both ranks go on from the same generation"
+    assert len(restored) == 1, "both ranks resume from the same checkpoint"
     (iteration,) = restored
     assert iteration is not None
     assert fault.iteration is not None
@@ -52,9 +52,9 @@ def test_the_simulated_fault_leads_to_a_restart_from_the_checkpoint(tmp_path: Pa
 
 
 @pytest.mark.process
-def test_a_wrong_option_is_refused_in_one_line() -> None:
+def test_unknown_option_is_rejected() -> None:
     """Exit code 2, the option, and the usage."""
-    ended = _run("--simulate-fualt")
-    assert ended.returncode == 2
-    assert "--simulate-fualt" in ended.stdout
-    assert "usage:" in ended.stdout
+    completed = _run("--simulate-fualt")
+    assert completed.returncode == 2
+    assert "--simulate-fualt" in completed.stdout
+    assert "usage:" in completed.stdout

@@ -1,4 +1,4 @@
-"""The example of restart in process does what its README says."""
+"""The in-process restart example behaves as its README describes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "in_process" / "rest
         pytest.param("hang", 0, marks=pytest.mark.campaign),
     ],
 )
-def test_the_others_go_on_in_their_processes(fault: str, killed: int, tmp_path: Path) -> None:
-    """Whatever befalls rank 2, all four go on from the iteration of the fault, and train to the end; only a rank that
-    is killed has an exit code other than 0."""
-    ended = subprocess.run(
+def test_all_ranks_resume_in_process_after_a_fault(fault: str, killed: int, tmp_path: Path) -> None:
+    """After any fault of rank 2, all four ranks resume from the iteration of the fault and train to the end; only a
+    killed rank has an exit code other than 0."""
+    completed = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path), "--fault", fault],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=280,
@@ -37,8 +37,8 @@ def test_the_others_go_on_in_their_processes(fault: str, killed: int, tmp_path: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    output = ended.stdout
-    assert ended.returncode == 0, output
+    output = completed.stdout
+    assert completed.returncode == 0, output
     resumed = re.findall(r"^rank (\d) \(pid \d+\) resumes from iteration (\d+)$", output, re.MULTILINE)
     assert sorted(resumed) == [(str(rank), "35") for rank in range(4)], output
     assert re.search(r"^finished 60 iterations, loss ", output, re.MULTILINE), output

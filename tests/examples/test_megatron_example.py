@@ -1,4 +1,4 @@
-"""The example of Megatron-Core's local checkpoints ends with the same weights, whether a rank is killed or not."""
+"""The example of Megatron-Core's local checkpoints: identical weights with and without a killed rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ RUN = "import sys; from outlast.cli.main import main; sys.exit(main())"
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_a_killed_training_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
-    """Rank 1 is killed in iteration 12: both ranks go on from iteration 10, verified, and end with equal weights."""
+def test_killed_training_ends_with_the_undisturbed_weights(tmp_path: Path) -> None:
+    """After rank 1 is killed in iteration 12, both ranks resume from iteration 10 with a verified checkpoint, and
+    end with identical weights."""
     digests = []
-    for name, more, begins in (("whole", (), {"0"}), ("killed", ("--kill-at=12",), {"0", "10"})):
+    for name, options, starts in (("whole", (), {"0"}), ("killed", ("--kill-at=12",), {"0", "10"})):
         command = [
             sys.executable,
             "-W",
@@ -32,8 +33,8 @@ def test_a_killed_training_ends_with_the_weights_of_one_that_was_not(tmp_path: P
             "--nproc-per-node=2",
             f"--run-dir={tmp_path}/{name}-run",
         ]
-        ended = subprocess.run(
-            [*command, str(SCRIPT), str(tmp_path / name), *more],
+        completed = subprocess.run(
+            [*command, str(SCRIPT), str(tmp_path / name), *options],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             timeout=250,
             check=False,
@@ -41,9 +42,9 @@ def test_a_killed_training_ends_with_the_weights_of_one_that_was_not(tmp_path: P
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        assert ended.returncode == 0, ended.stdout
-        assert set(re.findall(r"starting from iteration (\d+)", ended.stdout)) == begins, ended.stdout
-        found = re.findall(r"trained 20 iterations: ([0-9a-f]{64})", ended.stdout)
-        assert len(found) == 2, ended.stdout
+        assert completed.returncode == 0, completed.stdout
+        assert set(re.findall(r"starting from iteration (\d+)", completed.stdout)) == starts, completed.stdout
+        found = re.findall(r"trained 20 iterations: ([0-9a-f]{64})", completed.stdout)
+        assert len(found) == 2, completed.stdout
         digests += found
     assert len(set(digests)) == 1

@@ -1,4 +1,4 @@
-"""The arithmetic of the PPO example: four actors compute what one would; and what it prints of a recovery."""
+"""The PPO example's arithmetic on four actors matches that of one process; its output and its options."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def example() -> ModuleType:
     return module
 
 
-def test_what_it_prints_breaks_no_word(
+def test_long_lines_wrap_between_words(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line that is too long for the terminal goes on below itself."""
+    """A line wider than the terminal is wrapped between words and indented."""
     monkeypatch.setenv("COLUMNS", "60")
     text = "  kept      " + ", ".join(f"rank {rank} (pid 4711{rank})" for rank in range(4))
     example.say(text)
@@ -47,7 +47,7 @@ def test_what_it_prints_breaks_no_word(
     assert all(line.startswith(" " * 12) for line in printed.splitlines()[1:])
 
 
-def trained(example: ModuleType, mesh: Mesh, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+def train_on_threads(example: ModuleType, mesh: Mesh, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     """Return the weights of the whole model after a step with each batch, on as many threads as the mesh has ranks."""
     store = dist.HashStore()
     dispatch = MeshDispatch()
@@ -62,7 +62,7 @@ def trained(example: ModuleType, mesh: Mesh, batches: list[dict[str, torch.Tenso
             for axis, other, size in (("dp", place.tp, mesh.dp), ("tp", place.dp, mesh.tp))
         }
 
-        class Alone(example.Trainer):  # type: ignore[misc, name-defined]
+        class SingleTrainer(example.Trainer):  # type: ignore[misc, name-defined]
             """The example's actor without an actor group."""
 
             place = mesh.place(rank)
@@ -79,9 +79,9 @@ def trained(example: ModuleType, mesh: Mesh, batches: list[dict[str, torch.Tenso
             def save(self, iteration: int) -> None:
                 return None
 
-        trainer = Alone({}, ".")
+        trainer = SingleTrainer({}, ".")
         trainer.setup()
-        trainer.policy.double()  # so that what differs is no rounding
+        trainer.policy.double()  # so that differences are not rounding errors
         for iteration, batch in enumerate(batches, 1):
             parcels = dispatch.split(mesh, (batch,), {"iteration": iteration}, takes_weights=True)
             args, kwargs = parcels[dispatch.parcel_of(place)]
@@ -101,8 +101,8 @@ def trained(example: ModuleType, mesh: Mesh, batches: list[dict[str, torch.Tenso
     return [torch.cat([part[i] for part in slices], dim=dim) for i, dim in ((0, 0), (1, 0), (2, 1))] + [slices[0][3]]
 
 
-def made_up_batch(num_samples: int, seed: int) -> Mapping[str, torch.Tensor]:
-    """Return samples as the example's rounds have them."""
+def make_batch(num_samples: int, seed: int) -> Mapping[str, torch.Tensor]:
+    """Return random samples with the fields of the example's rounds."""
     draw = torch.Generator().manual_seed(seed)
     return {
         "observations": torch.randn(num_samples, 4, generator=draw, dtype=torch.float64),
@@ -114,16 +114,16 @@ def made_up_batch(num_samples: int, seed: int) -> Mapping[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 4}, {"dp": 3}, {"tp": 4}], ids=str)
-def test_actors_learn_what_one_process_learns(example: ModuleType, sizes: dict[str, int]) -> None:
-    """Whatever the mesh, padding and micro-batches included, weights are those of one process with whole batches."""
-    batches = [dict(made_up_batch(37 + step, seed=step)) for step in range(4)]
-    expected = trained(example, Mesh(), batches)
-    for weights, ones in zip(trained(example, Mesh.of(sizes), batches), expected, strict=True):
-        torch.testing.assert_close(weights, ones, rtol=1e-6, atol=1e-6)
+def test_any_mesh_learns_the_weights_of_one_process(example: ModuleType, sizes: dict[str, int]) -> None:
+    """With any mesh, including padding and micro-batches, the weights match those of one process with whole batches."""
+    batches = [dict(make_batch(37 + step, seed=step)) for step in range(4)]
+    expected = train_on_threads(example, Mesh(), batches)
+    for weights, expected_weights in zip(train_on_threads(example, Mesh.of(sizes), batches), expected, strict=True):
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
 
 
-def test_a_minibatch_is_the_same_whenever_it_is_asked_for(example: ModuleType) -> None:
-    """The samples of an iteration depend on it alone, and an epoch has every sample once."""
+def test_minibatches_are_deterministic(example: ModuleType) -> None:
+    """The samples of an iteration depend only on the iteration, and an epoch contains every sample once."""
     episodes = {"gains": torch.arange(50.0), "lengths": torch.zeros(3)}
     for first in (0, example.STEPS, 3 * example.STEPS):
         for epoch in range(example.EPOCHS):
@@ -136,8 +136,8 @@ def test_a_minibatch_is_the_same_whenever_it_is_asked_for(example: ModuleType) -
             )
 
 
-def test_failures_are_read_from_the_command_line(example: ModuleType) -> None:
-    """Each failure has its iteration; anything else is refused."""
+def test_failures_are_parsed_from_the_command_line(example: ModuleType) -> None:
+    """Each failure has its iteration; an unknown failure is rejected."""
     assert example.parse_failures("kill@40,stop@80") == {40: "kill", 80: "stop"}
     with pytest.raises(Exception, match="'melt@3' is not one of kill, stop, exception"):
         example.parse_failures("melt@3")

@@ -1,4 +1,4 @@
-"""The example of Ray Train ends with the weights of an undisturbed run, though a worker hung on the way."""
+"""The Ray Train example ends with the weights of an undisturbed run after a worker hung."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ray_train.py"
 ITERATIONS, WORKERS, WIDTH = 30, 2, 32
 
 
-def undisturbed() -> str:
+def undisturbed_digest() -> str:
     """Return the digest of the weights, computed by one process for both workers."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the workers: sums are made in the same order
+    torch.set_num_threads(1)  # as in the workers: the order of summation is the same
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -42,10 +42,10 @@ def undisturbed() -> str:
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_hung_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    """As the page says: the worker that sleeps is found and ended, and the last line is the same as without a fault."""
+def test_hung_worker_is_replaced_and_weights_are_unchanged(tmp_path: Path) -> None:
+    """The hung worker is detected and killed, and the last line is the same as without a fault."""
     code, output = run_script(SCRIPT, str(tmp_path / "run"), "--fault=sleep", timeout_s=200)
     assert code == 0, output
     assert (tmp_path / "run" / "struck").exists()
     assert (tmp_path / "run" / "run" / "stacks" / "cycle-0" / "rank-1.txt").exists()
-    assert output.splitlines()[-1] == f"weights {undisturbed()}", output
+    assert output.splitlines()[-1] == f"weights {undisturbed_digest()}", output

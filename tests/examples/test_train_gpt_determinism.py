@@ -1,4 +1,4 @@
-"""The example's result does not depend on restarts."""
+"""The result of the GPT example does not depend on restarts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.extended
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 
-# Runs the example as it is, says where its loop begins, and ends it in order before a given iteration.
+# Runs the unchanged example, prints its first iteration, and closes the session before a given iteration.
 RUNNER = """
 import runpy, sys
 from outlast import Session
@@ -51,7 +51,7 @@ def _train(folder: Path, name: str, launcher: tuple[str, ...], *, before: int = 
         command += [f"--run-dir={folder / name}-run-{before}", "--resume-from-other-run"]
     command += [str(runner), str(EXAMPLE), str(before), "--iterations=12", "--save-interval=6"]
     command += [f"--checkpoint-dir={folder / name}", f"--out={folder / name}.json"]
-    ended = subprocess.run(
+    completed = subprocess.run(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=250,
@@ -60,14 +60,14 @@ def _train(folder: Path, name: str, launcher: tuple[str, ...], *, before: int = 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert ended.returncode == 0, ended.stdout
-    return ended.stdout
+    assert completed.returncode == 0, completed.stdout
+    return completed.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_four_ranks_restarted_halfway_end_bit_identically(tmp_path: Path) -> None:
-    """Twelve iterations at a stretch under torchrun, and six, new processes, and six under outlast run, give the
+def test_restarted_training_ends_bit_identical(tmp_path: Path) -> None:
+    """Twelve uninterrupted iterations under torchrun, and six plus six in new processes under outlast run, give the
     same weights, optimizer state and losses."""
     output = _train(tmp_path, "straight", TORCHRUN)
     assert all(f"rank {rank} begins with 0" in output for rank in range(4)), output
@@ -75,12 +75,12 @@ def test_four_ranks_restarted_halfway_end_bit_identically(tmp_path: Path) -> Non
     assert not (tmp_path / "halfway.json").exists()
     output = _train(tmp_path, "halfway", OUTLAST_RUN)
     assert all(f"rank {rank} begins with 6" in output for rank in range(4)), output
-    straight = json.loads((tmp_path / "straight.json").read_text())
+    uninterrupted = json.loads((tmp_path / "straight.json").read_text())
     restarted = json.loads((tmp_path / "halfway.json").read_text())
-    assert straight["iterations"] == 12
-    assert restarted == straight
+    assert uninterrupted["iterations"] == 12
+    assert restarted == uninterrupted
 
 
-def test_it_is_short_enough_to_copy() -> None:
+def test_example_is_short_enough_to_copy() -> None:
     """The example stays under 150 lines."""
     assert len(EXAMPLE.read_text().splitlines()) < 150

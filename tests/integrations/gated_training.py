@@ -1,9 +1,9 @@
-"""A training of two ranks that waits at gates for what a test does to a rank. Run as a program, by launchers.
+"""A training program with two ranks that stops at gates, where a test sends a signal to a rank. Launchers run it.
 
 At a gate, ``@CYCLE:RANK:ITERATION``, the rank writes its pid to ``gate-CYCLE`` in the folder and waits for a signal,
-once. The first rank leaves a digest of what was trained, which :func:`undisturbed` tells beforehand. With
-``--heartbeats`` there is no session: heartbeats alone, and a checkpoint of the script's own. Arguments with ``=`` in
-them are a plug-in's.
+once. The first rank writes a digest of the trained weights, which :func:`undisturbed` computes in advance. With
+``--heartbeats`` there is no session: only heartbeats, and a checkpoint that the script writes itself. Arguments with
+``=`` belong to a plug-in.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Launch:
     def __init__(self, folder: Path, process: LoggedProcess) -> None:
         self.folder, self.process = folder, process
 
-    def wait_until(self, look: Callable[[], object], timeout_s: float = 200) -> None:
+    def wait_until(self, is_met: Callable[[], object], timeout_s: float = 200) -> None:
         until = time.monotonic() + timeout_s
-        while not look():
+        while not is_met():
             assert self.process.running, self.process.tail(60)
             assert time.monotonic() < until, self.process.tail(60)
             time.sleep(0.02)
@@ -48,10 +48,10 @@ class Launch:
 
 @contextmanager
 def launched(folder: Path, *command: str, **variables: str) -> Iterator[Launch]:
-    """Run a launcher in ``folder``; end every process that it leaves behind."""
+    """Run a launcher in ``folder``; end every remaining process afterwards."""
     environment = {**os.environ, TOKEN: uuid.uuid4().hex, **variables}
-    words = ["/bin/sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
-    process = LoggedProcess("launcher", words, environment, folder / "log")
+    arguments = ["/bin/sh", "-c", f'cd "{folder}" && exec "$@"', "sh", *command]
+    process = LoggedProcess("launcher", arguments, environment, folder / "log")
     try:
         yield Launch(folder, process)
     finally:
@@ -66,7 +66,7 @@ def step(weight: torch.Tensor, momentum: torch.Tensor, gradients: list[torch.Ten
 
 
 def gradient(weight: torch.Tensor, iteration: int, rank: int) -> torch.Tensor:
-    """Return a rank's gradient, which depends on everything that a resumed run could have wrong."""
+    """Return a rank's gradient, which depends on the complete state that a run resumes."""
     data = torch.randn(16, generator=torch.Generator().manual_seed(1000 * iteration + rank))
     return (weight @ data - 1) * data / 16
 
@@ -76,7 +76,7 @@ def digest(weight: torch.Tensor) -> str:
 
 
 def undisturbed(total: int) -> str:
-    """Return the digest of what a run of so many iterations trains."""
+    """Return the digest of the weights after an undisturbed run of ``total`` iterations."""
     weight, momentum = torch.zeros(16), torch.zeros(16)
     for iteration in range(total):
         step(weight, momentum, [gradient(weight, iteration, rank) for rank in range(WORLD_SIZE)])
@@ -84,25 +84,25 @@ def undisturbed(total: int) -> str:
 
 
 def first_iteration(folder: Path, *, cycle: int) -> int:
-    """Return with which iteration a cycle began."""
-    ran = [line.split() for line in (folder / "rank-0").read_text().splitlines()]
-    return next(int(iteration) for number, iteration in ran if int(number) == cycle)
+    """Return the first iteration of a cycle."""
+    rows = [line.split() for line in (folder / "rank-0").read_text().splitlines()]
+    return next(int(iteration) for number, iteration in rows if int(number) == cycle)
 
 
 def wait_at_gate(folder: Path, gates: list[str], rank: int, iteration: int) -> None:
-    """Wait for a signal, if there is a gate here that nobody has waited at."""
+    """Wait for a signal if there is a gate here that has not been used."""
     cycle = os.environ.get("OUTLAST_CYCLE", "0")
     gate = folder / f"gate-{cycle}"
     if f"@{cycle}:{rank}:{iteration}" not in gates or gate.exists():
         return
     (folder / "writing").write_text(str(os.getpid()))
     (folder / "writing").rename(gate)
-    while not (folder / f"open-{cycle}").exists():  # a test opens it when a signal is to be survived
+    while not (folder / f"open-{cycle}").exists():  # a test opens the gate if the rank must survive the signal
         time.sleep(0.02)
 
 
-def iterations(folder: Path, total: int, state: dict[str, torch.Tensor], watches_itself: bool) -> Iterator[int]:
-    if not watches_itself:
+def iterations(folder: Path, total: int, state: dict[str, torch.Tensor], sends_heartbeats: bool) -> Iterator[int]:
+    if not sends_heartbeats:
         import outlast
         from outlast.config import CheckpointConfig
 
@@ -116,13 +116,13 @@ def iterations(folder: Path, total: int, state: dict[str, torch.Tensor], watches
 
     dist.init_process_group("gloo")
     monitor, own = RankMonitor(), folder / "own.pt"
-    begin = 0
+    first = 0
     if own.exists():
         loaded = torch.load(own)
-        begin = loaded.pop("iteration")
+        first = loaded.pop("iteration")
         for name, value in loaded.items():
             state[name].copy_(value)
-    for iteration in range(begin, total):
+    for iteration in range(first, total):
         monitor.heartbeat()
         note(folder, dist.get_rank(), iteration)
         yield iteration
@@ -138,11 +138,11 @@ def note(folder: Path, rank: int, iteration: int) -> None:
         print(os.environ.get("OUTLAST_CYCLE", "0"), iteration, file=file)
 
 
-def train(folder: str, total: int, gates: list[str], watches_itself: bool = False) -> None:
-    """Train; also what a ``run.Partial`` calls."""
+def train(folder: str, total: int, gates: list[str], sends_heartbeats: bool = False) -> None:
+    """Train. A ``run.Partial`` calls this function, too."""
     torch.manual_seed(0)
     state = {"weight": torch.zeros(16), "momentum": torch.zeros(16)}
-    for iteration in iterations(Path(folder), total, state, watches_itself):
+    for iteration in iterations(Path(folder), total, state, sends_heartbeats):
         own = gradient(state["weight"], iteration, dist.get_rank())
         gathered = [torch.zeros(16) for _ in range(WORLD_SIZE)]
         wait_at_gate(Path(folder), gates, dist.get_rank(), iteration)
@@ -153,10 +153,10 @@ def train(folder: str, total: int, gates: list[str], watches_itself: bool = Fals
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if "=" not in word]
-    gates = [word for word in words if word.startswith("@")]
-    own = [word for word in words if not word.startswith(("@", "--"))]
-    train(own[0], int(own[1]), gates, "--heartbeats" in words)
+    arguments = [word for word in sys.argv[1:] if "=" not in word]
+    gates = [word for word in arguments if word.startswith("@")]
+    own = [word for word in arguments if not word.startswith(("@", "--"))]
+    train(own[0], int(own[1]), gates, "--heartbeats" in arguments)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""A training of two ranks as users of NeMo's resiliency guide write it, on Lightning's own example module.
+"""A training program with two ranks as in NeMo's resiliency guide, with Lightning's example module.
 
     guide_training.py FOLDER STRATEGY TOTAL [OPTION...] [@CYCLE:RANK:STEP...]
 
-Checkpoints are the trainer's own. ``STRATEGY`` is ``ddp``, or ``megatron``: a stand-in for NeMo's ``MegatronStrategy``,
-which needs GPUs. Like that one it is a ``DDPStrategy`` that saves on all ranks, by a checkpoint IO of its own, and
-restores late. At a gate, ``@CYCLE:RANK:STEP``, a rank waits for a signal (:mod:`gated_training`). Option ``local`` adds
-local checkpoints, and ``async`` has them finalized later, as NeMo's wrapper does.
+The trainer writes its own checkpoints. ``STRATEGY`` is ``ddp`` or ``megatron``, a substitute for NeMo's
+``MegatronStrategy``, which needs GPUs. Like NeMo's it is a ``DDPStrategy`` that saves on all ranks with a separate
+checkpoint IO and restores after its setup. At a gate, ``@CYCLE:RANK:STEP``, a rank waits for a signal
+(:mod:`gated_training`). Option ``local`` adds local checkpoints, and ``async`` finalizes them later, like NeMo's
+wrapper.
 """
 
 import os
@@ -32,7 +33,7 @@ from outlast.integrations.lightning import (
 
 
 class ShardedIO(CheckpointIO):
-    """Writes a folder with a file of each rank."""
+    """Writes a folder with one file for each rank."""
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ class ShardedIO(CheckpointIO):
 
 
 class FinalizableIO(_WrappingCheckpointIO):
-    """Finalizes the requests of asynchronous saves when it is asked to, and before the next save."""
+    """Finalizes asynchronous saves on request, and before the next save."""
 
     requests = ()
 
@@ -100,7 +101,7 @@ class MegatronStrategy(DDPStrategy):
 
 
 class Gates(Callback):
-    """Notes each step, and waits at gates."""
+    """Records each step, and waits at gates."""
 
     def __init__(self, folder, gates):
         self.folder, self.gates = Path(folder), gates
@@ -111,7 +112,7 @@ class Gates(Callback):
 
 
 def step_of(checkpoint_path):
-    """Return the step of a checkpoint; as ``get_iteration_from_checkpoint`` of the guide."""
+    """Return the step of a checkpoint, as ``get_iteration_from_checkpoint`` of the guide does."""
     return int(torch.load(Path(checkpoint_path) / "0.pt", weights_only=False)["global_step"])
 
 

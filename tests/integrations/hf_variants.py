@@ -1,6 +1,6 @@
-"""Small trainings of many kinds, each made undisturbed, then broken off and resumed, in one process per rank.
+"""Small training runs of many kinds: undisturbed, interrupted, and resumed, in one process per rank.
 
-As a script: ``hf_variants.py FOLDER NAME...`` makes the named ones, and each rank writes what they ended with to
+As a script, ``hf_variants.py FOLDER NAME...`` runs the named variants, and each rank writes their results to
 ``FOLDER/rank-N.json``.
 """
 
@@ -38,13 +38,13 @@ from transformers.trainer_callback import ExportableState
 
 import outlast
 from outlast.integrations.transformers import protect
-from outlast.monitor.rank_monitor import open_monitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor, open_monitor
 
 VOCABULARY = 64
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sentences of random words, each the same for ever; of several lengths where ``varied``."""
+    """Sentences of random words, the same for each index; of several lengths if ``varied``."""
 
     def __init__(self, number: int = 40, *, varied: bool = False) -> None:
         self.number, self.varied = number, varied
@@ -62,7 +62,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Augmented(Sentences):
-    """Sentences in which the loader's workers change words, with the random numbers of torch, numpy and python."""
+    """Sentences in which the loader's workers change words, with random numbers of torch, numpy and python."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sentence = super().__getitem__(index)
@@ -75,14 +75,14 @@ class Augmented(Sentences):
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """The same without an index; it ends before the training does, and begins again."""
+    """Sentences without an index; the stream ends before the training, and restarts."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return (Sentences(28)[index] for index in range(28))
 
 
 def pad(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Fill short sentences up."""
+    """Pad short sentences."""
 
     def fill(name: str, value: int) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([one[name] for one in batch], batch_first=True, padding_value=value)
@@ -91,21 +91,21 @@ def pad(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def mask(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Mask random words, as masked language modelling does, with the process's random numbers."""
+    """Mask random words for masked language modelling, with the process's random numbers."""
     words = torch.stack([one["input_ids"] for one in batch])
     hidden = torch.rand(words.shape) < 0.4
     return {"input_ids": words.masked_fill(hidden, 0), "labels": words.masked_fill(~hidden, -100)}
 
 
-class BreakOff(TrainerCallback):
-    """End the training as an error would, after a step or at the evaluation that follows it."""
+class Interrupt(TrainerCallback):
+    """Interrupt the training as an error would, after a step or during the evaluation that follows it."""
 
     def __init__(self, after: int | None, *, in_evaluation: bool = False) -> None:
         self.after, self.in_evaluation = after, in_evaluation
         self.began: list[int] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step not in self.began[-1:]:  # it begins anew with an epoch within it
+        if state.global_step not in self.began[-1:]:  # an epoch that starts within the step calls this again
             self.began.append(state.global_step)
         if self.after is not None and not self.in_evaluation and state.global_step >= self.after:
             raise InterruptedError
@@ -115,8 +115,8 @@ class BreakOff(TrainerCallback):
             raise InterruptedError
 
 
-class EndsEarly(TrainerCallback):
-    """End epochs after steps, or an epoch or the training once between two micro-batches of a step."""
+class EndEarly(TrainerCallback):
+    """End epochs after steps, or end an epoch or the training once between two micro-batches of a step."""
 
     def __init__(self, *, epochs: tuple[int, ...] = (), epoch_within: int = -1, training_within: int = -1) -> None:
         self.epochs, self.epoch_within, self.training_within = epochs, epoch_within, training_within
@@ -131,28 +131,28 @@ class EndsEarly(TrainerCallback):
 
 
 class OpenSections(TrainerCallback):
-    """Note which sections are open within steps and evaluations."""
+    """Record the open sections during steps and evaluations."""
 
     def __init__(self) -> None:
-        self.seen: list[list[str]] = []
+        self.recorded: list[list[str]] = []
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         monitor = open_monitor()
-        assert monitor is not None
-        self.seen.append([section.name for section in monitor._read_state().sections])
+        assert isinstance(monitor, PlacedRankMonitor)
+        self.recorded.append([section.name for section in monitor.board_state.sections])
 
     on_prediction_step = on_substep_end
 
 
-class Dated(TrainerCallback, ExportableState):
-    """A callback whose state holds what JSON does not have."""
+class DateState(TrainerCallback, ExportableState):
+    """A callback whose state contains values without a JSON form."""
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"day": datetime.date(2026, 1, 2)}}
 
 
-class OwnSteps(Trainer):
-    """A script's trainer, with a step and a loss of its own; the step takes its inputs apart."""
+class CustomSteps(Trainer):
+    """A script's trainer with its own step and loss; the step modifies its inputs."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
@@ -167,38 +167,37 @@ class OwnSteps(Trainer):
 class SometimesNaN(Trainer):
     """A trainer whose loss is NaN in one micro-batch, the first time or always."""
 
-    nan_at, nan_always, seen = -1, False, 0
-    sound = 0
+    nan_step, nan_always, recorded = -1, False, 0
+    finite = 0
     """Micro-batches of that step that come before it."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         at = self.state.global_step
-        if not self.model.training or at != self.nan_at:
+        if not self.model.training or at != self.nan_step:
             return loss
-        self.sound -= 1
-        if self.sound < 0 and (self.nan_always or not self.seen):
-            type(self).seen += 1
+        self.finite -= 1
+        if self.finite < 0 and (self.nan_always or not self.recorded):
+            type(self).recorded += 1
             loss = loss * float("nan")
         return loss
 
 
-class StruckOnce(Trainer):
-    """A trainer whose loss is NaN in one micro-batch of one rank, once, where a session judges it."""
+class InjectedNaN(Trainer):
+    """A trainer whose loss is NaN once, in one micro-batch of one rank, if a session checks the loss."""
 
-    is_struck = False
+    is_injected = False
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         is_last_rank = self.args.process_index == self.args.world_size - 1
-        if "training_step" in vars(self) and is_last_rank and self.state.global_step == 7 and not self.is_struck:
-            self.is_struck = True
+        if "training_step" in vars(self) and is_last_rank and self.state.global_step == 7 and not self.is_injected:
+            self.is_injected = True
             loss = loss * float("nan")
         return loss
 
 
 def llama() -> LlamaForCausalLM:
-    """Return a small language model."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -213,7 +212,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def bert() -> BertForMaskedLM:
-    """Return a small model with dropout everywhere."""
+    """Return a small model with dropout in all layers."""
     return BertForMaskedLM(
         BertConfig(
             vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -222,7 +221,7 @@ def bert() -> BertForMaskedLM:
 
 
 def t5() -> T5ForConditionalGeneration:
-    """Return a small model that translates."""
+    """Return a small translation model."""
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
@@ -247,7 +246,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "after": 14,
         "differs": True,
     },
-    "augmented_anew": {
+    "augmented_new_workers": {
         "args": {"dataloader_num_workers": 3, "num_train_epochs": 2},
         "data": Augmented,
         "model": bert,
@@ -261,12 +260,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "stream": {"args": {"max_steps": 13}, "data": Stream, "after": 9},
     "stream_accumulation": {"args": {"max_steps": 11, "gradient_accumulation_steps": 3}, "data": Stream},
-    "epoch_ended": {"args": {"num_train_epochs": 2}, "callbacks": lambda: [EndsEarly(epochs=(4, 14))]},
+    "epoch_ended": {"args": {"num_train_epochs": 2}, "callbacks": lambda: [EndEarly(epochs=(4, 14))]},
     "divided": {
         "args": {"max_steps": 9, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"},
-        "data": Stream,  # its end comes within an accumulation
+        "data": Stream,  # the stream ends within an accumulation
         "model": bert,
-        "trainer": StruckOnce,
+        "trainer": InjectedNaN,
         "in_evaluation": True,
     },
     "bf16": {"args": {"bf16": True, "max_steps": 9, "activation_checkpointing": True}},
@@ -294,7 +293,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "save_strategy": "epoch",
             "load_best_model_at_end": True,
             "metric_for_best_model": "loss",
-            "greater_is_better": True,  # so that the best is not the last
+            "greater_is_better": True,  # the best checkpoint must not be the last one
         },
         "after": 10,
         "in_evaluation": True,
@@ -313,24 +312,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "stopped_within": {
         "args": {"max_steps": 9, "gradient_accumulation_steps": 2},
-        "callbacks": lambda: [EndsEarly(training_within=7)],
+        "callbacks": lambda: [EndEarly(training_within=7)],
     },
     "epochs_ended": {
         "args": {"num_train_epochs": 2, "eval_strategy": "epoch"},
-        "callbacks": lambda: [EndsEarly(epochs=(6, 12))],
+        "callbacks": lambda: [EndEarly(epochs=(6, 12))],
     },
     "epoch_ended_within": {
         "args": {"num_train_epochs": 3, "gradient_accumulation_steps": 3},
-        "callbacks": lambda: [EndsEarly(epoch_within=2)],
+        "callbacks": lambda: [EndEarly(epoch_within=2)],
         "model": bert,
         "collate": mask,
         "after": 3,
     },
-    "made_anew": {"args": {"max_steps": 8}, "model_init": bert},
-    "own_steps": {"args": {"max_steps": 8, "gradient_accumulation_steps": 2}, "trainer": OwnSteps},
-    "struck": {
+    "model_init": {"args": {"max_steps": 8}, "model_init": bert},
+    "own_steps": {"args": {"max_steps": 8, "gradient_accumulation_steps": 2}, "trainer": CustomSteps},
+    "injected_nan": {
         "args": {"max_steps": 9, "gradient_accumulation_steps": 3},
-        "trainer": StruckOnce,
+        "trainer": InjectedNaN,
         "model": bert,
         "collate": mask,
     },
@@ -344,7 +343,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, folder: Path, *callbacks: TrainerCallback) -> Any:
-    """Return the trainer of a variant, its output in ``folder``."""
+    """Return the trainer of a variant with its output in ``folder``."""
     variant = VARIANTS[name]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args = variant.get("arguments", TrainingArguments)(
@@ -371,10 +370,10 @@ def make(name: str, folder: Path, *callbacks: TrainerCallback) -> Any:
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
-    """Return what a training ended with: digests of the weights and of what was logged, and where it ended."""
+    """Return digests of the final weights and of the logged metrics, and the position."""
     weights = b"".join(weight.detach().numpy().tobytes() for weight in trainer.model.parameters())
-    kept = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "step")
-    logged = [{name: one[name] for name in kept if name in one} for one in trainer.state.log_history]
+    names = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "step")
+    logged = [{name: one[name] for name in names if name in one} for one in trainer.state.log_history]
     return {
         "weights": hashlib.sha256(weights).hexdigest(),
         "steps": trainer.state.global_step,
@@ -391,40 +390,40 @@ def config(folder: Path, **settings: Any) -> outlast.Config:
 
 
 def end_process(trainer: Any) -> None:
-    """Close what the end of the process closes after a protected ``train()`` has failed."""
+    """Close the resources that remain open until the process ends after a failed protected ``train()``."""
     run = trainer.train.__self__._run
     run._saves.manager.close()
     run._preemption._listener.close()
 
 
-def play(name: str, folder: Path) -> dict[str, Any]:
-    """Train a variant without us, with us, and broken off and resumed; return what each ended with."""
+def run_variant(name: str, folder: Path) -> dict[str, Any]:
+    """Train a variant without outlast, with outlast, and interrupted and resumed; return all results."""
     variant = VARIANTS[name]
-    seen = BreakOff(None)
-    bare = make(name, folder / "bare", seen)
-    bare.train()
-    found: dict[str, Any] = {"bare": outcome(bare), "steps bare": seen.began}
-    whole = protect(make(name, folder / "whole"), config(folder / "whole"))
-    whole.train()
-    found["whole"] = outcome(whole)
-    breaks = BreakOff(variant.get("after", 6), in_evaluation=variant.get("in_evaluation", False))
-    broken = protect(make(name, folder / "broken", breaks), config(folder / "broken"))
+    recorded = Interrupt(None)
+    unprotected = make(name, folder / "unprotected", recorded)
+    unprotected.train()
+    found: dict[str, Any] = {"unprotected": outcome(unprotected), "steps unprotected": recorded.began}
+    undisturbed = protect(make(name, folder / "protected"), config(folder / "protected"))
+    undisturbed.train()
+    found["protected"] = outcome(undisturbed)
+    interrupt = Interrupt(variant.get("after", 6), in_evaluation=variant.get("in_evaluation", False))
+    interrupted = protect(make(name, folder / "interrupted", interrupt), config(folder / "interrupted"))
     try:
-        broken.train()
-        raise AssertionError("the training was not broken off")
+        interrupted.train()
+        raise AssertionError("the training was not interrupted")
     except InterruptedError:
-        end_process(broken)
-    for after in ("resumed", "again"):
-        seen = BreakOff(None)
-        trainer = protect(make(name, folder / "broken", seen), config(folder / "broken"))
+        end_process(interrupted)
+    for after in ("resumed", "restarted"):
+        recorded = Interrupt(None)
+        trainer = protect(make(name, folder / "interrupted", recorded), config(folder / "interrupted"))
         trainer.train()
         found[after] = outcome(trainer)
-        found[f"steps {after}"] = seen.began
-    found["steps broken"] = breaks.began
+        found[f"steps {after}"] = recorded.began
+    found["steps interrupted"] = interrupt.began
     return found
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    results = {one: play(one, place / one) for one in sys.argv[2:]}
+    results = {one: run_variant(one, place / one) for one in sys.argv[2:]}
     (place / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))

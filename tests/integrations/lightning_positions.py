@@ -1,8 +1,9 @@
-"""Train with Lightning, saving at each step; resume from each checkpoint; compare. One process, many trainings.
+"""Train with Lightning and save at each step, resume from each checkpoint, and compare the results, in one process.
 
     python lightning_positions.py FOLDER CASE [EVERY]
 
-Prints, for each case, the checkpoints from which a resumed training ended differently; ``EVERY`` leaves some out.
+Prints, for each case, the checkpoints from which a resumed training ended differently; ``EVERY`` tests every N-th
+only.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ class Noisy(Dataset):
 
 
 class Model(pl.LightningModule):
-    """Moves a weight in every hook that may be left out by accident."""
+    """Changes a weight in every hook, so that a skipped or repeated hook changes the result."""
 
     def __init__(self):
         super().__init__()
@@ -79,14 +80,14 @@ class Model(pl.LightningModule):
 
 
 class Averaged(Model):
-    """Moves no weight in hooks: averaging looks at the weights there."""
+    """Does not change weights in hooks, because averaging reads them there."""
 
     def move(self, by):
         pass
 
 
 class Finetuned(Averaged):
-    """Has a backbone, and an optimizer of what is not frozen."""
+    """Has a backbone, and an optimizer for the parameters that are not frozen."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +117,7 @@ class Manual(Model):
 
 
 class Signal(pl.Callback):
-    """Ask the process to leave in a step, given by how many batches have moved a weight before it."""
+    """Send SIGTERM to the process in a step, after a number of batches that stepped."""
 
     def __init__(self, num_before):
         self.num_before = num_before
@@ -127,7 +128,7 @@ class Signal(pl.Callback):
 
 
 class Scales(pl.Callback):
-    """Keeps a float8 tensor in its state, which changes with every batch."""
+    """Stores a float8 tensor that changes with every batch in its state."""
 
     def __init__(self):
         self.scales = torch.ones(2).to(torch.float8_e4m3fn)
@@ -169,21 +170,21 @@ CASES = {
     "scheduled": ({"max_epochs": 3}, sampled, Model),
     "finetuned": ({"max_epochs": 4}, sampled, Finetuned),
 }
-OTHERS = {
+SCRIPT_CALLBACKS = {
     "averaging": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
     "scheduled": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
     "finetuned": lambda: [BackboneFinetuning(1, train_bn=False)],
 }
-"""Callbacks that a script gives before ours."""
+"""Callbacks that a script passes before outlast's."""
 
 
 def train(folder, case, signal_at=None):
-    """Train in a process of its own, as one that has left ends; return its exit code, the result, and the steps."""
+    """Train in a child process; return its exit code, the result, and the steps."""
     folder.mkdir(parents=True, exist_ok=True)
     if (pid := os.fork()) == 0:
         code = 1
         try:
-            code, *rest = train_here(folder, case, signal_at)
+            code, *rest = train_in_process(folder, case, signal_at)
             (folder / "result.json").write_text(json.dumps(rest))
         except Exception:  # noqa: BLE001
             traceback.print_exc()
@@ -194,7 +195,7 @@ def train(folder, case, signal_at=None):
     return code, *json.loads((folder / "result.json").read_text())
 
 
-def train_here(folder, case, signal_at):
+def train_in_process(folder, case, signal_at):
     options, loader, kind = CASES[case]
     torch.manual_seed(3)
     model = kind()
@@ -210,7 +211,7 @@ def train_here(folder, case, signal_at):
         enable_checkpointing=False,
         default_root_dir=str(folder),
         callbacks=[
-            *OTHERS.get(case, list)(),
+            *SCRIPT_CALLBACKS.get(case, list)(),
             FaultToleranceCallback(config=outlast.Config(checkpoint=saves, run_dir=str(folder / "run"))),
             PreemptionCallback(),
             EarlyStopping("val", patience=50, strict=False),
@@ -222,8 +223,8 @@ def train_here(folder, case, signal_at):
     code = 0
     try:
         trainer.fit(model, loader(), DataLoader(Noisy(), batch_size=8))
-    except SystemExit as left:
-        code = int(left.code)
+    except SystemExit as exit_code:
+        code = int(exit_code.code)
     weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
     waited = [callback.wait_count for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
     counts = (trainer.global_step, trainer.current_epoch, waited, scales.scales.float().tolist())
@@ -233,12 +234,12 @@ def train_here(folder, case, signal_at):
 
 def main():
     root, case, every = Path(sys.argv[1]) / sys.argv[2], sys.argv[2], int([*sys.argv, "1"][3])
-    code, wanted, seen = train(root / "undisturbed", case)
+    code, expected, seen = train(root / "undisturbed", case)
     assert code == 0
     saved = sorted(
         (path.name for path in (root / "undisturbed" / "ckpt").glob("step-*")), key=lambda name: int(name[5:])
     )
-    print(case, wanted[1], "steps,", len(saved), "generations", flush=True)
+    print(case, expected[1], "steps,", len(saved), "generations", flush=True)
     for name in saved:
         if not json.loads((root / "undisturbed" / "ckpt" / name / "manifest.json").read_text())["manifest"]["finite"]:
             print("not finite:", name)
@@ -250,14 +251,16 @@ def main():
         for later in saved[number + 1 :]:
             shutil.rmtree(folder / "ckpt" / later)
         code, resumed, rest = train(folder, case)
-        if (code, resumed) != (0, wanted) or rest != seen[-len(rest) :] or len(rest) >= len(seen):
-            print("differs:", name, resumed, wanted, rest[:2], flush=True)
+        if (code, resumed) != (0, expected) or rest != seen[-len(rest) :] or len(rest) >= len(seen):
+            print("differs:", name, resumed, expected, rest[:2], flush=True)
         if number + 3 >= len(saved):
-            continue  # a notice that is seen in the last step changes nothing any more
-        left, _, before = train(root / f"left-{name}", case, signal_at=rest[0][1])
+            continue  # a preemption notice in the last step has no effect
+        exit_code, _, before = train(root / f"left-{name}", case, signal_at=rest[0][1])
         code, resumed, rest = train(root / f"left-{name}", case)
-        if (left, code, resumed) != (75, 0, wanted) or before + rest != seen:
-            print("differs after a notice:", name, left, code, resumed, wanted, before[-2:], rest[:2], flush=True)
+        if (exit_code, code, resumed) != (75, 0, expected) or before + rest != seen:
+            print(
+                "differs after a notice:", name, exit_code, code, resumed, expected, before[-2:], rest[:2], flush=True
+            )
 
 
 if __name__ == "__main__":

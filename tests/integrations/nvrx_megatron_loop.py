@@ -1,7 +1,7 @@
-"""A loop that calls the client as Megatron-LM does (ft_integration), and saves by itself; what a test runs.
+"""A training loop that calls the client as Megatron-LM does (ft_integration) and writes its own checkpoints.
 
-Arguments: folder of checkpoints, number of steps, and what the last rank does once, near the end: ``none``, ``stop``
-(itself, by SIGSTOP), ``exclude`` or ``shutdown`` (it asks the launcher for that, and fails).
+Arguments: the checkpoint folder, the number of steps, and the fault of the last rank near the end: ``none``,
+``stop`` (SIGSTOP to itself), ``exclude`` or ``shutdown`` (a request to the launcher, and a failure).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient, WorkloadAct
 from torch.nn.parallel import DistributedDataParallel
 
 MIN_STEPS = 16
-ASKS = {"exclude": WorkloadAction.ExcludeThisNode, "shutdown": WorkloadAction.ShutdownWorkload}
+REQUESTS = {"exclude": WorkloadAction.ExcludeThisNode, "shutdown": WorkloadAction.ShutdownWorkload}
 
 
 class FaultTolerance:
@@ -54,12 +54,12 @@ class FaultTolerance:
         self.update(closing=False)
 
     def update(self, *, closing: bool) -> None:
-        chosen = ["setup"] if self.has_loaded else []
-        chosen += ["step"] if self.num_steps >= MIN_STEPS else []
-        chosen += ["checkpointing"] if self.num_saves else []
-        outside = closing and {"setup", "step", "checkpointing"} <= set(chosen)
-        if chosen or outside:
-            self.client.calculate_and_set_section_timeouts(selected_sections=chosen, calc_out_of_section=outside)
+        sections = ["setup"] if self.has_loaded else []
+        sections += ["step"] if self.num_steps >= MIN_STEPS else []
+        sections += ["checkpointing"] if self.num_saves else []
+        outside = closing and {"setup", "step", "checkpointing"} <= set(sections)
+        if sections or outside:
+            self.client.calculate_and_set_section_timeouts(selected_sections=sections, calc_out_of_section=outside)
             if dist.get_rank() == 0:
                 self.path.write_text(json.dumps(self.client.state_dict()))
 
@@ -70,7 +70,7 @@ class FaultTolerance:
 
 def main() -> None:
     folder, total, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    saved, mark = folder / "weights.pt", folder / "had-its-fault"
+    saved, fault_file = folder / "weights.pt", folder / "had-its-fault"
     folder.mkdir(exist_ok=True)
     ft = FaultTolerance(folder)
     dist.init_process_group("gloo")
@@ -87,17 +87,17 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
         ft.has_loaded = True
-        time.sleep(1.5)  # what is learned of the setup
+        time.sleep(1.5)  # the measured setup time
     net = DistributedDataParallel(model)
     first = step
     while step < total:
         ft.on_step_start()
-        if rank == dist.get_world_size() - 1 and step == total - 3 and fault != "none" and not mark.exists():
-            mark.touch()
+        if rank == dist.get_world_size() - 1 and step == total - 3 and fault != "none" and not fault_file.exists():
+            fault_file.touch()
             if fault == "stop":
                 while True:
                     os.kill(os.getpid(), signal.SIGSTOP)
-            ft.client.send_workload_control_request(WorkloadControlRequest(ASKS[fault], "a test"))
+            ft.client.send_workload_control_request(WorkloadControlRequest(REQUESTS[fault], "a test"))
             raise RuntimeError("as it announced")
         batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
         if step == first + 5:

@@ -1,14 +1,14 @@
-"""Run the tests of NVIDIA's extension over the extension itself and over outlast's, and write the counts into the docs.
+"""Run the tests of NVIDIA's extension with the extension and with outlast, and write the counts into the docs.
 
     git clone --depth 1 --branch v0.6.0 https://github.com/NVIDIA/nvidia-resiliency-ext
     make test-integrations  # installs the extension
     .venv-integrations/bin/python tests/integrations/nvrx_own_tests.py nvidia-resiliency-ext
 
-Each test file runs in a process of its own, with a time limit, once over each of the two; it takes about an hour. The
-exit code is 1 where a test that passes over the extension does not pass over outlast's, and neither its error (a module
-or name that is not offered, a private name) nor an entry of REASONS explains that.
+Each test file runs in a separate process with a time limit, once with each package, for about an hour in total. The
+exit code is 1 if a test passes with the extension but not with outlast, unless its error (a module or name that is not
+offered, a private name) or an entry of REASONS explains the difference.
 
-With ``--bridge`` it runs the tests of Megatron-Bridge that use the extension over outlast's, too::
+With ``--bridge`` the tests of Megatron-Bridge that use the extension run with outlast::
 
     git clone --depth 1 --branch v0.3.1 https://github.com/NVIDIA-NeMo/Megatron-Bridge
 """
@@ -48,7 +48,7 @@ REASONS: dict[str, str] = {
     "straggler/unit/test_data_shared.py::*": "counts the extension's own calls of `all_gather_object`",
     "straggler/unit/test_name_mapper.py::*": "not offered: `name_mapper.NameMapper`, which sends names as numbers",
 }
-"""Why tests pass over the extension alone, by patterns of ``file::test``, where their errors do not show it."""
+"""Why tests pass only with the extension, by patterns of ``file::test``, if their errors do not show the reason."""
 
 Outcomes = dict[str, tuple[str, str]]
 """By test: ``passed``, ``skipped``, ``failure`` or ``error``; and the message."""
@@ -66,17 +66,17 @@ from outlast.integrations import nvrx
 assert nvrx.install()
 """,
 }
-"""What every Python process of a run does first: also those that a test spawns."""
+"""Code that every Python process of a run executes first, including processes that a test spawns."""
 
 
 def run_file(file: Path, checkout: Path, in_each_process: str, path: str, arguments: argparse.Namespace) -> Outcomes:
-    """Run one test file in a process of its own, and end all that it leaves."""
+    """Run one test file in a separate process, and kill all remaining processes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         Path(folder, "sitecustomize.py").write_text(in_each_process)
         report = Path(folder, "report.xml")
         options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull]
         options.append(f"--timeout={arguments.timeout / 5:g}")
-        # The tests of checkpoints read the first ones when they are imported.
+        # The tests of checkpoints read these when they are imported.
         world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} if "checkpointing" in file.parts else {}
         with subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, f"--rootdir={checkout}", f"--junitxml={report}", str(file)],
@@ -108,7 +108,7 @@ def run_file(file: Path, checkout: Path, in_each_process: str, path: str, argume
 
 
 def outcome_of(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
-    """Return a test's name, and what became of it; the name is empty where the file cannot be imported."""
+    """Return a test's name and outcome; the name is empty if the file cannot be imported."""
     name, parent = case.get("name", ""), case.get("classname", "").rpartition(".")[2]
     full = "" if not parent else name if parent.startswith("test_") else f"{parent}.{name}"
     for one in case:
@@ -118,7 +118,7 @@ def outcome_of(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
 
 
 def explain(name: str, test: str, message: str) -> str | None:
-    """Return why a test does not pass over outlast's; ``None``: nothing is known."""
+    """Return why a test does not pass with outlast; ``None`` = unknown."""
     for pattern, reason in REASONS.items():
         if fnmatch.fnmatchcase(f"{name}::{test}", pattern):
             return reason
@@ -135,36 +135,36 @@ def explain(name: str, test: str, message: str) -> str | None:
 
 
 def make_table(results: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return the table of the docs, and the tests that nothing explains."""
+    """Return the table of the docs, and the tests without an explanation."""
     lines = ["| file | over the extension | over outlast | the others |", "| --- | --- | --- | --- |"]
     unexplained: list[str] = []
     totals, none = [0, 0], []
     for name, of_file in sorted(results.items()):
-        theirs, ours = of_file["extension"], of_file["outlast"]
-        wanted = [test for test, (outcome, _) in theirs.items() if outcome == "passed"]
-        if not wanted:
+        reference, outcomes_of_outlast = of_file["extension"], of_file["outlast"]
+        expected = [test for test, (outcome, _) in reference.items() if outcome == "passed"]
+        if not expected:
             none.append(f"`{name}`")
             continue
         reasons: dict[str, int] = {}
-        for test in wanted:
-            outcome, message = ours.get(test) or ours.get("") or ("error", "")
+        for test in expected:
+            outcome, message = outcomes_of_outlast.get(test) or outcomes_of_outlast.get("") or ("error", "")
             if outcome == "passed":
                 continue
             if (reason := explain(name, test, message)) is None:
                 unexplained.append(f"{name}::{test}: {outcome}: {message.strip().splitlines()[:1]}")
                 reason = "not explained"
             reasons[reason] = reasons.get(reason, 0) + 1
-        num = len(wanted) - sum(reasons.values())
-        totals = [totals[0] + len(wanted), totals[1] + num]
+        num = len(expected) - sum(reasons.values())
+        totals = [totals[0] + len(expected), totals[1] + num]
         why = "; ".join(f"{many}: {reason}" if len(reasons) > 1 else reason for reason, many in reasons.items())
-        lines.append(f"| `{name}` | {len(wanted)} | {num} | {why} |")
+        lines.append(f"| `{name}` | {len(expected)} | {num} | {why} |")
     lines.append(f"| all | {totals[0]} | {totals[1]} | |")
     lines += ["", f"No test passes over the extension without a GPU, or within the time limit, in {', '.join(none)}."]
     return "\n".join(lines) + "\n", unexplained
 
 
 def run_bridge(arguments: argparse.Namespace) -> int:
-    """Run Bridge's tests over outlast's; return how many do not pass."""
+    """Run Bridge's tests with outlast; return the number of failures."""
     begin: str = runpy.run_path(str(Path(__file__).with_name("test_megatron_bridge.py")))["BEGIN"]
     num_failed = 0
     for name in BRIDGE:
@@ -176,7 +176,7 @@ def run_bridge(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run them, and write the table into the docs."""
+    """Run the tests, and write the table into the docs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="source of the extension at v0.6.0")
     parser.add_argument("--extension", default=str(Path(sys.prefix, "nvrx")), help="its wheel, unpacked, as a path")

@@ -1,4 +1,4 @@
-"""What two ranks do with NVRx's asynchronous calls and its detector of slow ranks; a test runs it, and reads ``ok``."""
+"""Two ranks that use NVRx's asynchronous calls and its straggler detector; the test expects the output ``ok``."""
 
 import sys
 import threading
@@ -20,32 +20,32 @@ def fail() -> None:
 
 
 def check_async_calls(rank: int) -> None:
-    """A call is finalised when it has ended on all ranks, on none if it failed on one; what is staged is used."""
+    """A call is finalised once it has ended on all ranks, and on none if it failed on one; staged state is used."""
     if rank == 0:
-        AsyncCallsQueue()  # as a rank has made that was there before a restart: ranks need not have equally many
-    calls, may_end, done = AsyncCallsQueue(), threading.Event(), []
+        AsyncCallsQueue()  # as on a rank from before a restart: ranks may have created different numbers of queues
+    calls, may_finish, done = AsyncCallsQueue(), threading.Event(), []
     calls.warmup_persistent_caller(rank)
     staged = []
 
     def work(path: str, state: str) -> None:
         staged.append((path, state))
-        may_end.wait(60)
+        may_finish.wait(60)
 
     request = AsyncRequest(work, ("a", None), [], preload_fn=lambda: "state")
     request.add_finalize_fn(lambda: done.append(0))
     assert calls.schedule_async_request(request) == 0
     assert calls.get_num_unfinalized_calls() == 1
     if rank == 0:
-        may_end.set()  # rank 1's goes on
+        may_finish.set()  # rank 1's call still runs
     assert calls.maybe_finalize_async_calls() == []
     assert done == []
     dist.barrier()
-    may_end.set()
+    may_finish.set()
     assert calls.maybe_finalize_async_calls(blocking=True) == [0]
     assert done == [0]
     assert staged == [("a", "state")]
 
-    # Rank 1's fails: both ranks give it up, and the next one is finalised.
+    # A failed call of rank 1 is dropped on both ranks, and the next call is finalised.
     bad = AsyncRequest(fail if rank == 1 else lambda: None, (), [lambda: done.append(1)])
     assert calls.schedule_async_request(bad) == 1
     assert calls.schedule_async_request(AsyncRequest(None, (), [lambda: done.append(2)])) == 2
@@ -54,18 +54,18 @@ def check_async_calls(rank: int) -> None:
     assert done == [0, 2]
     assert calls.get_num_unfinalized_calls() == 0
 
-    # Without a collective, by what the other has written down.
-    may_end.clear()
-    calls.schedule_async_request(AsyncRequest(may_end.wait, (60,), [lambda: done.append(3)]))
+    # Without a collective, from the other rank's record.
+    may_finish.clear()
+    calls.schedule_async_request(AsyncRequest(may_finish.wait, (60,), [lambda: done.append(3)]))
     if rank == 0:
-        may_end.set()
+        may_finish.set()
         while calls._calls and not calls._calls[0].ended.is_set():
             time.sleep(0.01)
         assert calls.maybe_finalize_async_calls(no_dist=True) == []
         dist.barrier()
     else:
         dist.barrier()
-        may_end.set()
+        may_finish.set()
     while not calls.maybe_finalize_async_calls(no_dist=True):
         time.sleep(0.01)
     assert done == [0, 2, 3]
@@ -74,13 +74,13 @@ def check_async_calls(rank: int) -> None:
     calls.schedule_async_request(AsyncRequest(None, (), [fail] if rank == 0 else []))
     with pytest.raises(CheckpointError, match="was not finalised: rank 0 failed with OSError"):
         calls.close()
-    calls.close()  # once more does no harm
+    calls.close()  # closing is idempotent
     AsyncRequest(lambda: done.append("ran"), (), [lambda: done.append("finalised")]).execute_sync()
     assert done[-2:] == ["ran", "finalised"]
 
 
 def check_a_lost_peer(rank: int) -> None:
-    """Who waits without a collective for a rank that does not come gets an error of this package within the limit."""
+    """Waiting without a collective for a missing rank raises PeerLost within the limit."""
     limits = async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S
     async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S = 1.0, 0.5
     calls = AsyncCallsQueue()
@@ -94,7 +94,7 @@ def check_a_lost_peer(rank: int) -> None:
 
 
 class Step:
-    """Stands for a training step whose work takes rank 1 some five hundred times as long."""
+    """A training step that takes rank 1 about five hundred times as long."""
 
     def __init__(self, rank: int) -> None:
         self.size = 768 if rank == 1 else 96
@@ -107,7 +107,8 @@ class Step:
 
 
 def check_straggler(rank: int) -> None:
-    """Rank 0's report names the slow rank by its kernels; the others get none; what was wrapped is put back."""
+    """Rank 0's report identifies the slow rank by its kernels; other ranks get no report; wrapped methods are
+    restored."""
     step = Step(rank)
     straggler.Detector.initialize(report_time_interval=0.001, node_name=f"node-{rank}")
     straggler.Detector.wrap_callables([straggler.CallableId(step, "train")])
@@ -144,7 +145,7 @@ def check_straggler(rank: int) -> None:
 
 
 def check_client(rank: int) -> None:
-    """Timeouts are calculated from the longest times of all ranks, and are the same on all."""
+    """Timeouts are calculated from the longest times of all ranks, and are identical on all ranks."""
     client = RankMonitorClient()
     client.init_workload_monitoring()
     client.start_section("step")

@@ -1,4 +1,4 @@
-"""What many tests here share: the Python blocks of a page of the docs, and scripts that run in separate processes."""
+"""Shared by tests of the docs: the Python blocks of a page, and scripts in separate processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def python_blocks(page: str) -> list[str]:
 
 
 def run_python(
-    *words: str | Path, code: int | None = 0, timeout_s: float = 300, cwd: Path | None = None, **variables: str
+    *arguments: str | Path, code: int | None = 0, timeout_s: float = 300, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with some arguments and environment variables; check the exit code unless ``code`` is ``None``."""
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
+    completed = subprocess.run(
+        [sys.executable, *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, **variables},
         capture_output=True,
@@ -30,5 +30,5 @@ def run_python(
         timeout=timeout_s,
         check=False,
     )
-    assert code in (None, done.returncode), done.stderr[-5000:] + done.stdout[-5000:]
-    return done
+    assert code in (None, completed.returncode), completed.stderr[-5000:] + completed.stdout[-5000:]
+    return completed

@@ -1,7 +1,7 @@
-"""Pods without Kubernetes: each has namespaces of its own, and the names that a headless service gives.
+"""Pods without Kubernetes: processes in separate namespaces, with the host names of a headless service.
 
-A pod runs what a manifest says, after the kubelet's expansion. Its main process is number 1 of its own, as in a
-container. Names are those of pods that were published; an address is never given twice. Needs root.
+A pod runs the command of a manifest after the kubelet's expansion. Its main process has pid 1 in its namespace, as
+in a container. Host names are those of published pods, and an address is never reused. Needs root.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ OUTLAST = (sys.executable, "-c", "import sys; from outlast.cli.main import main;
 LIMIT_S = 240.0
 
 
-def can_make() -> bool:
-    """Return whether pods can be made here."""
+def can_create() -> bool:
+    """Return whether pods can be created on this machine."""
     if os.geteuid() != 0:
         return False
-    tries = (["ip", "netns"], ["unshare", "--mount", "--pid", "--fork", "--kill-child", "true"])
-    return not any(subprocess.run(words, check=False, capture_output=True).returncode for words in tries)
+    checks = (["ip", "netns"], ["unshare", "--mount", "--pid", "--fork", "--kill-child", "true"])
+    return not any(subprocess.run(arguments, check=False, capture_output=True).returncode for arguments in checks)
 
 
-def expand(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Return a command as the kubelet makes it: ``$(NAME)`` is replaced if it is a variable, ``$$`` is ``$``."""
+def expand(arguments: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return a command after the kubelet's expansion: ``$(NAME)`` of a known variable is replaced, ``$$`` becomes
+    ``$``."""
 
     def one(found: re.Match[str]) -> str:
         return "$" if found[0] == "$$" else values.get(found[1], found[0])
 
-    return [re.sub(r"\$\$|\$\(([A-Za-z0-9_.-]+)\)", one, word) for word in words]
+    return [re.sub(r"\$\$|\$\(([A-Za-z0-9_.-]+)\)", one, word) for word in arguments]
 
 
 class Pods:
-    """The pods of one indexed job, on one network.
+    """The pods of one indexed job on one network.
 
     Args:
-        folder: Seen by all pods, as the volume of the run directory.
+        folder: A folder that all pods share, as the volume of the run directory.
         manifest: A JobSet.
     """
 
@@ -77,11 +78,11 @@ class Pods:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=300)
 
     @staticmethod
-    def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=300)
+    def _ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=300)
 
     def start(self, index: int, machine: str) -> None:
-        """Start a pod, or a new one in the place of one that has ended; its name is not published yet."""
+        """Start a pod, or a replacement for one that has ended; its name is not published yet."""
         self._num_started += 1
         number = self._num_started
         namespace, address, host = f"olp{self._tag}x{number}", f"10.9.0.{number}", f"{self.name}-node-0-{index}"
@@ -103,10 +104,10 @@ class Pods:
         shell += 'exec "$@"'
         inside = ["sh", "-c", shell, "sh", str(hosts), str(self.folder / "nsswitch"), host, *OUTLAST, *command[1:]]
         self._write_hosts()
-        apart = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        new_namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with open(self.log(index), "ab") as log:
             self.pods[index] = subprocess.Popen(
-                ["ip", "netns", "exec", namespace, *apart, *inside],
+                ["ip", "netns", "exec", namespace, *new_namespaces, *inside],
                 cwd=self.folder,
                 env={**os.environ, **values, "GLOO_SOCKET_IFNAME": "eth0"},
                 stdin=subprocess.DEVNULL,
@@ -133,36 +134,36 @@ class Pods:
         )
 
     def main(self, index: int) -> int:
-        """Return the main process of a pod, as this side of its namespace knows it."""
+        """Return the pid of a pod's main process outside its namespace."""
         end_s = time.monotonic() + LIMIT_S
         while time.monotonic() < end_s:
             for folder in Path("/proc").glob("[0-9]*"):
                 try:
-                    words = (folder / "cmdline").read_bytes().split(b"\0")
+                    arguments = (folder / "cmdline").read_bytes().split(b"\0")
                     status = (folder / "status").read_text()
                 except OSError:
                     continue
                 ids = re.search(r"^NSpid:\s+\d+\s+1$", status, re.MULTILINE)
                 host = f"{self.name}-node-0-{index}"
-                if ids and b"run" in words and self._host_of(int(folder.name)) == host:
+                if ids and b"run" in arguments and self._host_of(int(folder.name)) == host:
                     return int(folder.name)
             time.sleep(0.05)
         raise AssertionError(f"pod {index} has no main process\n{self.logs()}")
 
     @staticmethod
     def _host_of(pid: int) -> str:
-        words = ["nsenter", "--target", str(pid), "--uts", "hostname"]
-        return subprocess.run(words, check=False, capture_output=True, text=True, timeout=300).stdout.strip()
+        arguments = ["nsenter", "--target", str(pid), "--uts", "hostname"]
+        return subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=300).stdout.strip()
 
     def wait_for(self, text: str, index: int, *, times: int = 1) -> None:
-        """Return once a pod's log has a text so often."""
+        """Wait until a pod's log contains a text ``times`` times."""
         end_s = time.monotonic() + LIMIT_S
         while self.log(index).read_text(errors="replace").count(text) < times:
             assert time.monotonic() < end_s, f"no {text!r} in the log of pod {index}\n{self.logs()}"
             time.sleep(0.05)
 
     def wait_for_any(self, text: str) -> int:
-        """Return the first pod whose log has a text, once there is one."""
+        """Return the first pod whose log contains a text."""
         end_s = time.monotonic() + LIMIT_S
         while True:
             for index in self.pods:

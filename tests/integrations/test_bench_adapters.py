@@ -1,4 +1,4 @@
-"""Benchmark ``adapters`` measures both adapters in real ranks."""
+"""The benchmark ``adapters`` measures both adapters with real ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ COMMAND = (sys.executable, "-m", "benchmarks", "adapters", "--json", "--repeats=
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_steps_of_both_trainers_are_measured_in_real_ranks() -> None:
-    """The command trains with and without each adapter, and prints both figures; the exit code follows from them."""
-    done = subprocess.run(
+def test_adapters_benchmark_measures_both_trainers() -> None:
+    """The command trains with and without each adapter and prints both results; the exit code depends on them."""
+    completed = subprocess.run(
         [*COMMAND, "adapters", "--json", "--repeats=1"],
         capture_output=True,
         text=True,
@@ -27,8 +27,8 @@ def test_steps_of_both_trainers_are_measured_in_real_ranks() -> None:
         check=False,
         cwd=ROOT,
     )
-    bars = {bar["name"]: bar for bar in json.loads(done.stdout)["bars"]}
+    bars = {bar["name"]: bar for bar in json.loads(completed.stdout)["bars"]}
     names = ["lightning_us_per_step", "transformers_us_per_step"]
     assert list(bars) == [name + ranks for name in names for ranks in ("", "_2")]
     assert all(bar["peer_value"] > 0 for bar in bars.values())
-    assert done.returncode == int(not all(bar["ok"] for bar in bars.values()))
+    assert completed.returncode == int(not all(bar["ok"] for bar in bars.values()))

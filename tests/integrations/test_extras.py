@@ -1,4 +1,4 @@
-"""Each adapter imports its own framework and no other, and its extra installs what it needs."""
+"""Each adapter imports only its own framework, and its extra installs the needed packages."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ UNPINNED = {"nemo-run"}
 """Extras that clash with constraints.txt."""
 
 
-def is_there(module: str) -> bool:
+def module_exists(module: str) -> bool:
     """Return whether a module of the package exists."""
     path = SOURCE.joinpath(*module.split(".")[1:])
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-THERE = [name for name in ADAPTERS if is_there(name)]
-WITH_FRAMEWORK = [name for name in THERE if ADAPTERS[name]]
-HIDE = """
+EXISTING = [name for name in ADAPTERS if module_exists(name)]
+WITH_FRAMEWORK = [name for name in EXISTING if ADAPTERS[name]]
+HIDING_CODE = """
 import importlib, sys
 
 class Without:
@@ -99,8 +99,8 @@ def loaded():
 
 
 def run(code: str) -> list[str]:
-    """Return the lines that code printed which can hide frameworks."""
-    return run_python("-c", HIDE + code).stdout.splitlines()
+    """Return the output lines of code that can hide frameworks."""
+    return run_python("-c", HIDING_CODE + code).stdout.splitlines()
 
 
 # -- imports -------------------------------------------------------------------------------------------------------
@@ -109,9 +109,9 @@ def run(code: str) -> list[str]:
 @pytest.mark.cold
 @pytest.mark.slow
 @pytest.mark.process
-def test_what_needs_no_framework_imports_none() -> None:
-    """Without all frameworks the package, its command and the plain adapters are imported."""
-    plain = [name for name in THERE if not ADAPTERS[name]]
+def test_plain_adapters_import_no_framework() -> None:
+    """The package, its command and the plain adapters can be imported without any framework."""
+    plain = [name for name in EXISTING if not ADAPTERS[name]]
     lines = run(
         f"hide({FRAMEWORKS!r})\n"
         f"for name in {plain!r}:\n"
@@ -125,8 +125,8 @@ def test_what_needs_no_framework_imports_none() -> None:
 @pytest.mark.cold
 @pytest.mark.process
 @pytest.mark.parametrize("adapter", WITH_FRAMEWORK)
-def test_an_adapter_imports_its_own_framework_alone(adapter: str) -> None:
-    """Without all other frameworks an adapter is imported, and imports no more."""
+def test_adapter_imports_only_its_own_framework(adapter: str) -> None:
+    """An adapter can be imported without all other frameworks, and imports none of them."""
     own = ADAPTERS[adapter]
     if missing := [name for name in own if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is installed for `make test-integrations` only")
@@ -142,8 +142,8 @@ def test_an_adapter_imports_its_own_framework_alone(adapter: str) -> None:
 
 @pytest.mark.cold
 @pytest.mark.process
-def test_a_missing_framework_is_one_line_with_the_remedy() -> None:
-    """A missing framework is one line that names it and the extra to install."""
+def test_missing_framework_is_reported_with_its_extra() -> None:
+    """A missing framework is one line with its name and the extra to install."""
     lines = run(
         f"hide({FRAMEWORKS!r})\n"
         f"for name in {WITH_FRAMEWORK!r}:\n"
@@ -154,8 +154,8 @@ def test_a_missing_framework_is_one_line_with_the_remedy() -> None:
     )
     assert len(lines) == len(WITH_FRAMEWORK), lines
     for name, line in zip(WITH_FRAMEWORK, lines, strict=True):
-        told = rf"{re.escape(name)} needs .*: pip install 'outlast\[({'|'.join(EXTRAS)})\]'"
-        assert re.fullmatch(told, line), line
+        expected = rf"{re.escape(name)} needs .*: pip install 'outlast\[({'|'.join(EXTRAS)})\]'"
+        assert re.fullmatch(expected, line), line
 
 
 # -- versions ------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_missing_framework_is_one_line_with_the_remedy() -> None:
 MATRIX: dict[str, Any] = json.loads((ROOT / "docs" / "results" / "integrations.json").read_text(encoding="utf-8"))
 
 
-def test_the_matrix_has_the_versions_that_are_installed() -> None:
+def test_matrix_has_the_pinned_and_installed_versions() -> None:
     """The versions on the page of integrations are those of constraints.txt, the environment and the Makefile."""
     pins = dict(runpy.run_path(str(ROOT / "docs" / "generate.py"))["pins"]())
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -178,41 +178,49 @@ def test_the_matrix_has_the_versions_that_are_installed() -> None:
 def test_every_adapter_is_in_the_matrix() -> None:
     """Each public adapter is in the matrix, and each extra has a test."""
     pages = {one["module"] for one in MATRIX["adapters"]}
-    assert {name for name in THERE if name.startswith(("outlast.integrations", "outlast.ray"))} <= pages | {
-        "outlast.integrations.kempnerforge"  # told of with Megatron's
+    assert {name for name in EXISTING if name.startswith(("outlast.integrations", "outlast.ray"))} <= pages | {
+        "outlast.integrations.kempnerforge"  # documented with Megatron's adapter
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(project["optional-dependencies"]) - {"dev", "docs"} == set(EXTRAS)
 
 
 @pytest.mark.overlay
-def test_the_matrix_has_the_versions_beside() -> None:
+def test_matrix_has_the_versions_of_the_overlay() -> None:
     """The environment of `make test-integrations` has the versions of the matrix."""
     for one in MATRIX["adapters"]:
         for name, version in one.get("beside", {}).items():
-            if name != "nvidia-resiliency-ext":  # apart, in a folder of its own
+            if name != "nvidia-resiliency-ext":  # installed in a separate folder
                 assert importlib.metadata.version(name) == version, name
 
 
 # -- each extra alone ----------------------------------------------------------------------------------------------
 
 
-def pip(python: Path, *words: str) -> None:
-    """Run an environment's pip."""
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def pip(python: Path, *arguments: str) -> None:
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+        *arguments,
+    ]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
 
 
-def make_environment(folder: Path, *under: Path) -> Path:
-    """Make a virtual environment, over the packages of others; return its interpreter."""
+def make_environment(folder: Path, *base_sites: Path) -> Path:
+    """Create a virtual environment on top of the packages of other environments; return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=200)
     python = folder / "bin" / "python"
-    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    probe = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(
-        subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, timeout=300).stdout.strip()
+        subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True, timeout=300).stdout.strip()
     )
-    (site / "under.pth").write_text("".join(f"{one}\n" for one in under))
+    (site / "under.pth").write_text("".join(f"{one}\n" for one in base_sites))
     return python
 
 
@@ -223,18 +231,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copied = folder / "source"
     kept = shutil.ignore_patterns(".*", "tests", "docs", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copied, ignore=kept)
-    words = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(copied)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=250, check=False
+    arguments = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(copied)]
+    completed = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, timeout=250, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (made,) = folder.glob("outlast-*.whl")
-    return made
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    (built,) = folder.glob("outlast-*.whl")
+    return built
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Return the packages of an environment in which the wheel alone is installed, with what it needs."""
+    """Return the packages of an environment with only the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("base")
     python = make_environment(folder / "venv")
     pip(python, "--constraint", str(ROOT / "constraints.txt"), "torch==2.13.0")
@@ -244,18 +252,18 @@ def base(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
 
 
 def check(python: Path, code: str) -> str:
-    """Run code in an environment, in isolation from this one; return what it prints."""
-    done = subprocess.run(
+    """Run code in an environment, isolated from this one; return its output."""
+    completed = subprocess.run(
         [str(python), "-I", "-c", code], capture_output=True, text=True, timeout=250, check=False, cwd="/"
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return completed.stdout
 
 
 @pytest.mark.overlay
 @pytest.mark.timeout(900)
-def test_the_wheel_alone_is_enough(base: Path, tmp_path: Path) -> None:
-    """Without any extra the package trains, its command answers, and each adapter of a framework names its extra."""
+def test_wheel_works_without_extras(base: Path, tmp_path: Path) -> None:
+    """Without any extra the package trains, its command responds, and each adapter's error contains its extra."""
     python = make_environment(tmp_path / "venv", base)
     code = (
         "import outlast, torch\n"
@@ -265,25 +273,27 @@ def test_the_wheel_alone_is_enough(base: Path, tmp_path: Path) -> None:
         "cli(['--version'], standalone_mode=False)\n"
     )
     assert "[0, 1, 2]" in check(python, code)
-    for name in THERE:
+    for name in EXISTING:
         if ADAPTERS[name]:
-            told = check(python, f"try:\n    import {name}\nexcept ImportError as error:\n    print(error)\n")
-            assert re.search(r"pip install 'outlast\[[\w-]+\]'$", told.strip()), told
+            expected = check(python, f"try:\n    import {name}\nexcept ImportError as error:\n    print(error)\n")
+            assert re.search(r"pip install 'outlast\[[\w-]+\]'$", expected.strip()), expected
         else:
             check(python, f"import {name}")
 
 
 @pytest.mark.overlay
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("extra", [name for name, (module, _) in EXTRAS.items() if is_there(module)])
-def test_an_extra_alone_is_enough(extra: str, base: Path, wheel: Path, tmp_path: Path) -> None:
-    """With one extra installed and no other, what that extra is for can be imported and made."""
+@pytest.mark.parametrize("extra", [name for name, (module, _) in EXTRAS.items() if module_exists(module)])
+def test_each_extra_works_alone(extra: str, base: Path, wheel: Path, tmp_path: Path) -> None:
+    """With only one extra installed, its module can be imported and used."""
     python = make_environment(tmp_path / "venv", base)
-    beside = [f"{name}=={version}" for one in MATRIX["adapters"] for name, version in one.get("beside", {}).items()]
+    overlay_pins = [
+        f"{name}=={version}" for one in MATRIX["adapters"] for name, version in one.get("beside", {}).items()
+    ]
     constraints = tmp_path / "constraints.txt"
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     torch = re.findall(r"^torch==.*$", pinned, re.MULTILINE)
-    constraints.write_text("\n".join([*beside, *(torch if extra in UNPINNED else [pinned])]))
+    constraints.write_text("\n".join([*overlay_pins, *(torch if extra in UNPINNED else [pinned])]))
     pip(python, "--constraint", str(constraints), f"outlast[{extra}] @ file://{wheel}")
     module, code = EXTRAS[extra]
     check(python, f"import {module}\n{code}\n")

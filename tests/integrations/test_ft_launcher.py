@@ -1,4 +1,4 @@
-"""Command lines for NVIDIA's launcher run under outlast's, by a program of the same name."""
+"""Command lines of NVIDIA's ``ft_launcher`` run under outlast's program of the same name."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(*argv: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fault tolerance settings that a line of ``ft_launcher`` gives to ``outlast run``."""
+    """Return the fault tolerance settings that an ``ft_launcher`` command line passes to ``outlast run``."""
     translation = translate([*argv, "train.py"], environment or {})
     return dict(check_values(translation.arguments).layers.options)
 
 
-def test_the_documented_line_means_the_same() -> None:
-    """The line of Megatron-Bridge's guide is accepted unchanged."""
+def test_documented_command_line_is_translated() -> None:
+    """The command line of Megatron-Bridge's guide is accepted unchanged."""
     translation = translate([*DOCUMENTED, "train.py", "--lr", "3e-4"], {"GROUP_RANK": "0"})
     assert translation.notes == ()
     checked = check_values(translation.arguments)
@@ -57,7 +57,7 @@ def test_the_documented_line_means_the_same() -> None:
 
 @pytest.mark.parametrize("spelling", ["--ft-{dashes}", "--ft-{plain}", "--ft-param-{plain}", "--ft-param-{dashes}"])
 @pytest.mark.parametrize("form", ["{name}={value}", "{name} {value}"])
-def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> None:
+def test_every_spelling_of_a_setting_is_accepted(spelling: str, form: str) -> None:
     """Each ``--ft-`` option is accepted in all spellings, with the value in either place."""
     values = {
         "initial_rank_heartbeat_timeout": ("70", 70.0),
@@ -78,7 +78,7 @@ def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("line", "words", "noted"),
+    ("line", "translated", "expected_note"),
     [
         ("--term-timeout=90", "--ft-shutdown-grace=90.0", ""),
         ("--term_timeout 90", "--ft-shutdown-grace=90.0", ""),
@@ -108,23 +108,23 @@ def test_every_setting_is_taken_in_every_spelling(spelling: str, form: str) -> N
         ("--nonsense --ft-nonsense=3", "--nonsense --ft-nonsense=3", ""),
     ],
 )
-def test_what_differs_is_translated(line: str, words: str, noted: str) -> None:
-    """Options with another name, or without a counterpart, are translated; others stay."""
+def test_different_options_are_translated(line: str, translated: str, expected_note: str) -> None:
+    """Options with another name, or without a counterpart, are translated; others are unchanged."""
     translation = translate([*line.split(), "train.py", "--term-timeout=1"], {})
-    assert translation.arguments == (*words.split(), "train.py", "--term-timeout=1")
-    assert (noted in "".join(translation.notes)) if noted else translation.notes == ()
+    assert translation.arguments == (*translated.split(), "train.py", "--term-timeout=1")
+    assert (expected_note in "".join(translation.notes)) if expected_note else translation.notes == ()
     assert len(translation.notes) <= 1
 
 
-def test_a_number_names_the_run_of_a_slurm_job() -> None:
-    """NeMo-Run's random number names a run only in a Slurm job, which keeps it when it is requeued."""
+def test_random_run_id_is_kept_only_in_slurm_jobs() -> None:
+    """NeMo-Run's random number is the run id only in a Slurm job, which keeps it when it is requeued."""
     line = ["--rdzv-id", "4711", "train.py"]
     assert translate(line, {}).arguments == ("train.py",)
     assert translate(line, {"SLURM_JOB_ID": "1"}).arguments == tuple(line)
 
 
 @pytest.mark.parametrize(
-    ("line", "fault"),
+    ("line", "message"),
     [
         ("--nonsense", "unknown option --nonsense"),
         ("--ft-rank-heartbeat-timeot=3", "did you mean --ft-rank-heartbeat-timeout"),
@@ -137,9 +137,9 @@ def test_a_number_names_the_run_of_a_slurm_job() -> None:
         ("--fault-tol-cfg-path nothing.yaml", "nothing.yaml: no such file"),
     ],
 )
-def test_a_mistake_is_refused_by_name(line: str, fault: str) -> None:
+def test_invalid_options_are_rejected_by_name(line: str, message: str) -> None:
     """Unknown options, invalid values and missing files are one line each."""
-    with pytest.raises(ConfigError, match=fault):
+    with pytest.raises(ConfigError, match=message):
         settings(*line.split())
 
 
@@ -148,8 +148,8 @@ def test_a_mistake_is_refused_by_name(line: str, fault: str) -> None:
     st.lists(st.sampled_from([*DOCUMENTED, "--ft-log_level=INFO", "--ft-pci-topo-file=x", "-m", "--term-timeout=9"])),
     st.lists(st.text(min_size=1).filter(lambda word: "\0" not in word)),
 )
-def test_the_script_gets_its_arguments_as_they_are(options: list[str], rest: list[str]) -> None:
-    """Arguments of the script are not read, and a translated line is not translated again."""
+def test_script_arguments_are_unchanged(options: list[str], rest: list[str]) -> None:
+    """The script's arguments are not parsed, and a translated line is not translated again."""
     first = translate([*options, "train.py", *rest], {})
     assert first.arguments[len(first.arguments) - len(rest) - 1 :] == ("train.py", *rest)
     assert translate(first.arguments, {}).arguments == first.arguments
@@ -157,7 +157,7 @@ def test_the_script_gets_its_arguments_as_they_are(options: list[str], rest: lis
 
 @settings_of_hypothesis(max_examples=6)
 @given(st.permutations([("--nproc-per-node", "3"), ("--ft-rank_heartbeat_timeout", "9"), ("--ft-log_level", "INFO")]))
-def test_values_in_the_next_word_stay_with_their_options(pairs: list[tuple[str, str]]) -> None:
+def test_separate_values_stay_with_their_options(pairs: list[tuple[str, str]]) -> None:
     """In any order, each option has its own value."""
     translation = translate([*(word for pair in pairs for word in pair), "train.py"], {})
     checked = check_values(translation.arguments)
@@ -166,7 +166,7 @@ def test_values_in_the_next_word_stay_with_their_options(pairs: list[tuple[str, 
     assert checked.layers.options == {"rank_heartbeat_timeout": 9.0}
 
 
-THEIRS = """\
+NVRX_CONFIG = """\
 exp_manager:
   callbacks:
     - other: 1
@@ -184,11 +184,11 @@ exp_manager:
 """
 
 
-def test_their_config_file_is_read(tmp_path: Path) -> None:
-    """The section is read from anywhere in a YAML file; unknown settings are logged, not refused."""
+def test_nvrx_config_file_is_read(tmp_path: Path) -> None:
+    """The section is read from any level of a YAML file; unknown settings are logged, not rejected."""
     path = tmp_path / "ft.yaml"
-    path.write_text(THEIRS)
-    wanted = {
+    path.write_text(NVRX_CONFIG)
+    expected = {
         "initial_rank_heartbeat_timeout": 3600.0,
         "rank_heartbeat_timeout": None,
         "rank_section_timeouts": {"setup": 600.0, "step": None},
@@ -201,7 +201,7 @@ def test_their_config_file_is_read(tmp_path: Path) -> None:
         ([], {"FAULT_TOL_CFG_PATH": str(path)}),
         ([], {"PET_FT_CFG_PATH": str(path)}),
     ):
-        assert settings(*line, environment=environment) == wanted
+        assert settings(*line, environment=environment) == expected
     translation = translate([f"--ft-cfg-path={path}", "train.py"], {})
     assert "--log-level=warning" in translation.arguments
     known, dropped = translation.notes
@@ -209,7 +209,7 @@ def test_their_config_file_is_read(tmp_path: Path) -> None:
     assert dropped.startswith(f"ft_launcher: without effect here: workload_check_interval of {path}")
 
 
-def test_sources_count_in_their_order(tmp_path: Path) -> None:
+def test_setting_sources_have_a_precedence(tmp_path: Path) -> None:
     """The command line takes precedence over the environment, and that over the file, per setting."""
     path = tmp_path / "ft.yaml"
     path.write_text("fault_tolerance: {safety_factor: 2, rank_heartbeat_timeout: 20, rank_out_of_section_timeout: 2}")
@@ -233,7 +233,7 @@ def test_sources_count_in_their_order(tmp_path: Path) -> None:
         settings(environment={"OUTLAST_FT_SAFETY_FACTOR": "much"})
 
 
-def test_our_own_config_file_is_passed_on(tmp_path: Path) -> None:
+def test_outlast_config_file_is_passed_on(tmp_path: Path) -> None:
     """A config file of outlast is passed on and checked as with ``outlast run --config``."""
     path = tmp_path / "ours.toml"
     path.write_text('[fault_tolerance]\nrank_heartbeat_timeout = 60\n[checkpoint]\ndirectory = "x"\n')
@@ -242,8 +242,8 @@ def test_our_own_config_file_is_passed_on(tmp_path: Path) -> None:
     assert check_values(translation.arguments).layers.config.rank_heartbeat_timeout == 60.0
 
 
-def test_a_scripts_own_file_is_no_config_of_ours(tmp_path: Path) -> None:
-    """Of a script's own YAML only the section is used, which is logged."""
+def test_script_config_file_is_not_an_outlast_config(tmp_path: Path) -> None:
+    """Only the fault tolerance section of a script's YAML file is used, which is logged."""
     path = tmp_path / "train.yaml"
     path.write_text("fault_tolerance: {safety_factor: 2}\ncheckpoint: {every: 100}\nmodel: gpt\n")
     assert settings(f"--ft-cfg-path={path}") == {"safety_factor": 2.0}
@@ -258,8 +258,8 @@ def test_a_scripts_own_file_is_no_config_of_ours(tmp_path: Path) -> None:
     assert translate([f"--ft-cfg-path={path}", "train.py"], {}).arguments == (f"--config={path}", "train.py")
 
 
-def test_a_value_in_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
-    """An invalid value in a file is refused with file and key."""
+def test_invalid_value_in_a_file_is_rejected_with_its_key(tmp_path: Path) -> None:
+    """An invalid value in a file is rejected with the file and the key."""
     path = tmp_path / "ft.yaml"
     path.write_text("a: {fault_tolerance: {rank_heartbeat_timeout: soon}}")
     with pytest.raises(ConfigError, match=r"ft\.yaml.*rank_heartbeat_timeout"):
@@ -269,7 +269,7 @@ def test_a_value_in_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
         settings(f"--ft-cfg-path={path}")
 
 
-def test_a_file_that_is_not_there_may_be_none() -> None:
+def test_missing_optional_config_file_is_accepted() -> None:
     """A missing file is accepted from NeMo-Run's variable, and with the old option."""
     for line, environment in (
         (["train.py"], {"FAULT_TOL_CFG_PATH": "nothing.yml"}),
@@ -281,9 +281,7 @@ def test_a_file_that_is_not_there_may_be_none() -> None:
 
 
 @pytest.mark.parametrize("in_slurm", [False, True])
-def test_the_flag_file_is_for_what_must_not_be_tried_again(
-    tmp_path: Path, in_slurm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_file_prevents_useless_retries(tmp_path: Path, in_slurm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag file is created for 0, 17, 19 and 93 only; 75 becomes 0 in a Slurm job."""
     for code in (0, 1, 2, 16, 17, 18, 19, 75, 93, 143):
         flag = tmp_path / f"folder-{code}" / "flag"
@@ -296,8 +294,8 @@ def test_the_flag_file_is_for_what_must_not_be_tried_again(
         assert settle_exit(code) == code
 
 
-def test_an_unfit_node_does_not_end_a_job_that_can_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If other nodes can continue, 19 creates no flag; a flag that cannot be created changes no exit code."""
+def test_unhealthy_node_does_not_end_a_job_with_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If other nodes can continue, 19 creates no flag; a flag that cannot be created does not change the exit code."""
     flag = tmp_path / "flag"
     monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(flag))
     assert settle_exit(19, others_may_continue=True) == 19
@@ -308,20 +306,20 @@ def test_an_unfit_node_does_not_end_a_job_that_can_do_without(tmp_path: Path, mo
 
 
 def test_shims_are_written_once(tmp_path: Path) -> None:
-    """The program is written once, replaced if it differs, and the shell line accepts any folder."""
+    """The program is written once and replaced if it differs, and the shell line accepts any folder."""
     folder = tmp_path / "new" / "shims"
     invoked = CliRunner().invoke(cli, ["shims", str(folder)], standalone_mode=False)
     assert f"{folder / NAME}: written" in invoked.output
     before = (folder / NAME).stat()
     assert os.access(folder / NAME, os.X_OK)
     invoked = CliRunner().invoke(cli, ["shims", str(folder), "--json"], standalone_mode=False)
-    told = json.loads(invoked.output)
-    assert told == {"folder": str(folder), "shims": [{"path": str(folder / NAME), "changed": False}]}
+    document = json.loads(invoked.output)
+    assert document == {"folder": str(folder), "shims": [{"path": str(folder / NAME), "changed": False}]}
     assert (folder / NAME).stat().st_mtime_ns == before.st_mtime_ns
     text = (folder / NAME).read_text()
-    spaced = tmp_path / "with space"
-    invoked = CliRunner().invoke(cli, ["shims", str(spaced)], standalone_mode=False)
-    assert f"export PATH='{spaced}':\"$PATH\"" in invoked.output
+    folder_with_space = tmp_path / "with space"
+    invoked = CliRunner().invoke(cli, ["shims", str(folder_with_space)], standalone_mode=False)
+    assert f"export PATH='{folder_with_space}':\"$PATH\"" in invoked.output
     (folder / NAME).write_text(text.replace("exec ", "exec /another"))
     (folder / NAME).chmod(0o644)
     assert write_shims(folder)[0].changed
@@ -329,8 +327,8 @@ def test_shims_are_written_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [NAME]
 
 
-def test_a_program_of_somebody_else_stays(tmp_path: Path) -> None:
-    """Another program, a dangling link and an unusable folder are refused."""
+def test_foreign_programs_are_not_overwritten(tmp_path: Path) -> None:
+    """Another program, a dangling link and an unusable folder are rejected."""
     (tmp_path / NAME).write_text("#!/usr/bin/python\nfrom nvidia_resiliency_ext ...")
     with pytest.raises(ConfigError, match="is another program"):
         write_shims(tmp_path)
@@ -345,7 +343,7 @@ def test_a_program_of_somebody_else_stays(tmp_path: Path) -> None:
 
 
 def launched(folder: Path, *argv: str, **variables: str) -> AbstractContextManager[Launch]:
-    """Launch as an old script does, in ``folder``: by the name of the program alone."""
+    """Launch in ``folder`` as an old script does, by the program's name."""
     write_shims(folder / "shims")
     variables["PATH"] = f"{folder / 'shims'}:{os.environ['PATH']}"
     return gated_training.launched(folder, NAME, *argv, **variables)
@@ -354,7 +352,7 @@ def launched(folder: Path, *argv: str, **variables: str) -> AbstractContextManag
 @pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_killed_and_a_hung_rank_are_started_again(tmp_path: Path) -> None:
+def test_killed_and_hung_ranks_are_restarted(tmp_path: Path) -> None:
     """With the documented line, after a SIGKILL and a SIGSTOP, the run ends with an undisturbed run's weights."""
     line = [
         *("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--nnodes=1", "--nproc-per-node=2"),
@@ -378,7 +376,7 @@ def test_a_killed_and_a_hung_rank_are_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_unknown_option_ends_with_2(tmp_path: Path) -> None:
+def test_unknown_option_exits_with_2(tmp_path: Path) -> None:
     """An unknown option is one line and starts nothing; ``--help`` lists the differences."""
     flag = tmp_path / "finished"
     with launched(tmp_path, "--nonsense", "train.py", FAULT_TOL_FINISHED_FLAG_FILE=str(flag)) as launch:

@@ -1,4 +1,4 @@
-"""What the trainers' adapters share: settings, kept random numbers, the finished flag."""
+"""Shared behaviour of the trainers' adapters: settings, restored random numbers, and the finished flag."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from outlast.integrations.hosted_session import (
 )
 
 
-def test_settings_are_given_as_object_as_file_or_by_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``config=`` takes a config or a file, and falls back to the file of ``outlast run``."""
+def test_settings_come_from_object_file_or_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``config=`` accepts a config or a file, and falls back to the file of ``outlast run``."""
     monkeypatch.delenv("OUTLAST_CONFIG_FILE", raising=False)
     path = tmp_path / "outlast.toml"
     path.write_text("[checkpoint]\ndirectory = 'ckpt'\n")
-    own = outlast.Config(seed=4)
-    assert hosted_config(own) is own
+    config = outlast.Config(seed=4)
+    assert hosted_config(config) is config
     assert hosted_config(path) == hosted_config(str(path))
     assert hosted_config(path).checkpoint == outlast.CheckpointConfig(directory="ckpt")
     assert hosted_config(None) == outlast.Config()
@@ -38,39 +36,39 @@ def test_settings_are_given_as_object_as_file_or_by_the_launcher(
         hosted_config({"seed": 1})  # type: ignore[arg-type]
 
 
-def test_changed_fault_tolerance_keeps_what_was_given() -> None:
-    """An adapter's setting is added to the user's."""
+def test_adapter_setting_keeps_the_users_settings() -> None:
+    """An adapter's setting is added to the user's settings."""
     given = outlast.Config(fault_tolerance=outlast.FaultToleranceConfig(safety_factor=3.0))
     changed = with_fault_tolerance(given, calc_ft_timeouts=True).fault_tolerance
     assert changed is not None
     assert changed.given == {"safety_factor": 3.0, "calc_ft_timeouts": True}
 
 
-def test_who_needs_a_directory_is_told_so() -> None:
-    """The refusal names who needs a directory, and how to give one."""
+def test_missing_directory_is_rejected_with_its_user() -> None:
+    """The error contains the component that needs a directory, and the remedy."""
     with pytest.raises(ConfigError, match=r"^It has nowhere to save to: give it config=.*directory"):
         require_directory(outlast.Config(), "It")
     require_directory(outlast.Config(checkpoint=outlast.CheckpointConfig(directory="a")), "It")
 
 
-def test_random_numbers_come_back_once() -> None:
-    """What is kept is put back once; after that the generators go on by themselves."""
-    kept = KeptRandom()
-    kept.keep()
+def test_random_state_is_restored_once() -> None:
+    """A saved random state is restored once; after that the generators continue normally."""
+    saved = KeptRandom()
+    saved.keep()
     first = random.random(), torch.rand(1).item()
-    assert kept.is_kept
-    kept.put_back()
-    assert not kept.is_kept
+    assert saved.is_kept
+    saved.put_back()
+    assert not saved.is_kept
     assert (random.random(), torch.rand(1).item()) == first
-    kept.put_back()
+    saved.put_back()
     assert (random.random(), torch.rand(1).item()) != first
 
 
-def test_the_finished_flag_is_made_where_the_scheduler_looks(
+def test_finished_flag_file_is_created_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file that the variable names comes into being, and goes when training goes on; without a variable nothing
-    happens; one that cannot be made is an error in the log, not one of training."""
+    """The file of the environment variable is created, and removed when training continues. Without the variable
+    nothing happens; a file that cannot be created is logged as an error and does not stop training."""
     monkeypatch.delenv("FAULT_TOL_FINISHED_FLAG_FILE", raising=False)
     touch_finished_flag()
     flag = tmp_path / "flags" / "finished"

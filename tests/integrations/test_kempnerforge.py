@@ -1,4 +1,4 @@
-"""The names of KempnerForge's resilience module do what they promise, the same on all ranks."""
+"""The names of KempnerForge's resilience module behave as documented, identically on all ranks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ sys.exit(75)
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.extended)])
-def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_path: Path) -> None:
-    """A NaN loss or gradient on one rank skips the step on both; a signal to one stops both after the same step."""
+def test_signal_and_nan_of_one_rank_affect_all_ranks(number: int, tmp_path: Path) -> None:
+    """A NaN loss or gradient on one rank skips the step on both; a signal to one rank stops both after the same
+    step."""
     (script := tmp_path / "train.py").write_text(LOOP)
     with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
         ranks.wait_for("at step 5", timeout_s=300, ranks=range(2))
@@ -68,9 +69,9 @@ def test_one_ranks_signal_and_one_ranks_nan_count_on_all_ranks(number: int, tmp_
         assert ranks.wait(timeout_s=300) == [75, 75], ranks.tails()
 
 
-def test_the_detector_raises_where_it_should() -> None:
-    """``raise`` raises at once, other actions report; at the limit a rollback is requested, and one more bad step ends
-    the script."""
+def test_nan_detector_actions_and_limit() -> None:
+    """``raise`` raises at once, other actions report; at the limit a rollback is requested, and one more bad step
+    ends the script."""
     with pytest.raises(NotFinite):
         kempnerforge.NaNDetector(action="raise").check_loss(float("inf"), 1)
     for action in ("warn", "skip"):
@@ -123,7 +124,7 @@ main()
 @pytest.mark.process
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path, num_nodes: int) -> None:
-    """At the limit the script breaks out of its loop, and all ranks run their remaining code, also a slower one after
+    """At the limit the script exits its loop, and all ranks run their remaining code, also a slower one after
     another has exited with 17. After a reset the exit code is the script's."""
     (script := tmp_path / "train.py").write_text(STOPPED)
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=num_nodes, nproc_per_node=2 // num_nodes) as cluster:
@@ -135,9 +136,9 @@ def test_code_after_the_loop_runs_at_the_tenth_nan(tmp_path: Path, num_nodes: in
         assert ranks.wait(timeout_s=300) == [0], ranks.tails()
 
 
-def test_the_detector_keeps_what_it_has_seen() -> None:
-    """``state`` has the numbers of bad steps and the last good loss until it is reset; without a limit no rollback is
-    requested."""
+def test_nan_detector_state_accumulates_until_reset() -> None:
+    """``state`` has the numbers of bad steps and the last good loss until it is reset; without a limit no rollback
+    is requested."""
     detector = kempnerforge.NaNDetector(max_consecutive=0, max_history=1)
     assert detector.check_loss(torch.tensor([1.0, 2.0]), 3)
     for step in (4, 5):
@@ -151,7 +152,7 @@ def test_the_detector_keeps_what_it_has_seen() -> None:
 
 
 @pytest.mark.parametrize("action", ["warn", "skip", "raise"])
-def test_a_gradient_that_is_not_finite_is_told(action: str) -> None:
+def test_nonfinite_gradients_are_reported(action: str) -> None:
     """``check_gradients`` reports a bad gradient or raises, does not count it as a bad loss, and ``skip`` drops
     gradients."""
     model = torch.nn.Linear(2, 1)
@@ -173,7 +174,7 @@ def test_a_gradient_that_is_not_finite_is_told(action: str) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:
+def test_health_without_gpus_checks_the_cpu() -> None:
     """Without a GPU the arithmetic of the CPU is checked; the result has KempnerForge's keys and a truth value."""
     assert kempnerforge.log_health_status()
     health = kempnerforge.check_gpu_health()
@@ -185,13 +186,13 @@ def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:
         "memory_ok": False,
         "error": "CUDA not available",
     }
-    lacking = kempnerforge.check_gpu_health(0)
-    assert not lacking
-    assert "this node has no GPU" in str(lacking["error"])
+    missing_gpu = kempnerforge.check_gpu_health(0)
+    assert not missing_gpu
+    assert "this node has no GPU" in str(missing_gpu["error"])
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "wrong"),
+    ("name", "status", "failed_keys"),
     [
         ("compute", Status.FAILED, {"compute_ok"}),
         ("compute", Status.TIMED_OUT, {"compute_ok", "device_accessible"}),
@@ -200,8 +201,8 @@ def test_the_health_of_a_machine_without_gpus_is_that_of_its_cpu() -> None:
         ("driver", Status.SKIPPED, None),
     ],
 )
-def test_the_health_of_a_gpu_has_its_known_keys(name: str, status: Status, wrong: set[str] | None) -> None:
-    """Each failed check shows in its key, in the error, and in the truth value."""
+def test_gpu_health_has_kempnerforges_keys(name: str, status: Status, failed_keys: set[str] | None) -> None:
+    """Each failed check is visible in its key, in the error, and in the truth value."""
     results = [
         CheckResult(
             name=one, target="cuda:0", status=status if one == name else Status.OK, reason="why", took_s=0.1,
@@ -210,12 +211,12 @@ def test_the_health_of_a_gpu_has_its_known_keys(name: str, status: Status, wrong
         for one in ("devices", "compute", "device memory", "driver")
     ]  # fmt: skip
     health = kempnerforge.GPUHealth(results)
-    assert health.pop("error") == ("" if wrong is None else f"{name} cuda:0: {status.replace('_', ' ')}: why")
-    assert {key for key, is_good in health.items() if not is_good} == (wrong or set())
-    assert bool(health) is (wrong is None)
+    assert health.pop("error") == ("" if failed_keys is None else f"{name} cuda:0: {status.replace('_', ' ')}: why")
+    assert {key for key, is_good in health.items() if not is_good} == (failed_keys or set())
+    assert bool(health) is (failed_keys is None)
 
 
-def test_a_process_alone_is_healthy_and_in_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_is_healthy_outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process group NCCL counts as healthy; without Slurm there is no job."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("SLURM_JOBID", raising=False)
@@ -228,7 +229,7 @@ def test_a_process_alone_is_healthy_and_in_no_job(monkeypatch: pytest.MonkeyPatc
     assert kempnerforge.is_slurm_requeue()
 
 
-def test_a_handler_that_is_not_registered_hears_nothing() -> None:
+def test_unregistered_shutdown_handler_does_nothing() -> None:
     """A handler that is not registered does not shut down; finishing is idempotent."""
     handler = kempnerforge.ShutdownHandler()
     assert not handler.should_shutdown()
@@ -236,7 +237,7 @@ def test_a_handler_that_is_not_registered_hears_nothing() -> None:
     handler.finish()
 
 
-def test_the_names_on_the_page_are_there() -> None:
+def test_documented_names_can_be_imported() -> None:
     """The block of the page imports all names."""
     (block,) = [one for one in pages.python_blocks("slurm.md") if "integrations.kempnerforge" in one]
     namespace: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Kubernetes manifests: accepted by its own models, exit codes lead where they should, and pods behave as described."""
+"""Kubernetes manifests: validated by its models, with the right reaction to each exit code, and run as pods."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import DOCS, python_blocks, run_python
-from pods import Pods, can_make, expand
+from pods import Pods, can_create, expand
 
 from outlast.cli.main import cli
 from outlast.errors import ConfigError, ExitReason
 from outlast.integrations import kubernetes
 from outlast.integrations.kubernetes import KubernetesJob, as_yaml
 
-GIVEN: dict[str, Any] = {"command": ("train.py",), "name": "gpt", "image": "registry/train:1", "run_claim": "runs"}
-FULL: dict[str, Any] = GIVEN | {
+MINIMAL: dict[str, Any] = {"command": ("train.py",), "name": "gpt", "image": "registry/train:1", "run_claim": "runs"}
+FULL: dict[str, Any] = MINIMAL | {
     "command": ("--max-restarts=5", "train.py", "--lr", "$(NODE_NAME) 'a b'"),
     "nnodes": "4:6",
     "nproc_per_node": "8",
@@ -70,7 +70,7 @@ def job_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def pod_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the specification of a pod."""
+    """Return the pod specification."""
     if manifests[0]["kind"] == "PyTorchJob":
         pod: dict[str, Any] = manifests[0]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
         return pod
@@ -91,7 +91,7 @@ def check_models(manifests: list[dict[str, Any]]) -> None:
         metadata = models.IoK8sApimachineryPkgApisMetaV1ObjectMeta.from_dict(one["metadata"])
         assert metadata is not None
         assert metadata.to_dict() == one["metadata"]
-        if one["kind"] == "PyTorchJob":  # no model of it is published: the pod's is
+        if one["kind"] == "PyTorchJob":  # only the pod has a published model
             specs = [replica["template"] for replica in one["spec"]["pytorchReplicaSpecs"].values()]
             for spec in specs:
                 pod = models.IoK8sApiCoreV1PodTemplateSpec.from_dict(spec)
@@ -103,12 +103,12 @@ def check_models(manifests: list[dict[str, Any]]) -> None:
         assert json.loads(model.to_json()) == one["spec"]
 
 
-# -- what is made --------------------------------------------------------------------------------------------------
+# -- manifests -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
-@pytest.mark.parametrize("given", [GIVEN, FULL], ids=["least", "most"])
-def test_the_models_of_kubeflow_take_it_whole(kind: Any, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [MINIMAL, FULL], ids=["least", "most"])
+def test_kubeflow_models_accept_every_key(kind: Any, given: dict[str, Any]) -> None:
     """Every key is known to the published models, with a value of its type."""
     check_models(KubernetesJob(**given, kind=kind).manifests())
 
@@ -121,7 +121,7 @@ QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Mi|Gi)?", fullmatch=True)
 @given(
     name=LABELS,
     kind=st.sampled_from(["JobSet", "TrainJob", "PyTorchJob"]),
-    low=st.integers(1, 3000),
+    min_nodes=st.integers(1, 3000),
     spares=st.integers(0, 50),
     words=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4),
     options=st.fixed_dictionaries(
@@ -149,10 +149,10 @@ QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Mi|Gi)?", fullmatch=True)
         },
     ),
 )
-def test_whatever_is_asked_for_is_whole(
-    name: str, kind: Any, low: int, spares: int, words: list[str], options: dict[str, Any]
+def test_any_valid_options_make_valid_manifests(
+    name: str, kind: Any, min_nodes: int, spares: int, words: list[str], options: dict[str, Any]
 ) -> None:
-    """Any accepted options make valid objects, whose grace, endpoints and script arguments are right."""
+    """Any accepted options make valid objects with the right grace period, endpoints and script arguments."""
     command = ("train.py", *words)
     names = [one.partition("=")[0] for one in options.get("env", ())]
     if len(set(names)) < len(names) or options.get("metrics_port") == options.get("port", 29400):
@@ -160,7 +160,7 @@ def test_whatever_is_asked_for_is_whole(
     if {"memory", "shm_size"} <= options.keys():
         options["shm_size"] = options["memory"]
     job = KubernetesJob(
-        **GIVEN | options | {"name": name, "command": command}, kind=kind, nnodes=f"{low}:{low + spares}"
+        **MINIMAL | options | {"name": name, "command": command}, kind=kind, nnodes=f"{min_nodes}:{min_nodes + spares}"
     )
     made = job.manifests()
     check_models(made)
@@ -170,19 +170,19 @@ def test_whatever_is_asked_for_is_whole(
     args = expand(container["args"], {"NODE_NAME": "m1", "JOB_COMPLETION_INDEX": "0"})
     assert args[len(args) - len(command) :] == list(command)
     hosts = re.findall(r"--rdzv-endpoint=(\S+)", " ".join(args[: len(args) - len(command)]))
-    assert len(hosts) == (1 if low + spares > 1 else 0)
+    assert len(hosts) == (1 if min_nodes + spares > 1 else 0)
     for host in hosts[0].split(",") if hosts else ():
         stem, _, port = host.rpartition(":")
         assert int(port) == job.port
         assert len(stem.split(".")[0]) <= 63
     if kind != "PyTorchJob":
         spec = job_of(made)
-        assert spec["completions"] == spec["parallelism"] == low + spares
-        assert spec["successPolicy"]["rules"][0]["succeededCount"] == low
+        assert spec["completions"] == spec["parallelism"] == min_nodes + spares
+        assert spec["successPolicy"]["rules"][0]["succeededCount"] == min_nodes
     assert yaml.safe_load(as_yaml(made).split("\n---\n")[0]) == made[0]
 
 
-NO_STRINGS = [
+OTHER_TYPES = [
     re.compile(rule)
     for rule in (
         r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+",  # YAML 1.2
@@ -196,16 +196,16 @@ NO_STRINGS = [
 ]
 
 
-def plain_strings(node: yaml.Node, value: Any) -> Iterator[str]:
-    """Return the strings of a value that a document has without quotes."""
+def unquoted_strings(node: yaml.Node, value: Any) -> Iterator[str]:
+    """Return the strings of a value that a document contains without quotes."""
     if isinstance(value, dict):
         assert isinstance(node, yaml.MappingNode)
         for (key_node, value_node), (key, one) in zip(node.value, value.items(), strict=True):
-            yield from (*plain_strings(key_node, key), *plain_strings(value_node, one))
+            yield from (*unquoted_strings(key_node, key), *unquoted_strings(value_node, one))
     elif isinstance(value, list):
         assert isinstance(node, yaml.SequenceNode)
         for one_node, one in zip(node.value, value, strict=True):
-            yield from plain_strings(one_node, one)
+            yield from unquoted_strings(one_node, one)
     elif isinstance(value, str):
         assert isinstance(node, yaml.ScalarNode)
         assert node.value == value
@@ -213,7 +213,23 @@ def plain_strings(node: yaml.Node, value: Any) -> Iterator[str]:
             yield value
 
 
-UNLIKE_STRINGS = ("3e-4", "1e5", "0o17", "0x_1", "1_0", "y", "n", "No", "ON", "~", ".inf", "-.INF", ".nan", "1:30", "=")
+AMBIGUOUS_STRINGS = (
+    "3e-4",
+    "1e5",
+    "0o17",
+    "0x_1",
+    "1_0",
+    "y",
+    "n",
+    "No",
+    "ON",
+    "~",
+    ".inf",
+    "-.INF",
+    ".nan",
+    "1:30",
+    "=",
+)
 
 
 @pytest.mark.extended
@@ -221,28 +237,27 @@ UNLIKE_STRINGS = ("3e-4", "1e5", "0o17", "0x_1", "1_0", "y", "n", "No", "ON", "~
 @given(
     words=st.lists(
         st.one_of(
-            st.sampled_from(UNLIKE_STRINGS),
+            st.sampled_from(AMBIGUOUS_STRINGS),
             st.text("0123456789+-.eExXoObBtT_:~yYnNuUlLaAsSfFiI", max_size=6),
             st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
         ),
         max_size=5,
     ),
 )
-def test_no_parser_takes_a_string_for_something_else(words: list[str]) -> None:
+def test_strings_are_not_parsed_as_other_yaml_types(words: list[str]) -> None:
     """Arguments and variables are strings for YAML 1.1 and 1.2: unquoted text matches none of their other types."""
     env = tuple(f"V{number}={word}" for number, word in enumerate(words))
-    made = KubernetesJob(**GIVEN | {"command": ("train.py", *words), "env": env}).manifests()
+    made = KubernetesJob(**MINIMAL | {"command": ("train.py", *words), "env": env}).manifests()
     text = as_yaml(made)
     assert list(yaml.safe_load_all(text)) == made
-    plain = list(plain_strings(yaml.compose(text), made[0]))
+    plain = list(unquoted_strings(yaml.compose(text), made[0]))
     assert "train.py" in plain
-    assert [one for one in plain if any(rule.fullmatch(one) for rule in NO_STRINGS)] == []
+    assert [one for one in plain if any(rule.fullmatch(one) for rule in OTHER_TYPES)] == []
 
 
-def test_exit_codes_lead_where_they_should() -> None:
-    """Each exit code meets the right rule of the Job: a requested shutdown is not counted, fatal codes end all, others
-    are counted."""
-    policy = job_of(KubernetesJob(**GIVEN).manifests())["podFailurePolicy"]["rules"]
+def test_exit_codes_select_the_right_job_rule() -> None:
+    """A requested shutdown is not counted, fatal codes end the job, and other codes are counted."""
+    policy = job_of(KubernetesJob(**MINIMAL).manifests())["podFailurePolicy"]["rules"]
 
     def action(code: int, condition: str | None = None) -> str:
         for rule in policy:
@@ -252,41 +267,41 @@ def test_exit_codes_lead_where_they_should() -> None:
                 return str(rule["action"])
         return "Count"
 
-    wanted = dict.fromkeys(ExitReason, "Count") | {
+    expected = dict.fromkeys(ExitReason, "Count") | {
         ExitReason.BAD_INPUT: "FailJob",
         ExitReason.FAILED_VALIDATION: "FailJob",
         ExitReason.NO_PROGRESS: "FailJob",
         ExitReason.PREEMPTED: "Ignore",
     }
-    wanted.pop(ExitReason.FINISHED)
-    assert {code: action(code) for code in wanted} == wanted
+    expected.pop(ExitReason.FINISHED)
+    assert {code: action(code) for code in expected} == expected
     assert action(128 + signal.SIGTERM) == action(128 + signal.SIGINT) == "Ignore"
     assert action(128 + signal.SIGKILL) == "Count"
     assert action(128 + signal.SIGKILL, "DisruptionTarget") == "Ignore"
     for rule in policy:
         values = rule.get("onExitCodes", {}).get("values", [])
-        assert values == sorted(set(values))  # the API refuses others
-    spec = KubernetesJob(**GIVEN).manifests()[0]["spec"]
+        assert values == sorted(set(values))  # the API rejects other orders
+    spec = KubernetesJob(**MINIMAL).manifests()[0]["spec"]
     assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
     assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", spec["failurePolicy"]["rules"][0]["name"])
 
 
-def test_a_run_key_is_a_file_and_nothing_secret_is_in_the_manifest() -> None:
-    """The run key is mounted from a Secret; neither command line nor environment has it."""
-    pod = pod_of(KubernetesJob(**GIVEN, run_key_secret="gpt-key").manifests())
+def test_run_key_is_mounted_and_not_in_the_manifest() -> None:
+    """The run key is mounted from a Secret; neither command line nor environment contains it."""
+    pod = pod_of(KubernetesJob(**MINIMAL, run_key_secret="gpt-key").manifests())
     (container,) = pod["containers"]
     assert "--run-key-file=/etc/outlast-run-key/run.key" in container["args"]
     assert [one["name"] for one in container["env"]] == ["NODE_NAME"]
     (volume,) = [one for one in pod["volumes"] if one["name"] == "run-key"]
     assert volume["secret"]["items"] == [{"key": "run.key", "path": "run.key"}]
     with pytest.raises(ConfigError, match="run_key_secret"):
-        KubernetesJob(**GIVEN, env=("OUTLAST_RUN_KEY=0123456789abcdef",))
+        KubernetesJob(**MINIMAL, env=("OUTLAST_RUN_KEY=0123456789abcdef",))
 
 
-def test_a_container_has_no_privileges_unless_asked_for() -> None:
+def test_container_has_no_privileges_by_default() -> None:
     """By default all capabilities are dropped, and user and groups are the image's; options change that."""
-    pod = pod_of(KubernetesJob(**GIVEN).manifests())
+    pod = pod_of(KubernetesJob(**MINIMAL).manifests())
     dropped = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert pod["containers"][0]["securityContext"] == dropped
     assert "securityContext" not in pod
@@ -306,9 +321,9 @@ def test_a_container_has_no_privileges_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
-def test_a_registry_with_a_password_and_a_scraper(kind: Any) -> None:
+def test_image_pull_secrets_and_metrics_annotations(kind: Any) -> None:
     """Pods have the Secrets for their image, and with a metrics port the annotations for a scraper."""
-    made = KubernetesJob(**GIVEN, kind=kind, image_pull_secrets=("regcred",), metrics_port=9465).manifests()
+    made = KubernetesJob(**MINIMAL, kind=kind, image_pull_secrets=("regcred",), metrics_port=9465).manifests()
     pod = pod_of(made)
     assert pod["imagePullSecrets"] == [{"name": "regcred"}]
     (container,) = pod["containers"]
@@ -318,26 +333,28 @@ def test_a_registry_with_a_password_and_a_scraper(kind: Any) -> None:
     text = json.dumps(made)
     annotations = {"scrape": "true", "port": "9465", "path": "/metrics"}
     assert all(f'"prometheus.io/{name}": "{value}"' in text for name, value in annotations.items())
-    own = KubernetesJob(**GIVEN | {"command": ("--metrics-address=::", "train.py")}, kind=kind, metrics_port=9465)
-    assert "--metrics-address=0.0.0.0" not in own.run_arguments
-    assert not {"ports", "annotations"} & set(re.findall(r"\w+", json.dumps(KubernetesJob(**GIVEN).manifests())))
+    job_with_address = KubernetesJob(
+        **MINIMAL | {"command": ("--metrics-address=::", "train.py")}, kind=kind, metrics_port=9465
+    )
+    assert "--metrics-address=0.0.0.0" not in job_with_address.run_arguments
+    assert not {"ports", "annotations"} & set(re.findall(r"\w+", json.dumps(KubernetesJob(**MINIMAL).manifests())))
 
 
-def test_pods_without_cpus_or_memory_are_warned_of(tmp_path: Path) -> None:
+def test_missing_cpu_and_memory_requests_are_logged(tmp_path: Path) -> None:
     """One line is logged for each amount that the pods do not request."""
     for words, fields in (
         ([], ["--cpus", "--memory"]),
         (["--cpus=8"], ["--memory"]),
         (["--resource=cpu=8", "--memory=1Gi"], []),
     ):
-        done = invoke(*LEAST, *words, "train.py")
+        done = invoke(*REQUIRED_OPTIONS, *words, "train.py")
         lines = done.stderr.splitlines()
         assert [line.partition(": the pods request none")[0] for line in lines] == [f"outlast: {one}" for one in fields]
 
 
-def test_a_train_job_meets_its_runtime() -> None:
+def test_train_job_refers_to_its_runtime() -> None:
     """A TrainJob refers to its runtime, whose job has the label and the container that Trainer expects."""
-    runtime, job = KubernetesJob(**GIVEN, kind="TrainJob", nnodes="2:3").manifests()
+    runtime, job = KubernetesJob(**MINIMAL, kind="TrainJob", nnodes="2:3").manifests()
     assert job["spec"]["runtimeRef"] == {
         "apiGroup": "trainer.kubeflow.org",
         "kind": runtime["kind"],
@@ -354,23 +371,25 @@ def test_a_train_job_meets_its_runtime() -> None:
     )
 
 
-def translation() -> list[str]:
+def exit_code_wrapper() -> list[str]:
     """Return the shell's options that translate the agent's exit code for a PyTorchJob."""
-    (container,) = pod_of(KubernetesJob(**GIVEN, kind="PyTorchJob").manifests())["containers"]
+    (container,) = pod_of(KubernetesJob(**MINIMAL, kind="PyTorchJob").manifests())["containers"]
     return expand(container["args"], {})[:3]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("code", "seen"), [(0, 0), (75, 203), (1, 129), (18, 146), (2, 2), (17, 17), (93, 93)])
-def test_a_pytorch_job_sees_what_may_be_tried_again(code: int, seen: int, tmp_path: Path) -> None:
-    """Codes after which a PyTorchJob must restart a pod are above 127, others stay."""
-    done = subprocess.run(["sh", *translation(), "sh", "-c", f"exit {code}"], check=False, timeout=300)
-    assert done.returncode == seen
+@pytest.mark.parametrize(
+    ("code", "expected_code"), [(0, 0), (75, 203), (1, 129), (18, 146), (2, 2), (17, 17), (93, 93)]
+)
+def test_pytorch_job_exit_codes_select_retries(code: int, expected_code: int, tmp_path: Path) -> None:
+    """Codes after which a PyTorchJob must restart a pod are above 127, others are unchanged."""
+    done = subprocess.run(["sh", *exit_code_wrapper(), "sh", "-c", f"exit {code}"], check=False, timeout=300)
+    assert done.returncode == expected_code
 
 
 @pytest.mark.process
-def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
-    """SIGTERM to the shell reaches the agent, whose exit code counts."""
+def test_pytorch_job_forwards_sigterm(tmp_path: Path) -> None:
+    """SIGTERM to the shell reaches the agent, whose exit code is returned."""
     agent = (
         "import signal, sys\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
@@ -379,7 +398,7 @@ def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
         "sys.exit(75)\n"
     )
     with subprocess.Popen(
-        ["sh", *translation(), sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True
+        ["sh", *exit_code_wrapper(), sys.executable, "-c", agent], stdout=subprocess.PIPE, text=True
     ) as shell:
         assert shell.stdout is not None
         assert shell.stdout.readline() == "ready\n"
@@ -388,9 +407,9 @@ def test_a_pytorch_job_hands_sigterm_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> None:
+def test_pytorch_job_forwards_an_early_sigterm(tmp_path: Path) -> None:
     """SIGTERM before the shell knows the agent's pid is not lost."""
-    option, script, _ = translation()
+    option, script, _ = exit_code_wrapper()
     os.mkfifo(tmp_path / "ready")
     early = script.replace("& p=$!", f"& kill -TERM $$; read ready < {tmp_path}/ready; p=$!")
     assert early != script
@@ -399,11 +418,11 @@ def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> 
     assert done.returncode == 75 + 128
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------
+# -- invalid input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("wrong", "text"),
+    ("invalid", "text"),
     [
         ({"name": "GPT"}, "name='GPT' is not a valid name for Kubernetes"),
         ({"name": "1b"}, "name='1b' is not a valid name for Kubernetes"),
@@ -463,17 +482,17 @@ def test_a_pytorch_job_that_is_told_at_once_hands_sigterm_on(tmp_path: Path) -> 
         ({"command": ("--rdzv_conf=a=1", "train.py")}, "--rdzv_conf is made from join_timeout"),
     ],
 )
-def test_wrong_values_are_refused_by_name(wrong: dict[str, Any], text: str) -> None:
-    """Values that Kubernetes or `outlast run` would refuse later are refused in one line that names them."""
-    with pytest.raises(ConfigError, match=re.escape(text)) as refused:
-        KubernetesJob(**GIVEN | wrong)
-    assert "\n" not in str(refused.value)
+def test_invalid_values_are_rejected_by_name(invalid: dict[str, Any], text: str) -> None:
+    """Values that Kubernetes or `outlast run` would reject later are rejected in one line with their name."""
+    with pytest.raises(ConfigError, match=re.escape(text)) as raised:
+        KubernetesJob(**MINIMAL | invalid)
+    assert "\n" not in str(raised.value)
 
 
-def test_paths_and_seconds_are_written_plainly() -> None:
+def test_paths_and_seconds_are_normalised() -> None:
     """Paths are normalised, and a long grace period is written in whole seconds, rounded up."""
     job = KubernetesJob(
-        **GIVEN,
+        **MINIMAL,
         mount_path="//srv/./runs/",
         volumes=("claim:data:/data//x/",),
         shutdown_grace=1234567.5,
@@ -493,7 +512,7 @@ def invoke(*words: str) -> Result:
 
 
 MAIN = "import sys; from outlast.cli.main import main; sys.exit(main())"
-LEAST = ("--image=registry/train:1", "--run-claim=runs")
+REQUIRED_OPTIONS = ("--image=registry/train:1", "--run-claim=runs")
 
 
 @pytest.mark.process
@@ -501,78 +520,81 @@ LEAST = ("--image=registry/train:1", "--run-claim=runs")
     ("words", "text"),
     [
         (
-            (*LEAST,),
+            (*REQUIRED_OPTIONS,),
             "there is no training script; name one, for example: outlast k8s manifest --nnodes 2 ... -- train.py",
         ),
         (("--run-claim=runs", "--", "train.py"), "--image is missing"),
         (("--image=a", "--", "train.py"), "--run-claim is missing"),
-        ((*LEAST, "--nnodes=4:2", "--", "train.py"), "--nnodes='4:2' is not N or MIN:MAX"),
-        ((*LEAST, "--nodes=4", "--", "train.py"), "no such option '--nodes'"),
-        ((*LEAST, "--max-restarts=4", "--", "train.py"), "--max-restarts is an option of outlast run; put it after --"),
-        ((*LEAST, "--", "--max-restarts=-1", "train.py"), "--max-restarts=-1 must not be negative"),
-        ((*LEAST, "--gpus-per-node=a", "--", "train.py"), "is not a whole number"),
-        ((*LEAST, "--name=a_b", "--", "train.py"), "--name='a_b' is not a valid name for Kubernetes"),
+        ((*REQUIRED_OPTIONS, "--nnodes=4:2", "--", "train.py"), "--nnodes='4:2' is not N or MIN:MAX"),
+        ((*REQUIRED_OPTIONS, "--nodes=4", "--", "train.py"), "no such option '--nodes'"),
         (
-            (*LEAST, "--run-as-user=7", "--run-key-secret=a", "--", "train.py"),
+            (*REQUIRED_OPTIONS, "--max-restarts=4", "--", "train.py"),
+            "--max-restarts is an option of outlast run; put it after --",
+        ),
+        ((*REQUIRED_OPTIONS, "--", "--max-restarts=-1", "train.py"), "--max-restarts=-1 must not be negative"),
+        ((*REQUIRED_OPTIONS, "--gpus-per-node=a", "--", "train.py"), "is not a whole number"),
+        ((*REQUIRED_OPTIONS, "--name=a_b", "--", "train.py"), "--name='a_b' is not a valid name for Kubernetes"),
+        (
+            (*REQUIRED_OPTIONS, "--run-as-user=7", "--run-key-secret=a", "--", "train.py"),
             "--run-key-secret=a can be read by root and by --fs-group only",
         ),
         (
-            (*LEAST, "--cpus=8", "--resource=cpu=4", "--", "train.py"),
+            (*REQUIRED_OPTIONS, "--cpus=8", "--resource=cpu=4", "--", "train.py"),
             "--resource: 'cpu=4' conflicts with --cpus=8; remove one of them",
         ),
-        ((*LEAST, "--mount-path=/dev/shm", "--", "train.py"), "--mount-path='/dev/shm' is taken"),
+        ((*REQUIRED_OPTIONS, "--mount-path=/dev/shm", "--", "train.py"), "--mount-path='/dev/shm' is taken"),
         (
-            (*LEAST, "--cpus=8", "--memory=1Gi", "-o", "/nowhere/job.yaml", "--", "train.py"),
+            (*REQUIRED_OPTIONS, "--cpus=8", "--memory=1Gi", "-o", "/nowhere/job.yaml", "--", "train.py"),
             "/nowhere/job.yaml is not written",
         ),
     ],
 )
-def test_a_mistake_is_one_line(words: tuple[str, ...], text: str) -> None:
-    """Bad input is one line in the words of the command line, with exit code 2, or 1 for an unwritable file."""
+def test_usage_errors_are_one_line(words: tuple[str, ...], text: str) -> None:
+    """Bad input is one line with the option names of the command line and exit code 2, or 1 for an unwritable file."""
     done = run_python("-c", MAIN, "k8s", "manifest", *words, code=1 if "not written" in text else 2)
     assert done.stdout == ""
     assert text in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_yaml_json_and_a_file_say_the_same(tmp_path: Path) -> None:
+def test_yaml_json_and_file_output_are_equal(tmp_path: Path) -> None:
     """YAML, JSON and a file contain the same manifests."""
-    words = [*LEAST, "--kind=trainjob", "--nnodes=4:5", "--resource=rdma/ib=1", "--share-nodes"]
+    words = [*REQUIRED_OPTIONS, "--kind=trainjob", "--nnodes=4:5", "--resource=rdma/ib=1", "--share-nodes"]
     command = ["--", "--max-restarts=5", "train.py", "--lr", "$(LR)"]
     path = tmp_path / "job.yaml"
     shown, as_json = invoke(*words, *command), invoke(*words, "--json", *command)
     written = invoke(*words, "-o", str(path), *command)
-    wanted = KubernetesJob(
-        **GIVEN | {"command": tuple(command[1:]), "name": "train"},
+    expected = KubernetesJob(
+        **MINIMAL | {"command": tuple(command[1:]), "name": "train"},
         kind="TrainJob",
         nnodes="4:5",
         resources=("rdma/ib=1",),
         share_nodes=True,
     ).manifests()
-    assert list(yaml.safe_load_all(shown.stdout)) == wanted
-    assert json.loads(as_json.stdout) == {"apiVersion": "v1", "kind": "List", "items": wanted}
+    assert list(yaml.safe_load_all(shown.stdout)) == expected
+    assert json.loads(as_json.stdout) == {"apiVersion": "v1", "kind": "List", "items": expected}
     assert path.read_text() == shown.stdout
     assert written.stdout == ""
 
 
-def test_a_config_that_only_the_image_has_is_said_to_be_unchecked() -> None:
-    """A config file of the image is passed on, and a line says that it was not checked."""
+def test_config_file_of_the_image_is_logged_as_unchecked() -> None:
+    """A config file of the image is passed on, and a line reports that it was not checked."""
     for words in (["--config", "/etc/outlast/gpt.toml"], ["--config=/etc/outlast/gpt.toml"]):
-        done = invoke(*LEAST, "--", *words, "train.py")
+        done = invoke(*REQUIRED_OPTIONS, "--", *words, "train.py")
         assert done.exception is None
         assert "/etc/outlast/gpt.toml is not here; its values are not checked" in done.stderr
         (made,) = yaml.safe_load_all(done.stdout)
         assert pod_of([made])["containers"][0]["args"][-len(words) - 1 :] == [*words, "train.py"]
 
 
-def test_without_pyyaml_there_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YAML without PyYAML is one line with the remedy."""
+def test_missing_pyyaml_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML output without PyYAML is one line with the remedy."""
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigError, match=r"pip install 'outlast\[k8s\]', or take --json"):
         as_yaml([])
 
 
-def test_every_field_is_an_option_and_does_something() -> None:
+def test_every_field_has_an_option_and_an_effect() -> None:
     """Each field has an option, and changes the manifest."""
     from outlast.cli import k8s
 
@@ -584,13 +606,13 @@ def test_every_field_is_an_option_and_does_something() -> None:
     changed |= {"num_job_retries_on_failure": 5, "pod_retries": 7, "share_nodes": True, "image": "b", "name": "b"}
     changed["run_claim"] = "other"
     for field in fields:
-        more: dict[str, dict[str, Any]] = {
+        needed: dict[str, dict[str, Any]] = {
             "gpu_resource": {"gpus_per_node": 1},
             "capabilities": {"allow_privilege_escalation": True},
         }
-        before = base | more.get(field, {})
-        plain = KubernetesJob(**GIVEN | before).manifests()
-        assert KubernetesJob(**GIVEN | before | {field: changed[field]}).manifests() != plain, field
+        before = base | needed.get(field, {})
+        plain = KubernetesJob(**MINIMAL | before).manifests()
+        assert KubernetesJob(**MINIMAL | before | {field: changed[field]}).manifests() != plain, field
 
 
 # -- validated by Kubernetes' own schemas --------------------------------------------------------------------------
@@ -599,21 +621,26 @@ def test_every_field_is_an_option_and_does_something() -> None:
 @pytest.mark.overlay
 @pytest.mark.parametrize("kind", ["JobSet", "TrainJob", "PyTorchJob"])
 @pytest.mark.parametrize(
-    "given", [GIVEN, FULL, FULL | {"nnodes": "1", "min_nodes": None}], ids=["least", "most", "one"]
+    "given", [MINIMAL, FULL, FULL | {"nnodes": "1", "min_nodes": None}], ids=["least", "most", "one"]
 )
-def test_the_schemas_of_kubernetes_take_job_and_pod(kind: Any, given: dict[str, Any]) -> None:
+def test_kubernetes_schemas_accept_job_and_pod(kind: Any, given: dict[str, Any]) -> None:
     """The Job, and a PyTorchJob's pods, are valid for Kubernetes' schemas, with unknown keys forbidden."""
     import kubernetes_validate
 
     made = KubernetesJob(**given, kind=kind).manifests()
     if kind == "PyTorchJob":
         spec = made[0]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
-        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **spec["metadata"]}, "spec": spec["spec"]}
+        document = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "a", **spec["metadata"]},
+            "spec": spec["spec"],
+        }
     else:
-        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": job_of(made)}
+        document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": job_of(made)}
     for version in ("1.31", "1.33", kubernetes_validate.latest_version()):
-        kubernetes_validate.validate(whole, version, strict=True)
-    broken = json.loads(json.dumps(whole).replace('"enableServiceLinks"', '"enableServiceLink"'))
+        kubernetes_validate.validate(document, version, strict=True)
+    broken = json.loads(json.dumps(document).replace('"enableServiceLinks"', '"enableServiceLink"'))
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, "1.33", strict=True)
 
@@ -661,7 +688,7 @@ def undisturbed() -> str:
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[Pods]:
     """Return the pods of a job with two nodes and a spare; skip if none can be created."""
-    if not can_make():
+    if not can_create():
         pytest.skip("no namespaces can be made here")
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "outlast.toml").write_text('[checkpoint]\ndirectory = "ckpt"\nsave_interval = 5\n')
@@ -682,9 +709,9 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(900)
-def test_pods_do_what_the_manifest_says(pods: Pods, tmp_path: Path) -> None:
-    """A killed pod is replaced by the spare, an evicted one ends all with 75, and the next pods finish with the weights
-    of an undisturbed run."""
+def test_pods_survive_a_kill_and_an_eviction(pods: Pods, tmp_path: Path) -> None:
+    """A killed pod is replaced by the spare, an evicted one ends all pods with 75, and the next pods finish with the
+    weights of an undisturbed run."""
     limit = tmp_path / "limit"
     for index in range(3):
         pods.start(index, f"machine-{index}")
@@ -719,8 +746,8 @@ def test_pods_do_what_the_manifest_says(pods: Pods, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_unknown_name_is_waited_for_only_as_long_as_asked(tmp_path: Path) -> None:
-    """resolve_timeout bounds the wait for names; without it an unknown host is refused at once."""
+def test_wait_for_unknown_host_is_bounded(tmp_path: Path) -> None:
+    """resolve_timeout bounds the wait for names; without it an unknown host is rejected at once."""
     (tmp_path / "train.py").write_text("")
     for conf in ([], ["--rdzv-conf=resolve_timeout=0.2"]):
         words = ["run", "--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", *conf, "train.py"]
@@ -728,7 +755,7 @@ def test_an_unknown_name_is_waited_for_only_as_long_as_asked(tmp_path: Path) -> 
         assert "no such host: 'no-such-host.invalid'" in done.stderr
 
 
-def test_the_page_shows_a_manifest_of_the_code() -> None:
+def test_documented_manifest_and_code_are_current() -> None:
     """The manifest of the page is the output of its command, and the page's Python works."""
     text = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"\$ outlast k8s manifest (.*?[^\\])\n", text.replace("\\\n", " "))[:1]
@@ -743,7 +770,7 @@ def test_the_page_shows_a_manifest_of_the_code() -> None:
 
 @pytest.mark.cold
 @pytest.mark.process
-def test_the_module_imports_no_framework() -> None:
+def test_kubernetes_module_imports_no_framework() -> None:
     """Creating manifests needs neither torch nor a Kubernetes client."""
     code = f"import sys, {kubernetes.__name__}; print({{'torch', 'yaml', 'kubernetes', 'numpy'}} & set(sys.modules))"
     assert run_python("-c", code).stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with outlast's callbacks: killed, stopped and signalled trainings resume bit for bit."""
+"""Lightning's Trainer with outlast's callbacks: killed, stopped and signalled runs resume bit-identically."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from outlast.journal import read
 from outlast.testing import Cluster
 
 
-class _Imported:
-    """A module that is imported on first use: each pytest process collects this file, and one runs it."""
+class _LazyModule:
+    """A module that is imported on first use: every pytest process collects this file, and one runs it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_mock_name":  # pytest asks all that a module holds what it is
+        if name.startswith("__") or name == "_mock_name":  # pytest inspects all attributes of a module
             raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 
-pl: Any = _Imported("lightning.pytorch")
-adapter: Any = _Imported("outlast.integrations.lightning")
+pl: Any = _LazyModule("lightning.pytorch")
+adapter: Any = _LazyModule("outlast.integrations.lightning")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
 POSITIONS = Path(__file__).with_name("lightning_positions.py")
@@ -58,15 +58,15 @@ def digests(text: str) -> list[str]:
     return re.findall(rf"trained {STEPS} steps: ([0-9a-f]{{64}})", text)
 
 
-def play(folder: Path, *faults: str, options: tuple[str, ...] = ()) -> tuple[str, str]:
+def run_example(folder: Path, *faults: str, options: tuple[str, ...] = ()) -> tuple[str, str]:
     """Run the example with two ranks under ``outlast run``; return the digest of its weights, and the log."""
     folder.mkdir()
-    told: list[str] = []
+    arguments: list[str] = []
     if faults:
         (folder / "plan.toml").write_text("\n".join(faults))
-        told = ["--plan", str(folder / "plan.toml")]
+        arguments = ["--plan", str(folder / "plan.toml")]
     launch = ["--max-restarts=3", *options]
-    with Cluster(EXAMPLE, str(folder), *told, run_dir=folder / "run", num_nodes=1, options=launch) as cluster:
+    with Cluster(EXAMPLE, str(folder), *arguments, run_dir=folder / "run", num_nodes=1, options=launch) as cluster:
         codes = cluster.wait(WITHIN_S)
         text = cluster.agents[0].output()
     assert codes == [0], text
@@ -77,14 +77,14 @@ def play(folder: Path, *faults: str, options: tuple[str, ...] = ()) -> tuple[str
 
 
 def fault(kind: str, after: int) -> str:
-    """Return a plan's fault at rank 1."""
+    """Return the TOML of a fault of rank 1."""
     return f'[[faults]]\nname = "{kind}"\nkind = "{kind}"\nrank = 1\niteration = {after}'
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Digest of the weights of an undisturbed run of the example."""
-    digest, text = play(tmp_path_factory.mktemp("lightning") / "undisturbed")
+    digest, text = run_example(tmp_path_factory.mktemp("lightning") / "undisturbed")
     assert "cycle 1" not in text
     return digest
 
@@ -93,9 +93,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_killed_rank_costs_the_steps_since_the_newest_save(tmp_path: Path, undisturbed: str) -> None:
+def test_killed_rank_resumes_from_the_newest_checkpoint(tmp_path: Path, undisturbed: str) -> None:
     """After a SIGKILL within an epoch the run resumes from the newest checkpoint, and ends with the same weights."""
-    digest, text = play(tmp_path / "killed", fault("kill", 10))
+    digest, text = run_example(tmp_path / "killed", fault("kill", 10))
     (begin,) = re.findall(r"loaded iteration (\d+) in", text)
     assert int(begin) in (4, 8), text
     assert digest == undisturbed
@@ -104,10 +104,10 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_save(tmp_path: Path, und
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path, undisturbed: str) -> None:
-    """After a SIGSTOP the timeout of section step ends the cycle and names the rank; the weights are the same."""
+def test_stopped_rank_is_detected_and_replaced(tmp_path: Path, undisturbed: str) -> None:
+    """After a SIGSTOP the timeout of section step ends the cycle and identifies the rank; the weights are the same."""
     options = ("--ft-rank_section_timeouts=setup:120,step:5,checkpointing:60",)
-    digest, text = play(tmp_path / "stopped", fault("stop", 10), options=options)
+    digest, text = run_example(tmp_path / "stopped", fault("stop", 10), options=options)
     assert re.search(r"cycle 0 ended: rank 1 .* hangs in section 'step'", text), text
     assert digest == undisturbed
 
@@ -115,12 +115,12 @@ def test_a_stopped_rank_is_found_and_replaced(tmp_path: Path, undisturbed: str) 
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, undisturbed: str) -> None:
+def test_spare_replaces_a_lost_node(tmp_path: Path, undisturbed: str) -> None:
     """After the loss of a node within an epoch a spare continues; the weights are the same."""
     (tmp_path / "plan.toml").write_text(fault("sleep", 10) + "\nduration_s = 100\n")
-    told = [str(tmp_path), "--plan", str(tmp_path / "plan.toml")]
+    arguments = [str(tmp_path), "--plan", str(tmp_path / "plan.toml")]
     nodes: dict[str, Any] = {"num_nodes": 2, "num_spares": 1, "nproc_per_node": 1, "options": ["--max-restarts=3"]}
-    with Cluster(EXAMPLE, *told, run_dir=tmp_path / "run", **nodes) as cluster:
+    with Cluster(EXAMPLE, *arguments, run_dir=tmp_path / "run", **nodes) as cluster:
         cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 8, WITHIN_S)
         cluster.agent(next(event.node for event in cluster.events() if event.rank == 1)).kill()
         codes = cluster.wait(WITHIN_S)
@@ -146,15 +146,13 @@ def torchrun(folder: Path) -> AbstractContextManager[Launch]:
 @pytest.mark.process
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_under_torchrun_a_signal_at_one_rank_loses_nothing_that_was_saved(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    """Under stock torchrun, SIGTERM at one rank saves the same step on both (75) and SIGKILL keeps committed saves; the
-    next start ends with the same weights."""
+def test_signal_under_torchrun_loses_no_saved_step(tmp_path: Path, number: signal.Signals) -> None:
+    """Under stock torchrun, SIGTERM at one rank saves the same step on both (75) and SIGKILL keeps committed saves;
+    the next start ends with the same weights."""
     trained = re.compile(r"trained \d+ steps: ([0-9a-f]{64})")
-    with torchrun(tmp_path / "undisturbed") as whole:
-        assert whole.process.wait(WITHIN_S) == 0, whole.process.tail(80)
-        (wanted,) = set(trained.findall(whole.process.output()))
+    with torchrun(tmp_path / "undisturbed") as undisturbed_run:
+        assert undisturbed_run.process.wait(WITHIN_S) == 0, undisturbed_run.process.tail(80)
+        (expected,) = set(trained.findall(undisturbed_run.process.output()))
     folder = tmp_path / "signalled"
     with torchrun(folder) as run:
         run.wait_until(lambda: events_of(folder, EventKind.SAVE_COMMITTED), WITHIN_S)
@@ -167,18 +165,18 @@ def test_under_torchrun_a_signal_at_one_rank_loses_nothing_that_was_saved(
             ended = events_of(folder, EventKind.SESSION_ENDED)
             assert [event.data["exit_code"] for event in ended] == [75, 75]
             assert {event.iteration for event in ended} == {saved}
-    with torchrun(folder) as again:
-        assert again.process.wait(WITHIN_S) == 0, again.process.tail(80)
-        text = again.process.output()
+    with torchrun(folder) as restarted:
+        assert restarted.process.wait(WITHIN_S) == 0, restarted.process.tail(80)
+        text = restarted.process.output()
     assert f"loaded iteration {saved} " in text
-    assert set(trained.findall(text)) == {wanted}
+    assert set(trained.findall(text)) == {expected}
 
 
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_under_outlast_run_a_preemption_notice_to_one_rank_ends_the_job_with_75(tmp_path: Path) -> None:
-    """SIGTERM to rank 1's process alone: all ranks save the same step, and the job exits with 75; no step is lost."""
+def test_preemption_notice_to_one_rank_ends_the_job_with_75(tmp_path: Path) -> None:
+    """After SIGTERM to rank 1's process, all ranks save the same step, the job exits with 75, and no step is lost."""
     with Cluster(EXAMPLE, str(tmp_path), "--size", "20000", run_dir=tmp_path / "run", num_nodes=1) as cluster:
         cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED, WITHIN_S)
         os.kill(cluster.worker_pid(1), signal.SIGTERM)
@@ -195,22 +193,22 @@ def test_under_outlast_run_a_preemption_notice_to_one_rank_ends_the_job_with_75(
 @pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, before: int, after: int) -> None:
+def test_another_number_of_ranks_skips_no_sample(tmp_path: Path, before: int, after: int) -> None:
     """A run that exits within an epoch is completed by another number of ranks, which repeat at most a batch."""
     run = {"run_dir": tmp_path / "run", "num_nodes": 1}
-    told = [str(tmp_path), "--size", "160", "--epochs", "1", "--accumulate", "1"]
+    arguments = [str(tmp_path), "--size", "160", "--epochs", "1", "--accumulate", "1"]
     (tmp_path / "plan.toml").write_text(fault("sleep", 7).replace("rank = 1", "rank = 0") + "\nduration_s = 15\n")
-    with Cluster(EXAMPLE, *told, "--plan", str(tmp_path / "plan.toml"), nproc_per_node=before, **run) as cluster:
+    with Cluster(EXAMPLE, *arguments, "--plan", str(tmp_path / "plan.toml"), nproc_per_node=before, **run) as cluster:
         cluster.wait_for(lambda event: event.kind == EventKind.FAULT_SIMULATED, WITHIN_S)
         os.kill(cluster.worker_pid(0), signal.SIGTERM)
         assert cluster.wait(WITHIN_S) == [ExitReason.PREEMPTED], cluster.agents[0].output()
-        (left,) = map(int, re.findall(r"stopping after iteration (\d+), on all", cluster.agents[0].output()))
-    with Cluster(EXAMPLE, *told, nproc_per_node=after, **run) as cluster:
+        (stopped_at,) = map(int, re.findall(r"stopping after iteration (\d+), on all", cluster.agents[0].output()))
+    with Cluster(EXAMPLE, *arguments, nproc_per_node=after, **run) as cluster:
         assert cluster.wait(WITHIN_S) == [0], cluster.agents[0].output()
         text = cluster.agents[0].output()
     assert f"{before} ranks did what {after} do now" in text
-    rest = 40 // after - left * before // after
-    assert re.findall(r"trained (\d+) steps", text) == [str(left + rest)] * after, text
+    rest = 40 // after - stopped_at * before // after
+    assert re.findall(r"trained (\d+) steps", text) == [str(stopped_at + rest)] * after, text
 
 
 @pytest.mark.process
@@ -234,20 +232,18 @@ def test_with_another_number_of_ranks_no_sample_is_left_out(tmp_path: Path, befo
         ),
     ],
 )
-def test_a_run_resumes_exactly_from_every_step(
-    tmp_path: Path, case: str, every: int, steps: int, num_saved: int
-) -> None:
-    """A killed or signalled run resumes exactly, for all kinds of loops, loaders and callbacks: hooks, validations and
-    ends of epochs are neither skipped nor repeated."""
+def test_run_resumes_exactly_from_every_step(tmp_path: Path, case: str, every: int, steps: int, num_saved: int) -> None:
+    """A killed or signalled run resumes exactly, for all kinds of loops, loaders and callbacks: hooks, validations
+    and ends of epochs are neither skipped nor repeated."""
     command = [POSITIONS, tmp_path, case, str(every)]
     printed = run_python(*command, timeout_s=1500, OUTLAST_LOG_LEVEL="error").stdout
     assert printed == f"{case} {steps} steps, {num_saved} generations\n"
 
 
-# -- refusals and settings: no training -------------------------------------------------------------------------------
+# -- settings and errors, without training ----------------------------------------------------------------------------
 
 
-def trainer_of(*callbacks: Any, **options: Any) -> Any:
+def make_trainer(*callbacks: Any, **options: Any) -> Any:
     """Return a trainer for one process."""
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **options}, callbacks=list(callbacks))
@@ -259,17 +255,23 @@ def finder(name: str) -> Any:
 
 
 def settings(trainer: Any) -> outlast.Config:
-    """Return the settings that a trainer's callbacks make together."""
-    hosted = [callback for callback in trainer.callbacks if isinstance(callback, adapter._HostedCallback)]
+    """Return the merged settings of a trainer's callbacks."""
+    hosted = [callback for callback in trainer.callbacks if hasattr(callback, "session")]
     made: outlast.Config = adapter._merged(trainer, hosted)[0]
     return made
 
 
-def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) -> None:
-    """Each refusal is one line with the fault and the remedy."""
-    refused: list[tuple[Any, str]] = [
+def protect(*callbacks: Any, **options: Any) -> None:
+    """Open the session of a trainer as ``fit()`` does."""
+    protection = adapter.FaultToleranceCallback()
+    protection.setup(make_trainer(protection, *callbacks, **options), None, "fit")
+
+
+def test_invalid_settings_are_rejected_with_the_remedy(tmp_path: Path) -> None:
+    """Each error is one line with the fault and the remedy."""
+    rejected: list[tuple[Any, str]] = [
         (
-            lambda: settings(trainer_of(adapter.FaultToleranceCallback(trainer_saves=False))),
+            lambda: settings(make_trainer(adapter.FaultToleranceCallback(trainer_saves=False))),
             "trainer_saves=False.* has nowhere to save to",
         ),
         (
@@ -288,37 +290,34 @@ def test_what_contradicts_or_lacks_something_is_refused_by_name(tmp_path: Path) 
         (lambda: adapter.StragglerDetectionCallback(gpu_relative_perf_threshold=7.0), "gpu_relative_perf_threshold"),
         (lambda: adapter.FaultToleranceCallback(simulated_fault_params={"fault_typ": "random"}), "fault_type"),
         (lambda: adapter.FaultToleranceCallback(simulated_fault_params={"fault_type": "random"}), "base_delay"),
-        (lambda: adapter.update_trainer_local_checkpoint_io(trainer_of(), tmp_path, replicaton=True), "replication"),
+        (lambda: adapter.update_trainer_local_checkpoint_io(make_trainer(), tmp_path, replicaton=True), "replication"),
         (lambda: adapter.HierarchicalCheckpointIO(None, object(), int), "takes a LocalTier, or a manager"),  # type: ignore[arg-type]
         (
             lambda: settings(
-                trainer_of(
+                make_trainer(
                     adapter.FaultToleranceCallback(config=config(tmp_path)),
                     adapter.PreemptionCallback(config=config(tmp_path, seed=1)),
                 )
             ),
             "different config=",
         ),
-        (lambda: adapter._refuse(trainer_of(strategy="ddp_spawn", devices=2)), "DDPStrategy starts its ranks by"),
-        (lambda: adapter._refuse(trainer_of(strategy="ddp", devices=2)), "itself started the 2 ranks.* outlast run"),
-        (
-            lambda: adapter._refuse(trainer_of(finder("LearningRateFinder"))),
-            "LearningRateFinder repeats its search.*Tuner",
-        ),
-        (lambda: adapter._refuse(trainer_of(finder("BatchSizeFinder"))), "BatchSizeFinder repeats its search.*Tuner"),
+        (lambda: protect(strategy="ddp_spawn", devices=2), "DDPStrategy starts its ranks by"),
+        (lambda: protect(strategy="ddp", devices=2), "itself started the 2 ranks.* outlast run"),
+        (lambda: protect(finder("LearningRateFinder")), "LearningRateFinder repeats its search.*Tuner"),
+        (lambda: protect(finder("BatchSizeFinder")), "BatchSizeFinder repeats its search.*Tuner"),
     ]
-    for act, message in refused:
+    for call, message in rejected:
         with pytest.raises(ConfigError, match=message) as caught:
-            act()
+            call()
         assert "\n" not in str(caught.value)
 
 
-def test_state_that_is_sharded_is_not_saved_by_the_session(tmp_path: Path) -> None:
-    """A strategy that shards its state is refused with a checkpoint directory; without one, or on request, the trainer
-    saves."""
+def test_sharded_state_is_not_saved_by_the_session(tmp_path: Path) -> None:
+    """A strategy that shards its state is rejected with a checkpoint directory; without one, or on request, the
+    trainer saves."""
 
     class FSDPStrategy:
-        """Stands for Lightning's, which needs a GPU to be made."""
+        """Substitute for Lightning's class, which needs a GPU."""
 
         checkpoint_io = None
 
@@ -327,8 +326,10 @@ def test_state_that_is_sharded_is_not_saved_by_the_session(tmp_path: Path) -> No
         trainer = types.SimpleNamespace(strategy=FSDPStrategy(), callbacks=[callback])
         return adapter._merged(trainer, trainer.callbacks)
 
-    where = re.escape(str(tmp_path / "ckpt"))
-    with pytest.raises(ConfigError, match=f"^checkpoint.directory='{where}'.* FSDPStrategy: .* use strategy='ddp'"):
+    save_directory = re.escape(str(tmp_path / "ckpt"))
+    with pytest.raises(
+        ConfigError, match=f"^checkpoint.directory='{save_directory}'.* FSDPStrategy: .* use strategy='ddp'"
+    ):
         merged(config=config(tmp_path))
     with pytest.raises(ConfigError, match=r"^strategy FSDPStrategy: .* whole on each rank"):
         merged(trainer_saves=False)
@@ -350,19 +351,19 @@ def test_without_a_directory_the_trainer_saves(caplog: pytest.LogCaptureFixture)
         adapter.LocalCheckpointCallback(every_n_train_steps=10),
     ]
     for callback in callbacks:
-        made, why = adapter._merged(trainer_of(callback), [callback])
+        made, why = adapter._merged(make_trainer(callback), [callback])
         assert (made.checkpoint, why) == (None, "no checkpoint.directory is known")
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("outlast")]
     assert "saves nothing: call update_trainer_local_checkpoint_io(" in warning
-    found = settings(trainer_of(callbacks[2])).straggler_detection
+    found = settings(make_trainer(callbacks[2])).straggler_detection
     assert found is not None
     assert (found.enabled, found.report_time_interval, found.stop_if_detected) == (True, 300, True)
 
 
-def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings of all callbacks are merged into one config; other settings of the user stay."""
+def test_settings_of_all_callbacks_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of all callbacks are merged into one config; other settings of the user are kept."""
     monkeypatch.delenv("OUTLAST_RUN_DIR", raising=False)
-    trainer = trainer_of(
+    trainer = make_trainer(
         adapter.FaultToleranceSectionsCallback(
             simulated_fault_params=adapter.SimulatedFaultParams("rank_killed", 3.0, rank_to_fail=1),
             exp_dir=tmp_path / "exp",
@@ -394,10 +395,10 @@ def test_the_callbacks_settings_come_together(tmp_path: Path, monkeypatch: pytes
     assert made.checkpoint is not None
     assert made.checkpoint.local_directory == str(tmp_path / "fast" / "local_ckpt")
     assert (made.checkpoint.non_persistent_save_interval, made.checkpoint.replication) == (7, False)
-    assert not made.checkpoint.async_save  # as the global save is
+    assert not made.checkpoint.async_save  # like the global save
 
 
-def test_what_the_settings_say_of_slow_ranks_stays(tmp_path: Path) -> None:
+def test_straggler_settings_of_the_user_are_kept(tmp_path: Path) -> None:
     """Only parameters of the callback other than the defaults change the user's settings."""
     detection = outlast.StragglerDetectionConfig(
         report_time_interval=60, confirmations=3, stop_if_detected=True, num_gpu_perf_scores_to_print=0
@@ -405,34 +406,34 @@ def test_what_the_settings_say_of_slow_ranks_stays(tmp_path: Path) -> None:
     callback = adapter.StragglerDetectionCallback(
         num_gpu_perf_scores_to_print=2, config=config(tmp_path, straggler_detection=detection)
     )
-    found = settings(trainer_of(callback)).straggler_detection
+    found = settings(make_trainer(callback)).straggler_detection
     assert found is not None
     assert (found.enabled, found.report_time_interval, found.confirmations) == (True, 60, 3)
     assert (found.stop_if_detected, found.num_gpu_perf_scores_to_print) == (True, 2)
 
 
-def test_the_sampler_has_torchs_order_from_any_position() -> None:
+def test_sampler_follows_torchs_order_from_any_position() -> None:
     """The sampler yields DistributedSampler's indices from any position, then whole epochs, and saves its position."""
     from torch.utils.data.distributed import DistributedSampler
 
     data = range(23)
     for rank in range(3):
         plain = DistributedSampler(data, 3, rank, seed=4)  # type: ignore[arg-type]
-        ours = adapter.ResumableDistributedSampler(data, 3, rank, seed=4)
+        sampler = adapter.ResumableDistributedSampler(data, 3, rank, seed=4)
         for epoch in (0, 1):
             plain.set_epoch(epoch)
-            ours.set_epoch(epoch)
-            assert list(ours) == list(plain)
-        iterator: Iterator[int] = iter(ours)
+            sampler.set_epoch(epoch)
+            assert list(sampler) == list(plain)
+        iterator: Iterator[int] = iter(sampler)
         first = [next(iterator) for _ in range(3)]
         other = adapter.ResumableDistributedSampler(data, 3, rank)
-        other.load_state_dict(ours.state_dict())
+        other.load_state_dict(sampler.state_dict())
         assert first + list(other) == list(plain)
         assert list(other) == list(plain)
         assert len(other) == len(plain)
 
 
-def test_one_rank_alone_needs_no_process_group() -> None:
+def test_sampler_works_without_a_process_group() -> None:
     """The sampler works without torch.distributed."""
     assert sorted(adapter.ResumableDistributedSampler(range(7))) == [*range(7)]
 
@@ -441,7 +442,7 @@ def test_one_rank_alone_needs_no_process_group() -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_the_pages_code_runs(tmp_path: Path) -> None:
+def test_documented_code_runs(tmp_path: Path) -> None:
     """Every Python block of docs/lightning.md runs, and further promises of the page hold in the same process."""
     blocks = python_blocks("lightning.md")
     names = ["trainer.fit(", "StragglerDetectionCallback(report", "own = ModelCheckpoint(", "update_trainer_local"]
@@ -466,7 +467,7 @@ def test_the_pages_code_runs(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_the_readmes_code_runs(tmp_path: Path) -> None:
+def test_readme_code_runs(tmp_path: Path) -> None:
     """The README's lines for Lightning train and save."""
     (block,) = [one for one in python_blocks("../README.md") if "pl.Trainer" in one]
     alone = block.replace('strategy="ddp"', 'accelerator="cpu", devices=1, max_epochs=1, logger=False')
@@ -482,9 +483,9 @@ def test_the_readmes_code_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_what_lightning_decides_by_itself_is_kept(tmp_path: Path) -> None:
-    """Early stopping, fast_dev_run, other signals, validations within accumulation and a second ``fit()`` behave as in
-    Lightning."""
+def test_lightnings_own_decisions_are_kept(tmp_path: Path) -> None:
+    """Early stopping, fast_dev_run, other signals, validations within accumulation and a second ``fit()`` behave as
+    in Lightning."""
     result = run_python("-c", PRELUDE + BY_ITSELF, cwd=tmp_path)
     assert "stopped early at 6, 6" in result.stdout
     assert "caught, then 9" in result.stdout

@@ -1,4 +1,4 @@
-"""Megatron's settings become outlast's or are refused by name; its hooks do what the page says."""
+"""Megatron's settings become outlast's or are rejected by name; its hooks behave as documented."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bridge_ft(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changes})
 
 
-def test_a_container_becomes_a_sessions_settings() -> None:
+def test_bridge_container_is_converted() -> None:
     """Sections with Bridge's names are converted value by value; settings of the model are ignored."""
     local = {"non_persistent_ckpt_type": "local", "non_persistent_local_ckpt_dir": "/local", "replication": True}
     container = SimpleNamespace(
@@ -68,7 +68,7 @@ def test_a_container_becomes_a_sessions_settings() -> None:
     assert (config.preemption.exit_signal, config.preemption.exit_interval) == ("SIGUSR1", 7)
 
 
-def test_megatron_lms_arguments_become_a_sessions_settings() -> None:
+def test_megatron_lm_arguments_are_converted() -> None:
     """Megatron-LM's flat names are converted, also those that differ from Bridge's."""
     args = argparse.Namespace(
         save="/ckpt", save_interval=5, ckpt_format="torch_dist", rerun_mode="validate_results", tensor_model_parallel=8,
@@ -115,16 +115,16 @@ def test_megatron_lms_arguments_become_a_sessions_settings() -> None:
         ({"save": "/c", "replication": True, "replication_factor": 1}, "replication_factor=1 must be at least 2"),
     ],
 )
-def test_what_a_checkpoint_setting_cannot_mean_is_refused_by_name(values: dict[str, Any], text: str) -> None:
-    """Each refusal is one line with the setting and the remedy, when the config is read."""
+def test_invalid_checkpoint_settings_are_rejected_by_name(values: dict[str, Any], text: str) -> None:
+    """Each error is one line with the setting and the remedy, when the config is read."""
     section = megatron.CheckpointConfig(**values)
     for read in (section.finalize, lambda: megatron.outlast_config(megatron.ConfigContainer(checkpoint=section))):
         with pytest.raises(ConfigError, match=text):
             read()
 
 
-def test_what_contradicts_itself_over_sections_is_refused() -> None:
-    """Contradictions between sections, and unknown fields, are refused by name."""
+def test_contradicting_sections_are_rejected() -> None:
+    """Contradictions between sections, and unknown fields, are rejected by name."""
     with pytest.raises(ConfigError, match=r"ft\.enable_ft_package is on, but nothing is saved: set checkpoint\.save"):
         megatron.outlast_config(SimpleNamespace(ft=bridge_ft(enable_ft_package=True)))
     both = SimpleNamespace(
@@ -150,8 +150,8 @@ def test_what_contradicts_itself_over_sections_is_refused() -> None:
         {"no_load_optim": True},
     ],
 )
-def test_what_would_resume_otherwise_is_refused(values: dict[str, Any]) -> None:
-    """A setting that changes what is resumed is refused, from Bridge or Megatron-LM; its default is accepted."""
+def test_settings_that_change_resumption_are_rejected(values: dict[str, Any]) -> None:
+    """A setting that changes the resumed state is rejected, from Bridge or Megatron-LM; its default is accepted."""
     (name, value), unchanged = next(iter(values.items())), {"no_load_optim": None, "finetune": False, "ckpt_step": None}
     text = f"checkpoint.{name}={value!r} is not supported"
     for one in (
@@ -163,7 +163,7 @@ def test_what_would_resume_otherwise_is_refused(values: dict[str, Any]) -> None:
     assert megatron.outlast_config(argparse.Namespace(save="/c", **unchanged)).checkpoint is not None
 
 
-def test_our_own_sections_are_read() -> None:
+def test_outlast_sections_are_accepted() -> None:
     """Sections may be outlast's own classes."""
     preemption = PreemptionConfig(preempt_time=30.0)
     container = SimpleNamespace(checkpoint=megatron.CheckpointConfig(save="/c", save_interval=3), train=preemption)
@@ -176,15 +176,15 @@ def test_our_own_sections_are_read() -> None:
         megatron.as_outlast(config.checkpoint, megatron.FaultToleranceConfig, "ft")
 
 
-def test_settings_are_set_one_by_one_until_they_are_read() -> None:
-    """An unknown name is refused when it is set, contradictions when the settings are read, and changes afterwards."""
+def test_settings_are_mutable_until_they_are_read() -> None:
+    """An unknown name is rejected when it is set, contradictions when the settings are read, and changes afterwards."""
     cfg = megatron.ConfigContainer()
-    for section, name, near in (
+    for section, name, suggestion in (
         (cfg, "checkpont", "'checkpoint'"),
         (cfg.checkpoint, "async_sav", "'async_save'"),
         (cfg.train, "exit_signal_handle", "'exit_signal_handler'"),
     ):
-        with pytest.raises(ConfigError, match=f"has no setting '{name}'; did you mean {near}"):
+        with pytest.raises(ConfigError, match=f"has no setting '{name}'; did you mean {suggestion}"):
             setattr(section, name, True)
     with pytest.raises(TypeError, match="enable_ft_pakage"):
         megatron.FaultToleranceConfig(enable_ft_pakage=True)  # type: ignore[call-arg]
@@ -216,8 +216,8 @@ def test_settings_are_set_one_by_one_until_they_are_read() -> None:
             setattr(section, name, None)
 
 
-def test_a_section_is_read_by_all_that_take_one() -> None:
-    """A section of Bridge's is accepted, checked and frozen wherever one of outlast's is."""
+def test_bridge_sections_are_accepted_like_outlasts() -> None:
+    """A section of Bridge is accepted, checked and frozen wherever one of outlast is."""
     straggler = megatron.NVRxStragglerDetectionConfig(report_time_interval=0.0)
     restart = megatron.InProcessRestartConfig(soft_timeout=100.0)
     for make in (
@@ -240,7 +240,7 @@ def test_a_section_is_read_by_all_that_take_one() -> None:
     assert open_monitor() is None
 
 
-def test_defaults_of_bridge_are_no_contradiction() -> None:
+def test_bridge_defaults_are_accepted() -> None:
     """Bridge's defaults, no signal handler with SIGTERM, are not a contradiction."""
     bridge = SimpleNamespace(exit_signal_handler=False, exit_signal=signal.SIGTERM, train_iters=3)
     config = megatron.outlast_config(SimpleNamespace(train=bridge))
@@ -289,7 +289,7 @@ print("returned", wrapped(state, None, store=store), flush=True)
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_wrap_restarts_the_function_and_lets_go_of_megatrons_state(tmp_path: Path) -> None:
+def test_wrap_restarts_the_function_and_resets_bridge(tmp_path: Path) -> None:
     """After a failure of rank 0 both functions are called again, with Bridge's state reset and its queue closed."""
     (script := tmp_path / "train.py").write_text(RESTART)
     with RankProcesses(script, world_size=2, directory=tmp_path / "logs") as ranks:
@@ -301,23 +301,23 @@ def test_the_wrap_restarts_the_function_and_lets_go_of_megatrons_state(tmp_path:
 
 
 def context(step: int = 0, ft: Any = None) -> SimpleNamespace:
-    """Return what Bridge gives to its hooks."""
+    """Return the context that Bridge passes to its hooks."""
     state = SimpleNamespace(cfg=SimpleNamespace(ft=ft), train_state=SimpleNamespace(step=step), _async_calls_queue=None)
     return SimpleNamespace(state=state, work=lambda: None)
 
 
-def seen(monitor: RankMonitor) -> RankState:
-    """Return what the node's watchdog sees of this worker."""
+def rank_state(monitor: RankMonitor) -> RankState:
+    """Return the state of this worker in the heartbeat memory."""
     return monitor._board.read(0)
 
 
 def sections(monitor: RankMonitor) -> list[str]:
     """Return the names of the open sections."""
-    return [one.name for one in seen(monitor).sections]
+    return [one.name for one in rank_state(monitor).sections]
 
 
-class StandIn:
-    """Bridge's own manager, as far as ours calls it."""
+class BridgeManager:
+    """Substitute for the parts of Bridge's manager that outlast calls."""
 
     def __init__(self, checkpoint_config: Any) -> None:
         self.checkpointing_context: dict[str, Any] = {"config": checkpoint_config}
@@ -325,7 +325,7 @@ class StandIn:
     def save(self, ctx: Any, callback_manager: Any) -> None:
         monitor = open_monitor()
         assert monitor is not None
-        self.sections = sections(monitor)
+        self.checkpointing_context["sections"] = sections(monitor)
         if (queue := ctx.state._async_calls_queue) is not None:
             queue.schedule_async_request(AsyncRequest(ctx.work, (), []))
 
@@ -341,11 +341,11 @@ class StandIn:
 
 @pytest.fixture
 def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace the modules of Bridge that outlast imports by stand-ins; close the monitor that a test leaves open."""
+    """Replace the modules of Bridge that outlast imports; close the monitor that a test leaves open."""
     modules = {
         "megatron.bridge": {},
         "megatron.bridge.training": {},
-        "megatron.bridge.training.checkpointing": {"DefaultCheckpointManager": StandIn},
+        "megatron.bridge.training.checkpointing": {"DefaultCheckpointManager": BridgeManager},
         "megatron.bridge.training.inprocess_restart": {},
         "megatron.bridge.training.callbacks": {"CallbackManager": Callbacks},
     }
@@ -361,7 +361,7 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Callbacks:
-    """Bridge's CallbackManager, as far as ours calls it."""
+    """Substitute for the parts of Bridge's CallbackManager that outlast calls."""
 
     def __init__(self) -> None:
         self.called: dict[str, Any] = {}
@@ -371,53 +371,53 @@ class Callbacks:
 
 
 @pytest.mark.process
-def test_the_hooks_watch_steps_and_report_what_is_durable(bridge: None) -> None:
-    """Steps, saves and loads are sections; a saved or loaded iteration is durable; after the training nothing is
+def test_hooks_monitor_steps_and_report_durable_saves(bridge: None) -> None:
+    """Steps, saves and loads are sections; a saved or loaded iteration is durable; after the training no timeout is
     enforced."""
     callbacks = megatron.BridgeCallback().register(Callbacks()).called
     manager = megatron.BridgeCheckpointManager(SimpleNamespace(async_save=False))
     assert manager.load(context(step=5)) == (5, 1234)
     monitor = open_monitor()
     assert monitor is not None
-    assert seen(monitor).durable_iteration == 5
+    assert rank_state(monitor).durable_iteration == 5
     callbacks["on_train_start"](context(step=5))
     callbacks["on_train_step_start"](context(step=5))
     assert sections(monitor) == ["step"]
     callbacks["on_train_step_end"](context(step=5))
-    assert (sections(monitor), seen(monitor).iteration) == ([], 6)
+    assert (sections(monitor), rank_state(monitor).iteration) == ([], 6)
     manager.save(context(step=6), None)
-    assert manager._default.sections == ["checkpointing"]
-    assert seen(monitor).durable_iteration == 6
+    assert manager.checkpointing_context["sections"] == ["checkpointing"]
+    assert rank_state(monitor).durable_iteration == 6
     assert manager.checkpointing_context["config"] is manager.checkpoint_config
     for event in ("on_eval_start", "on_eval_end", "on_train_end"):
-        assert not seen(monitor).finished
+        assert not rank_state(monitor).finished
         callbacks[event](context())
-    assert seen(monitor).finished
+    assert rank_state(monitor).finished
     callbacks["on_train_start"](context(step=6))
     later = open_monitor()
     assert later is not None
-    assert not seen(later).finished
+    assert not rank_state(later).finished
     with pytest.raises(ConfigError, match="leave BridgeCallback out"):
         megatron.BridgeCallback().on_train_start(context(ft=bridge_ft(enable_ft_package=True)))
 
 
 @pytest.mark.process
-def test_a_training_does_not_end_with_weights_that_are_nan(bridge: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_weights_at_the_end_exit_with_17(bridge: None, caplog: pytest.LogCaptureFixture) -> None:
     """A rank whose weights are NaN after the last step exits with 17."""
     callbacks = megatron.BridgeCallback().register(Callbacks()).called
     chunk = torch.nn.Linear(2, 2)
-    whole = context(step=5)
-    whole.model = [torch.nn.Linear(2, 2), chunk]
-    callbacks["on_train_start"](whole)
+    training = context(step=5)
+    training.model = [torch.nn.Linear(2, 2), chunk]
+    callbacks["on_train_start"](training)
     chunk.weight.data[0, 0] = float("nan")
-    with pytest.raises(SystemExit) as left:
-        callbacks["on_train_end"](whole)
-    assert left.value.code == ExitReason.FAILED_VALIDATION
+    with pytest.raises(SystemExit) as raised:
+        callbacks["on_train_end"](training)
+    assert raised.value.code == ExitReason.FAILED_VALIDATION
     assert "weights that are NaN or infinite on this rank: model.1.weight" in caplog.text
 
 
 @pytest.mark.process
-def test_only_what_was_finalized_is_durable(bridge: None) -> None:
+def test_only_finalized_saves_are_durable(bridge: None) -> None:
     """A failed asynchronous save is not reported as durable; the next successful one is."""
     queue, may_end = AsyncCallsQueue(), threading.Event()
     manager = megatron.BridgeCheckpointManager(SimpleNamespace(async_save=True))
@@ -434,29 +434,29 @@ def test_only_what_was_finalized_is_durable(bridge: None) -> None:
         save(1, lambda: None)
         monitor = open_monitor()
         assert monitor is not None
-        durable_before = seen(monitor).durable_iteration
+        durable_before = rank_state(monitor).durable_iteration
         manager.finalize_async_saves(state, blocking=True)
-        assert seen(monitor).durable_iteration == 1 != durable_before
+        assert rank_state(monitor).durable_iteration == 1 != durable_before
         save(2, fail)
-        while queue.get_num_unfinalized_calls():  # the failure is logged, and training goes on
+        while queue.get_num_unfinalized_calls():  # the failure is logged, and training continues
             manager.finalize_async_saves(state)
-        assert seen(monitor).durable_iteration == 1
+        assert rank_state(monitor).durable_iteration == 1
         save(3, fail)
         with pytest.raises(CheckpointError):
             manager.finalize_async_saves(state, blocking=True)
         save(4, lambda: may_end.wait(60))
         manager.finalize_async_saves(state)
-        assert seen(monitor).durable_iteration == 1
+        assert rank_state(monitor).durable_iteration == 1
         may_end.set()
         manager.finalize_async_saves(state, blocking=True, terminate=True)
-        assert seen(monitor).durable_iteration == 4
+        assert rank_state(monitor).durable_iteration == 4
     finally:
         may_end.set()
         queue.close(abort=True)
 
 
 @pytest.mark.process
-def test_a_session_may_take_the_place_of_the_hooks_monitor(bridge: None) -> None:
+def test_later_monitor_replaces_the_hooks_monitor(bridge: None) -> None:
     """A later monitor continues the open section, and the hooks do not finish it."""
     callbacks = megatron.BridgeCallback().register(Callbacks()).called
     callbacks["on_train_start"](context())
@@ -466,12 +466,12 @@ def test_a_session_may_take_the_place_of_the_hooks_monitor(bridge: None) -> None
     assert sections(later) == ["step", "evaluation"]
     callbacks["on_eval_end"](context())
     callbacks["on_train_end"](context())
-    assert (sections(later), seen(later).finished) == ([], False)
+    assert (sections(later), rank_state(later).finished) == ([], False)
 
 
 @pytest.mark.slow
-def test_the_pages_blocks_run(bridge: None) -> None:
-    """Every Python block of the page runs, against stand-ins of Bridge's modules."""
+def test_documented_code_runs(bridge: None) -> None:
+    """Every Python block of the page runs with the substitutes for Bridge's modules."""
     for block in pages.python_blocks("megatron.md"):
         namespace: dict[str, Any] = {"__name__": "page"}
         sys.modules["page"] = ModuleType("page")
@@ -485,5 +485,5 @@ def test_the_pages_blocks_run(bridge: None) -> None:
         if "callbacks" in namespace:
             assert set(namespace["callbacks"].called) >= {"on_train_step_start", "on_train_step_end"}
         if "inprocess_restart" in namespace:
-            ours = megatron.maybe_wrap_for_inprocess_restart
-            assert namespace["inprocess_restart"].maybe_wrap_for_inprocess_restart is ours
+            outlast_wrap = megatron.maybe_wrap_for_inprocess_restart
+            assert namespace["inprocess_restart"].maybe_wrap_for_inprocess_restart is outlast_wrap

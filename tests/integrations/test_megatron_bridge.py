@@ -47,11 +47,11 @@ for name in ("megatron.bridge", "megatron.bridge.training"):  # not what their _
 """
 
 
-def run(code: str, folder: Path, *words: str) -> str:
+def run(code: str, folder: Path, *arguments: str) -> str:
     """Run code in a separate process; return its output."""
     (script := folder / "script.py").write_text(BEGIN + code)
-    done = run_python(script, *words, timeout_s=250, cwd=folder, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    return done.stdout + done.stderr
+    completed = run_python(script, *arguments, timeout_s=250, cwd=folder, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    return completed.stdout + completed.stderr
 
 
 SETTINGS = """
@@ -205,19 +205,19 @@ print("driven")
 
 
 @pytest.mark.slow
-def test_bridges_settings_are_ours(tmp_path: Path) -> None:
+def test_settings_match_bridges(tmp_path: Path) -> None:
     """Names, fields and defaults are Bridge's except for the logger's name; its objects become a session's settings."""
     assert "settings agree" in run(SETTINGS, tmp_path)
 
 
 @pytest.mark.slow
-def test_bridges_hooks_run_ours(tmp_path: Path) -> None:
+def test_bridge_calls_outlasts_hooks(tmp_path: Path) -> None:
     """Bridge's callback manager calls outlast's hooks; its checkpointing context creates outlast's local manager."""
     assert "hooks run" in run(HOOKS, tmp_path)
 
 
 @pytest.mark.slow
-def test_bridges_wrap_and_ours_restart_the_function(tmp_path: Path) -> None:
+def test_both_wraps_restart_the_function(tmp_path: Path) -> None:
     """Bridge's own wrap over outlast's extension, and outlast's wrap, both call the function again."""
     output = run(RESTART, tmp_path)
     assert "megatron.bridge.training.inprocess_restart restarted; resets:" in output
@@ -225,6 +225,6 @@ def test_bridges_wrap_and_ours_restart_the_function(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bridges_own_callbacks_run(tmp_path: Path) -> None:
+def test_bridges_own_callbacks_run_over_outlast(tmp_path: Path) -> None:
     """Bridge's fault tolerance callbacks, set up twice, and its straggler manager run over outlast's extension."""
     assert "driven" in run(CALLBACKS, tmp_path, str(free_port())).splitlines()

@@ -1,4 +1,4 @@
-"""Metrics reach other loggers, read back with their own tools, and no logger delays a step."""
+"""Metrics reach other loggers, verified with their own readers, and no logger delays a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outlast.testing.ranks import free_port
 
 WITHIN_S = 120.0
 RUN = MetricsRun(run_id="gpt", iteration=0)
-FIGURES = {
+METRICS = {
     "outlast/step_time_s": 0.25,
     "outlast/goodput": 0.5,
     "outlast/incidents/hang": 2.0,
@@ -37,18 +37,18 @@ FIGURES = {
 
 
 class Listed(metrics.BackgroundSink):
-    """Records its calls; they wait for a gate, and those in ``refused`` raise."""
+    """Records its calls; they wait for a gate, and the calls in ``refused`` raise."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.gate = threading.Event()
         self.gate.set()
         self.calls: list[Any] = []
-        self.refused: set[Any] = set()
+        self.failing: set[Any] = set()
 
     def _do(self, what: Any) -> None:
         self.gate.wait(WITHIN_S)
-        if what in self.refused:
+        if what in self.failing:
             raise OSError("no network,\nreally")
         self.calls.append(what)
 
@@ -63,24 +63,24 @@ class Listed(metrics.BackgroundSink):
 
 
 def write(sink: Any, *iterations: int, run: MetricsRun = RUN) -> None:
-    """Let a sink write the same metrics for some iterations of a run, and end it."""
+    """Write the same metrics for some iterations of a run, and end the run."""
     sink.begin_run(run)
     for iteration in iterations:
-        sink(FIGURES, iteration)
+        sink(METRICS, iteration)
     sink.end_run(WITHIN_S)
 
 
-class ShownGauges(metrics.PrometheusSink):
-    """Tells when gauges are exported."""
+class SignallingGauges(metrics.PrometheusSink):
+    """Signals when gauges are exported."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.shown, self.may_close = threading.Event(), threading.Event()
+        self.exported, self.may_close = threading.Event(), threading.Event()
         self.may_close.set()
 
     def _flush(self) -> None:
         super()._flush()
-        self.shown.set()
+        self.exported.set()
 
     def _close(self) -> None:
         self.may_close.wait(WITHIN_S)
@@ -88,7 +88,7 @@ class ShownGauges(metrics.PrometheusSink):
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return steps and values by tag, with TensorBoard's own reader."""
+    """Return steps and values by tag, read with TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -96,38 +96,38 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-# -- no step waits -------------------------------------------------------------------------------------------------
+# -- no delay of steps ---------------------------------------------------------------------------------------------
 
 
-def test_a_full_pipe_holds_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A sink that hangs in a write delays neither the loop nor the end; dropped records are counted and reported once,
-    and other sinks get everything."""
+def test_hanging_sink_does_not_delay_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A sink that hangs in a write delays neither the loop nor the end; dropped records are counted and reported
+    once, and other sinks get all records."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reading, writing = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.open(pipe, os.O_WRONLY)
     try:
         hanging = metrics.CallableSink(lambda metrics, iteration: os.write(writing, b"x" * (1 << 20)), max_queued=8)
-        listed = Listed()
-        sinks = metrics.SeveralSinks(hanging, listed)
+        recorder = Listed()
+        sinks = metrics.SeveralSinks(hanging, recorder)
         sinks.begin_run(RUN)
         for iteration in range(1, 101):
-            sinks(FIGURES, iteration)
+            sinks(METRICS, iteration)
         assert hanging.num_dropped >= 100 - 8 - 1
         sinks.end_run(0.2)
-        assert listed.calls == ["open gpt 0", *range(1, 101), "close"]
-        told = [record.getMessage() for record in caplog.records if record.name == metrics.log.name]
-        assert [text for text in told if "cannot keep up" in text] == [
+        assert recorder.calls == ["open gpt 0", *range(1, 101), "close"]
+        messages = [record.getMessage() for record in caplog.records if record.name == metrics.log.name]
+        assert [text for text in messages if "cannot keep up" in text] == [
             "CallableSink cannot keep up: metrics are dropped, training continues"
         ]
-        assert any(text.startswith("CallableSink did not end within") for text in told)
-        assert f"CallableSink: {hanging.num_dropped} records of metrics dropped" in "\n".join(told)
+        assert any(text.startswith("CallableSink did not end within") for text in messages)
+        assert f"CallableSink: {hanging.num_dropped} records of metrics dropped" in "\n".join(messages)
     finally:
-        os.close(reading)  # the write ends with an error, and the thread with it
+        os.close(reading)  # the write fails, which ends the thread
         os.close(writing)
 
 
-class Figures(Listed):
-    """Records metrics, not iterations."""
+class RecordingMetrics(Listed):
+    """Records metrics instead of iterations."""
 
     def _write(self, metrics: Mapping[str, float], iteration: int) -> None:
         self._do(tuple(metrics.items()))
@@ -135,7 +135,7 @@ class Figures(Listed):
 
 def test_a_sink_writes_the_values_of_its_call() -> None:
     """A tensor that changes in place before it is written is written with its value at the call."""
-    sink, loss = Figures(), torch.tensor(3.0)
+    sink, loss = RecordingMetrics(), torch.tensor(3.0)
     sink.begin_run(RUN)
     sink.gate.clear()
     metrics: Any = {"loss": loss}
@@ -148,7 +148,7 @@ def test_a_sink_writes_the_values_of_its_call() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_sink_that_hangs_ends_no_session_late(tmp_path: Path) -> None:
+def test_hanging_sink_does_not_delay_the_end_of_a_session(tmp_path: Path) -> None:
     """A session trains to its end with a sink whose first write hangs."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -158,14 +158,14 @@ def test_a_sink_that_hangs_ends_no_session_late(tmp_path: Path) -> None:
         "with outlast.init(outlast.Config(), log_metrics=sink) as run:\n"
         "    print([*run.steps({'w': torch.zeros(1)}, total=50)][-1])\n"
     )
-    done = run_python(script)
-    assert done.stdout == "49\n"
-    assert "CallableSink did not end within 5 s; 4 records of metrics not written" in done.stderr
-    assert "CallableSink: 46 records of metrics dropped" in done.stderr
+    completed = run_python(script)
+    assert completed.stdout == "49\n"
+    assert "CallableSink did not end within 5 s; 4 records of metrics not written" in completed.stderr
+    assert "CallableSink: 46 records of metrics dropped" in completed.stderr
 
 
 @pytest.mark.parametrize(
-    ("refused", "retry_s", "calls"),
+    ("failing", "retry_s", "calls"),
     [
         ({2, 3}, 60.0, ["open gpt 0", 1, 4, 5, "close"]),
         ({"open gpt 0"}, 60.0, []),
@@ -173,55 +173,55 @@ def test_a_sink_that_hangs_ends_no_session_late(tmp_path: Path) -> None:
     ],
     ids=["write", "open", "write, then reopened"],
 )
-def test_a_sink_that_raises_goes_on(
-    refused: set[Any], retry_s: float, calls: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+def test_failing_sink_continues(
+    failing: set[Any], retry_s: float, calls: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    """Lost records are counted and reported once; a sink that fails for long is reopened."""
+    """Lost records are counted and reported once; a sink that keeps failing is reopened."""
     monkeypatch.setattr(metrics, "RETRY_S", retry_s)
     sink = Listed()
-    sink.refused = refused
+    sink.failing = failing
     write(sink, *range(1, 6))
-    lost = 5 - sum(isinstance(one, int) for one in calls)
-    assert (sink.calls, sink.num_failed, sink.num_dropped) == (calls, lost, 0)
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Listed")]
-    assert told[0] == "Listed failed (OSError: no network, really); training continues"
-    assert told[1].startswith("Listed: 0 records of metrics dropped because the sink could not keep up, ")
-    assert len(told) == 2
+    num_lost = 5 - sum(isinstance(one, int) for one in calls)
+    assert (sink.calls, sink.num_failed, sink.num_dropped) == (calls, num_lost, 0)
+    messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Listed")]
+    assert messages[0] == "Listed failed (OSError: no network, really); training continues"
+    assert messages[1].startswith("Listed: 0 records of metrics dropped because the sink could not keep up, ")
+    assert len(messages) == 2
 
 
-def test_a_run_that_begins_again_waits_for_the_end_of_the_last() -> None:
-    """After an in-process restart the sink is reopened once everything of the old run is written and closed."""
+def test_new_run_waits_for_the_end_of_the_previous_run() -> None:
+    """After an in-process restart the sink is reopened once all records of the old run are written and closed."""
     sink = Listed()
     sink.gate.clear()
     sink.begin_run(RUN)
-    sink(FIGURES, 1)
+    sink(METRICS, 1)
     sink.end_run(0)
     sink.begin_run(MetricsRun(run_id="gpt", iteration=7))
-    sink(FIGURES, 8)
+    sink(METRICS, 8)
     sink.gate.set()
     sink.end_run(WITHIN_S)
     assert sink.calls == ["open gpt 0", 1, "close", "open gpt 7", 8, "close"]
 
 
 @pytest.mark.parametrize(("every_rank", "rank", "writes"), [(False, 0, True), (False, 1, False), (True, 1, True)])
-def test_rank_0_writes_or_each(every_rank: bool, rank: int, writes: bool) -> None:
+def test_only_rank_0_writes_by_default(every_rank: bool, rank: int, writes: bool) -> None:
     """Rank 0 alone writes, or all ranks with every_rank."""
     sink = Listed(every_rank=every_rank)
     write(sink, 1, run=MetricsRun(run_id="gpt", iteration=0, global_rank=rank, world_size=2))
     assert bool(sink.calls) == writes
 
 
-def test_a_sink_behind_a_callable_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sink_in_a_callable_uses_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink that a script's own function calls gets rank and run from the environment."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gpt")
     monkeypatch.setenv("RANK", "0")
     sink = Listed()
-    sink(FIGURES, 11)
+    sink(METRICS, 11)
     sink.end_run(WITHIN_S)
     assert sink.calls == ["open gpt 10", 11, "close"]
 
 
-def test_a_sink_behind_a_callable_is_written_at_exit(tmp_path: Path) -> None:
+def test_sink_in_a_callable_is_flushed_at_exit(tmp_path: Path) -> None:
     """A sink that a script's own function calls is written and closed at the end of the process, while threads still
     work."""
     script = tmp_path / "train.py"
@@ -242,7 +242,7 @@ def test_a_sink_behind_a_callable_is_written_at_exit(tmp_path: Path) -> None:
     assert run_python(script).stdout == "wrote 1\nwrote 2\nclose\n"
 
 
-def test_sys_exit_within_a_sink_ends_no_thread() -> None:
+def test_sys_exit_in_a_sink_loses_one_record_only() -> None:
     """A function that calls sys.exit() loses that record only."""
     seen = []
 
@@ -259,20 +259,20 @@ def test_sys_exit_within_a_sink_ends_no_thread() -> None:
 # -- the loggers ---------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_leaves_out_what_is_done_again(tmp_path: Path) -> None:
+def test_tensorboard_shows_repeated_iterations_once(tmp_path: Path) -> None:
     """After a restart from iteration 2 TensorBoard shows iterations 3 and 4 once, with the new values."""
     for begin, end, value in ((0, 4, 1.0), (2, 6, 2.0)):
         sink = metrics.TensorBoardSink(tmp_path)
         sink.begin_run(MetricsRun(run_id="gpt", iteration=begin))
         for iteration in range(begin + 1, end + 1):
-            sink({**FIGURES, "outlast/step_time_s": value}, iteration)
+            sink({**METRICS, "outlast/step_time_s": value}, iteration)
         sink.end_run(WITHIN_S)
     found = scalars(tmp_path)
-    assert set(found) == set(FIGURES)
+    assert set(found) == set(METRICS)
     assert found["outlast/step_time_s"] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)]
 
 
-def test_tensorboard_of_torch_alone_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_writer_of_torch_is_the_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without tensorboardX the writer of torch is used, with a folder for each rank."""
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     sink = metrics.TensorBoardSink(tmp_path, every_rank=True)
@@ -281,8 +281,8 @@ def test_tensorboard_of_torch_alone_is_enough(tmp_path: Path, monkeypatch: pytes
 
 
 def read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=WITHIN_S) as answer:
-        text: str = answer.read().decode()
+    with urllib.request.urlopen(url, timeout=WITHIN_S) as response:
+        text: str = response.read().decode()
     return text
 
 
@@ -297,19 +297,19 @@ SERIES = {
 }
 
 
-def test_prometheus_shows_gauges_on_loopback_and_in_a_file(tmp_path: Path) -> None:
-    """Endpoint (on 127.0.0.1) and file export each metric with unit and labels, and each kind of incident from the
-    start; after the end nothing listens."""
-    sink = ShownGauges(port=0, textfile=tmp_path / "outlast.prom", every_rank=True)
+def test_prometheus_exports_by_endpoint_and_file(tmp_path: Path) -> None:
+    """The endpoint (on 127.0.0.1) and the file export each metric with unit and labels, and each kind of incident
+    from the start; after the end the port is closed."""
+    sink = SignallingGauges(port=0, textfile=tmp_path / "outlast.prom", every_rank=True)
     sink.begin_run(MetricsRun(run_id="gpt", iteration=6, global_rank=1, local_rank=1, world_size=2))
     assert sink.url is None
-    sink(FIGURES, 7)
-    assert sink.shown.wait(WITHIN_S)
+    sink(METRICS, 7)
+    assert sink.exported.wait(WITHIN_S)
     url = sink.url
     assert url is not None
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", url)
-    shown = {line for line in read(url).splitlines() if not line.startswith("#")}
-    assert shown == SERIES
+    exported = {line for line in read(url).splitlines() if not line.startswith("#")}
+    assert exported == SERIES
     sink.end_run(WITHIN_S)
     with pytest.raises(urllib.error.URLError):
         read(url)
@@ -324,8 +324,8 @@ def test_prometheus_shows_gauges_on_loopback_and_in_a_file(tmp_path: Path) -> No
     assert len(samples) == len(SERIES)
 
 
-def test_prometheus_begins_again_in_the_same_registry() -> None:
-    """A second run registers no gauge twice."""
+def test_prometheus_supports_a_second_run_in_a_registry() -> None:
+    """A second run does not register a gauge twice."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
@@ -335,34 +335,34 @@ def test_prometheus_begins_again_in_the_same_registry() -> None:
     assert sink.num_failed == 0
 
 
-def test_prometheus_takes_the_port_of_one_that_is_still_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prometheus_waits_for_a_closing_sinks_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second session's sink waits for the closing of the first one's, then listens on the same port."""
     port = free_port()
-    first, second = ShownGauges(port=port), ShownGauges(port=port)
+    first, second = SignallingGauges(port=port), SignallingGauges(port=port)
     monkeypatch.setattr(metrics, "CLOSING_S", WITHIN_S)
     first.may_close.clear()
     first.begin_run(RUN)
-    first(FIGURES, 1)
-    assert first.shown.wait(WITHIN_S)
+    first(METRICS, 1)
+    assert first.exported.wait(WITHIN_S)
     first.end_run(0)
     second.begin_run(RUN)
-    second(FIGURES, 2)
-    assert not second.shown.wait(0.2)
+    second(METRICS, 2)
+    assert not second.exported.wait(0.2)
     first.may_close.set()
-    assert second.shown.wait(WITHIN_S)
+    assert second.exported.wait(WITHIN_S)
     assert 'outlast_iteration{run_id="gpt"} 2.0' in read(f"http://127.0.0.1:{port}/metrics")
     second.end_run(WITHIN_S)
     assert (first.num_failed, second.num_failed) == (0, 0)
 
 
-def test_prometheus_shows_the_newest_figures_during_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics that come too soon after a write are in the file later, without a further step."""
+def test_prometheus_file_is_updated_without_another_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics that arrive shortly after a write are in the file later, without a further step."""
     monkeypatch.setattr(metrics, "_TEXTFILE_S", 1.0)
     path = tmp_path / "outlast.prom"
-    sink = ShownGauges(textfile=path)
+    sink = SignallingGauges(textfile=path)
     sink.begin_run(RUN)
     for iteration in (1, 2):
-        sink(FIGURES, iteration)
+        sink(METRICS, iteration)
         until_s = time.monotonic() + WITHIN_S
         while not path.exists() or f'outlast_iteration{{run_id="gpt"}} {iteration}.0' not in path.read_text():
             assert time.monotonic() < until_s
@@ -370,31 +370,31 @@ def test_prometheus_shows_the_newest_figures_during_a_stall(tmp_path: Path, monk
     sink.end_run(WITHIN_S)
 
 
-def test_prometheus_shows_the_other_figures_of_a_record() -> None:
+def test_prometheus_gauge_failure_keeps_other_gauges() -> None:
     """A gauge that cannot be registered does not affect the others."""
     from prometheus_client import CollectorRegistry, Gauge
 
     registry = CollectorRegistry()
     Gauge("outlast_step_time_seconds", "another's", registry=registry)
-    sink = ShownGauges(registry=registry)
+    sink = SignallingGauges(registry=registry)
     sink.begin_run(RUN)
-    sink(FIGURES, 7)
-    assert sink.shown.wait(WITHIN_S)
+    sink(METRICS, 7)
+    assert sink.exported.wait(WITHIN_S)
     assert registry.get_sample_value("outlast_iteration", {"run_id": "gpt"}) == 7
     assert registry.get_sample_value("outlast_goodput", {"run_id": "gpt"}) == 0.5
     sink.end_run(WITHIN_S)
     assert sink.num_failed == 1
 
 
-def test_prometheus_refuses_a_rank_that_has_no_port_as_the_run_begins() -> None:
-    """A port without room for the local rank is refused by name; the other sinks are started."""
-    sink, listed = metrics.PrometheusSink(port=65535, every_rank=True), Listed(every_rank=True)
-    several = metrics.SeveralSinks(sink, listed)
+def test_prometheus_rejects_ports_above_the_range() -> None:
+    """A port without room for the local rank is rejected by name; the other sinks are started."""
+    sink, recorder = metrics.PrometheusSink(port=65535, every_rank=True), Listed(every_rank=True)
+    several = metrics.SeveralSinks(sink, recorder)
     with pytest.raises(ConfigError, match="port=65535 leaves no port to local rank 1, which would have 65536"):
         several.begin_run(MetricsRun(run_id="gpt", iteration=0, global_rank=1, local_rank=1, world_size=2))
-    several(FIGURES, 1)
+    several(METRICS, 1)
     several.end_run(WITHIN_S)
-    assert listed.calls == ["open gpt 0", 1, "close"]
+    assert recorder.calls == ["open gpt 0", 1, "close"]
     write(sink)
 
 
@@ -403,18 +403,18 @@ class Wandb:
 
     class Run:
         def __init__(self, owner: Wandb, given: dict[str, Any]) -> None:
-            self.owner, self.given, self.logged, self.is_over = owner, given, list[int](), False
+            self.owner, self.given, self.logged, self.is_finished = owner, given, list[int](), False
 
         def define_metric(self, name: str, **options: Any) -> None:
-            assert not self.is_over
+            assert not self.is_finished
 
         def log(self, metrics: dict[str, float]) -> None:
-            assert not self.is_over, "the run is finished"
+            assert not self.is_finished, "the run is finished"
             self.logged.append(int(metrics["outlast/iteration"]))
 
         def finish(self) -> None:
             self.owner.gate.wait(WITHIN_S)
-            self.is_over, self.owner.run = True, None
+            self.is_finished, self.owner.run = True, None
 
     def __init__(self) -> None:
         self.run: Wandb.Run | None = None
@@ -427,17 +427,17 @@ class Wandb:
         return self.run
 
 
-def test_wandb_takes_no_run_that_another_sink_is_finishing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_waits_for_a_run_that_is_finishing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second session's sink waits until the first one's run is finished, and logs to a separate run."""
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(metrics, "CLOSING_S", WITHIN_S)
     first, second = metrics.WandbSink(), metrics.WandbSink()
     first.begin_run(RUN)
-    first(FIGURES, 1)
+    first(METRICS, 1)
     first.end_run(0)
     second.begin_run(MetricsRun(run_id="gpt", iteration=1))
-    second(FIGURES, 2)
+    second(METRICS, 2)
     wandb.gate.set()
     second.end_run(WITHIN_S)
     assert [run.logged for run in wandb.runs] == [[1], [2]]
@@ -445,7 +445,7 @@ def test_wandb_takes_no_run_that_another_sink_is_finishing(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("run_id", ["default", "none"])
-def test_wandb_continues_no_run_that_has_no_id(
+def test_wandb_without_a_run_id_starts_a_new_run(
     run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a run id W&B draws one, which one line reports; a script's own id is used."""
@@ -459,12 +459,12 @@ def test_wandb_continues_no_run_that_has_no_id(
         assert sink.num_failed == 0
     given = [run.given for run in wandb.runs]
     assert given == [{}, {}, {"name": "rank-0"}, {"name": "rank-0"}, *[{"id": "mine", "resume": "allow"}] * 2]
-    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    messages = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     text = "WandbSink: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
-    assert told == [text] * 2
+    assert messages == [text] * 2
 
 
-def test_mlflow_continues_no_run_that_has_no_id(
+def test_mlflow_without_a_run_id_starts_a_new_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a run id no MLflow run is searched, and none gets the tag."""
@@ -474,8 +474,8 @@ def test_mlflow_continues_no_run_that_has_no_id(
         def __init__(self, tracking_uri: str | None) -> None: ...
 
         def __getattr__(self, name: str) -> Any:
-            def call(*words: Any, **named: Any) -> Any:
-                calls.append((name, named))
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                calls.append((name, keywords))
                 info = types.SimpleNamespace(run_id="drawn")
                 return [] if name == "search_runs" else types.SimpleNamespace(experiment_id="0", info=info)
 
@@ -492,8 +492,8 @@ def test_mlflow_continues_no_run_that_has_no_id(
         sink = metrics.MLflowSink()
         write(sink, 1, run=MetricsRun(run_id=run_id, iteration=0))
         assert sink.num_failed == 0
-    made = [named for name, named in calls if name == "create_run"]
-    assert made == [{"tags": {}, "run_name": None}, {"tags": {"outlast.run_id": "gpt"}, "run_name": "gpt"}]
+    created = [keywords for name, keywords in calls if name == "create_run"]
+    assert created == [{"tags": {}, "run_name": None}, {"tags": {"outlast.run_id": "gpt"}, "run_name": "gpt"}]
     assert [name for name, _ in calls].count("search_runs") == 1
     assert "MLflowSink: the run has no id" in caplog.text
 
@@ -535,14 +535,14 @@ def test_opentelemetry_records_gauges() -> None:
         (lambda: metrics.TensorBoardSink("a", max_queued=0), "max_queued=0 must be at least 1"),
     ],
 )
-def test_wrong_values_are_refused_in_one_line(make: Any, remedy: str) -> None:
-    """Invalid values are refused when the sink is created."""
+def test_invalid_values_are_rejected(make: Any, remedy: str) -> None:
+    """Invalid values are rejected when the sink is created."""
     with pytest.raises(ConfigError, match=remedy):
         make()
 
 
 @pytest.mark.parametrize(
-    ("absent", "make", "extra"),
+    ("missing", "make", "extra"),
     [
         (
             ("tensorboardX", "tensorboard", "torch.utils.tensorboard"),
@@ -555,11 +555,11 @@ def test_wrong_values_are_refused_in_one_line(make: Any, remedy: str) -> None:
         (("opentelemetry.metrics",), metrics.OpenTelemetrySink, "opentelemetry"),
     ],
 )
-def test_a_missing_package_is_one_line_with_the_remedy(
-    absent: tuple[str, ...], make: Any, extra: str, monkeypatch: pytest.MonkeyPatch
+def test_missing_package_is_reported_with_its_extra(
+    missing: tuple[str, ...], make: Any, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A missing package is reported when the sink is created, with the extra to install."""
-    for name in absent:
+    for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
         ImportError, match=rf"^\w+Sink needs \S+, which is not installed: pip install 'outlast\[{extra}\]'$"
@@ -588,7 +588,7 @@ print("weight", weight.item(), flush=True)
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_killed_run_is_one_line_in_tensorboard(tmp_path: Path) -> None:
+def test_killed_run_is_continuous_in_tensorboard(tmp_path: Path) -> None:
     """After a SIGKILL of a rank TensorBoard has each iteration once, the restart, its cause, and the goodput."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -630,7 +630,7 @@ def test_goodput_is_a_share_after_the_clock_was_set_back(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("number", range(len(python_blocks("metrics.md"))))
-def test_the_page_of_the_docs_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_code_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each Python block of the page works unchanged."""
     monkeypatch.chdir(tmp_path)
     block = python_blocks("metrics.md")[number]
@@ -644,15 +644,15 @@ def test_the_page_of_the_docs_runs(number: int, tmp_path: Path, monkeypatch: pyt
     write(sink, 1)
     assert [one.num_failed for one in getattr(sink, "sinks", [sink])] == [0] * len(getattr(sink, "sinks", [sink]))
     if "LinesSink" in namespace:
-        assert (tmp_path / "lines-0").read_text() == f"1 {FIGURES}\n"
+        assert (tmp_path / "lines-0").read_text() == f"1 {METRICS}\n"
 
 
-# -- packages that are not pinned here -----------------------------------------------------------------------------
+# -- packages of the overlay ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.overlay
-def test_wandb_offline_has_every_figure(tmp_path: Path) -> None:
-    """Offline files of two jobs contain every iteration, repeated ones too."""
+def test_wandb_offline_files_contain_every_iteration(tmp_path: Path) -> None:
+    """Offline files of two jobs contain every iteration, including repeated ones."""
     script = (
         "import sys\nfrom outlast.integrations import metrics\n"
         "sink = metrics.WandbSink(project='p', mode='offline', directory=sys.argv[1])\n"
@@ -671,21 +671,21 @@ def test_wandb_offline_has_every_figure(tmp_path: Path) -> None:
 
 
 def read_wandb(path: Path) -> list[int]:
-    """Return the iterations in an offline file: a LevelDB log behind 7 bytes."""
+    """Return the iterations in an offline file: a LevelDB log after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, whole, found = path.read_bytes(), 7, b"", []
+    data, at, record_bytes, found = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
-        if (1 << 15) - at % (1 << 15) < 7:  # too little is left of the block for a header
+        if (1 << 15) - at % (1 << 15) < 7:  # the rest of the block is too small for a header
             at += (1 << 15) - at % (1 << 15)
             continue
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + 7 : at + 7 + size]
+        record_bytes += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # all of a record, or the last part of one
+        if kind in (1, 4):  # a complete record, or the last part of one
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            whole = b""
+            record.ParseFromString(record_bytes)
+            record_bytes = b""
             if record.WhichOneof("record_type") == "history":
                 values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 found.append(int(values["outlast/iteration"]))
@@ -693,7 +693,7 @@ def read_wandb(path: Path) -> list[int]:
 
 
 @pytest.mark.overlay
-def test_wandb_without_a_network_ends_with_the_training(tmp_path: Path) -> None:
+def test_wandb_without_a_network_does_not_block_training(tmp_path: Path) -> None:
     """With W&B online and an unreachable server the training completes."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -702,8 +702,8 @@ def test_wandb_without_a_network_ends_with_the_training(tmp_path: Path) -> None:
         "with outlast.init(outlast.Config(), log_metrics=sink) as run:\n"
         "    print([*run.steps({'w': torch.zeros(1)}, total=50)][-1], flush=True)\n"
     )
-    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_DIR": str(tmp_path)}
-    assert run_python(script, **nowhere).stdout == "49\n"
+    unreachable = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_DIR": str(tmp_path)}
+    assert run_python(script, **unreachable).stdout == "49\n"
 
 
 @pytest.mark.overlay
@@ -728,7 +728,7 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.process
-def test_the_session_tells_a_sink_where_it_begins(tmp_path: Path) -> None:
+def test_session_passes_the_first_iteration_to_sinks(tmp_path: Path) -> None:
     """A sink gets the run and the iteration from which training continues."""
     script = tmp_path / "train.py"
     script.write_text(

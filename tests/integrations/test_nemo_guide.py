@@ -1,7 +1,7 @@
 """The code of NeMo's resiliency guide runs unchanged, except for its imports and NeMo's models.
 
 NeMo itself needs GPUs: its trainer is Lightning's, a recipe has the same form (:mod:`guide_recipe`), and
-``MegatronStrategy`` is a stand-in that saves like NeMo's (:mod:`guide_training`).
+``MegatronStrategy`` is a substitute that saves like NeMo's (:mod:`guide_training`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from gated_training import Launch
 from pages import run_python
-from test_nemo_run import HERE, started
+from test_nemo_run import HERE, launch_script
 
 from outlast.errors import ExitReason
 from outlast.testing import Cluster
@@ -31,7 +31,7 @@ def first_steps(folder: Path, rank: int = 0) -> list[int]:
     return [step for (cycle, step), (last, old) in zip(rows, before, strict=False) if cycle != last or step != old + 1]
 
 
-def step_left_at(text: str) -> int:
+def saved_step(text: str) -> int:
     """Return the step that the trainer saved at a shutdown."""
     (step,) = re.findall(r"stopping after iteration (\d+), on all ranks", text)
     assert f"iteration {step} is saved, nothing is lost; exiting with code 75" in text
@@ -41,19 +41,19 @@ def step_left_at(text: str) -> int:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "words", "begin"),
+    ("kind", "options", "begin"),
     [
         pytest.param("megatron", ("local", "async"), 9, id="megatron"),
         pytest.param("ddp", (), 8, id="ddp", marks=pytest.mark.campaign),
     ],
 )
-def test_a_trainer_that_saves_by_itself_is_monitored(
-    tmp_path: Path, kind: str, words: tuple[str, ...], begin: int
+def test_trainer_with_its_own_saves_is_monitored(
+    tmp_path: Path, kind: str, options: tuple[str, ...], begin: int
 ) -> None:
-    """A trainer that saves itself survives a stopped rank and SIGTERM (75), and resumes from its own or a newer local
-    checkpoint."""
+    """A trainer that writes its own checkpoints survives a stopped rank and SIGTERM (75), and resumes from its own
+    or a newer local checkpoint."""
     run = {"run_dir": tmp_path / "run", "num_nodes": 1, "options": OPTIONS}
-    with Cluster(TRAINING, str(tmp_path), kind, "20", *words, "@0:1:10", "@1:1:14", **run) as cluster:
+    with Cluster(TRAINING, str(tmp_path), kind, "20", *options, "@0:1:10", "@1:1:14", **run) as cluster:
         launch = Launch(tmp_path, cluster.agents[0])
         launch.signal_at_gate(0, signal.SIGSTOP)
         launch.signal_at_gate(1, signal.SIGTERM)
@@ -66,15 +66,15 @@ def test_a_trainer_that_saves_by_itself_is_monitored(
     assert "checkpoints no" not in text
     assert re.search(r"cycle 0 ended: rank 1 .* hangs in section 'step'", text), text
     assert "Preemption detected, saving checkpoint and exiting" in text
-    left = step_left_at(text)
+    stopped_at = saved_step(text)
     assert "infinite or NaN" not in text
     assert (tmp_path / "ft_state.json").exists()
-    with Cluster(TRAINING, str(tmp_path), kind, "20", *words, **run) as cluster:
+    with Cluster(TRAINING, str(tmp_path), kind, "20", *options, **run) as cluster:
         assert cluster.wait(WITHIN_S) == [0], cluster.agents[0].output()
         assert cluster.agents[0].output().count("trained 20 steps") == 2
-    assert first_steps(tmp_path, 0) == first_steps(tmp_path, 1) == [0, begin, left]
+    assert first_steps(tmp_path, 0) == first_steps(tmp_path, 1) == [0, begin, stopped_at]
     copies = {path.parent.parent.parent.name for path in tmp_path.glob("local/local_ckpt/*/step-*/*.safetensors")}
-    assert copies == ({"local_ckpt"} if words else set())
+    assert copies == ({"local_ckpt"} if options else set())
 
 
 TRAINER = """
@@ -113,7 +113,7 @@ assert trainer.global_step == 25, trainer.global_step
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_the_guides_lines_for_a_trainer_run(tmp_path: Path) -> None:
+def test_guides_trainer_code_runs(tmp_path: Path) -> None:
     """A trainer with stragglers, preemption and local checkpoints runs without settings."""
     result = run_python("-c", TRAINER + FIT.join((STRAGGLERS, PREEMPTION, LOCAL, "")), cwd=tmp_path)
     assert result.stderr.count("monitoring only (no checkpoint.directory is known)") == 2, result.stderr
@@ -143,20 +143,20 @@ if __name__ == "__main__":
 
 @pytest.mark.overlay
 @pytest.mark.slow
-def test_the_guides_plugins_protect_a_recipe(tmp_path: Path) -> None:
+def test_guides_plugins_protect_a_recipe(tmp_path: Path) -> None:
     """Both plug-ins add their callbacks to a recipe, which survives a killed rank and SIGTERM."""
-    with started(tmp_path, LAUNCH, str(tmp_path), "@0:1:6", "@1:0:10") as launch:
+    with launch_script(tmp_path, LAUNCH, str(tmp_path), "@0:1:6", "@1:0:10") as launch:
         launch.signal_at_gate(0, signal.SIGKILL)
         launch.signal_at_gate(1, signal.SIGTERM)
         (tmp_path / "open-1").touch()
         launch.process.wait(300)
         text = launch.process.output()
-    left = step_left_at(text)
+    stopped_at = saved_step(text)
     assert first_steps(tmp_path) == [0, 4]
-    with started(tmp_path, LAUNCH, str(tmp_path)) as launch:
+    with launch_script(tmp_path, LAUNCH, str(tmp_path)) as launch:
         assert launch.process.wait(300) == 0, launch.process.tail(80)
         text = launch.process.output()
     names = "ModelCheckpoint Gates straggler_det_callback FaultToleranceCallback PreemptionCallback"
     assert f"callbacks: {names}" in text, launch.process.tail(80)
     assert text.count("trained 20 steps") == 2, launch.process.tail(80)
-    assert first_steps(tmp_path) == [0, 4, left]
+    assert first_steps(tmp_path) == [0, 4, stopped_at]

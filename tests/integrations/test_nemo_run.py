@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.overlay, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def nemo() -> Any:
-    """NeMo-Run, whose own imports warn of this and that."""
+    """Return NeMo-Run, without the warnings of its imports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("nemo_run")
@@ -69,16 +69,16 @@ def reference() -> dict[str, dict[str, Any]]:
     }
 
 
-def test_names_and_defaults_are_the_references(plugins: Any) -> None:
+def test_plugin_fields_match_megatron_bridge(plugins: Any) -> None:
     """Plug-ins and converter arguments have all fields of Megatron-Bridge's, with its defaults."""
-    theirs = reference()
+    expected_fields = reference()
     for name in (one for one in plugins.__all__ if dataclasses.is_dataclass(getattr(plugins, one))):
         ours = {field.name: field.default for field in dataclasses.fields(getattr(plugins, name))}
-        assert theirs[name].items() <= ours.items(), name
+        assert expected_fields[name].items() <= ours.items(), name
         assert plugins.__dict__[name].__doc__
 
 
-def test_a_script_gets_the_documented_arguments(nemo: Any, plugins: Any) -> None:
+def test_script_gets_the_documented_arguments(nemo: Any, plugins: Any) -> None:
     """A script gets hydra-style overrides, or the converter's result; an inline script gets none."""
     task = nemo.Script(path="train.py", entrypoint="python", args=["--lr", "3"])
     for plugin in (plugins.FaultTolerancePlugin(), plugins.PreemptionPlugin()):
@@ -119,18 +119,18 @@ class Container:
 
 
 def train(config: Container) -> None:
-    """What a recipe of Megatron-Bridge's form calls."""
+    """A function in the form of a Megatron-Bridge recipe."""
 
 
-def train_ours(config: Config) -> None:
-    """The same with a config of outlast's."""
+def train_with_outlast_config(config: Config) -> None:
+    """A function that accepts a config of outlast."""
 
 
 def plain(total: int = 3) -> None:
-    """A function that takes no config."""
+    """A function without a config."""
 
 
-def test_a_partial_gets_them_in_its_config(nemo: Any, plugins: Any) -> None:
+def test_partial_gets_settings_in_its_config(nemo: Any, plugins: Any) -> None:
     """config.ft and config.train, or outlast's own sections, are set and created if missing."""
     task = nemo.Partial(train, config=nemo.Config(Container, train=nemo.Config(Train)))
     both = (plugins.FaultTolerancePlugin(), plugins.PreemptionPlugin(enable_exit_handler_for_data_loader=True))
@@ -138,7 +138,7 @@ def test_a_partial_gets_them_in_its_config(nemo: Any, plugins: Any) -> None:
         plugin.setup(task, nemo.LocalExecutor())
     built = nemo.config.fdl.build(task.config)
     assert (built.ft, built.train) == (Ft(True, True), Train(True, True))
-    task = nemo.Partial(train_ours, config=nemo.Config(Config))
+    task = nemo.Partial(train_with_outlast_config, config=nemo.Config(Config))
     for plugin in both:
         plugin.setup(task, nemo.LocalExecutor())
     built = nemo.config.fdl.build(task.config)
@@ -146,10 +146,10 @@ def test_a_partial_gets_them_in_its_config(nemo: Any, plugins: Any) -> None:
     assert built.preemption == PreemptionConfig(exit_signal_handler_for_dataloader=True)
 
 
-def test_no_exit_handler_means_no_signal(nemo: Any, plugins: Any) -> None:
-    """Without an exit handler Slurm sends no signal and a session does not listen; impossible settings are refused."""
+def test_disabled_exit_handler_sends_no_signal(nemo: Any, plugins: Any) -> None:
+    """Without an exit handler Slurm sends no signal and a session does not listen; impossible settings are rejected."""
     executor = nemo.SlurmExecutor(account="a")
-    task = nemo.Partial(train_ours, config=nemo.Config(Config))
+    task = nemo.Partial(train_with_outlast_config, config=nemo.Config(Config))
     plugin = plugins.PreemptionPlugin(enable_exit_handler=False)
     plugin.setup(task, executor)
     assert executor.signal is None
@@ -161,7 +161,7 @@ def test_no_exit_handler_means_no_signal(nemo: Any, plugins: Any) -> None:
     assert executor.signal == "TERM@60"
 
 
-def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
+def test_executor_gets_launcher_retries_and_environment(nemo: Any, plugins: Any) -> None:
     """The executor gets launcher, retries and environment; a second setup changes nothing."""
     for executor in (nemo.LocalExecutor(), nemo.SlurmExecutor(account="a")):
         for timeouts in ({"step": 3.0, "a b": None}, "step:3,a b:"):
@@ -188,8 +188,8 @@ def test_an_executor_gets_the_launcher(nemo: Any, plugins: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_gets_callbacks(nemo: Any, plugins: Any) -> None:
-    """Callbacks are appended once, an existing class is kept, and settings without effect are refused."""
+def test_recipe_gets_callbacks_once(nemo: Any, plugins: Any) -> None:
+    """Callbacks are appended once, an existing class is kept, and settings without effect are rejected."""
     recipe = importlib.import_module("guide_recipe").pretrain_recipe(name="a", dir="/logs", gates=[], total=3)
     own = list(recipe.trainer.callbacks)
     recipe.trainer.callbacks.append(plugins.straggler_det_callback(stop_if_detected_straggler=False))
@@ -207,7 +207,7 @@ def test_a_recipe_gets_callbacks(nemo: Any, plugins: Any) -> None:
     recipe.trainer.callbacks = []
     plugins.PreemptionPlugin(sig=signal.SIGUSR2).setup(recipe, nemo.LocalExecutor())
     assert recipe.trainer.callbacks[0].sig == signal.SIGUSR2
-    refused = [
+    rejected = [
         (
             plugins.PreemptionPlugin(sig=signal.SIGUSR2),
             recipe,
@@ -222,13 +222,13 @@ def test_a_recipe_gets_callbacks(nemo: Any, plugins: Any) -> None:
             "callbacks has no effect",
         ),
     ]
-    for plugin, task, executor, fault in refused:
-        with pytest.raises(ConfigError, match=fault):
+    for plugin, task, executor, message in rejected:
+        with pytest.raises(ConfigError, match=message):
             plugin.setup(task, executor)
 
 
 @pytest.mark.parametrize(
-    ("plugin", "values", "fault"),
+    ("plugin", "values", "message"),
     [
         ("FaultTolerancePlugin", {"num_in_job_restarts": -1}, "num_in_job_restarts=-1"),
         ("FaultTolerancePlugin", {"initial_rank_heartbeat_timeout": 10}, "must be at least rank_heartbeat_timeout"),
@@ -243,11 +243,11 @@ def test_a_recipe_gets_callbacks(nemo: Any, plugins: Any) -> None:
         ("PreemptionPlugin", {"sig": signal.SIGUSR2}, "sig=SIGUSR2 cannot be set"),
     ],
 )
-def test_a_wrong_value_is_refused(
-    nemo: Any, plugins: Any, plugin: str, values: dict[str, Any], fault: str, tmp_path: Path
+def test_invalid_value_is_rejected(
+    nemo: Any, plugins: Any, plugin: str, values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """An invalid value is one line, before anything is launched."""
-    with pytest.raises(ConfigError, match=re.escape(fault)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         getattr(plugins, plugin)(**values).setup(nemo.Partial(plain), nemo.LocalExecutor())
 
 
@@ -273,8 +273,8 @@ if __name__ == "__main__":
 """
 
 
-def started(folder: Path, script: str | Path, *argv: str, **variables: str) -> AbstractContextManager[Launch]:
-    """Start a launching script of a user, a file or its text, in ``folder``."""
+def launch_script(folder: Path, script: str | Path, *argv: str, **variables: str) -> AbstractContextManager[Launch]:
+    """Start a user's launching script, a file or its text, in ``folder``."""
     path = script if isinstance(script, Path) else folder / "launch.py"
     if not isinstance(script, Path):
         path.write_text(script)
@@ -294,9 +294,9 @@ LOCAL = LAUNCH.format(program=str(gated_training.PROGRAM))
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_script_survives_a_killed_and_a_hung_rank(tmp_path: Path) -> None:
+def test_script_survives_killed_and_hung_ranks(tmp_path: Path) -> None:
     """After a SIGKILL and a SIGSTOP the result is that of an undisturbed run."""
-    with started(tmp_path, LOCAL, str(tmp_path), "12", "script", "@0:1:5", "@1:0:8") as launch:
+    with launch_script(tmp_path, LOCAL, str(tmp_path), "12", "script", "@0:1:5", "@1:0:8") as launch:
         launch.signal_at_gate(0, signal.SIGKILL)
         launch.signal_at_gate(1, signal.SIGSTOP)
         assert launch.process.wait(300) == 0, launch.process.tail(80)
@@ -309,28 +309,28 @@ def test_a_script_survives_a_killed_and_a_hung_rank(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_partial_leaves_on_sigterm_to_one_rank_and_resumes(tmp_path: Path) -> None:
+def test_partial_exits_on_sigterm_to_one_rank_and_resumes(tmp_path: Path) -> None:
     """After SIGTERM to one rank all save the same step (75), and the next launch resumes there."""
-    with started(tmp_path, LOCAL, str(tmp_path), "10", "partial", "@0:1:5") as launch:
+    with launch_script(tmp_path, LOCAL, str(tmp_path), "10", "partial", "@0:1:5") as launch:
         launch.signal_at_gate(0, signal.SIGTERM)
         (tmp_path / "open-0").touch()
         launch.process.wait(300)
         assert "ended as FAILED" in launch.process.output(), launch.process.tail(80)
         assert "exit code 75" in launch.process.output(), launch.process.tail(80)
     assert not (tmp_path / "digest").exists()
-    left = max(int(line.split()[1]) for line in (tmp_path / "rank-0").read_text().splitlines())
+    last_iteration = max(int(line.split()[1]) for line in (tmp_path / "rank-0").read_text().splitlines())
     (tmp_path / "rank-0").unlink()
-    with started(tmp_path, LOCAL, str(tmp_path), "10", "partial", "@0:1:5") as launch:
+    with launch_script(tmp_path, LOCAL, str(tmp_path), "10", "partial", "@0:1:5") as launch:
         assert launch.process.wait(300) == 0, launch.process.tail(80)
     assert (tmp_path / "digest").read_text() == gated_training.undisturbed(10)
-    assert gated_training.first_iteration(tmp_path, cycle=0) == left + 1
+    assert gated_training.first_iteration(tmp_path, cycle=0) == last_iteration + 1
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_heartbeats_alone_are_enough(tmp_path: Path) -> None:
-    """A script without a session, which sends heartbeats and saves by itself: a rank that hangs is started again."""
-    with started(tmp_path, LOCAL, str(tmp_path), "8", "script", "@0:1:3", "--heartbeats") as launch:
+def test_hung_rank_is_restarted_with_heartbeats_only(tmp_path: Path) -> None:
+    """In a script without a session, with heartbeats and its own checkpoints, a hung rank is restarted."""
+    with launch_script(tmp_path, LOCAL, str(tmp_path), "8", "script", "@0:1:3", "--heartbeats") as launch:
         launch.signal_at_gate(0, signal.SIGSTOP)
         assert launch.process.wait(300) == 0, launch.process.tail(80)
     assert (tmp_path / "digest").read_text() == gated_training.undisturbed(8)
@@ -368,15 +368,15 @@ if __name__ == "__main__":
 """
 
 
-def submit(slurm: Any, folder: Path, *words: str, retries: int = 2, nodes: int = 1, config: str = "") -> str:
+def submit(slurm: Any, folder: Path, *arguments: str, retries: int = 2, nodes: int = 1, config: str = "") -> str:
     """Submit a job through NeMo-Run; return its number."""
     shims = folder / "shims"
     write_shims(shims)
     (folder / "ft.toml").write_text(config)
     (folder / "submit.py").write_text(ON_SLURM)
     python_path = os.environ.get("PYTHONPATH", "")
-    done = subprocess.run(  # without a token: the job would inherit it, and outlives this process
-        [sys.executable, "submit.py", str(folder), str(shims), str(retries), str(nodes), *words],
+    completed = subprocess.run(  # without a token, which the job would inherit and outlive
+        [sys.executable, "submit.py", str(folder), str(shims), str(retries), str(nodes), *arguments],
         cwd=folder,
         env={**slurm.env, "PYTHONPATH": python_path, "NEMORUN_HOME": str(folder / "home")},
         capture_output=True,
@@ -384,9 +384,9 @@ def submit(slurm: Any, folder: Path, *words: str, retries: int = 2, nodes: int =
         timeout=200,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"^job (\d+)$", done.stdout, re.MULTILINE)
-    assert found is not None, done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    found = re.search(r"^job (\d+)$", completed.stdout, re.MULTILINE)
+    assert found is not None, completed.stdout
     return found[1]
 
 
@@ -399,10 +399,10 @@ def logs(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("code", "retries", "starts"), [(0, 2, 1), (17, 2, 1), (93, 2, 1), (19, 2, 1), (1, 2, 2), (1, 0, 1)]
 )
-def test_a_job_goes_back_to_the_queue_if_that_can_help(
+def test_job_is_requeued_only_if_a_retry_can_help(
     slurm: Any, tmp_path: Path, code: int, retries: int, starts: int
 ) -> None:
-    """A finished run, 17, 19 and 93 end the job; other failures have their retries."""
+    """A finished run, 17, 19 and 93 end the job; other failures are retried."""
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys\nopen({str(tmp_path / 'started')!r}, 'a').write('x')\nsys.exit({code})\n")
     config = '[health]\ncommands = ["false"]\n' if code == 19 else ""
@@ -416,13 +416,13 @@ def test_a_job_goes_back_to_the_queue_if_that_can_help(
     assert len(flags) == (code != 1)
 
 
-def heard_by_both(log: Path) -> bool:
+def is_notice_logged_twice(log: Path) -> bool:
     return log.read_text().count("Received signal 15, initiating graceful stop") == 2
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_preempted_job_resumes_as_often_as_it_takes(slurm: Any, tmp_path: Path) -> None:
+def test_preempted_job_is_requeued_without_counting_failures(slurm: Any, tmp_path: Path) -> None:
     """Repeated SIGTERM requeues the job without counting failures, and it ends with an undisturbed run's weights."""
     gates = [f"@0:{start % 2}:{2 + 2 * start}" for start in range(3)]
     job = submit(slurm, tmp_path, str(gated_training.PROGRAM), str(tmp_path), "10", *gates, retries=2, nodes=2)
@@ -431,7 +431,7 @@ def test_a_preempted_job_resumes_as_often_as_it_takes(slurm: Any, tmp_path: Path
         assert slurm.job(job)["Restarts"] == str(start)
         slurm.call("scancel", "--signal=TERM", job)
         log = next((tmp_path / "experiments").rglob(f"log-*_{start}.out"))
-        slurm.wait_until(partial(heard_by_both, log), 120, lambda: logs(tmp_path))
+        slurm.wait_until(partial(is_notice_logged_twice, log), 120, lambda: logs(tmp_path))
         (tmp_path / "gate-0").rename(tmp_path / f"passed-{start}")
         (tmp_path / "open-0").touch()
         slurm.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", 120, lambda: logs(tmp_path))
@@ -441,33 +441,33 @@ def test_a_preempted_job_resumes_as_often_as_it_takes(slurm: Any, tmp_path: Path
     assert (tmp_path / "digest").read_text() == gated_training.undisturbed(10)
     results = next((tmp_path / "experiments").rglob("*_job_results")).read_text().split()
     assert results[2::3] == ["S"] * 4
-    ran = [int(line.split()[1]) for line in (tmp_path / "rank-0").read_text().splitlines()]
-    assert ran == sorted(set(ran)), "an iteration was run twice"
+    iterations = [int(line.split()[1]) for line in (tmp_path / "rank-0").read_text().splitlines()]
+    assert iterations == sorted(set(iterations)), "an iteration was run twice"
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_job_that_loses_a_launcher_goes_back_to_the_queue(slurm: Any, tmp_path: Path) -> None:
+def test_job_is_requeued_after_the_death_of_a_launcher(slurm: Any, tmp_path: Path) -> None:
     """After the death of a launcher the job fails once, and its next start resumes from a checkpoint."""
     gates = ["@0:1:5"]
     job = submit(slurm, tmp_path, str(gated_training.PROGRAM), str(tmp_path), "10", *gates, retries=2, nodes=2)
     slurm.wait_until((tmp_path / "gate-0").exists, 180, lambda: logs(tmp_path))
     durable = (tmp_path / "checkpoints").glob
     slurm.wait_until(lambda: any(durable("step-*/manifest.json")), 120, lambda: logs(tmp_path))
-    above = psutil.Process(int((tmp_path / "gate-0").read_text())).parents()
-    next(one for one in above if "outlast.cli.shims" in " ".join(one.cmdline())).kill()
+    ancestors = psutil.Process(int((tmp_path / "gate-0").read_text())).parents()
+    next(one for one in ancestors if "outlast.cli.shims" in " ".join(one.cmdline())).kill()
     facts = slurm.wait_for_end(job, told=lambda: logs(tmp_path))
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), logs(tmp_path)
     assert (tmp_path / "digest").read_text() == gated_training.undisturbed(10)
     results = next((tmp_path / "experiments").rglob("*_job_results")).read_text().split()
     assert results[2::3] == ["F", "S"]
-    ran = [int(line.split()[1]) for line in (tmp_path / "rank-0").read_text().splitlines()]
-    assert next(two for one, two in itertools.pairwise(ran) if two <= one) in (2, 4), ran
+    iterations = [int(line.split()[1]) for line in (tmp_path / "rank-0").read_text().splitlines()]
+    assert next(two for one, two in itertools.pairwise(iterations) if two <= one) in (2, 4), iterations
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_the_page_is_true(tmp_path: Path) -> None:
+def test_documented_code_runs(tmp_path: Path) -> None:
     """All blocks of the page run, and the first one launches."""
     blocks = python_blocks("nemo-run.md")
     assert len(blocks) == 5, "a new block: let it run here"
@@ -479,7 +479,7 @@ assert executor.signal == "TERM@120", executor.signal
 assert executor.env_vars["PATH"] == "/shared/shims:$PATH"
 print("all blocks ran")
 """
-    with started(tmp_path, "\n\n".join([*blocks, checks])) as launch:
+    with launch_script(tmp_path, "\n\n".join([*blocks, checks])) as launch:
         assert launch.process.wait(200) == 0, launch.process.tail(80)
     output = launch.process.output()
     assert "train.py got ['ft.enable_ft_package=true'" in output, launch.process.tail(80)
@@ -488,13 +488,13 @@ print("all blocks ran")
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_the_example_trains(tmp_path: Path) -> None:
+def test_example_survives_a_lost_rank(tmp_path: Path) -> None:
     """The example survives the loss of a rank; a training that cannot start makes it fail."""
     example = HERE.parents[1] / "examples" / "nemo_run" / "launch.py"
     argv = ("--dir", str(tmp_path / "gpt"), "--iterations", "12", "--simulate-fault")
-    with started(tmp_path, example, *argv, OUTLAST_FT_SIMULATED_FAULT_TYPE="rank_killed") as launch:
+    with launch_script(tmp_path, example, *argv, OUTLAST_FT_SIMULATED_FAULT_TYPE="rank_killed") as launch:
         assert launch.process.wait(300) == 0, launch.process.tail(80)
     assert (tmp_path / "gpt" / "result.json").exists()
     assert IncidentKind.WORKER_DIED in incidents(tmp_path)
-    with started(tmp_path, example, "--dir", str(tmp_path / "gpt"), "--iterations", "none") as launch:
+    with launch_script(tmp_path, example, "--dir", str(tmp_path / "gpt"), "--iterations", "none") as launch:
         assert launch.process.wait(300) != 0, launch.process.tail(80)

@@ -1,4 +1,4 @@
-"""A local checkpoint of the NVRx API that leads to NaN is excluded in favour of Megatron's global one."""
+"""A local checkpoint of the NVRx API that leads to NaN is excluded in favour of Megatron's global checkpoint."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ print("ends with", weight[0].item(), flush=True)
 
 
 @pytest.mark.extended
-def test_a_nan_soon_after_a_local_load_leads_to_the_global_checkpoint(tmp_path: Path) -> None:
-    """After a NaN three steps after a local load, the next cycle resumes from Megatron's older global checkpoint, and
-    the diagnostic save does not become the newest."""
+def test_nan_after_a_local_load_resumes_from_global(tmp_path: Path) -> None:
+    """After a NaN three steps after a local load, the next cycle resumes from Megatron's older global checkpoint,
+    and the diagnostic save does not become the newest."""
     pytest.importorskip("megatron.core")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -104,7 +104,7 @@ def test_a_nan_soon_after_a_local_load_leads_to_the_global_checkpoint(tmp_path: 
     ], output
     assert "ends with 24.0" in output
     recovery_state = json.loads((tmp_path / "run" / "ladder.json").read_text())
-    assert [load["generation"] for load in recovery_state["loads"]] == [15]  # what is only found is not charged
+    assert [load["generation"] for load in recovery_state["loads"]] == [15]  # copies that are only found do not count
     (excluded,) = recovery_state["distrusted"]
     assert (excluded["generation"], excluded["iteration"]) == (15, 17)
     assert (tmp_path / "global" / "latest_checkpointed_iteration.txt").read_text() == "20"

@@ -46,9 +46,9 @@ SCRIPT = Path(__file__).with_name("nvrx_two_ranks.py")
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_ranks_agree() -> None:
-    """Two real ranks agree on asynchronous calls, on stragglers and on calculated timeouts; a missing peer is an error
-    in time."""
+def test_two_ranks_agree_on_calls_stragglers_and_timeouts() -> None:
+    """Two real ranks agree on asynchronous calls, on stragglers and on calculated timeouts; a missing peer is an
+    error in time."""
     with RankProcesses("outlast.integrations.nvrx", str(SCRIPT), world_size=2, module=True) as ranks:
         codes = ranks.wait(timeout_s=300)
         assert codes == [0, 0], ranks.output(0) + ranks.output(1)
@@ -56,7 +56,7 @@ def test_two_ranks_agree() -> None:
             assert "ok" in ranks.output(rank).splitlines()
 
 
-def test_a_save_is_logged_once_when_it_is_scheduled_and_once_when_it_is_committed(
+def test_save_is_logged_when_scheduled_and_when_committed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Scheduling and commit of a save are logged once each at INFO; a failed save has no commit line."""
@@ -71,8 +71,8 @@ def test_a_save_is_logged_once_when_it_is_scheduled_and_once_when_it_is_committe
         with contextlib.suppress(CheckpointError):
             calls.maybe_finalize_async_calls(blocking=True)
     calls.close()
-    said = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert said == [
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert messages == [
         "Scheduling async checkpoint save (call 0)",
         "async checkpoint save (call 0) is committed",
         "Scheduling async checkpoint save (call 1)",
@@ -80,7 +80,7 @@ def test_a_save_is_logged_once_when_it_is_scheduled_and_once_when_it_is_committe
 
 
 class Training:
-    """A model whose optimizer has a step on the CPU, and values that change in place."""
+    """A model whose optimizer steps on the CPU, with values that change in place."""
 
     def __init__(self) -> None:
         self.weights = torch.nn.Parameter(torch.zeros(4))
@@ -108,7 +108,7 @@ def values(state: dict[str, Any]) -> list[Any]:
 
 
 class Stage:
-    """A stage that is not a function with its arguments; its result refers to training's state."""
+    """A callable object that stages; its result refers to the training's state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -125,7 +125,7 @@ def stage(state: dict[str, Any], *, non_blocking: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("passed", ["argument", "keyword", "partial", "staged", "stage_object"])
-def test_a_call_that_is_late_has_the_values_of_its_request(persistent: bool, passed: str) -> None:
+def test_late_call_writes_the_values_of_its_request(persistent: bool, passed: str) -> None:
     """A call that runs two steps later writes the values of the iteration in which it was scheduled; tensors that
     shared memory share it again."""
     training, may_write = Training(), threading.Event()
@@ -161,9 +161,9 @@ def test_a_call_that_is_late_has_the_values_of_its_request(persistent: bool, pas
     assert training.weights.tolist() != [0.0] * 4
 
 
-def test_what_cannot_be_copied_is_refused_by_name(tmp_path: Path) -> None:
-    """Handles reach the call as the same objects, only the used bytes of a view are copied, and an object that can be
-    neither copied nor shared is refused."""
+def test_uncopyable_arguments_are_rejected_by_name(tmp_path: Path) -> None:
+    """Handles reach the call as the same objects, only the used bytes of a view are copied, and an object that can
+    be neither copied nor shared is rejected."""
     calls, seen = AsyncCallsQueue(), []
     large = torch.arange(1 << 16)
     handles = threading.Lock(), queue.Queue[int](), multiprocessing.get_context("fork").Queue()
@@ -179,7 +179,7 @@ def test_what_cannot_be_copied_is_refused_by_name(tmp_path: Path) -> None:
     calls.close()
 
 
-def test_three_failures_in_a_row_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_three_consecutive_failures_raise(caplog: pytest.LogCaptureFixture) -> None:
     """Failed calls are logged, the third in a row is raised, and a success resets the count."""
     calls = AsyncCallsQueue(persistent=False)
 
@@ -200,26 +200,26 @@ def test_three_failures_in_a_row_are_an_error(caplog: pytest.LogCaptureFixture) 
     calls.close()
 
 
-def test_a_call_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_for_a_call_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Waiting for a call has a time limit, after which it counts as failed; closing with abort does not wait."""
     monkeypatch.setattr(async_calls, "CALL_TIMEOUT_S", 0.05)
-    calls, may_end = AsyncCallsQueue(), threading.Event()
+    calls, may_finish = AsyncCallsQueue(), threading.Event()
     finalised: list[int] = []
-    calls.schedule_async_request(AsyncRequest(may_end.wait, (60,), [lambda: finalised.append(1)]))
+    calls.schedule_async_request(AsyncRequest(may_finish.wait, (60,), [lambda: finalised.append(1)]))
     with pytest.raises(CheckpointError, match=r"has not ended within 0.05 s"):
         calls.maybe_finalize_async_calls(blocking=True)
     calls.schedule_async_request(AsyncRequest(None, (), [lambda: finalised.append(2)]))
     calls.close(abort=True)
     assert "are not finalised, and what they wrote is not committed: 1" in caplog.text
-    may_end.set()
+    may_finish.set()
     assert finalised == []
     with pytest.raises(RuntimeError, match="add functions before that"):
         AsyncRequest(None, (), []).freeze().add_finalize_fn(print)
 
 
-def test_thresholds_have_the_extensions_meaning() -> None:
-    """A straggler has a score below the threshold which the noise of the ranks does not explain; ranks without a score
-    are none."""
+def test_straggler_thresholds_match_nvrx() -> None:
+    """A straggler has a score below the threshold that is not within the noise of the ranks; ranks without a score
+    are not stragglers."""
     report = PerformanceReport(
         gpu_relative_perf_scores={0: 1.0, 1: 0.75, 2: 0.74, 3: float("nan")},
         section_relative_perf_scores={"a": {0: 0.5}, "b": {0: 1.0}},
@@ -245,7 +245,7 @@ def test_thresholds_have_the_extensions_meaning() -> None:
     assert found["straggler_gpus_individual"] == {StragglerId(1, "n1")}
 
 
-def test_the_detector_refuses_what_it_cannot_do() -> None:
+def test_detector_rejects_invalid_use() -> None:
     """Invalid values, calls out of order and missing callables are errors by name."""
     with pytest.raises(RuntimeError, match="used without making one"):
         Detector()
@@ -253,9 +253,9 @@ def test_the_detector_refuses_what_it_cannot_do() -> None:
         with pytest.raises(RuntimeError, match="not initialised") as raised:
             call()
         assert isinstance(raised.value, OutlastError)
-    for wrong in ({"scores_to_compute": "fast"}, {"profiling_interval": 0}, {"report_time_interval": 0}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Detector.initialize(**wrong)
+    for invalid in ({"scores_to_compute": "fast"}, {"profiling_interval": 0}, {"report_time_interval": 0}):
+        with pytest.raises(ConfigError, match=next(iter(invalid))):
+            Detector.initialize(**invalid)
     with pytest.raises(ConfigError, match="arg_filter_fn"):
         CallableId(str, "upper", arg_filter_fn=bool)
     Detector.initialize(gather_on_rank0=False)
@@ -273,8 +273,8 @@ def test_the_detector_refuses_what_it_cannot_do() -> None:
             raise KeyError
         report = Detector.generate_report()
         assert report is not None
-        (named,) = [name for name in report.local_section_summaries if name != "kernels"]
-        assert named.startswith(__file__)
+        (section,) = [name for name in report.local_section_summaries if name != "kernels"]
+        assert section.startswith(__file__)
         assert report.section_individual_perf_scores["kernels"] == {0: 1.0}
     finally:
         Detector.shutdown()
@@ -302,8 +302,8 @@ def summary(*times_ms: float) -> dict[Statistic, float]:
     return {Statistic.MED: sorted(times_ms)[len(times_ms) // 2], Statistic.AVG: mean, Statistic.NUM: len(times_ms)}
 
 
-def test_reports_are_made_from_summaries_of_the_script() -> None:
-    """Individual scores compare with the own best medians, weighted by time; a new kernel starts with 1."""
+def test_reports_are_computed_from_script_summaries() -> None:
+    """Individual scores compare with the rank's best medians, weighted by time; a new kernel starts with 1."""
     generator = ReportGenerator(["individual_perf_scores"], gather_on_rank0=False, node_name="mine")
 
     def score(kernels: dict[str, dict[Statistic, float]]) -> float:
@@ -323,9 +323,9 @@ def test_reports_are_made_from_summaries_of_the_script() -> None:
     assert math.isnan(score({}))
     with pytest.raises(ConfigError, match="the summary of 'gemm' has no AVG, NUM"):
         generator.generate_report({}, {"gemm": {Statistic.MED: 1.0}})
-    for wrong in ({"pg": object()}, {"scores_to_compute": []}):
+    for invalid in ({"pg": object()}, {"scores_to_compute": []}):
         with pytest.raises(ConfigError):
-            ReportGenerator(**{"scores_to_compute": "all", **wrong})
+            ReportGenerator(**{"scores_to_compute": "all", **invalid})
 
 
 @pytest.mark.process
@@ -339,17 +339,17 @@ def test_reports_are_made_from_summaries_of_the_script() -> None:
         ("OS_ABORT", -6),
     ],
 )
-def test_faults_happen(tmp_path: Path, fault: str, code: int) -> None:
+def test_injected_faults_end_or_interrupt_the_process(tmp_path: Path, fault: str, code: int) -> None:
     """Each fault ends or interrupts the process in its way, after the callback."""
     script = tmp_path / "fault.py"
     script.write_text(FAULTS)
-    done = run_python("-m", "outlast.integrations.nvrx", script, fault, cwd=tmp_path, code=code)
-    assert done.stdout.split() == ["now", "raised"] if code == 0 else ["now"]
-    assert f"the fault {fault} is injected on purpose" in done.stderr
+    completed = run_python("-m", "outlast.integrations.nvrx", script, fault, cwd=tmp_path, code=code)
+    assert completed.stdout.split() == ["now", "raised"] if code == 0 else ["now"]
+    assert f"the fault {fault} is injected on purpose" in completed.stderr
 
 
-def test_ranks_that_have_a_fault_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks draw the same ranks, fault and delay, spare the first ranks, and inject a registered fault."""
+def test_all_ranks_draw_the_same_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks draw the same ranks, fault and delay, exclude the first ranks, and inject a registered fault."""
     seen: list[tuple[str, int, float]] = []
     meteor = register_fault("METEOR", lambda delay, callback: seen.append(("METEOR", 0, delay)))
     assert WorkloadFault["METEOR"] is meteor in WorkloadFault
@@ -365,13 +365,13 @@ def test_ranks_that_have_a_fault_are_drawn_alike(monkeypatch: pytest.MonkeyPatch
     assert {rank for _, rank, _ in seen} <= {2, 3, 4, 5}
     assert len({delay for _, _, delay in seen}) == 1
     given: dict[str, Any] = {"faults": (meteor,), "num_faults": 1, "keep_alive": 0, "delay": 0.0, "seed": 0}
-    for name, wrong in {"faults": (), "num_faults": (3, 2), "keep_alive": 7, "delay": -1.0}.items():
+    for name, invalid in {"faults": (), "num_faults": (3, 2), "keep_alive": 7, "delay": -1.0}.items():
         with pytest.raises(ConfigError, match=name):
-            inject_fault(**given | {name: wrong})
+            inject_fault(**given | {name: invalid})
 
 
-def test_a_queue_takes_the_options_of_the_extensions_process() -> None:
-    """The persistent thread has the priorities of its queue, or of the warm-up; options of a process are refused by
+def test_queue_accepts_process_priorities() -> None:
+    """The persistent thread has the priorities of its queue, or of the warm-up; options of a process are rejected by
     name."""
     seen: list[tuple[int, int]] = []
 
@@ -379,28 +379,28 @@ def test_a_queue_takes_the_options_of_the_extensions_process() -> None:
         thread = threading.get_native_id()
         seen.append((os.getpriority(os.PRIO_PROCESS, thread), psutil.Process(thread).ionice().ioclass))
 
-    here = os.getpriority(os.PRIO_PROCESS, 0)
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
     AsyncCallsQueue.warmup_persistent_caller(0, cpu_priority=19, io_priority=3)
     for calls in (AsyncCallsQueue(), AsyncCallsQueue(True, False, 10, 2), AsyncCallsQueue(persistent=False)):
         calls.schedule_async_request(AsyncRequest(note, (), []))
         calls.close()
-    assert seen[:2] == [(19, 3), (max(10, here), 2)]
-    assert seen[2][0] == os.getpriority(os.PRIO_PROCESS, 0) == here
-    for wrong in ({"cpu_priority": 20}, {"io_priority": 4}, {"sigterm_timeout": 60.0}, {"cpu_shm_mode": True}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            AsyncCallsQueue(**wrong)  # type: ignore[arg-type]
+    assert seen[:2] == [(19, 3), (max(10, priority), 2)]
+    assert seen[2][0] == os.getpriority(os.PRIO_PROCESS, 0) == priority
+    for invalid in ({"cpu_priority": 20}, {"io_priority": 4}, {"sigterm_timeout": 60.0}, {"cpu_shm_mode": True}):
+        with pytest.raises(ConfigError, match=next(iter(invalid))):
+            AsyncCallsQueue(**invalid)  # type: ignore[arg-type]
 
 
-def test_an_abort_closes_every_queue(caplog: pytest.LogCaptureFixture) -> None:
-    """abort_nvrx_checkpoint() finalises nothing, does not wait, drops calls that have not started, and resets the call
-    numbers."""
-    calls, may_end, seen = AsyncCallsQueue(), threading.Event(), []
-    calls.schedule_async_request(AsyncRequest(may_end.wait, (60,), [lambda: seen.append("finalised")]))
+def test_abort_closes_every_queue(caplog: pytest.LogCaptureFixture) -> None:
+    """abort_nvrx_checkpoint() finalises nothing, does not wait, drops calls that have not started, and resets the
+    call numbers."""
+    calls, may_finish, seen = AsyncCallsQueue(), threading.Event(), []
+    calls.schedule_async_request(AsyncRequest(may_finish.wait, (60,), [lambda: seen.append("finalised")]))
     running = [one for one in threading.enumerate() if one.name == "outlast-async-calls"]
     calls.schedule_async_request(AsyncRequest(lambda: seen.append("written"), (), []))
     abort_nvrx_checkpoint()
     assert "are not finalised, and what they wrote is not committed: 0, 1" in caplog.text
-    may_end.set()
+    may_finish.set()
     for thread in running:
         thread.join(60)
     assert calls.schedule_async_request(AsyncRequest(lambda: seen.append("new"), (), [])) == 0
@@ -408,8 +408,8 @@ def test_an_abort_closes_every_queue(caplog: pytest.LogCaptureFixture) -> None:
     assert seen == ["new"]
 
 
-def test_faults_of_a_gpu_are_refused() -> None:
-    """A fault that cannot be caused is refused, and the error names the replacement."""
+def test_gpu_faults_are_rejected() -> None:
+    """A fault that cannot be injected is rejected, and the error contains the replacement."""
     with pytest.raises(ConfigError, match=r"GPU_SLEEP is not supported.*Fault\.SIGSTOP"):
         dispatch_fault_injection(WorkloadFault.GPU_SLEEP, 1.0, None)
     with pytest.raises(ConfigError, match="delay=-1"):

@@ -27,7 +27,7 @@ from outlast.integrations.nvrx.fault_tolerance import (
 )
 from outlast.integrations.nvrx.nested import dict_list_map_inplace, dict_list_map_outplace
 from outlast.monitor import RankMonitor
-from outlast.monitor.rank_monitor import open_monitor
+from outlast.monitor.rank_monitor import PlacedRankMonitor, open_monitor
 from outlast.policy.deadlines import FLOOR_S
 
 LOOP = Path(__file__).with_name("nvrx_megatron_loop.py")
@@ -59,14 +59,14 @@ def launch(launcher: list[str], *arguments: str, folder: Path) -> tuple[int, str
 
 
 def digest(output: str) -> str:
-    """Return the weights' digest at the end of a run."""
+    """Return the digest of the weights at the end of a run."""
     found = re.search(r"trained \d+ to 20 (\w{64})", output)
     assert found, output
     return found[1]
 
 
 def calculated(folder: Path) -> dict[str, float]:
-    """Return the timeouts that a run has calculated, by section."""
+    """Return the calculated timeouts of a run, by section."""
     state = json.loads((folder / "ckpt" / "ft_state.json").read_text())["current_timeouts"]["section"]
     return {name: state["section"][name] for name in state["calculated_sections"]}
 
@@ -74,7 +74,7 @@ def calculated(folder: Path) -> dict[str, float]:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> None:
+def test_learned_timeouts_detect_a_hang(tmp_path: Path) -> None:
     """Learned timeouts are written, and detect a hanging rank in the next run, which ends with the weights of an
     undisturbed run."""
     code, output = launch(OUTLAST, "--run-dir=run", *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "none", folder=tmp_path)
@@ -83,7 +83,7 @@ def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> No
     assert '{"setup": 600.0, "step": 180.0, "checkpointing": 420.0}' in output
     learned = calculated(tmp_path)
     assert set(learned) == {"step", "checkpointing"}
-    assert FLOOR_S <= learned["step"] < 180  # its longest step took half a second
+    assert FLOOR_S <= learned["step"] < 180  # the longest step took half a second
     (tmp_path / "ckpt" / "weights.pt").unlink()
 
     code, output = launch(OUTLAST, "--run-dir=again", *SHIM, str(LOOP), "ckpt", "20", "stop", folder=tmp_path)
@@ -97,7 +97,7 @@ def test_megatrons_calls_find_a_hang_with_learned_timeouts(tmp_path: Path) -> No
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_learned_timeouts_hold_under_torchrun(tmp_path: Path) -> None:
+def test_learned_timeouts_are_enforced_under_torchrun(tmp_path: Path) -> None:
     """Under stock torchrun, loaded timeouts are enforced without any configuration."""
     (tmp_path / "ckpt").mkdir()
     section = {"section": {"step": 10.5}, "calculated_sections": ["step"]}
@@ -141,9 +141,9 @@ with outlast.init(config) as run:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: Path) -> None:
-    """A later session shares the client's monitor and enforces its config; a shutdown request ends the job with 93 at
-    the next failure."""
+def test_session_shares_the_clients_monitor_and_request_ends(tmp_path: Path) -> None:
+    """A later session shares the client's monitor and enforces its config; a shutdown request ends the job with 93
+    at the next failure."""
     script = tmp_path / "train.py"
     script.write_text(LATE)
     code, output = launch(OUTLAST, "--max-restarts=5", *SHIM, str(script), folder=tmp_path)
@@ -156,7 +156,7 @@ def test_a_session_takes_the_client_along_and_a_request_ends_the_job(tmp_path: P
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
+def test_node_is_excluded_on_request(tmp_path: Path) -> None:
     """After a request to exclude the node, a failure counts as the node's, and the run continues."""
     code, output = launch(OUTLAST, *OPTIONS, *SHIM, str(LOOP), "ckpt", "20", "exclude", folder=tmp_path)
     assert code == 0, output
@@ -170,14 +170,14 @@ def test_a_node_is_excluded_on_request(tmp_path: Path) -> None:
 
 @pytest.fixture
 def client() -> Iterator[RankMonitorClient]:
-    """Return a client, which is shut down after the test."""
-    made = RankMonitorClient()
-    yield made
-    made.shutdown_workload_monitoring()
+    """Return a client that is shut down after the test."""
+    new_client = RankMonitorClient()
+    yield new_client
+    new_client.shutdown_workload_monitoring()
     assert open_monitor() is None
 
 
-def test_calls_out_of_order_are_errors(client: RankMonitorClient) -> None:
+def test_client_calls_out_of_order_raise(client: RankMonitorClient) -> None:
     """Calls before init, sections that are open twice or not open, and too few measurements are errors."""
     for call in (client.send_heartbeat, client.end_all_sections, client.calculate_and_set_hb_timeouts):
         with pytest.raises(RankMonitorClientError, match="not initialised"):
@@ -192,7 +192,7 @@ def test_calls_out_of_order_are_errors(client: RankMonitorClient) -> None:
     with pytest.raises(RankMonitorClientError, match="'step' is open already"):
         client.start_section("step")
     client.start_section("checkpointing")
-    client.end_section("step")  # they overlap
+    client.end_section("step")  # the sections overlap
     client.end_all_sections()
     with pytest.raises(RankMonitorClientError, match="no rank has closed two heartbeats"):
         client.calculate_and_set_hb_timeouts()
@@ -203,7 +203,7 @@ def test_calls_out_of_order_are_errors(client: RankMonitorClient) -> None:
         client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ExcludeThisNode))
 
 
-def test_timeouts_are_calculated_merged_and_put_back(client: RankMonitorClient) -> None:
+def test_timeouts_are_calculated_merged_and_restored(client: RankMonitorClient) -> None:
     """Calculated timeouts are the longest time times the safety factor, averaged with the last ones, and survive a
     round trip through ``state_dict()``."""
     client.init_workload_monitoring()
@@ -217,7 +217,7 @@ def test_timeouts_are_calculated_merged_and_put_back(client: RankMonitorClient) 
         client.start_section("step")
         client.end_section("step")
     assert client.calculate_and_set_section_timeouts(["step"]) is True
-    # A busy machine may take more than the 2 s that are the floor of 10 s.
+    # A busy machine may take more than the 2 s that correspond to the minimum of 10 s.
     assert 50.0 <= client.section_timeouts.section["step"] < 90.0, "the mean of 90 and 10, or a little more"
     assert client.section_timeouts.out_of_section is not None
     assert FLOOR_S <= client.section_timeouts.out_of_section < 90.0
@@ -242,11 +242,11 @@ def test_timeouts_are_calculated_merged_and_put_back(client: RankMonitorClient) 
         other.shutdown_workload_monitoring()
 
 
-def test_a_state_of_ours_is_accepted_and_one_of_nobodys_is_refused(client: RankMonitorClient) -> None:
-    """An ``ft_state.json`` of outlast can be loaded; other content is refused with the remedy."""
-    ours = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
-    nothing: dict[str, dict[str, float]] = {"before": {}, "seen": {}}
-    client.load_state_dict({"version": 1, "cycle": "a-0", **ours, **nothing})
+def test_outlast_state_is_loaded_and_unknown_state_rejected(client: RankMonitorClient) -> None:
+    """An ``ft_state.json`` of outlast can be loaded; other content is rejected with the remedy."""
+    outlast_form = {"learned": {"sections": {"step": 7.0}, "heartbeat_s": 8.0, "initial_heartbeat_s": 9.0}}
+    empty: dict[str, dict[str, float]] = {"before": {}, "seen": {}}
+    client.load_state_dict({"version": 1, "cycle": "a-0", **outlast_form, **empty})
     client.init_workload_monitoring()
     assert client.section_timeouts is not None
     assert client.section_timeouts.section == {"step": 7.0}
@@ -265,12 +265,12 @@ def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
     config = Config(fault_tolerance=FaultToleranceConfig(safety_factor=3.0))
     with outlast.init(config):
         shared = open_monitor()
-        assert shared is not None
+        assert isinstance(shared, PlacedRankMonitor)
         assert shared is not own
-        assert [section.name for section in shared._read_state().sections] == ["setup"]
+        assert [section.name for section in shared.board_state.sections] == ["setup"]
         client.shutdown_workload_monitoring()
         assert shared is open_monitor()
-        assert shared._read_state().depth == 0
+        assert shared.board_state.depth == 0
         client = RankMonitorClient()
         client.init_workload_monitoring()
         assert shared is open_monitor()
@@ -278,14 +278,14 @@ def test_client_and_session_share_a_monitor(tmp_path: Path) -> None:
         assert client.cfg.safety_factor == 3.0
         client.start_section("step")
         with pytest.raises(outlast.OutlastError, match="has a RankMonitor already"):
-            RankMonitor()  # somebody else's second one is refused as before
+            RankMonitor()  # a second monitor of another caller is still rejected
     client.end_section("step")
     assert open_monitor() not in (None, own, shared)
     client.shutdown_workload_monitoring()
     assert open_monitor() is None
 
 
-def test_settings_are_the_extensions(tmp_path: Path) -> None:
+def test_config_has_nvrx_fields_and_yaml(tmp_path: Path) -> None:
     """The config class has the extension's fields and defaults, and reads its YAML."""
     path = tmp_path / "settings"
     path.write_text(
@@ -294,11 +294,11 @@ def test_settings_are_the_extensions(tmp_path: Path) -> None:
     )
     config = NvrxFaultToleranceConfig.from_yaml_file(str(path))
     assert (config.rank_heartbeat_timeout, config.initial_rank_heartbeat_timeout) == (60, None)
-    ours = config.to_outlast()
-    assert (ours.rank_termination_signal, ours.num_warmup_iterations) == ("SIGTERM", 3)
+    outlast_form = config.to_outlast()
+    assert (outlast_form.rank_termination_signal, outlast_form.num_warmup_iterations) == ("SIGTERM", 3)
     assert NvrxFaultToleranceConfig().to_outlast().num_warmup_iterations == 5
-    assert {name: value for name, value in ours.given.items() if name.startswith(("gpu_memory", "max_no"))} == {
-        "gpu_memory_reclaim_timeout": 20  # what is as in the extension is left to the launcher
+    assert {name: value for name, value in outlast_form.given.items() if name.startswith(("gpu_memory", "max_no"))} == {
+        "gpu_memory_reclaim_timeout": 20  # the launcher sets values equal to the extension's defaults
     }
     with pytest.raises(ConfigError, match="not used here: x"):
         NvrxFaultToleranceConfig.from_yaml_file(str(path), ignore_not_recognized=False)
@@ -308,7 +308,7 @@ def test_settings_are_the_extensions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "instead"),
+    ("setting", "value", "replacement"),
     [
         ("pci_topo_file", "/topology", r"health\.network_interfaces"),
         ("enable_nic_monitor", True, r"health\.network_interfaces"),
@@ -326,13 +326,13 @@ def test_settings_are_the_extensions(tmp_path: Path) -> None:
         ("rank_termination_signal", -999, "is not a signal"),
     ],
 )
-def test_settings_without_a_meaning_here_are_refused(setting: str, value: object, instead: str) -> None:
-    """The error names the setting with its value, and the replacement."""
-    with pytest.raises(ConfigError, match=rf"{setting}.*{instead}"):
+def test_unsupported_settings_are_rejected_with_a_replacement(setting: str, value: object, replacement: str) -> None:
+    """The error contains the setting with its value, and the replacement."""
+    with pytest.raises(ConfigError, match=rf"{setting}.*{replacement}"):
         NvrxFaultToleranceConfig(**{setting: value})  # type: ignore[arg-type]
 
 
-def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
+def test_nvrx_values_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     """Values that only the extension accepts are accepted, and settings without effect are logged."""
     assert NvrxFaultToleranceConfig(rank_heartbeat_timeout=5400).to_outlast().rank_heartbeat_timeout == 5400
     assert NvrxFaultToleranceConfig(rank_section_timeouts=None).to_outlast().rank_section_timeouts == {}  # type: ignore[arg-type]
@@ -344,16 +344,16 @@ def test_what_the_extension_accepts_is_accepted(caplog: pytest.LogCaptureFixture
     assert "without effect here: workload_check_interval (a hang is detected when its timeout passes)" in caplog.text
 
 
-def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
+def test_config_survives_a_yaml_round_trip(tmp_path: Path) -> None:
     """Settings survive a round trip through YAML; options take precedence over a file."""
     config = NvrxFaultToleranceConfig(rank_section_timeouts={"setup": 600.0, "step": None})
     config.rank_termination_signal = "sigusr2"  # type: ignore[assignment]
     config.log_level = "DBG"  # type: ignore[assignment]
     path = tmp_path / "ft"
     config.to_yaml_file(str(path))
-    again = NvrxFaultToleranceConfig.from_yaml_file(str(path), ignore_not_recognized=False)
-    assert again == config
-    assert (again.rank_termination_signal, again.log_level) == (signal.SIGUSR2, logging.DEBUG)
+    reloaded = NvrxFaultToleranceConfig.from_yaml_file(str(path), ignore_not_recognized=False)
+    assert reloaded == config
+    assert (reloaded.rank_termination_signal, reloaded.log_level) == (signal.SIGUSR2, logging.DEBUG)
     options = argparse.Namespace(
         ft_cfg_path=str(path), ft_safety_factor="3.5", ft_rank_section_timeouts="step:180,setup:", ft_log_level=None
     )
@@ -364,7 +364,7 @@ def test_settings_are_written_and_read_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rank_heartbeat_timeout=-1\.0 must be above 0"):
         config.to_yaml_file(str(path))
     with pytest.raises(ConfigError, match="cannot be written"):
-        again.to_yaml_file(str(tmp_path / "none" / "ft"))
+        reloaded.to_yaml_file(str(tmp_path / "none" / "ft"))
 
 
 def test_nested_values_are_mapped_in_place() -> None:
@@ -400,7 +400,7 @@ client.shutdown_workload_monitoring()
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(400)
-def test_a_calculated_timeout_is_doubled_and_then_dropped(tmp_path: Path) -> None:
+def test_calculated_timeout_is_doubled_and_then_dropped(tmp_path: Path) -> None:
     """A calculated timeout is doubled after an unexplained hang, and dropped after the second one."""
     (tmp_path / "train.py").write_text(LONG_STEPS)
     arguments = ["--nproc-per-node=1", "--max-restarts=2", "--run-dir=run", "train.py"]

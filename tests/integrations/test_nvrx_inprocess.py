@@ -101,9 +101,7 @@ TREE = """inprocess.rank_assignment.Tree(layers=[
     ("rule", "expected"),
     [(SHIFT, {0: 0, 2: 1, 3: 2}), pytest.param(TREE, {0: 0, 2: 2, 3: 1}, marks=pytest.mark.extended)],
 )
-def test_the_documented_use_survives_an_exception_and_a_killed_rank(
-    rule: str, expected: dict[int, int], tmp_path: Path
-) -> None:
+def test_documented_use_survives_exception_and_killed_rank(rule: str, expected: dict[int, int], tmp_path: Path) -> None:
     """After an exception and a SIGKILL on two of four ranks, the others finish in the same processes with the ranks
     that the rule assigns and equal weights; plug-ins get the exception and the role."""
     script = tmp_path / "train.py"
@@ -118,7 +116,9 @@ def test_the_documented_use_survives_an_exception_and_a_killed_rank(
         world, call, now, weight = eval(line.removeprefix("returned "))
         assert (world, call, now) == (3, 2, rank), line
         weights.add(weight)
-        assert "finalized" in outputs[started_as] or "INACTIVE" in outputs[started_as]  # a spare had nothing to leave
+        assert (
+            "finalized" in outputs[started_as] or "INACTIVE" in outputs[started_as]
+        )  # an inactive rank does not finalize
     assert len(weights) == 1
     assert "raised RuntimeError ACTIVE" in outputs[2]
     states = [line.partition("name=[InProcess] ")[2] for line in outputs[0].splitlines() if "InProcess]" in line]
@@ -127,47 +127,47 @@ def test_the_documented_use_survives_an_exception_and_a_killed_rank(
 
 
 def member(initial: int, node: str, *, rank: int | None = None, alive: bool = True) -> Member:
-    """Return a member of a machine of two layers."""
+    """Return a member of a machine with two layers."""
     labels = {"layer-0": "", "layer-1": node}
     return Member(initial_rank=initial, node=node, rank=rank, alive=alive, labels=labels)
 
 
-def tree(*, least: int = 2, root: Any = None, **more: Any) -> ranks.LayeredTree:
-    """Return the rule of Megatron-Bridge: nodes of two ranks, all or none of which run the function."""
+def tree(*, least: int = 2, root: Any = None, **options: Any) -> ranks.LayeredTree:
+    """Return the rule of Megatron-Bridge: nodes with two ranks, of which both or none run the function."""
     reserve = ranks.LayerFlag.RESERVE
     layers = [
         ranks.Layer(min_ranks=2, max_ranks=4, flag=reserve if root is None else root),
         ranks.Layer(min_ranks=least, max_ranks=2, key_or_fn="node", flag=reserve),
     ]
-    return ranks.LayeredTree(layers, **more)
+    return ranks.LayeredTree(layers, **options)
 
 
 def ranks_after(rule: Callable[[Assignment], Assignment], members: Iterable[Member]) -> dict[int, int | None]:
     return assign(rule, members, iteration=1, active_world_size=None)
 
 
-def test_a_tree_keeps_a_node_in_reserve_and_gives_up_a_broken_one() -> None:
-    """Of three nodes of two ranks the third is a reserve, and takes the ranks of a node that lost a rank."""
+def test_tree_replaces_a_broken_node_by_the_reserve() -> None:
+    """Of three nodes with two ranks the third is a reserve, and takes the ranks of a node that lost a rank."""
     nodes = "aabbcc"
-    begun = ranks_after(tree(), [member(one, node) for one, node in enumerate(nodes)])
-    assert begun == {0: 0, 1: 1, 2: 2, 3: 3, 4: None, 5: None}
-    after = [member(one, node, rank=begun[one], alive=one != 0) for one, node in enumerate(nodes)]
+    before = ranks_after(tree(), [member(one, node) for one, node in enumerate(nodes)])
+    assert before == {0: 0, 1: 1, 2: 2, 3: 3, 4: None, 5: None}
+    after = [member(one, node, rank=before[one], alive=one != 0) for one, node in enumerate(nodes)]
     assert ranks_after(tree(), after) == {1: None, 2: 2, 3: 3, 4: 1, 5: 0}
 
 
-def test_without_a_reserve_the_last_rank_fills_the_gap_or_all_move_up() -> None:
+def test_tree_without_reserve_backfills_or_shifts() -> None:
     """The flag of a layer decides how a gap is filled; remaining gaps are closed, and the filter is applied last."""
     members = [member(one, node, rank=one, alive=one != 1) for one, node in enumerate("aabb")]
-    backfill, nothing = ranks.LayerFlag.RESERVE | ranks.LayerFlag.BACKFILL, ranks.LayerFlag(0)
-    assert ranks_after(tree(least=1, root=nothing), members) == {0: 0, 2: 1, 3: 2}
+    backfill, no_flag = ranks.LayerFlag.RESERVE | ranks.LayerFlag.BACKFILL, ranks.LayerFlag(0)
+    assert ranks_after(tree(least=1, root=no_flag), members) == {0: 0, 2: 1, 3: 2}
     layers = [ranks.Layer(flag=backfill)]
     assert ranks_after(ranks.LayeredTree(layers), members) == {0: 0, 2: 2, 3: 1}
-    halved = tree(least=1, root=nothing, world_size_filter=lambda size: size // 2 * 2)
+    halved = tree(least=1, root=no_flag, world_size_filter=lambda size: size // 2 * 2)
     assert ranks_after(halved, members) == {0: 0, 2: 1, 3: None}
 
 
-def test_a_tree_without_enough_ranks_ends_restarting() -> None:
-    """If no branch has its least ranks, restarting ends on all ranks with a reason."""
+def test_tree_without_enough_ranks_aborts() -> None:
+    """If no branch has its minimum number of ranks, restarting ends on all ranks with a reason."""
     members = [member(one, node, rank=one, alive=one % 2 == 0) for one, node in enumerate("aabb")]
     with pytest.raises(RestartAbort, match="2 ranks live"):
         ranks_after(tree(), members)
@@ -184,13 +184,13 @@ def test_a_tree_without_enough_ranks_ends_restarting() -> None:
         ({"abort": 3}, "abort=3 cannot be called"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
-    """Every argument has an effect or is refused in one line."""
+def test_unsupported_arguments_are_rejected_by_name(arguments: dict[str, Any], text: str) -> None:
+    """Every argument has an effect or is rejected in one line."""
     with pytest.raises(ConfigError, match=text):
         inprocess.WrapperOfNVRx(**arguments)
 
 
-class MovesUp(ranks.AssignmentRule):
+class ShiftOneRank(ranks.AssignmentRule):
     """A script's own rule for one rank, as in NVRx's guide."""
 
     def __init__(self) -> None:
@@ -198,12 +198,12 @@ class MovesUp(ranks.AssignmentRule):
 
     def __call__(self, ctx: Any) -> Any:
         """Close the gaps before this rank."""
-        state, gone = ctx.state, ctx.terminated_ranks
-        self.seen.append((state.rank, state.world_size, gone))
+        state, terminated = ctx.state, ctx.terminated_ranks
+        self.seen.append((state.rank, state.world_size, terminated))
         if len(self.seen) > 1:
             raise ranks.RankDiscarded(f"rank {state.rank} is called twice")
-        place = state.rank - sum(one < state.rank for one in gone)
-        ctx.state = dataclasses.replace(state, rank=place, world_size=state.world_size - len(gone))
+        new_rank = state.rank - sum(one < state.rank for one in terminated)
+        ctx.state = dataclasses.replace(state, rank=new_rank, world_size=state.world_size - len(terminated))
         ctx.terminated_ranks = set()
         return ctx
 
@@ -220,38 +220,40 @@ class AtMostTwo(ranks.FilterRule):
         return ctx
 
 
-class UsesTheStore(ranks.ShiftRanksUp):
+class UseStore(ranks.ShiftRanksUp):
     """A script's own rule that uses the store."""
 
     def __call__(self, ctx: Any) -> Any:
-        """Ask the store."""
+        """Use the store."""
         ctx.store.get_states(range(4))
         return super().__call__(ctx)
 
 
-def members(*places: tuple[int | None, bool]) -> list[Member]:
-    """Return members with these former ranks, dead or alive."""
-    return [Member(initial_rank=one, node="n", rank=rank, alive=alive) for one, (rank, alive) in enumerate(places)]
+def members(*former_ranks: tuple[int | None, bool]) -> list[Member]:
+    """Return living or dead members with these former ranks."""
+    return [
+        Member(initial_rank=one, node="n", rank=rank, alive=alive) for one, (rank, alive) in enumerate(former_ranks)
+    ]
 
 
-def test_a_rank_assignment_of_the_scripts_own_decides_for_each_rank() -> None:
-    """A script's own rule is called once for each living rank with that rank's context, on a separate copy; alone and
-    composed."""
-    begun = members((None, True), (None, True), (None, True), (None, True))
-    struck = members((0, True), (1, False), (2, True), (None, True))
-    for given, iteration, ended in ((begun, 0, {0: 0, 1: 1, 2: 2, 3: 3}), (struck, 1, {0: 0, 2: 1, 3: None})):
-        assert assign(MovesUp(), given, iteration=iteration, active_world_size=None) == ended
+def test_script_rank_assignment_is_called_for_each_rank() -> None:
+    """A script's own rule is called once for each living rank with that rank's context, on a separate copy; alone
+    and composed."""
+    before = members((None, True), (None, True), (None, True), (None, True))
+    failed = members((0, True), (1, False), (2, True), (None, True))
+    for given, iteration, ended in ((before, 0, {0: 0, 1: 1, 2: 2, 3: 3}), (failed, 1, {0: 0, 2: 1, 3: None})):
+        assert assign(ShiftOneRank(), given, iteration=iteration, active_world_size=None) == ended
     filtered = inprocess.ComposeFromRight(AtMostTwo(), ranks.ActivateAllRanks(), ranks.ShiftRanksUp())
     assert isinstance(filtered, ranks.AssignmentRule)
-    assert assign(filtered, begun, iteration=0, active_world_size=None) == {0: 0, 1: 1, 2: None, 3: None}
-    struck = members((0, False), (1, True), (None, True), (None, True))
-    assert assign(filtered, struck, iteration=1, active_world_size=None) == {1: 0, 2: 1, 3: None}
+    assert assign(filtered, before, iteration=0, active_world_size=None) == {0: 0, 1: 1, 2: None, 3: None}
+    failed = members((0, False), (1, True), (None, True), (None, True))
+    assert assign(filtered, failed, iteration=1, active_world_size=None) == {1: 0, 2: 1, 3: None}
     with pytest.raises(ConfigError, match=r"of your own uses ctx\.store\.get_states, and no rank has NVRx's store"):
-        assign(UsesTheStore(), begun, iteration=0, active_world_size=None)
+        assign(UseStore(), before, iteration=0, active_world_size=None)
 
 
-def test_a_rule_of_the_scripts_own_that_returns_no_context_is_refused() -> None:
-    """A rule that returns no context is refused by name."""
+def test_script_rule_must_return_a_context() -> None:
+    """A rule that returns no context is rejected by name."""
 
     class Forgets(ranks.AssignmentRule):
         def __call__(self, ctx: Any) -> Any:
@@ -261,7 +263,7 @@ def test_a_rule_of_the_scripts_own_that_returns_no_context_is_refused() -> None:
         assign(Forgets(), members((None, True)), iteration=0, active_world_size=None)
 
 
-def test_disabled_the_function_is_called_as_it_is() -> None:
+def test_disabled_wrapper_returns_the_function() -> None:
     """With ``enabled=False`` nothing is wrapped."""
 
     def train(number: int) -> int:
@@ -271,13 +273,13 @@ def test_disabled_the_function_is_called_as_it_is() -> None:
 
 
 def test_plug_ins_are_composed_from_right_to_left() -> None:
-    """``Compose(a, b)(x)`` is ``a(b(x))``; a plug-in that returns ``None`` causes a warning and is passed over."""
+    """``Compose(a, b)(x)`` is ``a(b(x))``; a plug-in that returns ``None`` causes a warning and is skipped."""
     composed = inprocess.ComposeFromRight(lambda x: f"a({x})", lambda x: None, lambda x: f"b({x})")
     with pytest.warns(UserWarning, match="returned None"):
         assert composed("x") == "a(b(x))"
 
 
-def test_what_is_composed_is_of_the_class_that_its_plug_ins_share() -> None:
+def test_composition_has_the_nearest_common_class() -> None:
     """A composition is an instance of the nearest class that all its plug-ins share, also if it is composed again."""
 
     class Check(inprocess.StatePlugin):
@@ -318,9 +320,9 @@ def test_groups_with_too_few_ranks_are_removed() -> None:
         (ranks.FillGapsFromTheEnd(), {0: 0, 2: 2, 3: 3, 6: 1, 7: 4}),
     ],
 )
-def test_rules_take_the_context_of_one_rank(rule: ranks.AssignmentRule, expected: dict[int, int]) -> None:
+def test_rules_accept_the_context_of_one_rank(rule: ranks.AssignmentRule, expected: dict[int, int]) -> None:
     """With a ``RankAssignmentCtx`` a rule assigns one rank, or raises for a terminated one."""
-    found = {}
+    assigned = {}
     for rank in range(8):
         ctx = ranks.RankAssignmentCtx(ranks.WrapperState(rank, 8), None, {1, 4, 5})
         if rank in ctx.terminated_ranks:
@@ -329,22 +331,22 @@ def test_rules_take_the_context_of_one_rank(rule: ranks.AssignmentRule, expected
             continue
         state = ranks.ActiveDivisibleBy(2)(rule(ctx)).state
         assert state.rank is not None
-        found[rank] = state.rank
+        assigned[rank] = state.rank
         assert (state.world_size, state.active_world_size, ctx.terminated_ranks) == (5, 4, set())
         assert (state.mode is ranks.Mode.ACTIVE, state.active_rank is None) == (state.rank < 4, state.rank == 4)
-    assert found == expected
+    assert assigned == expected
 
 
-def test_a_tree_replaces_by_the_last_spare_and_by_the_last_ranks() -> None:
-    """As in NVRx, a gap is filled by the last spare of the nearest branch, else by the last ranks of the widest branch,
-    in order."""
+def test_tree_fills_gaps_with_last_spares_then_last_ranks() -> None:
+    """As in NVRx, a gap is filled by the last spare of the nearest branch, else by the last ranks of the widest
+    branch, in order."""
     backfill = ranks.LayerFlag.BACKFILL
     layers = [ranks.Layer(flag=backfill), ranks.Layer(key_or_fn="node", flag=backfill)]
     members = [member(one, node, rank=one, alive=one not in (2, 3)) for one, node in enumerate("aabbccdd")]
     assert ranks_after(ranks.LayeredTree(layers), members) == {0: 0, 1: 1, 4: 4, 5: 5, 6: 2, 7: 3}
 
 
-def test_thousands_of_ranks_are_assigned_within_one_restart() -> None:
+def test_thousands_of_ranks_are_assigned_in_one_pass() -> None:
     """A tree of 16384 ranks that loses 1024 is assigned in one pass."""
     num, flag = 1 << 14, ranks.LayerFlag.RESERVE | ranks.LayerFlag.BACKFILL
     layers = [ranks.Layer(flag=flag), ranks.Layer(max_ranks=8, key_or_fn="node", flag=flag)]
@@ -361,13 +363,13 @@ def test_thousands_of_ranks_are_assigned_within_one_restart() -> None:
         (lambda: inprocess.AbortTorchDistributed("traces"), "torch_fr_trace_path is not supported"),
     ],
 )
-def test_what_is_not_made_names_what_to_use(make: Callable[[], object], text: str) -> None:
-    """A name of NVRx without its meaning is refused, and the error names the replacement."""
+def test_unsupported_names_are_rejected_with_a_replacement(make: Callable[[], object], text: str) -> None:
+    """A name of NVRx without a counterpart is rejected, and the error contains the replacement."""
     with pytest.raises(ConfigError, match=text):
         make()
 
 
-def test_errors_of_the_wrapper_are_nvrx_s() -> None:
+def test_wrapper_errors_have_nvrx_classes() -> None:
     """A script can catch errors by NVRx's classes, and by outlast's."""
     state = State(
         initial_rank=1, initial_world_size=2, rank=1, world_size=2, active_world_size=2, iteration=1, node="n",
@@ -393,7 +395,7 @@ def test_parameters_are_found_by_their_annotation() -> None:
     assert not inprocess.is_annotated(int, inprocess.CallWrapper)
 
 
-def test_a_finalize_that_does_not_return_or_fails_is_known() -> None:
+def test_threaded_finalize_raises_errors_and_timeouts() -> None:
     """A ``ThreadedFinalize`` raises the exception of the function, and fails after its time limit."""
     import threading
 
@@ -405,7 +407,7 @@ def test_a_finalize_that_does_not_return_or_fails_is_known() -> None:
         inprocess.ThreadedFinalize(timedelta(seconds=60), lambda: 1 / 0)(None)
 
 
-def test_asynchronous_calls_of_the_call_that_is_left_are_dropped() -> None:
+def test_abort_drops_asynchronous_calls() -> None:
     """``AbortPersistentCheckpointProcesses`` drops scheduled calls without finalising them, and returns the state."""
     from outlast.integrations.nvrx.async_calls import AsyncCallsQueue, AsyncRequest
 
@@ -416,9 +418,9 @@ def test_asynchronous_calls_of_the_call_that_is_left_are_dropped() -> None:
     assert (calls.get_num_unfinalized_calls(), finalised) == (0, [])
 
 
-def test_a_gpu_is_judged_by_what_its_driver_asks_for() -> None:
-    """A GPU that must be reset or replaced fails the check; links that are down are only logged; without a GPU all
-    checks pass."""
+def test_gpu_health_follows_the_driver() -> None:
+    """A GPU that must be reset or replaced fails the check; inactive links are only logged; without a GPU all checks
+    pass."""
     from outlast.health.devices import NvmlReading
 
     with pytest.raises(inprocess.HealthCheckError, match="reset the GPU"):

@@ -1,4 +1,4 @@
-"""Ends of restarting under NVRx's names: a refused name, a limit, restarts without progress. Each case has one rank."""
+"""Final errors of restarting under NVRx's names: an unknown name, a limit, restarts without progress, one rank each."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ train()
 """
 
 
-def test_a_rank_that_cannot_be_interrupted_gets_a_signal_that_its_script_handles() -> None:
+def test_uninterruptible_rank_gets_sigterm_before_sigkill() -> None:
     """At the hard timeout SIGTERM is sent first, and SIGKILL only ``termination_grace_time`` later."""
     assert run_python("-c", HANDLES, code=7, timeout_s=600).stdout == "handled"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return how each case ended, and how often its function was called."""
+    """Return the result and the number of calls of each case."""
     folder = tmp_path_factory.mktemp("refusals")
     (folder / "script.py").write_text(SCRIPT)
     run_python(folder / "script.py", folder / "found.json", timeout_s=600)
@@ -150,7 +150,7 @@ def raised(outcome: dict[str, Any]) -> tuple[str, str]:
     return kinds[0], text
 
 
-def test_a_name_or_call_that_is_not_offered_reaches_the_caller_at_once(found: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_names_and_calls_are_not_retried(found: dict[str, Any], tmp_path: Path) -> None:
     """The function is not called again after an error that no call can change; a script's own error is retried."""
     for case, kind, text in (
         ("refuses_a_name", "AttributeError", "no_such_method"),
@@ -166,7 +166,7 @@ def test_a_name_or_call_that_is_not_offered_reaches_the_caller_at_once(found: di
     assert found["retries_an_error_of_its_own"] == {"ended": "done", "calls": 3}
 
 
-def test_giving_up_reaches_the_caller_with_the_counts(found: dict[str, Any]) -> None:
+def test_restart_abort_reaches_the_caller_with_the_counts(found: dict[str, Any]) -> None:
     """``RestartAbort`` ends the restarts of all ranks, and the caller gets the counts."""
     kinds, text, counts = found["gives_up"]["ended"]
     assert (kinds[0], text, counts) == ("RestartAbort", "enough", {"restarts": 0, "faults": 0})
@@ -184,7 +184,7 @@ def test_restarts_without_progress_end(found: dict[str, Any]) -> None:
     assert found["a limit"]["calls"] == 12
 
 
-def test_an_error_of_the_scripts_own_rule_reaches_the_caller(found: dict[str, Any]) -> None:
+def test_error_of_a_script_rule_reaches_the_caller(found: dict[str, Any]) -> None:
     """A rank assignment that raises, at once or at a restart, ends restarting with its own error."""
     for num_calls in (0, 2):
         case = found[f"a rule fails after {num_calls}"]
@@ -192,7 +192,7 @@ def test_an_error_of_the_scripts_own_rule_reaches_the_caller(found: dict[str, An
         assert case["calls"] == num_calls
 
 
-def test_the_monitor_process_writes_its_pid_to_a_file(found: dict[str, Any]) -> None:
+def test_monitor_process_writes_its_pid_file(found: dict[str, Any]) -> None:
     """``monitor_process_pidfile`` contains the process id of another process than the rank's; its name contains the
     rank."""
     assert found["a pid file"] == {"ended": "done", "calls": 1}
@@ -201,8 +201,8 @@ def test_the_monitor_process_writes_its_pid_to_a_file(found: dict[str, Any]) -> 
     assert pid != own
 
 
-def test_hang_protection_can_be_disabled_and_groups_are_refused(found: dict[str, Any]) -> None:
-    """``disable_hang_protection()`` works; a call with a process group is refused."""
+def test_hang_protection_can_be_disabled(found: dict[str, Any]) -> None:
+    """``disable_hang_protection()`` works; a call with a process group is rejected."""
     assert found["keeps_long_work"] == {"ended": "done", "calls": 1}
     kind, text = raised(found["a group exists"])
     assert (kind, found["a group exists"]["calls"]) == ("ConfigError", 0)

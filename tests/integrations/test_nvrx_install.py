@@ -1,4 +1,4 @@
-"""``nvidia_resiliency_ext`` is outlast's where the real one is absent, and only there."""
+"""``nvidia_resiliency_ext`` is outlast's if the real package is absent, and only then."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def run(code: str, *arguments: str, path: Path | None = None) -> str:
     """Run Python code in a separate process; return its output and its log."""
     before = [] if path is None else [str(path)]
     python_path = os.pathsep.join([*before, os.environ.get("PYTHONPATH", "")])
-    done = run_python("-c", code, *arguments, PYTHONPATH=python_path)
-    return done.stdout + done.stderr
+    completed = run_python("-c", code, *arguments, PYTHONPATH=python_path)
+    return completed.stdout + completed.stderr
 
 
 INSTALL = "import sys; from outlast.integrations import nvrx; "
 
 
 @pytest.mark.process
-def test_install_is_idempotent_and_light() -> None:
+def test_install_is_idempotent_without_torch() -> None:
     """``install()`` adds one finder however often it is called, and does not import torch."""
     code = INSTALL + (
         "before = len(sys.meta_path); assert nvrx.install() and nvrx.install(); "
@@ -33,7 +33,7 @@ def test_install_is_idempotent_and_light() -> None:
     assert run(code) == ""
 
 
-def test_what_is_not_in_the_table_is_not_there() -> None:
+def test_unlisted_names_cannot_be_imported() -> None:
     """A module or name that is not offered is an ImportError, so that callers fall back."""
     code = INSTALL + (
         "nvrx.MODULES['a.b'] = {'json': ('loads', 'dump_it=dumps')}; nvrx.install(); "
@@ -54,7 +54,7 @@ def test_what_is_not_in_the_table_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(nvrx.MODULES))
-def test_every_name_of_the_table_is_there(name: str) -> None:
+def test_every_listed_name_exists(name: str) -> None:
     """Each name of the table exists in the listed module."""
     for home, names in nvrx.MODULES[name].items():
         module = __import__(home, fromlist=["_"])
@@ -62,16 +62,16 @@ def test_every_name_of_the_table_is_there(name: str) -> None:
             assert hasattr(module, entry.rpartition("=")[2]), f"{home} has no {entry}"
 
 
-def real_package(folder: Path) -> None:
-    """Write a stand-in for the real package below a folder."""
-    whole = folder / "nvidia_resiliency_ext" / "fault_tolerance"
-    whole.mkdir(parents=True)
-    (whole / "__init__.py").write_text("REAL = True\n")
+def write_real_package(folder: Path) -> None:
+    """Write a substitute for the real package into a folder."""
+    package = folder / "nvidia_resiliency_ext" / "fault_tolerance"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("REAL = True\n")
 
 
-def test_the_real_package_stays(tmp_path: Path) -> None:
+def test_installed_real_package_is_not_replaced(tmp_path: Path) -> None:
     """If the real package is installed, ``install()`` logs that and returns ``False``."""
-    real_package(tmp_path)
+    write_real_package(tmp_path)
     code = INSTALL + (
         "assert nvrx.install() is False; import nvidia_resiliency_ext.fault_tolerance as ft; assert ft.REAL"
     )
@@ -81,9 +81,9 @@ def test_the_real_package_stays(tmp_path: Path) -> None:
     assert "outlast's is not installed over it" in line
 
 
-def test_a_real_package_that_comes_later_is_found_first(tmp_path: Path) -> None:
+def test_later_real_package_takes_precedence(tmp_path: Path) -> None:
     """A real package that is put on the path before the first import takes precedence, as a whole."""
-    real_package(tmp_path)
+    write_real_package(tmp_path)
     code = INSTALL + (
         "nvrx.MODULES['a.b'] = {'json': ('loads',)}; assert nvrx.install(); sys.path.insert(0, sys.argv[1])\n"
         "import nvidia_resiliency_ext.fault_tolerance as ft\n"
@@ -95,8 +95,8 @@ def test_a_real_package_that_comes_later_is_found_first(tmp_path: Path) -> None:
     assert run(code, str(tmp_path)) == ""
 
 
-def test_parts_of_the_real_package_are_named(tmp_path: Path) -> None:
-    """If only parts of a removed package are left, ``install()`` returns ``False`` and logs what to remove."""
+def test_remaining_parts_of_the_real_package_are_reported(tmp_path: Path) -> None:
+    """If only parts of a removed package remain, ``install()`` returns ``False`` and logs what to remove."""
     (tmp_path / "nvidia_resiliency_ext" / "shared_utils").mkdir(parents=True)
     (tmp_path / "nvidia_resiliency_ext" / "shared_utils" / "log.py").touch()
     (line,) = run(INSTALL + "assert nvrx.install() is False", path=tmp_path).splitlines()
@@ -104,11 +104,11 @@ def test_parts_of_the_real_package_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["install, then folders", "folders, then install"])
-def test_empty_folders_of_the_real_package_do_not_count(tmp_path: Path, order: str) -> None:
+def test_empty_folders_of_the_real_package_are_ignored(tmp_path: Path, order: str) -> None:
     """Folders without a module, left by an uninstalled package, are not the extension."""
-    left = tmp_path / "nvidia_resiliency_ext" / "inprocess" / "__pycache__"
-    left.mkdir(parents=True)
-    (left / "wrap.cpython-311.pyc").touch()
+    remaining = tmp_path / "nvidia_resiliency_ext" / "inprocess" / "__pycache__"
+    remaining.mkdir(parents=True)
+    (remaining / "wrap.cpython-311.pyc").touch()
     add = "sys.path.insert(0, sys.argv[1]); import importlib.util; importlib.util.find_spec('nvidia_resiliency_ext'); "
     install = "assert nvrx.install(); "
     code = INSTALL + (install + add if order.startswith("install") else add + install)
@@ -116,8 +116,8 @@ def test_empty_folders_of_the_real_package_do_not_count(tmp_path: Path, order: s
     assert run(code, str(tmp_path)) == ""
 
 
-def test_an_import_of_a_refused_name_has_what_to_use_instead() -> None:
-    """Importing a refused name is an ImportError with its replacement; ``hasattr()`` is False."""
+def test_import_of_a_rejected_name_reports_the_replacement() -> None:
+    """Importing a rejected name is an ImportError with its replacement; ``hasattr()`` is False."""
     code = INSTALL + (
         "nvrx.install(); import nvidia_resiliency_ext.fault_tolerance as ft\n"
         "assert not hasattr(ft, 'RankMonitorServer') and getattr(ft, 'unknown', 7) == 7\n"
@@ -125,14 +125,14 @@ def test_an_import_of_a_refused_name_has_what_to_use_instead() -> None:
         "    try: exec(f'from nvidia_resiliency_ext.fault_tolerance import {name}')\n"
         "    except ImportError as error: print(error)"
     )
-    refused, unknown = run(code).splitlines()
-    assert refused.endswith("use RankMonitorClient")
+    rejected, unknown = run(code).splitlines()
+    assert rejected.endswith("use RankMonitorClient")
     assert unknown.endswith(
         "fault_tolerance.unknown is not among the names that outlast offers of nvidia_resiliency_ext"
     )
 
 
-def test_a_stub_of_somebody_elses_stays() -> None:
+def test_loaded_module_of_this_name_is_not_replaced() -> None:
     """A module of this name in ``sys.modules`` is not replaced."""
     code = INSTALL + (
         "import types; stub = sys.modules['nvidia_resiliency_ext'] = types.ModuleType('nvidia_resiliency_ext'); "
@@ -152,7 +152,7 @@ sys.exit(7)
 
 @pytest.mark.cold
 @pytest.mark.process
-def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
+def test_safe_path_is_unchanged(tmp_path: Path) -> None:
     """With ``python -P`` the module search path is unchanged."""
     (tmp_path / "train.py").write_text("import sys; print(*sys.path, sep='\\n')\n")
     plain = run_python("-P", "-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path)
@@ -161,24 +161,24 @@ def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [["{}/train.py"], ["-m", "train"]])
-def test_a_script_runs_unchanged(tmp_path: Path, target: list[str]) -> None:
+def test_script_runs_unchanged_with_the_extension(tmp_path: Path, target: list[str]) -> None:
     """``python -m outlast.integrations.nvrx train.py`` runs like ``python train.py``, with the extension."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("HERE = 1\n")
     arguments = [part.format(tmp_path) for part in target]
-    done = run_python("-m", "outlast.integrations.nvrx", *arguments, "--lr", "-m", cwd=tmp_path, code=7)
-    assert done.stdout == "0.6.0 __main__ ['--lr', '-m'] 1\n"
+    completed = run_python("-m", "outlast.integrations.nvrx", *arguments, "--lr", "-m", cwd=tmp_path, code=7)
+    assert completed.stdout == "0.6.0 __main__ ['--lr', '-m'] 1\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["none.py"]])
-def test_a_wrong_command_line_is_bad_input(arguments: list[str]) -> None:
-    """A wrong command line ends with 2 and the usage, which no launcher restarts."""
-    done = run_python("-m", "outlast.integrations.nvrx", *arguments, code=2)
-    assert "usage: python -m outlast.integrations.nvrx" in done.stderr
+def test_invalid_command_line_exits_with_2(arguments: list[str]) -> None:
+    """An invalid command line exits with 2 and the usage, which no launcher restarts."""
+    completed = run_python("-m", "outlast.integrations.nvrx", *arguments, code=2)
+    assert "usage: python -m outlast.integrations.nvrx" in completed.stderr
 
 
 @pytest.mark.process
-def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
+def test_documented_code_runs(tmp_path: Path) -> None:
     """The Python blocks of docs/nvrx.md run one after the other as one script."""
     blocks = python_blocks("nvrx.md")
     assert len(blocks) == 2, "a block was added: run it here"

@@ -1,4 +1,4 @@
-"""NVRx's local checkpoints over the engine: Megatron-Core's state is restored bit for bit, or not at all."""
+"""NVRx's local checkpoints over the engine: Megatron-Core's state is restored bit-identically, or not at all."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def flip(path: Path) -> None:
 
 
 def run(code: str, folder: Path, logs: Path) -> tuple[list[int], str]:
-    """Run code on two ranks; return their exit codes and rank 0's output."""
+    """Run code on two ranks; return their exit codes and the output."""
     script = logs.with_suffix(".py")
     script.write_text(code)
     with RankProcesses(script, str(folder), world_size=2, directory=logs) as ranks:
@@ -166,16 +166,16 @@ def run(code: str, folder: Path, logs: Path) -> tuple[list[int], str]:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_megatrons_state_comes_back_bit_for_bit_whatever_copy_is_lost(tmp_path: Path) -> None:
+def test_megatron_state_is_restored_after_any_lost_copy(tmp_path: Path) -> None:
     """Lost, damaged and torn copies are replaced from the other node; without any valid copy all ranks use the older
-    iteration, or none, and another session's are refused."""
-    whole = tmp_path / "cases" / "whole"
-    codes, output = run(SAVE, whole, tmp_path / "save")
+    iteration, or none, and another session's are rejected."""
+    complete = tmp_path / "cases" / "whole"
+    codes, output = run(SAVE, complete, tmp_path / "save")
     assert codes[1] == -9, output
     assert output.count("committed 30") == 2, output
 
     def case(name: str) -> Path:
-        return Path(shutil.copytree(whole, tmp_path / "cases" / name))
+        return Path(shutil.copytree(complete, tmp_path / "cases" / name))
 
     def shard(folder: Path, node: int, rank: int, iteration: int = 30) -> Path:
         (found,) = folder.glob(f"node{node}/s1/*/step-{iteration}/rank-{rank:05}.safetensors")
@@ -194,7 +194,7 @@ def test_megatrons_state_comes_back_bit_for_bit_whatever_copy_is_lost(tmp_path: 
 
     codes, output = run(LOAD, tmp_path / "cases", tmp_path / "load")
     assert codes == [0, 0], output
-    told = next(line for line in output.splitlines() if line.startswith("{"))
+    results = next(line for line in output.splitlines() if line.startswith("{"))
     for text in (
         '"whole": 30, "lost": 30, "flipped": 30, "torn": 30, "lost_and_flipped": 20, "all_flipped": -1',
         "iteration 30 is not newer than the local checkpoint of iteration 30",
@@ -203,40 +203,45 @@ def test_megatrons_state_comes_back_bit_for_bit_whatever_copy_is_lost(tmp_path: 
         "__main__.Unknown, which is not one of the classes that are read back",
         '"next": 2',
     ):
-        assert text in told, output
+        assert text in results, output
 
 
-class Acting:
-    """Would act when it is unpickled."""
+class RunsCode:
+    """Runs a command when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("true",)
 
 
-@pytest.mark.parametrize("value", [Acting(), getattr, torch.load, io.TextIOWrapper, shutil.rmtree])
-def test_hollow_state_of_anything_but_values_is_refused(value: object) -> None:
-    """Functions, and classes that are not known to hold values only, are not read back, even by their names."""
+@pytest.mark.parametrize("value", [RunsCode(), getattr, torch.load, io.TextIOWrapper, shutil.rmtree])
+def test_hollow_state_with_code_is_rejected(value: object) -> None:
+    """Functions, and classes that are not known to hold only values, are not read, even by their names."""
     data = pickle.dumps({"here": value})
     with pytest.raises(pickle.UnpicklingError, match="not one of the classes that are read back"):
         local._HollowUnpickler(data, ()).load()
 
 
-def test_a_class_that_only_holds_values_can_be_allowed() -> None:
-    """What allow_class() names is read back."""
-    data = pickle.dumps(Held())
-    with pytest.raises(pickle.UnpicklingError, match=r"test_nvrx_local\.Held"):
-        local._HollowUnpickler(data, ()).load()
-    local.allow_class(Held)
-    assert isinstance(local._HollowUnpickler(data, ()).load(), Held)
+def test_allowed_value_class_is_read(tmp_path: Path) -> None:
+    """A state dict with a class of a script can be saved and read once the class was passed to allow_class()."""
+    manager = local.LocalCheckpointManager(tmp_path, "alone")
+    state = local.BasicTensorAwareStateDict({"value": ScriptValue()})
+    with pytest.raises(local.CheckpointingException, match=r"test_nvrx_local\.ScriptValue"):
+        manager.save(state, 1)
+    local.allow_class(ScriptValue)
+    manager.save(state, 1)
+    assert manager.find_latest() == 1
+    loaded, _ = manager.load()
+    assert isinstance(loaded, local.BasicTensorAwareStateDict)
+    assert isinstance(loaded.state_dict["value"], ScriptValue)
+    manager.close()
 
 
-class Held:
+class ScriptValue:
     """A class of a script."""
 
 
-def test_a_state_dict_alone_in_one_process(tmp_path: Path) -> None:
-    """Without a process group the calls work, too; nested tensors come back where they were, as often as they are
-    found again."""
+def test_state_dict_round_trip_without_a_process_group(tmp_path: Path) -> None:
+    """The calls work without a process group; nested tensors are restored in place, after every search."""
     manager = local.LocalCheckpointManager(tmp_path, "alone")
     with pytest.raises(local.CheckpointingException, match="call find_latest"):
         manager.load()
@@ -254,17 +259,18 @@ def test_a_state_dict_alone_in_one_process(tmp_path: Path) -> None:
     with pytest.raises(local.CheckpointingException, match="call find_latest"):
         manager.load()
     assert manager.find_latest() == 5
-    again, name = manager.load()
+    reloaded, name = manager.load()
     assert name.iteration == 5
-    assert isinstance(again, local.BasicTensorAwareStateDict)
-    assert torch.equal(again.state_dict["a"], given["a"])
+    assert isinstance(reloaded, local.BasicTensorAwareStateDict)
+    assert torch.equal(reloaded.state_dict["a"], given["a"])
     manager.save(local.BasicTensorAwareStateDict(given), 6)
     assert manager.find_latest() == 6
     manager.close()
 
 
-def test_replication_is_what_nvrx_means_by_it() -> None:
-    """Groups are divided as there; a strategy says how far apart copies lie; what cannot be done is named."""
+def test_replication_groups_match_nvrx() -> None:
+    """Groups are divided as in NVRx, a strategy has the distance of copies, and unsupported values are rejected by
+    name."""
     assert local.parse_group_sequence(2, 2, 8) == [(0, 2), (1, 3), (4, 6), (5, 7)]
     with pytest.raises(ConfigError, match="6 ranks cannot be divided"):
         local.parse_group_sequence(2, 2, 6)

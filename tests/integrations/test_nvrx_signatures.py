@@ -1,4 +1,4 @@
-"""Comparison with NVRx 0.6.0: no public name of an offered module is missing, and each takes the same parameters."""
+"""Comparison with NVRx 0.6.0: no public name of an offered module is missing, and each has the same parameters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Described = dict[str, dict[str, list[str] | None]]
 """Parameters by name and member."""
 
 REAL = Path(sys.prefix) / "nvrx"
-"""Where `make test-integrations` puts NVRx."""
+"""The folder of NVRx in the environment of `make test-integrations`."""
 
 MOVED = {"straggler": "attribution.straggler", "straggler.reporting": "attribution.straggler.reporting"}
-"""Modules that 0.6.0 has elsewhere: these are where 0.4.1 has them."""
+"""Modules that moved in 0.6.0, under their names of 0.4.1."""
 
 DIFFERENT = {
     "*straggler*.Report": "ours also has the ranks within the noise, none by default",
@@ -37,7 +37,7 @@ DIFFERENT = {
     "ptl_resiliency.local_checkpoint_callback.HierarchicalCheckpointIO.load_checkpoint": "passes on what it is given",
     "ptl_resiliency.local_checkpoint_callback.HierarchicalCheckpointIO.remove_checkpoint": "passes on what it is given",
 }
-"""Patterns of names whose parameters differ, and why."""
+"""Patterns of names with different parameters, and the reasons."""
 
 MISSING = {
     "checkpointing.local.replication.group_utils.GroupWrapper.*": "torch.distributed does it, with GroupWrapper.group",
@@ -65,13 +65,13 @@ MISSING = {
     "ptl_resiliency*.HierarchicalCheckpointIO.*": "state dicts are saved as they are",
     "ptl_resiliency*.LocalCheckpointCallback.*": "not a ModelCheckpoint",
 }
-"""Public members of classes and names, as patterns, that are not there, and why; ``nvrx.REFUSED`` has further names."""
+"""Patterns of missing public names and members, and the reasons; ``nvrx.REFUSED`` has further names."""
 
 CALLBACKS = "ptl_resiliency"
-"""The module, and those below it, of Lightning's callbacks: ours are made with more, and with less, than theirs."""
+"""The package of Lightning's callbacks, which accept other parameters than NVRx's."""
 
 OTHER_DEFAULTS = {"logger_name": "theirs are loggers of NeMo; ours log under their own names unless one is given"}
-"""Parameters of callbacks whose defaults differ, and why."""
+"""Parameters of callbacks with different defaults, and the reasons."""
 
 STUBS = """
 import importlib.util, sys, unittest.mock
@@ -138,59 +138,61 @@ print(json.dumps(result))
 
 
 def describe(modules: list[str], first: str, *, path: Path | None) -> dict[str, Described]:
-    """Return the public names of modules of ``nvidia_resiliency_ext``, as a process of its own finds it."""
+    """Return the public names of modules of ``nvidia_resiliency_ext``, found in a separate process."""
     python_path = os.pathsep.join([*([str(path)] if path else []), os.environ.get("PYTHONPATH", "")])
-    done = run_python("-c", first + DESCRIBE, json.dumps(modules), PYTHONPATH=python_path)
-    described: dict[str, Described] = json.loads(done.stdout.splitlines()[-1])
+    completed = run_python("-c", first + DESCRIBE, json.dumps(modules), PYTHONPATH=python_path)
+    described: dict[str, Described] = json.loads(completed.stdout.splitlines()[-1])
     return described
 
 
-def agrees(module: str, member: str, theirs: list[str], ours: list[str]) -> bool:
-    """Return whether what is written for their parameters can be called with ours."""
+def agrees(module: str, member: str, reference: list[str], ours: list[str]) -> bool:
+    """Return whether calls that match the reference's parameters match outlast's."""
     if module.partition(".")[0] != CALLBACKS:
-        return theirs == ours
+        return reference == ours
     if member.startswith(".on_"):
-        return True  # Lightning alone calls them, with its own parameters
+        return True  # only Lightning calls these, with its own parameters
     if member:
-        return theirs == ours
-    if len(ours) < len(theirs):
+        return reference == ours
+    if len(ours) < len(reference):
         return False
-    for their, our in zip(theirs, ours, strict=False):
+    for their, our in zip(reference, ours, strict=False):
         (parameter, has_default, default), (own, _, own_default) = their.partition("="), our.partition("=")
         if parameter != own or (has_default and default != own_default and parameter not in OTHER_DEFAULTS):
             return False
-    return all("=" in more for more in ours[len(theirs) :])
+    return all("=" in more for more in ours[len(reference) :])
 
 
 @pytest.mark.overlay
 @pytest.mark.process
-def test_names_and_parameters_are_those_of_the_real_package() -> None:
-    """Each public name and member is offered or listed with a reason, and parameters are NVRx 0.6.0's except for listed
-    differences."""
+def test_names_and_parameters_match_nvrx() -> None:
+    """Each public name and member is offered or listed with a reason, and parameters are NVRx 0.6.0's except for
+    listed differences."""
     assert REAL.is_dir(), f"there is no {REAL}: make test-integrations installs it"
     modules = sorted(nvrx.MODULES)
     ours = describe(modules, "from outlast.integrations import nvrx; assert nvrx.install()\n", path=None)
     real = describe(sorted({MOVED.get(module, module) for module in modules}), STUBS, path=REAL)
     missing, differences, num_compared = set(), {}, 0
     for module, offered in ours.items():
-        for name, theirs in real[MOVED.get(module, module)].items():
+        for name, reference in real[MOVED.get(module, module)].items():
             members = offered.get(name)
             if members is None:
                 missing.add(f"{module}.{name}")
                 continue
-            for member, wanted in theirs.items():
+            for member, expected in reference.items():
                 if member not in members:
                     missing.add(f"{module}.{name}{member}")
-                elif wanted is not None and (parameters := members[member]) is not None:
+                elif expected is not None and (parameters := members[member]) is not None:
                     num_compared += 1
-                    if not agrees(module, member, wanted, parameters):
-                        differences[f"{module}.{name}{member}"] = f"theirs {wanted}, ours {parameters}"
+                    if not agrees(module, member, expected, parameters):
+                        differences[f"{module}.{name}{member}"] = f"theirs {expected}, ours {parameters}"
     assert num_compared > 150
-    refused = {f"{module}.{name}" for module, names in nvrx.REFUSED.items() for name in names}
-    unlisted = sorted(one for one in missing - refused if not any(fnmatch(one, pattern) for pattern in MISSING))
+    rejected = {f"{module}.{name}" for module, names in nvrx.REFUSED.items() for name in names}
+    unlisted = sorted(one for one in missing - rejected if not any(fnmatch(one, pattern) for pattern in MISSING))
     assert not unlisted, "\n".join(unlisted)
-    assert refused <= missing, f"not missing, or not public: {sorted(refused - missing)}"
-    unexpected = {what: how for what, how in differences.items() if not any(fnmatch(what, one) for one in DIFFERENT)}
-    assert not unexpected, "\n".join(f"{what}: {how}" for what, how in unexpected.items())
+    assert rejected <= missing, f"not missing, or not public: {sorted(rejected - missing)}"
+    unexpected = {
+        name_of: how for name_of, how in differences.items() if not any(fnmatch(name_of, one) for one in DIFFERENT)
+    }
+    assert not unexpected, "\n".join(f"{name_of}: {how}" for name_of, how in unexpected.items())
     for pattern in (one for one in (*DIFFERENT, *MISSING) if "*" not in one):
         assert any(fnmatch(one, pattern) for one in missing | differences.keys()), f"{pattern}: take it from the list"

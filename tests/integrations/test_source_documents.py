@@ -101,23 +101,23 @@ def configured(*snippets: str) -> Config:
 @pytest.mark.parametrize(
     "snippet", EFFECTS, ids=["ft", "straggler", "preemption", "rerun", "restart", "async", "local"]
 )
-def test_bridges_lines_set_what_a_session_does(snippet: str) -> None:
+def test_guide_blocks_set_the_session_settings(snippet: str) -> None:
     """Each of the guide's blocks runs unchanged, and its values are those of the session."""
     section, values = EFFECTS[snippet]
     found = getattr(configured(snippet), section)
     assert {name: getattr(found, name) for name in values} == values
 
 
-def test_bridges_lines_go_together() -> None:
-    """All blocks together are no contradiction; without its block a section is off, or has Bridge's default."""
+def test_guide_blocks_can_be_combined() -> None:
+    """All blocks together are not a contradiction; without its block a section is off, or has Bridge's default."""
     config = configured(*EFFECTS)
     assert config.in_process
     assert config.checkpoint is not None
     assert (config.checkpoint.async_save, config.checkpoint.local_directory) == (True, "/local/scratch/ckpt")
-    bare = configured()
-    assert (bare.fault_tolerance, bare.straggler_detection, bare.in_process) == (None, None, False)
-    assert bare.rerun_state_machine is not None
-    assert bare.rerun_state_machine.rerun_mode == "disabled"
+    defaults = configured()
+    assert (defaults.fault_tolerance, defaults.straggler_detection, defaults.in_process) == (None, None, False)
+    assert defaults.rerun_state_machine is not None
+    assert defaults.rerun_state_machine.rerun_mode == "disabled"
 
 
 TRAIN = f"""
@@ -151,7 +151,7 @@ print("trained", run.iteration, flush=True)
 
 
 def run_ft_launcher(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the guide's command line of ``ft_launcher``, found on PATH, on one node of two workers."""
+    """Run the guide's ``ft_launcher`` command line, found on PATH, on one node with two workers."""
     (script := tmp_path / "your_training_script.py").write_text(TRAIN)
     write_shims(tmp_path / "shims")
     line = """
@@ -181,19 +181,19 @@ def run_ft_launcher(tmp_path: Path, *arguments: str) -> subprocess.CompletedProc
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_launch_line_of_bridge_trains(tmp_path: Path) -> None:
-    """The guide's timeouts are in force, each save is logged when it is scheduled and committed, and learned timeouts
-    are stored next to the checkpoints."""
-    done = run_ft_launcher(tmp_path, "ckpt", "validate_results")
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
+def test_guide_launch_line_trains(tmp_path: Path) -> None:
+    """The guide's timeouts are in effect, each save is logged when it is scheduled and committed, and learned
+    timeouts are stored next to the checkpoints."""
+    completed = run_ft_launcher(tmp_path, "ckpt", "validate_results")
+    output = completed.stdout + completed.stderr
+    assert completed.returncode == 0, output
     assert output.count("trained 12") == 2
     for timeout in ("setup 600 s", "step 180 s", "checkpointing 420 s", "outside of sections 300 s"):
         assert timeout in output, output
     scheduled = re.findall(r"INFO \[rank 0\] Scheduling async checkpoint save of iteration (\d+) ", output)
     committed = re.findall(r"INFO \[rank 0\] saved iteration (\d+) to memory, global in ", output)
     assert scheduled == ["4", "8", "12"], output
-    assert sorted({*committed, "12"}) == sorted(committed), output  # a newer save may take the place of an older one
+    assert sorted({*committed, "12"}) == sorted(committed), output  # a newer save may replace an older one
     assert set(committed) <= set(scheduled)
     assert output.count("Scheduling async checkpoint save") == 3
     assert (tmp_path / "ckpt" / "ft_state.json").exists()
@@ -202,16 +202,16 @@ def test_the_launch_line_of_bridge_trains(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_nan_ends_a_training_whose_rerun_machine_is_disabled(tmp_path: Path) -> None:
-    """With Bridge's default ``rerun_mode`` a NaN loss does not train on to exit code 0."""
-    done = run_ft_launcher(tmp_path, "ckpt", "disabled", "nan")
-    output = done.stdout + done.stderr
-    assert done.returncode not in (0, None), output
-    assert "trained" not in done.stdout
+def test_nan_fails_training_with_disabled_reruns(tmp_path: Path) -> None:
+    """With Bridge's default ``rerun_mode`` a NaN loss does not end with exit code 0."""
+    completed = run_ft_launcher(tmp_path, "ckpt", "disabled", "nan")
+    output = completed.stdout + completed.stderr
+    assert completed.returncode not in (0, None), output
+    assert "trained" not in completed.stdout
     assert re.search(r"(?i)nan", output), output
 
 
-def test_kempnerforges_config_sets_both_knobs(tmp_path: Path) -> None:
+def test_kempnerforge_config_is_read(tmp_path: Path) -> None:
     """The guide's two settings are read by their names; 0 = no check."""
     (path := tmp_path / "train.toml").write_text(
         "[train]\n"

@@ -1,4 +1,4 @@
-"""The recipe for torchtitan, against a stand-in: torchtitan itself does not run without a GPU."""
+"""The torchtitan recipe with a substitute package: torchtitan itself does not run without a GPU."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ else:
 """
 
 
-def write_stand_in(folder: Path) -> None:
-    """Write the stand-in for torchtitan, both blocks of the page, and a trainer that uses them."""
+def write_substitute(folder: Path) -> None:
+    """Write the substitute for torchtitan, both blocks of the page, and a trainer that uses them."""
     usage, recipe = python_blocks("torchtitan.md")
     for package in ("torchtitan", "torchtitan/components", "torchtitan/models", "torchtitan/models/llama3"):
         (folder / package).mkdir()
@@ -170,7 +170,7 @@ def write_stand_in(folder: Path) -> None:
     (folder / "outlast.toml").write_text('[checkpoint]\ndirectory = "ckpt"\nsave_interval = 20\n')
 
 
-def play(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], str]:
+def run_training(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], str]:
     """Run two ranks under outlast run in a folder; return the agents' exit codes and the output."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("FAULT", fault)
@@ -181,39 +181,39 @@ def play(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_the_recipe_keeps_a_trainer_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After SIGTERM with exit code 75, and a SIGKILL of a rank in the next job, the weights are those of an undisturbed
-    training."""
+def test_recipe_survives_preemption_and_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGTERM with exit code 75, and a SIGKILL of a rank in the next job, the weights are those of an
+    undisturbed training."""
     ends = []
     for name in ("undisturbed", "disturbed"):
         folder = tmp_path / name
         folder.mkdir()
-        write_stand_in(folder)
-        codes, text = play(folder, "" if name == "undisturbed" else "SIGTERM 8", monkeypatch)
+        write_substitute(folder)
+        codes, text = run_training(folder, "" if name == "undisturbed" else "SIGTERM 8", monkeypatch)
         if name == "disturbed":
             assert codes == [ExitReason.PREEMPTED], text
-            (left_at,) = {int(found) for found in re.findall(r"stopping after iteration (\d+)", text)}
-            assert 8 <= left_at < 300, text
-            codes, text = play(folder, f"SIGKILL {left_at + 90}", monkeypatch)
-            starts = [int(found) for found in re.findall(r"starts at (\d+)", text)][2:]  # without the first job's
-            assert starts[:2] == [left_at, left_at], text
-            assert starts[2] == starts[3] >= left_at, text
+            (stopped_at,) = {int(found) for found in re.findall(r"stopping after iteration (\d+)", text)}
+            assert 8 <= stopped_at < 300, text
+            codes, text = run_training(folder, f"SIGKILL {stopped_at + 90}", monkeypatch)
+            starts = [int(found) for found in re.findall(r"starts at (\d+)", text)][2:]  # except those of the first job
+            assert starts[:2] == [stopped_at, stopped_at], text
+            assert starts[2] == starts[3] >= stopped_at, text
         assert codes == [0], text
         ends.append(set(re.findall(r"trained \d+ \w{64}", text)))
     assert len(ends[0]) == 1
     assert ends[0] == ends[1]
 
 
-def test_what_outlast_does_not_take_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of torchtitan without effect are refused by name; a disabled manager does nothing."""
-    write_stand_in(tmp_path)
+def test_unsupported_torchtitan_settings_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of torchtitan without effect are rejected by name; a disabled manager does nothing."""
+    write_substitute(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     import keep_alive
 
-    things = dict.fromkeys(("dataloader", "model_parts", "optimizers", "lr_schedulers"))
+    parts = dict.fromkeys(("dataloader", "model_parts", "optimizers", "lr_schedulers"))
     with pytest.raises(ValueError, match=r"checkpoint.interval, keep_latest_k: outlast saves and loads here"):
-        keep_alive.KeptAlive.Config(enable=True, interval=5, keep_latest_k=2).build(**things, states={})
-    idle = keep_alive.KeptAlive.Config().build(**things, states={})
+        keep_alive.KeptAlive.Config(enable=True, interval=5, keep_latest_k=2).build(**parts, states={})
+    idle = keep_alive.KeptAlive.Config().build(**parts, states={})
     assert idle.load() is idle.save(1) is False
     idle.close()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("keep_alive", "torchtitan")]:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with a session resumes bit for bit, and judges a loss before it trains on it."""
+"""Hugging Face's Trainer with a session resumes bit-identically, and checks a loss before it trains on it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "transformers"
 
 @pytest.fixture(scope="module")
 def hf() -> Any:
-    """Return the variants; transformers is imported only where tests need it."""
+    """Return the variants; transformers is imported only if tests need it."""
     return importlib.import_module("hf_variants")
 
 
-# -- what is resumed -----------------------------------------------------------------------------------------------
+# -- resumption ----------------------------------------------------------------------------------------------------
 
 
 def check_variants(folder: Path, names: list[str], world_size: int) -> None:
-    """Run variants on so many ranks, and compare their results."""
+    """Run variants on ``world_size`` ranks, and compare their results."""
     alone = [dict.fromkeys(NO_LAUNCHER)] if world_size == 1 else None
     with RankProcesses(VARIANTS, str(folder), *names, world_size=world_size, environments=alone) as ranks:
         codes = ranks.wait(timeout_s=600)
@@ -51,13 +51,13 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
         assert list(results) == names
         for name, found in results.items():
             differs = importlib.import_module("hf_variants").VARIANTS[name].get("differs", False)
-            assert (found["whole"] != found["bare"]) == differs, f"{name}: a session changed the training"
-            assert found["resumed"] == found["whole"], f"{name}: resumed, it is another training"
-            assert found["again"] == found["whole"], f"{name}: a training that is complete was changed"
-            assert found["steps again"] == []
+            assert (found["protected"] != found["unprotected"]) == differs, f"{name}: a session changed the training"
+            assert found["resumed"] == found["protected"], f"{name}: the resumed training differs"
+            assert found["restarted"] == found["protected"], f"{name}: a restart changed the completed training"
+            assert found["steps restarted"] == []
             began = found["steps resumed"][0]
-            assert 0 < began <= found["steps broken"][-1] + 1, name
-            assert found["steps resumed"] == [step for step in found["steps bare"] if step >= began], name
+            assert 0 < began <= found["steps interrupted"][-1] + 1, name
+            assert found["steps resumed"] == [step for step in found["steps unprotected"] if step >= began], name
 
 
 @pytest.mark.extended
@@ -67,15 +67,15 @@ def check_variants(folder: Path, names: list[str], world_size: int) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["masked", "epochs", "stopped_early", "struck"],
-        ["persistent", "augmented", "augmented_anew"],
+        ["masked", "epochs", "stopped_early", "injected_nan"],
+        ["persistent", "augmented", "augmented_new_workers"],
         ["divided", "stopped_within", "epochs_ended", "epoch_ended_within"],
     ],
     ids=["interrupted", "workers", "ended_early"],
 )
-def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path, names: list[str]) -> None:
-    """A training that was interrupted anywhere, draws random numbers in loader workers, or ends early, resumes to the
-    weights, logs and best metric of one without outlast."""
+def test_resumed_trainer_matches_an_undisturbed_run(tmp_path: Path, names: list[str]) -> None:
+    """A training that was interrupted anywhere, draws random numbers in loader workers, or ends early, resumes to
+    the weights, logs and best metric of one without outlast."""
     check_variants(tmp_path, names, 1)
 
 
@@ -83,7 +83,7 @@ def test_a_resumed_trainer_ends_as_an_undisturbed_one(tmp_path: Path, names: lis
 @pytest.mark.process
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_all_kinds_of_trainings_resume(hf: Any, tmp_path: Path, world_size: int) -> None:
+def test_all_variants_resume(hf: Any, tmp_path: Path, world_size: int) -> None:
     """All variants resume, on one rank and on two."""
     check_variants(tmp_path, list(hf.VARIANTS), world_size)
 
@@ -100,12 +100,12 @@ def settings(folder: Path, *lines: str) -> str:
 
 
 def arguments(name: str, folder: Path) -> list[str]:
-    """Return what an example takes for a training of 40 steps."""
+    """Return the arguments of an example for a training of 40 steps."""
     return ["--output", str(folder / "out"), "--max-steps", "40"] if name == "train.py" else ["--total", "40"]
 
 
 def plan(folder: Path, fault: str) -> str:
-    """Write a plan with one fault of rank 1, and return the setting for it."""
+    """Write a plan with one fault of rank 1, and return its setting."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.toml").write_text(
         f'[[faults]]\nname = "fault"\nkind = "{fault}"\nrank = 1\niteration = 27\nsection = "step"\n'
@@ -114,14 +114,14 @@ def plan(folder: Path, fault: str) -> str:
 
 
 def trained(text: str) -> set[str]:
-    """Return what the examples printed at their ends."""
+    """Return the results that the examples printed at their ends."""
     return set(re.findall(r"trained \d+ steps: [0-9a-f]{64}", text))
 
 
 def run_example(name: str, folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> Cluster:
     """Return the cluster that runs an example on two ranks under ``outlast run``."""
-    given = ["--max-restarts=3", *options]
-    return Cluster(EXAMPLES / name, *arguments, run_dir=folder / "run", num_nodes=1, options=given)
+    run_options = ["--max-restarts=3", *options]
+    return Cluster(EXAMPLES / name, *arguments, run_dir=folder / "run", num_nodes=1, options=run_options)
 
 
 def undisturbed(name: str, folder: Path, *arguments: str) -> str:
@@ -142,20 +142,20 @@ def resumed(text: str) -> int:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(900)
-def test_the_trainer_survives_a_kill_and_a_notice_at_one_rank(tmp_path: Path) -> None:
+def test_trainer_survives_a_kill_and_a_preemption_notice(tmp_path: Path) -> None:
     """After SIGTERM at one rank (75) and a SIGKILL in the next job the weights are those of an undisturbed run."""
     own = arguments("train.py", tmp_path)
-    expected = undisturbed("train.py", tmp_path / "quiet", *own)
-    config = settings(tmp_path / "told")
-    with run_example("train.py", tmp_path / "told", "--config", config, *own) as cluster:
+    expected = undisturbed("train.py", tmp_path / "undisturbed", *own)
+    config = settings(tmp_path / "preempted")
+    with run_example("train.py", tmp_path / "preempted", "--config", config, *own) as cluster:
         cluster.wait_for(lambda event: event.kind == "save_committed" and (event.iteration or 0) >= 5, WITHIN_S)
         os.kill(cluster.worker_pid(1), signal.SIGTERM)
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
     assert codes == [ExitReason.PREEMPTED], text
     (left,) = set(re.findall(r"iteration (\d+) is saved, nothing is lost", text))
     assert 5 <= int(left) < 27, text
-    config = settings(tmp_path / "told", plan(tmp_path / "told", "kill"))
-    with run_example("train.py", tmp_path / "told", "--config", config, *own) as cluster:
+    config = settings(tmp_path / "preempted", plan(tmp_path / "preempted", "kill"))
+    with run_example("train.py", tmp_path / "preempted", "--config", config, *own) as cluster:
         codes, text = cluster.wait(WITHIN_S), cluster.agents[0].output()
     assert codes == [0], text
     assert "rank 1 on node node-0" in text
@@ -168,10 +168,10 @@ def test_the_trainer_survives_a_kill_and_a_notice_at_one_rank(tmp_path: Path) ->
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_the_examples_end_as_undisturbed_ones(tmp_path: Path, name: str, fault: str) -> None:
+def test_examples_survive_killed_and_stopped_ranks(tmp_path: Path, name: str, fault: str) -> None:
     """After a SIGKILL or SIGSTOP of a rank the examples end with the weights of an undisturbed run."""
     own = arguments(name, tmp_path)
-    expected = undisturbed(name, tmp_path / "quiet", *own)
+    expected = undisturbed(name, tmp_path / "undisturbed", *own)
     timeouts = "[fault_tolerance]\nrank_section_timeouts = { step = 8, checkpointing = 30 }"
     config = settings(tmp_path / fault, plan(tmp_path / fault, fault), timeouts)
     with run_example(name, tmp_path / fault, "--config", config, *own) as cluster:
@@ -185,10 +185,10 @@ def test_the_examples_end_as_undisturbed_ones(tmp_path: Path, name: str, fault: 
 @pytest.mark.process
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
-def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, name: str) -> None:
+def test_spare_replaces_a_lost_node(tmp_path: Path, name: str) -> None:
     """After the loss of a node a spare continues; the weights are those of an undisturbed run."""
     own = arguments(name, tmp_path)
-    expected = undisturbed(name, tmp_path / "quiet", *own)
+    expected = undisturbed(name, tmp_path / "undisturbed", *own)
     config = settings(tmp_path / "lost", plan(tmp_path / "lost", "sleep"))
     with (tmp_path / "lost" / "plan.toml").open("a") as file:
         file.write("duration_s = 100\n")
@@ -208,10 +208,10 @@ def test_a_lost_nodes_rank_goes_on_at_a_spare(tmp_path: Path, name: str) -> None
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["train.py", "accelerate_train.py"])
 @pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_stock_torchrun_restarts_to_the_same_weights(tmp_path: Path, name: str, fault: str) -> None:
-    """The same under stock torchrun, where the agent of the node ends a stopped rank."""
+def test_examples_survive_faults_under_torchrun(tmp_path: Path, name: str, fault: str) -> None:
+    """Under stock torchrun, where the node's agent ends a stopped rank, the weights are those of an undisturbed run."""
     own = arguments(name, tmp_path)
-    expected = undisturbed(name, tmp_path / "quiet", *own)
+    expected = undisturbed(name, tmp_path / "undisturbed", *own)
     lines = [
         f'run_dir = "{tmp_path}/run"',
         plan(tmp_path / fault, fault),
@@ -222,16 +222,16 @@ def test_stock_torchrun_restarts_to_the_same_weights(tmp_path: Path, name: str, 
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone"]
     variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     script = [EXAMPLES / name, "--config", config, *own]
-    done = run_python(*torchrun, "--monitor-interval=0.1", *script, timeout_s=WITHIN_S, **variables)
+    completed = run_python(*torchrun, "--monitor-interval=0.1", *script, timeout_s=WITHIN_S, **variables)
     assert (tmp_path / "run" / "faults").exists()
-    assert trained(done.stdout) == {expected}
+    assert trained(completed.stdout) == {expected}
 
 
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(900)
-def test_another_number_of_ranks_trains_to_the_end(tmp_path: Path) -> None:
-    """One rank continues the training of two, to the number of steps that is set then."""
+def test_another_number_of_ranks_resumes_training(tmp_path: Path) -> None:
+    """One rank continues the training of two, to the newly set number of steps."""
     own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps"]
     with RankProcesses(EXAMPLES / "train.py", *own, "18", world_size=2) as ranks:
         codes, text = ranks.wait(WITHIN_S), ranks.output(0)
@@ -248,8 +248,8 @@ def test_another_number_of_ranks_trains_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.process
 @pytest.mark.timeout(900)
-def test_a_preemption_notice_to_one_rank_ends_both_with_75(tmp_path: Path) -> None:
-    """SIGTERM to rank 1 of two ranks without ``outlast run``: both exit with 75 after the same save."""
+def test_preemption_notice_to_one_rank_ends_both_with_75(tmp_path: Path) -> None:
+    """After SIGTERM to rank 1 of two ranks without ``outlast run``, both exit with 75 after the same save."""
     own = ["--config", settings(tmp_path), "--output", str(tmp_path / "out"), "--max-steps", "100000"]
     with RankProcesses(EXAMPLES / "train.py", *own, world_size=2) as ranks:
         ranks.next_line(0, WITHIN_S, containing="'loss':")
@@ -260,7 +260,7 @@ def test_a_preemption_notice_to_one_rank_ends_both_with_75(tmp_path: Path) -> No
     assert {found.entry.iteration for found in look_into(str(tmp_path / "ckpt")).found} >= {int(last)}
 
 
-# -- what is judged ------------------------------------------------------------------------------------------------
+# -- checks of the loss --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -274,9 +274,10 @@ def signals() -> Iterator[None]:
 
 
 def nan_trainer(
-    hf: Any, folder: Path, *, at: int, always: bool = False, accumulation: int = 1, is_divided: bool = False
+    hf: Any, folder: Path, *, at: int, permanent: bool = False, accumulation: int = 1, is_divided: bool = False
 ) -> Any:
-    """Return a trainer whose loss is NaN in a step; one that an epoch's end divides, after that end's logs, or not."""
+    """Return a trainer whose loss is NaN in a step, which with ``is_divided`` spans the end of an epoch and its
+    logs."""
     logging = {"logging_strategy": "epoch"} if is_divided else {"logging_steps": 1}
     hf.VARIANTS["nan"] = {
         "args": {"max_steps": 6, "gradient_accumulation_steps": 4 if is_divided else accumulation, **logging},
@@ -285,47 +286,46 @@ def nan_trainer(
         "trainer": hf.SometimesNaN,
     }
     trainer = hf.make("nan", folder)
-    hf.SometimesNaN.seen = 0
-    trainer.nan_at, trainer.nan_always, trainer.sound = at, always, 4 if is_divided else 0
+    hf.SometimesNaN.recorded = 0
+    trainer.nan_step, trainer.nan_always, trainer.finite = at, permanent, 4 if is_divided else 0
     return trainer
 
 
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(("accumulation", "is_divided"), [(1, False), (3, False), (1, True)])
-def test_a_step_whose_loss_is_nan_once_is_computed_again(
-    hf: Any, tmp_path: Path, accumulation: int, is_divided: bool
-) -> None:
-    """The whole step is computed again, also across an epoch's end; weights and logs are those of a sound run."""
-    sound = nan_trainer(hf, tmp_path / "sound", at=-1, accumulation=accumulation, is_divided=is_divided)
-    sound.train()
-    struck = nan_trainer(hf, tmp_path / "struck", at=3, accumulation=accumulation, is_divided=is_divided)
-    hf.protect(struck, hf.config(tmp_path / "struck"))
-    struck.train()
-    assert hf.SometimesNaN.seen == 1
-    assert hf.outcome(struck)["weights"] == hf.outcome(sound)["weights"]
-    expected = [one["loss"] for one in sound.state.log_history if "loss" in one]
+def test_transient_nan_step_is_rerun(hf: Any, tmp_path: Path, accumulation: int, is_divided: bool) -> None:
+    """The whole step is computed again, also across an epoch's end; weights and logs are those of an undisturbed
+    run."""
+    finite = nan_trainer(hf, tmp_path / "undisturbed", at=-1, accumulation=accumulation, is_divided=is_divided)
+    finite.train()
+    faulty = nan_trainer(hf, tmp_path / "faulty", at=3, accumulation=accumulation, is_divided=is_divided)
+    hf.protect(faulty, hf.config(tmp_path / "faulty"))
+    faulty.train()
+    assert hf.SometimesNaN.recorded == 1
+    assert hf.outcome(faulty)["weights"] == hf.outcome(finite)["weights"]
+    expected = [one["loss"] for one in finite.state.log_history if "loss" in one]
     assert len(expected) == 6 or not is_divided
-    assert [one["loss"] for one in struck.state.log_history if "loss" in one] == pytest.approx(expected, rel=1e-5)
+    assert [one["loss"] for one in faulty.state.log_history if "loss" in one] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.usefixtures("signals")
-def test_an_evaluation_within_a_step_is_not_timed_as_the_step(hf: Any, tmp_path: Path) -> None:
-    """An evaluation within an accumulation is timed as evaluation alone."""
+def test_evaluation_within_a_step_has_its_own_section(hf: Any, tmp_path: Path) -> None:
+    """An evaluation within an accumulation is timed as evaluation only."""
     args = {"max_steps": 2, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"}
     hf.VARIANTS["evaluated"] = {"args": args, "data": hf.Stream}
-    looks = hf.OpenSections()
-    hf.protect(hf.make("evaluated", tmp_path, looks), hf.config(tmp_path)).train()
-    assert looks.seen == [*[["step"]] * 6, ["evaluation"], *[["step"]] * 3, ["evaluation"]]
+    sections = hf.OpenSections()
+    hf.protect(hf.make("evaluated", tmp_path, sections), hf.config(tmp_path)).train()
+    assert sections.recorded == [*[["step"]] * 6, ["evaluation"], *[["step"]] * 3, ["evaluation"]]
 
 
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(("is_divided", "position"), [(False, (0, 3)), (True, (2, 1))])
-def test_a_loss_that_stays_nan_moves_no_weight(
+def test_persistent_nan_exits_16_without_an_update(
     hf: Any, tmp_path: Path, is_divided: bool, position: tuple[int, int]
 ) -> None:
-    """A loss that is NaN again ends all ranks with 16 before the optimizer steps; the state at the start of the step,
-    which the end of an epoch may divide, is saved separately for a diagnosis."""
-    trainer = nan_trainer(hf, tmp_path, at=3, always=True, is_divided=is_divided)
+    """A loss that is NaN again ends all ranks with 16 before the optimizer steps; the state at the start of the
+    step, which the end of an epoch may divide, is saved separately for a diagnosis."""
+    trainer = nan_trainer(hf, tmp_path, at=3, permanent=True, is_divided=is_divided)
     hf.protect(trainer, hf.config(tmp_path))
     with pytest.raises(SystemExit) as left:
         trainer.train()
@@ -339,22 +339,24 @@ def test_a_loss_that_stays_nan_moves_no_weight(
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_training_that_ends_within_a_step_is_whole(hf: Any, tmp_path: Path) -> None:
+def test_training_ended_within_a_step_is_saved_as_finished(hf: Any, tmp_path: Path) -> None:
     """A training that a callback ends between two micro-batches is saved as finished."""
-    bare = hf.make("accumulation", tmp_path / "bare", hf.EndsEarly(training_within=9))
-    bare.train()
-    protected = hf.make("accumulation", tmp_path / "protected", hf.EndsEarly(training_within=9))
+    unprotected = hf.make("accumulation", tmp_path / "bare", hf.EndEarly(training_within=9))
+    unprotected.train()
+    protected = hf.make("accumulation", tmp_path / "protected", hf.EndEarly(training_within=9))
     hf.protect(protected, hf.config(tmp_path / "protected")).train()
-    assert protected.state.global_step == bare.state.global_step == 9
-    assert hf.outcome(protected)["weights"] == hf.outcome(bare)["weights"]
+    assert protected.state.global_step == unprotected.state.global_step == 9
+    assert hf.outcome(protected)["weights"] == hf.outcome(unprotected)["weights"]
     found = [one.entry.iteration for one in look_into(str(tmp_path / "protected" / "ckpt")).found]
     assert max(found) >= 9
 
 
 @pytest.mark.usefixtures("signals")
-def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disabled_checks_train_on_nan_and_report_it_once(
+    hf: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With all checks off NaN is trained on and reported once, and NaN weights at the end are an error."""
-    trainer = nan_trainer(hf, tmp_path, at=3, always=True)
+    trainer = nan_trainer(hf, tmp_path, at=3, permanent=True)
     off = RerunStateMachineConfig(rerun_mode="disabled", check_for_nan_in_loss=False)
     hf.protect(trainer, hf.config(tmp_path, rerun_state_machine=off))
     step = trainer.training_step
@@ -368,21 +370,21 @@ def test_nothing_is_judged_where_that_is_off(hf: Any, tmp_path: Path, caplog: py
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_nan_loss_raises_where_nothing_is_run_again(hf: Any, tmp_path: Path) -> None:
-    """With rerun_mode disabled a NaN loss raises before a weight moves."""
-    trainer = nan_trainer(hf, tmp_path, at=3, always=True)
+def test_nan_loss_raises_with_reruns_disabled(hf: Any, tmp_path: Path) -> None:
+    """With rerun_mode disabled a NaN loss raises before an update."""
+    trainer = nan_trainer(hf, tmp_path, at=3, permanent=True)
     hf.protect(trainer, hf.config(tmp_path, rerun_state_machine=RerunStateMachineConfig(rerun_mode="disabled")))
     with pytest.raises(NotFinite, match="rerun_mode='disabled' runs no step again"):
         trainer.train()
     assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
 
 
-# -- what stays as it was, and what is refused ---------------------------------------------------------------------
+# -- unchanged and rejected trainers -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
-def test_a_trainer_is_as_it_was_before_and_after(hf: Any, tmp_path: Path) -> None:
+def test_trainer_is_restored_after_train(hf: Any, tmp_path: Path) -> None:
     """Evaluation alone opens no session, and after train() the trainer's methods and callbacks are its own."""
     trainer = hf.make("plain", tmp_path)
     callbacks, methods = list(trainer.callback_handler.callbacks), {*vars(trainer)}
@@ -405,37 +407,37 @@ def test_a_trainer_is_as_it_was_before_and_after(hf: Any, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
-def test_a_checkpoint_of_the_trainer_begins_a_protected_run(hf: Any, tmp_path: Path) -> None:
-    """resume_from_checkpoint is used only while the run has no checkpoint of its own."""
+def test_resume_from_checkpoint_starts_a_protected_run(hf: Any, tmp_path: Path) -> None:
+    """resume_from_checkpoint is used only while the run has no checkpoint."""
     args = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     hf.VARIANTS["own_saves"] = {"args": args, "model": hf.bert}
-    bare = hf.make("own_saves", tmp_path)
-    bare.train()
+    unprotected = hf.make("own_saves", tmp_path)
+    unprotected.train()
     folder = str(tmp_path / "out" / "checkpoint-4")
-    seen = hf.BreakOff(7)
-    continued = hf.protect(hf.make("own_saves", tmp_path, seen), hf.config(tmp_path))
+    recorded = hf.Interrupt(7)
+    continued = hf.protect(hf.make("own_saves", tmp_path, recorded), hf.config(tmp_path))
     with pytest.raises(InterruptedError):
         continued.train(resume_from_checkpoint=folder)
-    assert seen.began == [4, 5, 6, 7]
+    assert recorded.began == [4, 5, 6, 7]
     hf.end_process(continued)
-    seen = hf.BreakOff(None)
-    resumed = hf.protect(hf.make("own_saves", tmp_path, seen), hf.config(tmp_path))
+    recorded = hf.Interrupt(None)
+    resumed = hf.protect(hf.make("own_saves", tmp_path, recorded), hf.config(tmp_path))
     resumed.train(resume_from_checkpoint=folder)
-    assert seen.began == [6, 7]
-    assert hf.outcome(resumed)["weights"] == hf.outcome(bare)["weights"]
+    assert recorded.began == [6, 7]
+    assert hf.outcome(resumed)["weights"] == hf.outcome(unprotected)["weights"]
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals")
-def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_code_runs(hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of the page runs, on a small model."""
     monkeypatch.chdir(tmp_path)
     names = {}
     for number, block in enumerate(python_blocks("transformers.md")):
         settings(tmp_path / str(number))
         os.chdir(tmp_path / str(number))
-        made = hf.make("made_anew", tmp_path / str(number))
+        made = hf.make("model_init", tmp_path / str(number))
         names = {"Trainer": hf.Trainer, "model": made.model, "args": made.args, "dataset": hf.Sentences()}
         names["optimizer"] = torch.optim.AdamW(made.model.parameters())
         names["schedule"] = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
@@ -453,18 +455,18 @@ def test_the_page_does_what_it_shows(hf: Any, tmp_path: Path, monkeypatch: pytes
     (block,) = [one for one in python_blocks("../README.md") if "protect(trainer" in one]
     settings(tmp_path / "readme")
     os.chdir(tmp_path / "readme")
-    trainer = hf.make("made_anew", tmp_path / "readme")
+    trainer = hf.make("model_init", tmp_path / "readme")
     exec(compile(block, "README.md", "exec"), {"trainer": trainer})
     assert trainer.state.global_step == 8
 
 
 @pytest.mark.usefixtures("signals")
-def test_metrics_that_json_does_not_have_are_saved_as_text(hf: Any, tmp_path: Path) -> None:
+def test_metrics_without_a_json_form_are_saved_as_text(hf: Any, tmp_path: Path) -> None:
     """Dates and keys that are not strings prevent neither a save nor a resumption."""
     metrics = {"day": datetime.date(2026, 1, 2), "seen": {(0, 1): 3, 2: np.float32(0.5)}, "at": [np.int64(4)]}
     hf.VARIANTS["dated"] = {"args": {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}}
     for after in (2, None):
-        trainer = hf.protect(hf.make("dated", tmp_path, hf.BreakOff(after)), hf.config(tmp_path))
+        trainer = hf.protect(hf.make("dated", tmp_path, hf.Interrupt(after)), hf.config(tmp_path))
         trainer.compute_metrics = lambda _: metrics
         if after is not None:
             with pytest.raises(InterruptedError):
@@ -478,42 +480,42 @@ def test_metrics_that_json_does_not_have_are_saved_as_text(hf: Any, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("signals")
-def test_a_callback_whose_state_would_come_back_as_another_is_named(hf: Any, tmp_path: Path) -> None:
-    """A callback whose state JSON cannot represent is an error that names it."""
-    trainer = hf.protect(hf.make("plain", tmp_path, hf.Dated()), hf.config(tmp_path))
-    with pytest.raises(OutlastError, match="the callback Dated cannot be saved"):
+def test_callback_without_a_json_state_is_reported(hf: Any, tmp_path: Path) -> None:
+    """A callback whose state JSON cannot represent is an error that contains its name."""
+    trainer = hf.protect(hf.make("plain", tmp_path, hf.DateState()), hf.config(tmp_path))
+    with pytest.raises(OutlastError, match="the callback DateState cannot be saved"):
         trainer.train()
     hf.end_process(trainer)
 
 
-def test_what_cannot_be_protected_is_refused_by_name(hf: Any, tmp_path: Path) -> None:
-    """Each refusal is a one-line ConfigError with the remedy, before anything is opened."""
+def test_unsupported_trainers_are_rejected_by_name(hf: Any, tmp_path: Path) -> None:
+    """Each error is a one-line ConfigError with the remedy, before anything is opened."""
 
-    def refused(trainer: Any, config: Any = None) -> str:
+    def error_of(trainer: Any, config: Any = None) -> str:
         with pytest.raises(ConfigError) as caught:
             hf.protect(trainer, config)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
     trainer = hf.make("plain", tmp_path)
-    assert "takes a transformers.Trainer, not str" in refused("trainer")
-    assert "takes an outlast.Config or the path of a config file, not int" in refused(trainer, 3)
+    assert "takes a transformers.Trainer, not str" in error_of("trainer")
+    assert "takes an outlast.Config or the path of a config file, not int" in error_of(trainer, 3)
     for name, value, text in (
         ("enable_jit_checkpoint", True, "leave it off"),
         ("auto_find_batch_size", True, "set per_device_train_batch_size"),
     ):
         setattr(trainer.args, name, value)
-        assert text in refused(trainer)
+        assert text in error_of(trainer)
         setattr(trainer.args, name, False)
     for name, text in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
         setattr(trainer, name, True)
-        assert text in refused(trainer)
+        assert text in error_of(trainer)
         setattr(trainer, name, False)
     trainer._run_epoch = None
-    assert "has no Trainer._run_epoch" in refused(trainer)
+    assert "has no Trainer._run_epoch" in error_of(trainer)
     del trainer._run_epoch
     hf.protect(trainer, outlast.Config())
-    assert "protected already" in refused(trainer)
+    assert "protected already" in error_of(trainer)
     trainer.hp_search_backend = "optuna"
     with pytest.raises(ConfigError, match="hyperparameter_search"):
         trainer.train()
@@ -556,7 +558,7 @@ for name in ("first", "second"):
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_two_protected_trainings_of_a_process_keep_apart(tmp_path: Path) -> None:
+def test_two_protected_trainings_of_a_process_are_separate(tmp_path: Path) -> None:
     """Of two protected trainings the second starts at 0, and resumes from its own checkpoint."""
     script = tmp_path / "train.py"
     script.write_text(TWO)

@@ -1,4 +1,4 @@
-"""What a person sees of a mistake: one line that names it and the remedy, the right exit code, nothing left behind."""
+"""User errors: one line that contains the error and the remedy, the correct exit code, and no remaining process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outlast.testing.ranks import TOKEN, end_processes, free_port, processes_wit
 pytestmark = [pytest.mark.process]
 
 MAIN = (sys.executable, "-c", "import sys; from outlast.cli.main import main; sys.exit(main())")
-OURS = re.compile(r"^\d\d:\d\d:\d\d\.\d\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) \[[^]]+\] ")
+OUTLAST_LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) \[[^]]+\] ")
 
 TRAIN = """
 import sys, outlast, torch
@@ -37,7 +37,7 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
         pass
 print("trained")
 """
-NEAR = """
+TRAIN_LOCAL = """
 import sys, outlast, torch
 checkpoint = outlast.CheckpointConfig(local_directory=sys.argv[1], save_interval=2)
 with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
@@ -71,24 +71,26 @@ sys.stderr.write("the end\\n")
 
 
 @dataclass(slots=True)
-class Seen:
-    """What a command printed, and how it ended."""
+class Result:
+    """The output and exit code of a command."""
 
     code: int
     lines: list[str]
-    """All lines, of both outputs."""
-    ours: list[str] = field(init=False)
-    """Those that outlast wrote."""
+    """All lines of both outputs."""
+    outlast_lines: list[str] = field(init=False)
+    """The lines that outlast wrote."""
 
     def __post_init__(self) -> None:
-        self.ours = [line for line in self.lines if OURS.match(line) or line.startswith("outlast: ")]
+        self.outlast_lines = [
+            line for line in self.lines if OUTLAST_LOG_LINE.match(line) or line.startswith("outlast: ")
+        ]
 
     def __str__(self) -> str:
         return "\n".join([f"exit code {self.code}", *self.lines])
 
 
 class Shell:
-    """Run outlast in a folder, as a person would."""
+    """Run outlast in a folder, as a user would."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +98,7 @@ class Shell:
         self.environment |= {TOKEN: uuid.uuid4().hex, "OMP_NUM_THREADS": "1"}
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start outlast with its outputs in one pipe."""
+        """Start outlast with both outputs in one pipe."""
         return subprocess.Popen(
             [*MAIN, *arguments],
             cwd=self.folder,
@@ -109,115 +111,121 @@ class Shell:
             start_new_session=True,
         )
 
-    def run(self, *arguments: str, **environment: str) -> Seen:
+    def run(self, *arguments: str, **environment: str) -> Result:
         """Run outlast to its end."""
         with self.start(*arguments, **environment) as process:
             output = process.communicate(timeout=240)[0]
-        return Seen(process.returncode, output.splitlines())
+        return Result(process.returncode, output.splitlines())
 
-    def train(self, code: str, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> Seen:
-        """Run a script on two ranks, without restarts unless they are asked for."""
+    def train(self, code: str, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> Result:
+        """Run a script on two ranks, without restarts unless requested by options."""
         (self.folder / "train.py").write_text(code)
         return self.run("run", "--nproc-per-node=2", *options, "train.py", *arguments, **environment)
 
-    def assert_nothing_left(self) -> None:
-        """Assert that no process outlives the command."""
+    def assert_no_processes(self) -> None:
+        """Assert that no process remains after the command."""
         until_s = time.monotonic() + 60
-        while left := processes_with(self.environment[TOKEN]):
-            assert time.monotonic() < until_s, left
+        while remaining := processes_with(self.environment[TOKEN]):
+            assert time.monotonic() < until_s, remaining
             time.sleep(0.05)
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """A folder with a script in it, and nothing left running afterwards."""
+    """A folder with a script in it; no process may remain at the end of the test."""
     shell = Shell(tmp_path)
     (tmp_path / "train.py").write_text("print('trained')\n")
     yield shell
     try:
-        shell.assert_nothing_left()
+        shell.assert_no_processes()
     finally:
         end_processes(shell.environment[TOKEN])
 
 
-REFUSED = {
+REJECTED = {
     "no script": (["run"], ["train.py"]),
-    "a script that is not there": (["run", "trian.py"], ["'trian.py' does not exist", "check its path"]),
+    "a missing script": (["run", "trian.py"], ["'trian.py' does not exist", "check its path"]),
     "an unknown option": (["run", "--nprocs-per-node=2", "train.py"], ["--nprocs-per-node", "--nproc-per-node"]),
     "an unknown ft option": (["run", "--ft-rank-section-timeout=step:1", "train.py"], ["rank-section-timeouts"]),
-    "a value that is no timeout": (["run", "--ft-rank-section-timeouts=step:soon", "train.py"], ["soon"]),
-    "no node": (["run", "--nnodes=0", "train.py"], ["--nnodes='0'", "4:5"]),
-    "more nodes at least than at most": (["run", "--nnodes=5:4", "train.py"], ["--nnodes='5:4'"]),
-    "no worker": (["run", "--nproc-per-node=0", "train.py"], ["--nproc-per-node=0", "at least 1"]),
-    "workers that are no number": (["run", "--nproc-per-node=two", "train.py"], ["'two'", "gpu"]),
-    "GPUs that are not there": (["run", "--nproc-per-node=gpu", "train.py"], ["--nproc-per-node=gpu"]),
+    "an invalid timeout": (["run", "--ft-rank-section-timeouts=step:soon", "train.py"], ["soon"]),
+    "zero nodes": (["run", "--nnodes=0", "train.py"], ["--nnodes='0'", "4:5"]),
+    "a minimum above the maximum of nodes": (["run", "--nnodes=5:4", "train.py"], ["--nnodes='5:4'"]),
+    "zero workers": (["run", "--nproc-per-node=0", "train.py"], ["--nproc-per-node=0", "at least 1"]),
+    "an invalid number of workers": (["run", "--nproc-per-node=two", "train.py"], ["'two'", "gpu"]),
+    "missing GPUs": (["run", "--nproc-per-node=gpu", "train.py"], ["--nproc-per-node=gpu"]),
     "negative restarts": (["run", "--max-restarts=-1", "train.py"], ["--max-restarts=-1"]),
-    "negative restarts in all": (["run", "--max-restarts-total=-1", "train.py"], ["--max-restarts-total=-1"]),
-    "another rendezvous": (["run", "--rdzv-backend=etcd", "train.py"], ["--rdzv-backend=etcd", "leave the option out"]),
-    "a setting without value": (
+    "a negative total of restarts": (["run", "--max-restarts-total=-1", "train.py"], ["--max-restarts-total=-1"]),
+    "an unsupported rendezvous backend": (
+        ["run", "--rdzv-backend=etcd", "train.py"],
+        ["--rdzv-backend=etcd", "leave the option out"],
+    ),
+    "a rendezvous setting without a value": (
         ["run", "--rdzv-conf=join_timeout", "train.py"],
         ["'join_timeout'", "name=value"],
     ),
-    "a setting that is no number": (["run", "--rdzv-conf=join_timeout=x", "train.py"], ["'x'", "seconds"]),
-    "a port that is none": (
+    "a rendezvous setting that is not a number": (
+        ["run", "--rdzv-conf=join_timeout=x", "train.py"],
+        ["'x'", "seconds"],
+    ),
+    "an invalid port": (
         ["run", "--nnodes=2", "--rdzv-endpoint=localhost:http", "train.py"],
         ["'http'", "host:port"],
     ),
-    "an endpoint without host": (["run", "--nnodes=2", "--rdzv-endpoint=:29400", "train.py"], ["names no host"]),
-    "a host that is not known": (
+    "an endpoint without a host": (["run", "--nnodes=2", "--rdzv-endpoint=:29400", "train.py"], ["names no host"]),
+    "an unknown host": (
         ["run", "--nnodes=2", "--rdzv-endpoint=no-such-host.invalid:29400", "train.py"],
         ["no-such-host.invalid", "check the name"],
     ),
-    "fewer nodes than it may shrink to": (["run", "--nnodes=2", "--ft-min-nodes=3", "train.py"], ["3", "2 nodes"]),
-    "a program that is not there": (["run", "--no-python", "no-such-program"], ["'no-such-program'", "path and mode"]),
-    "a module and no python": (["run", "--no-python", "--module", "x"], ["contradict", "leave one out"]),
-    "a config that is not there": (["run", "--config=none.toml", "train.py"], ["none.toml"]),
-    "a config that is none": (["run", "--config=broken.toml", "train.py"], ["broken.toml"]),
+    "fewer nodes than the minimum": (["run", "--nnodes=2", "--ft-min-nodes=3", "train.py"], ["3", "2 nodes"]),
+    "a missing program": (["run", "--no-python", "no-such-program"], ["'no-such-program'", "path and mode"]),
+    "a module without python": (["run", "--no-python", "--module", "x"], ["contradict", "leave one out"]),
+    "a missing config": (["run", "--config=none.toml", "train.py"], ["none.toml"]),
+    "an invalid config file": (["run", "--config=broken.toml", "train.py"], ["broken.toml"]),
     "a config with an unknown key": (["run", "--config=typo.toml", "train.py"], ["save_intervall", "save_interval"]),
-    "a config with a wrong value": (["run", "--config=wrong.toml", "train.py"], ["save_interval"]),
+    "a config with an invalid value": (["run", "--config=wrong.toml", "train.py"], ["save_interval"]),
     "a run directory that is a file": (["run", "--run-dir=train.py", "train.py"], ["--run-dir", "name another"]),
-    "a run directory that cannot be made": (["run", "--run-dir=/proc/x/run", "train.py"], ["--run-dir", "writable"]),
-    "a ladder that cannot be read": (["run", "--run-dir=torn", "train.py"], ["ladder.json cannot be used", "move it"]),
-    "a level that is none": (["run", "--log-level=loud", "train.py"], ["--log-level=loud", "debug, info"]),
+    "a run directory that cannot be created": (["run", "--run-dir=/proc/x/run", "train.py"], ["--run-dir", "writable"]),
+    "an unreadable recovery state": (["run", "--run-dir=torn", "train.py"], ["ladder.json cannot be used", "move it"]),
+    "an invalid log level": (["run", "--log-level=loud", "train.py"], ["--log-level=loud", "debug, info"]),
     "an unknown command": (["rnu", "train.py"], ["'rnu'", "run"]),
-    "a checkpoint folder that is not there": (["ckpt", "ls", "nowhere"], ["nowhere"]),
-    "a batch script of nothing": (["slurm", "script", "--nodes=2", "nowhere.py"], ["nowhere.py"]),
-    "a status of nothing": (["status", "nowhere"], ["nowhere"]),
-    "a status of a folder that is no run": (["status", "."], ["run"]),
-    "an option of status that is none": (["status", "--jsn", "."], ["--json"]),
+    "a missing checkpoint folder": (["ckpt", "ls", "nowhere"], ["nowhere"]),
+    "a batch script without a program": (["slurm", "script", "--nodes=2", "nowhere.py"], ["nowhere.py"]),
+    "the status of a missing folder": (["status", "nowhere"], ["nowhere"]),
+    "the status of a folder without a run": (["status", "."], ["run"]),
+    "an unknown option of status": (["status", "--jsn", "."], ["--json"]),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_refused_in_one_line(shell: Shell, name: str) -> None:
-    """Exit code 2, one line that names the mistake and what to do, no process, no run directory."""
+@pytest.mark.parametrize("name", REJECTED)
+def test_user_error_is_rejected_in_one_line(shell: Shell, name: str) -> None:
+    """Exit code 2, one line that contains the error and the remedy, no process, no run directory."""
     (shell.folder / "broken.toml").write_text("[checkpoint\n")
     (shell.folder / "typo.toml").write_text("[checkpoint]\ndirectory = 'c'\nsave_intervall = 3\n")
     (shell.folder / "wrong.toml").write_text("[checkpoint]\ndirectory = 'c'\nsave_interval = -3\n")
     (shell.folder / "torn").mkdir()
     (shell.folder / "torn" / "ladder.json").write_text('{"restarts_total": ')
     before = sorted(path.relative_to(shell.folder) for path in shell.folder.rglob("*"))
-    arguments, named = REFUSED[name]
-    seen = shell.run(*arguments)
-    assert seen.code == 2, seen
-    assert len(seen.lines) == 1, seen
-    for text in named:
-        assert text in seen.lines[0], seen
-    assert "training_script" not in seen.lines[0]
+    arguments, expected = REJECTED[name]
+    result = shell.run(*arguments)
+    assert result.code == 2, result
+    assert len(result.lines) == 1, result
+    for text in expected:
+        assert text in result.lines[0], result
+    assert "training_script" not in result.lines[0]
     assert sorted(path.relative_to(shell.folder) for path in shell.folder.rglob("*")) == before
 
 
 @contextlib.contextmanager
-def listening(answer: bytes) -> Iterator[int]:
-    """Have a program that is not ours answer at a port, and yield that."""
+def listening_program(response: bytes) -> Iterator[int]:
+    """Start a program other than outlast that listens at a port; yield the port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        with contextlib.ExitStack() as connections, contextlib.suppress(OSError):  # until it is shut down
+        with contextlib.ExitStack() as connections, contextlib.suppress(OSError):  # until the server is shut down
             while True:
                 connection = connections.enter_context(server.accept()[0])
-                if answer:
-                    connection.sendall(answer)
+                if response:
+                    connection.sendall(response)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -231,96 +239,98 @@ def listening(answer: bytes) -> Iterator[int]:
 
 @pytest.mark.extended
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["speaks", "is silent"])
-def test_another_program_at_the_endpoint_is_named(shell: Shell, answer: bytes) -> None:
-    """Where another program listens, speaking or silent, the run is refused within seconds instead of waiting."""
-    with listening(answer) as port:
-        seen = shell.run("run", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "train.py")
-    assert seen.code == 2, seen
-    (line,) = seen.lines
+@pytest.mark.parametrize("response", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["responds", "is silent"])
+def test_another_program_at_the_endpoint_is_reported(shell: Shell, response: bytes) -> None:
+    """If another program listens at the endpoint, with or without a response, the run is rejected within seconds."""
+    with listening_program(response) as port:
+        result = shell.run("run", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "train.py")
+    assert result.code == 2, result
+    (line,) = result.lines
     assert f"127.0.0.1:{port}" in line
     assert "give a free port" in line
 
 
 @pytest.mark.slow
-def test_a_missing_node_is_waited_for_aloud_and_not_for_ever(shell: Shell) -> None:
-    """A node that waits says for how many, whom it has, and when it gives up; then it does, and says so."""
+def test_wait_for_a_missing_node_is_logged_and_bounded(shell: Shell) -> None:
+    """A waiting node logs the missing number, the present nodes and the time limit; then it exits and reports the
+    reason."""
     options = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=join_timeout=6", "--node-name=a"]
-    seen = shell.run("run", *options, "train.py")
-    assert seen.code == 1, seen
-    assert re.search(r"waiting for 1 of 2 nodes \(have: a\); gives up in \d+ s$", "\n".join(seen.lines), re.MULTILINE)
-    assert "1 of 2 slots stayed empty for 6 s" in seen.lines[-1]
-    assert len(seen.ours) <= 10, seen
+    result = shell.run("run", *options, "train.py")
+    assert result.code == 1, result
+    assert re.search(r"waiting for 1 of 2 nodes \(have: a\); gives up in \d+ s$", "\n".join(result.lines), re.MULTILINE)
+    assert "1 of 2 slots stayed empty for 6 s" in result.lines[-1]
+    assert len(result.outlast_lines) <= 10, result
 
 
 FAILED = {
     "a syntax error": ("x = (\n", (), "SyntaxError: '(' was never closed (train.py:1)"),
-    "a module that is not there": ("import nosuchthing\n", (), "No module named 'nosuchthing' (train.py:1)"),
-    "an argument that is missing": (
+    "a missing module": ("import nosuchthing\n", (), "No module named 'nosuchthing' (train.py:1)"),
+    "a missing argument": (
         "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', required=True)\np.parse_args()\n",
         (),
         "error: the following arguments are required: --lr",
     ),
-    "a file that is not there": ("open('tokens.bin')\n", (), "No such file or directory: 'tokens.bin' (train.py:1)"),
-    "a setting that is wrong": (
+    "a missing file": ("open('tokens.bin')\n", (), "No such file or directory: 'tokens.bin' (train.py:1)"),
+    "an invalid setting": (
         "import outlast\noutlast.CheckpointConfig(directory='c', save_interval=-3)\n",
         (),
         "save_interval=-3 must be",
     ),
     "a config with an unknown key": ("import outlast\noutlast.init('typo.toml')\n", (), "save_intervall"),
     "a checkpoint directory that is a file": (TRAIN, ("train.py", "4", "4"), "directory=train.py cannot be used"),
-    "a checkpoint directory that cannot be made": (TRAIN, ("/proc/x", "4", "4"), "directory=/proc/x cannot be used"),
-    "a name that is not defined": ("import outlast\nwith outlast.init():\n    trian()\n", (), "'trian' is not defined"),
+    "a checkpoint directory that cannot be created": (TRAIN, ("/proc/x", "4", "4"), "directory=/proc/x cannot be used"),
+    "an undefined name": ("import outlast\nwith outlast.init():\n    trian()\n", (), "'trian' is not defined"),
 }
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extended] * (index % 3 > 0)) for index, name in enumerate(FAILED)]
 )
-def test_what_no_restart_can_mend_is_not_restarted(shell: Shell, name: str) -> None:
-    """Where both ranks fail alike before the first step: one cycle, exit code 2, and the last line is the cause."""
+def test_errors_that_a_restart_cannot_fix_are_not_restarted(shell: Shell, name: str) -> None:
+    """If both ranks fail in the same way before the first step: one cycle, exit code 2, and the cause on the last
+    line."""
     (shell.folder / "typo.toml").write_text("[checkpoint]\ndirectory = 'c'\nsave_intervall = 3\n")
     code, arguments, text = FAILED[name]
-    seen = shell.train(code, *arguments)
-    assert seen.code == 2, seen
-    assert text in seen.lines[-1], seen
-    assert "(1 cycle, " in seen.lines[-1], seen
-    assert "a restart cannot help" in seen.lines[-1]
-    assert len(seen.ours) <= 8, seen
+    result = shell.train(code, *arguments)
+    assert result.code == 2, result
+    assert text in result.lines[-1], result
+    assert "(1 cycle, " in result.lines[-1], result
+    assert "a restart cannot help" in result.lines[-1]
+    assert len(result.outlast_lines) <= 8, result
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_an_object_store_that_does_not_answer_is_named(shell: Shell) -> None:
-    """A bucket at an address where nobody listens: both ranks report it, exit code 93, no restart."""
+def test_unreachable_object_store_is_reported(shell: Shell) -> None:
+    """If the object store's address has no listener, the error is reported, with exit code 93 and no restart."""
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
-    where = f"http://127.0.0.1:{free_port()}"
+    endpoint = f"http://127.0.0.1:{free_port()}"
     code = TRAIN.replace("save_interval=2", "save_interval=2, restore_timeout=0")
-    seen = shell.train(code, "s3://bucket/run", "4", "4", AWS_ENDPOINT_URL=where, **keys)
-    assert seen.code == 93, seen
-    assert "s3://bucket/run/run.json: EndpointConnectionError" in seen.lines[-1], seen
-    assert "start again once it responds: nothing was changed" in seen.lines[-1], seen
-    assert len(seen.lines) <= 10, seen
+    result = shell.train(code, "s3://bucket/run", "4", "4", AWS_ENDPOINT_URL=endpoint, **keys)
+    assert result.code == 93, result
+    assert "s3://bucket/run/run.json: EndpointConnectionError" in result.lines[-1], result
+    assert "start again once it responds: nothing was changed" in result.lines[-1], result
+    assert len(result.lines) <= 10, result
 
 
-def test_a_disk_that_is_full_is_named(shell: Shell) -> None:
-    """A checkpoint directory on a disk without room is refused before the first step."""
+def test_full_disk_is_reported(shell: Shell) -> None:
+    """A checkpoint directory on a full disk is rejected before the first step."""
     disk = shell.folder / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], check=False).returncode:
         pytest.skip("no file system can be mounted here")
     try:
         (disk / "full").write_bytes(bytes(60 * 1024))
-        seen = shell.train(TRAIN, "disk/saved", "4", "4")
+        result = shell.train(TRAIN, "disk/saved", "4", "4")
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
-    assert seen.code == 2, seen
-    assert "No space left on device" in seen.lines[-1], seen
-    assert "directory=disk/saved" in seen.lines[-1], seen
+    assert result.code == 2, result
+    assert "No space left on device" in result.lines[-1], result
+    assert "directory=disk/saved" in result.lines[-1], result
 
 
-def test_what_no_restart_can_mend_ends_all_nodes(tmp_path: Path) -> None:
-    """Two nodes whose ranks all lack a module: one cycle, and both agents end with 2 and the cause."""
+def test_errors_that_a_restart_cannot_fix_end_all_nodes(tmp_path: Path) -> None:
+    """If all ranks of two nodes lack a module: one cycle, and both agents exit with 2 and report the cause."""
     (tmp_path / "train.py").write_text("import nosuchthing\n")
     with Cluster(tmp_path / "train.py", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2) as cluster:
         assert cluster.wait(timeout_s=240) == [2, 2], cluster.tails()
@@ -329,8 +339,8 @@ def test_what_no_restart_can_mend_ends_all_nodes(tmp_path: Path) -> None:
             assert "No module named 'nosuchthing' (train.py:1)" in agent.output().splitlines()[-1]
 
 
-def test_ranks_that_fail_alike_need_not_fail_at_once(tmp_path: Path) -> None:
-    """One rank of a node has failed, another not yet, when the other node reports the same: it has its time still."""
+def test_same_error_at_different_times_is_not_restarted(tmp_path: Path) -> None:
+    """If the other node reports the same error first, a rank that has not failed yet still gets its time to do so."""
     folder = tmp_path / "run"
     code = """
 import os, pathlib, sys, time
@@ -348,44 +358,44 @@ import nosuchthing
         assert {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED} == {0}
 
 
-def test_a_rank_that_fails_as_the_other_finishes_is_no_success(shell: Shell) -> None:
-    """Rank 1 lacks a module, which might be every rank's mistake; rank 0 ends with 0 meanwhile: the run has failed."""
+def test_failure_as_the_other_rank_finishes_fails_the_run(shell: Shell) -> None:
+    """If rank 1 lacks a module and rank 0 exits with 0 meanwhile, the run fails with the cause on the last line."""
     code = "import os, time\nif os.environ['RANK'] == '1':\n    import nosuchthing\ntime.sleep(1)\n"
-    seen = shell.train(code, options=("--max-restarts=0",))
-    assert seen.code == 1, seen
-    assert "rank 1 failed: ModuleNotFoundError" in seen.lines[-1], seen
+    result = shell.train(code, options=("--max-restarts=0",))
+    assert result.code == 1, result
+    assert "rank 1 failed: ModuleNotFoundError" in result.lines[-1], result
 
 
-def test_a_checkpoint_of_another_model_is_said_once(shell: Shell) -> None:
-    """The first tensor that does not fit, and how many more: a line a rank, exit code 2, the checkpoint untouched."""
+def test_checkpoint_of_another_model_is_reported_once(shell: Shell) -> None:
+    """The first mismatched tensor is reported in a few lines, with exit code 2; the checkpoint is not modified."""
     assert shell.train(TRAIN, "saved", "4", "2", options=("--run-dir=first",)).code == 0
     before = {path: path.read_bytes() for path in (shell.folder / "saved").rglob("*") if path.is_file()}
-    seen = shell.train(TRAIN, "saved", "8", "4", options=("--run-dir=first2", *RESUME))
-    assert seen.code == 2, seen
-    assert "size mismatch for weight" in seen.lines[-1], seen
-    assert len(seen.lines) <= 10, seen
+    result = shell.train(TRAIN, "saved", "8", "4", options=("--run-dir=first2", *RESUME))
+    assert result.code == 2, result
+    assert "size mismatch for weight" in result.lines[-1], result
+    assert len(result.lines) <= 10, result
     assert {path: data for path, data in before.items() if path.read_bytes() != data} == {}
 
 
-def test_a_local_tier_of_another_world_size_is_named(shell: Shell) -> None:
-    """What two ranks saved near them cannot be loaded by one: said with what to do, exit code 2."""
-    assert shell.train(NEAR, "near", "2", options=("--run-dir=first",)).code == 0
-    (shell.folder / "train.py").write_text(NEAR)
-    seen = shell.run("run", "--nproc-per-node=1", "--run-dir=second", *RESUME, "train.py", "near", "4")
-    assert seen.code == 2, seen
-    assert "start with 2 ranks" in seen.lines[-1], seen
-    assert len(seen.lines) <= 10, seen
+def test_local_tier_of_another_world_size_is_rejected(shell: Shell) -> None:
+    """One rank cannot load the node-local checkpoints of two ranks: exit code 2, and the error contains the remedy."""
+    assert shell.train(TRAIN_LOCAL, "near", "2", options=("--run-dir=first",)).code == 0
+    (shell.folder / "train.py").write_text(TRAIN_LOCAL)
+    result = shell.run("run", "--nproc-per-node=1", "--run-dir=second", *RESUME, "train.py", "near", "4")
+    assert result.code == 2, result
+    assert "start with 2 ranks" in result.lines[-1], result
+    assert len(result.lines) <= 10, result
 
 
-def test_a_failed_training_ends_with_its_cause(shell: Shell) -> None:
-    """One rank's exception among two: its type, text and line stand last, in journal and recovery policy, and in a
-    file with its traceback and last output; ten lines of ours."""
-    seen = shell.train(RAISES, options=("--max-restarts=0", "--run-dir=run"))
-    assert seen.code == 1, seen
+def test_failed_training_reports_its_root_cause(shell: Shell) -> None:
+    """The type, text and line of one rank's exception are on the last line, in the journal and in the recovery
+    policy's state, and a file contains its traceback; outlast logs at most ten lines."""
+    result = shell.train(RAISES, options=("--max-restarts=0", "--run-dir=run"))
+    assert result.code == 1, result
     cause = "rank 1 failed: IndexError: token 50257 out of range (train.py:5 in next_batch)"
-    assert cause in seen.lines[-1], seen
-    assert len(seen.ours) <= 10, seen
-    assert "Traceback" in "\n".join(seen.lines)
+    assert cause in result.lines[-1], result
+    assert len(result.outlast_lines) <= 10, result
+    assert "Traceback" in "\n".join(result.lines)
     recovery_state = json.loads((shell.folder / "run" / "ladder.json").read_text())
     assert cause in recovery_state["history"][-1]["incident"]
     (path,) = (shell.folder / "run" / "failures").rglob("rank-1.txt")
@@ -396,20 +406,20 @@ def test_a_failed_training_ends_with_its_cause(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named_everywhere(shell: Shell) -> None:
-    """Where rank 1 is stopped and rank 0 waits for it, incident, cycle's end, decision and last line say rank 1, and
-    its stack in the run directory begins with the script's own line."""
+def test_stopped_rank_is_identified_in_every_report(shell: Shell) -> None:
+    """If rank 1 is stopped and rank 0 waits for it, the incident, the cycle's end, the decision and the last line
+    contain rank 1, and its stack file starts with the script's line."""
     options = ("--max-restarts=0", "--run-dir=run", "--ft-rank-section-timeouts=step:3")
-    seen = shell.train(STOPS, options=options)
-    assert seen.code == 1, seen
-    assert "rank 1 on node" in seen.lines[-1], seen
-    assert "hangs in section 'step' at iteration 3" in seen.lines[-1], seen
+    result = shell.train(STOPS, options=options)
+    assert result.code == 1, result
+    assert "rank 1 on node" in result.lines[-1], result
+    assert "hangs in section 'step' at iteration 3" in result.lines[-1], result
     journal = "".join(one.read_text() for one in (shell.folder / "run" / "journal").iterdir())
     events = [json.loads(line) for line in journal.splitlines()]
-    told = {one["kind"]: one for one in events if one["kind"] in ("incident", "verdict", "cycle_ended")}
-    assert told["incident"]["data"]["incident"]["rank"] == 1
-    assert told["verdict"]["data"]["incident"]["rank"] == 1
-    assert told["cycle_ended"]["data"]["reason"].startswith("rank 1 on node")
+    by_kind = {one["kind"]: one for one in events if one["kind"] in ("incident", "verdict", "cycle_ended")}
+    assert by_kind["incident"]["data"]["incident"]["rank"] == 1
+    assert by_kind["verdict"]["data"]["incident"]["rank"] == 1
+    assert by_kind["cycle_ended"]["data"]["reason"].startswith("rank 1 on node")
     stack = (shell.folder / "run" / "stacks" / "cycle-0" / "rank-1.txt").read_text()
     first = stack.partition("innermost line first:\n")[2].splitlines()[0]
     assert "train.py" in first
@@ -427,16 +437,17 @@ def test_a_rank_that_is_stopped_is_named_everywhere(shell: Shell) -> None:
     ],
     ids=["segfault", "SIGKILL", "_exit", "a message"],
 )
-def test_a_sudden_end_is_named_by_what_is_left_of_it(shell: Shell, code: str, text: str) -> None:
-    """A fatal signal, an exit without a word: the last line says what is known."""
-    seen = shell.train(code, options=("--max-restarts=0",))
-    assert seen.code == 1, seen
-    assert text in seen.lines[-1], seen
-    assert len(seen.ours) <= 10, seen
+def test_abrupt_exit_is_reported_with_its_cause(shell: Shell, code: str, text: str) -> None:
+    """After a fatal signal or an immediate exit, the last line contains the signal, the exit code or the last
+    output."""
+    result = shell.train(code, options=("--max-restarts=0",))
+    assert result.code == 1, result
+    assert text in result.lines[-1], result
+    assert len(result.outlast_lines) <= 10, result
 
 
-def test_a_reader_that_leaves_does_not_end_a_training(shell: Shell) -> None:
-    """With ``outlast run ... | head`` the script goes on printing to nobody, and the run ends with 0."""
+def test_closed_output_pipe_does_not_end_training(shell: Shell) -> None:
+    """With ``outlast run ... | head`` the script keeps printing to the closed pipe, and the run exits with 0."""
     (shell.folder / "train.py").write_text(PRINTS)
     with shell.start("run", "--nproc-per-node=2", "--run-dir=run", "train.py") as process:
         assert process.stdout is not None
@@ -459,30 +470,30 @@ def test_a_reader_that_leaves_does_not_end_a_training(shell: Shell) -> None:
         {"HOME": "/nonexistent", "XDG_CACHE_HOME": "/nonexistent"},
         {"TMPDIR": "/nonexistent"},
     ],
-    ids=["ASCII", "dumb terminal", "no home", "no folder for temporary files"],
+    ids=["ASCII", "dumb terminal", "no home", "no temporary folder"],
 )
-def test_poor_surroundings_do_no_harm(shell: Shell, environment: dict[str, str]) -> None:
-    """Whatever locale, terminal, home or temporary folder there is, a healthy run trains, in plain lines."""
-    seen = shell.train(TRAIN, "saved", "4", "4", **environment)
-    assert seen.code == 0, seen
-    assert seen.lines.count("trained") == 2, seen
-    assert not any("\x1b" in line or "\r" in line for line in seen.lines), seen
+def test_training_works_in_minimal_environments(shell: Shell, environment: dict[str, str]) -> None:
+    """A run completes with plain output in any locale and terminal, and without a home or temporary folder."""
+    result = shell.train(TRAIN, "saved", "4", "4", **environment)
+    assert result.code == 0, result
+    assert result.lines.count("trained") == 2, result
+    assert not any("\x1b" in line or "\r" in line for line in result.lines), result
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_user_without_rights_trains_and_is_told_what_cannot_be_written(shell: Shell) -> None:
-    """As nobody, without any privilege: a run trains, and a directory that may not be written to is named, with 2."""
-    nobody = ("unshare", "--user")
-    if subprocess.run([*nobody, "true"], check=False).returncode:
+def test_unprivileged_user_trains_and_sees_denied_paths(shell: Shell) -> None:
+    """An unprivileged user's run trains; a directory without write permission is reported with exit code 2."""
+    unprivileged = ("unshare", "--user")
+    if subprocess.run([*unprivileged, "true"], check=False).returncode:
         pytest.skip("no user namespace can be made here")
     (shell.folder / "train.py").write_text(TRAIN)
     closed = shell.folder / "closed"
     closed.mkdir(mode=0o555)
     for folder, code in (("saved", 0), ("closed/saved", 2)):
         arguments = ["run", "--nproc-per-node=2", f"--run-dir=run-{code}", "train.py", folder, "4", "4"]
-        done = subprocess.run(
-            [*nobody, *MAIN, *arguments],
+        completed = subprocess.run(
+            [*unprivileged, *MAIN, *arguments],
             cwd=shell.folder,
             env={**shell.environment, "HOME": "/nonexistent"},
             stdin=subprocess.DEVNULL,
@@ -491,15 +502,16 @@ def test_a_user_without_rights_trains_and_is_told_what_cannot_be_written(shell: 
             timeout=240,
             check=False,
         )
-        seen = Seen(done.returncode, (done.stdout + done.stderr).splitlines())
-        assert seen.code == code, seen
-    assert "directory=closed/saved cannot be used" in seen.lines[-1], seen
-    assert "Permission denied" in seen.lines[-1], seen
-    assert len(seen.ours) <= 10, seen
+        result = Result(completed.returncode, (completed.stdout + completed.stderr).splitlines())
+        assert result.code == code, result
+    assert "directory=closed/saved cannot be used" in result.lines[-1], result
+    assert "Permission denied" in result.lines[-1], result
+    assert len(result.outlast_lines) <= 10, result
 
 
-def test_the_same_run_twice_at_once_is_refused(shell: Shell) -> None:
-    """A second run in the run directory of a living one: one line, exit code 2; the first one trains to its end."""
+def test_second_run_in_the_same_run_dir_is_rejected(shell: Shell) -> None:
+    """A second run in the run directory of a living one is rejected with one line and exit code 2; the first run
+    completes."""
     (shell.folder / "train.py").write_text(
         "import pathlib, time, sys\nprint('in the script', flush=True)\n"
         "until = time.monotonic() + 200\n"
@@ -508,31 +520,31 @@ def test_the_same_run_twice_at_once_is_refused(shell: Shell) -> None:
     with shell.start("run", "--run-dir=run", "train.py") as first:
         assert first.stdout is not None
         assert any("in the script" in line for line in first.stdout)
-        seen = shell.run("run", "--run-dir=run", "train.py")
+        result = shell.run("run", "--run-dir=run", "train.py")
         (shell.folder / "go").touch()
         output = first.communicate(timeout=240)[0]
     assert first.returncode == 0, output
-    assert seen.code == 2, seen
-    assert len(seen.lines) == 1, seen
-    assert "is in use by" in seen.lines[0]
-    assert f"pid {first.pid}" in seen.lines[0]
+    assert result.code == 2, result
+    assert len(result.lines) == 1, result
+    assert "is in use by" in result.lines[0]
+    assert f"pid {first.pid}" in result.lines[0]
 
 
-def signal_when(process: subprocess.Popen[str], is_time: Callable[[str], bool]) -> list[str]:
-    """Send SIGINT once a line is there for which it is time; return all lines."""
+def signal_when(process: subprocess.Popen[str], is_trigger: Callable[[str], bool]) -> list[str]:
+    """Send SIGINT at the first line that meets a condition; return all lines."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line.rstrip("\n"))
-        if is_time(line):
+        if is_trigger(line):
             process.send_signal(2)
             break
     return [*lines, *process.communicate(timeout=240)[0].splitlines()]
 
 
 @pytest.mark.parametrize("moment", range(10))
-def test_ctrl_c_ends_a_start_without_a_traceback(shell: Shell, moment: int) -> None:
-    """At each of ten moments of the start, SIGINT ends the command with 130 and leaves nothing."""
+def test_ctrl_c_during_startup_ends_without_a_traceback(shell: Shell, moment: int) -> None:
+    """At each of ten moments of the start, SIGINT ends the command with 130 and no process remains."""
     (shell.folder / "train.py").write_text("import time\nprint('in the script', flush=True)\ntime.sleep(600)\n")
     options = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}"] if moment % 2 else []
     debug = ("--log-level=debug",)
@@ -540,16 +552,18 @@ def test_ctrl_c_ends_a_start_without_a_traceback(shell: Shell, moment: int) -> N
         if moment < 6:
             assert process.stdout is not None
             lines = [process.stdout.readline()]
-            time.sleep(0.05 * moment**2)  # whichever moment it is, what follows holds
+            time.sleep(0.05 * moment**2)  # the assertions hold at any moment
             process.send_signal(2)
             lines += process.communicate(timeout=240)[0].splitlines()
         else:
             mark = "hosts the coordinator" if moment % 2 else "in the script"
             lines = signal_when(process, lambda line: mark in line)
-    seen = Seen(process.returncode, lines)
-    assert seen.code in (130, -2), seen
-    assert not any("Traceback" in line or "KeyboardInterrupt" in line for line in lines if "train.py" not in line), seen
+    result = Result(process.returncode, lines)
+    assert result.code in (130, -2), result
+    assert not any("Traceback" in line or "KeyboardInterrupt" in line for line in lines if "train.py" not in line), (
+        result
+    )
 
 
 RESUME: tuple[str, ...] = ("--resume-from-other-run",)
-"""What asks for going on with another run's checkpoints."""
+"""The option that permits checkpoints of another run."""

@@ -1,4 +1,4 @@
-"""The test cluster itself, with a stand-in for the launcher: what it sees, and that it leaves nothing."""
+"""The test cluster with a substitute launcher: its observations, and its cleanup of processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(autouse=True)
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a program in the launcher's place that starts one worker and writes what an agent writes."""
+    """Replace the launcher with a program that starts one worker and writes the agent's journal events."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(cluster, "_COMMAND", (sys.executable, str(tmp_path / "stand_in.py")))
 
@@ -48,8 +48,8 @@ def write(folder: Path, code: str) -> Path:
     return script
 
 
-def test_nodes_workers_and_output_are_seen(tmp_path: Path) -> None:
-    """Events, worker pids and output of every node can be asked for while they run."""
+def test_cluster_reports_events_worker_pids_and_output(tmp_path: Path) -> None:
+    """Events, worker pids and the output of every node are available while the nodes run."""
     with Cluster(write(tmp_path, SLEEPS), "fast", run_dir=tmp_path / "run", num_nodes=2) as nodes:
         assert nodes.wait_for("node-1 started with ['fast']", timeout_s=300) is None
         event = nodes.wait_for(lambda event: event.data.get("ranks") == [0], timeout_s=300)
@@ -64,8 +64,8 @@ def test_nodes_workers_and_output_are_seen(tmp_path: Path) -> None:
     assert nodes.processes() == []
 
 
-def test_orphans_of_a_killed_agent_are_found_and_ended(tmp_path: Path) -> None:
-    """A worker that outlives its agent is reported as an orphan, and is gone after the block."""
+def test_orphans_of_a_killed_agent_are_reported_and_killed(tmp_path: Path) -> None:
+    """A worker that outlives its agent is reported as an orphan, and is killed at the end of the block."""
     with Cluster(write(tmp_path, SLEEPS), run_dir=tmp_path / "run", num_nodes=2) as nodes:
         for rank in range(2):
             nodes.wait_for(lambda event, rank=rank: event.data.get("ranks") == [rank], timeout_s=300)
@@ -79,8 +79,8 @@ def test_orphans_of_a_killed_agent_are_found_and_ended(tmp_path: Path) -> None:
     nodes.assert_no_orphans(within_s=0)
 
 
-def test_stopped_agents_are_ended_too(tmp_path: Path) -> None:
-    """An agent that hangs under SIGSTOP does not survive the block."""
+def test_stopped_agents_are_killed(tmp_path: Path) -> None:
+    """An agent that hangs under SIGSTOP is killed at the end of the block."""
     with Cluster(write(tmp_path, SLEEPS), run_dir=tmp_path / "run", num_nodes=1) as nodes:
         nodes.wait_for("started", timeout_s=300)
         nodes.agent(0).signal(signal.SIGSTOP)
@@ -88,8 +88,8 @@ def test_stopped_agents_are_ended_too(tmp_path: Path) -> None:
     assert nodes.processes() == []
 
 
-def test_failed_wait_shows_every_nodes_end(tmp_path: Path) -> None:
-    """A wait that fails says why, and holds the end of each node's output."""
+def test_failed_wait_reports_the_output_of_every_node(tmp_path: Path) -> None:
+    """The error of a failed wait contains the reason and the end of each node's output."""
     script = write(tmp_path, "print('worker was here'); raise SystemExit(3)")
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=2) as nodes:
         with pytest.raises(DeadlineExceeded) as caught:
@@ -101,8 +101,8 @@ def test_failed_wait_shows_every_nodes_end(tmp_path: Path) -> None:
         assert nodes.wait(timeout_s=300) == [3, 3]
 
 
-def test_late_node_keeps_the_others_log(tmp_path: Path) -> None:
-    """A node may be added at any time; one that comes back under its name appends to its output."""
+def test_restarted_node_appends_to_its_log(tmp_path: Path) -> None:
+    """A node may be added at any time; a node that restarts under the same name appends to its output."""
     with Cluster(write(tmp_path, "raise SystemExit(0)"), run_dir=tmp_path / "run", num_nodes=1) as nodes:
         assert nodes.wait(timeout_s=300) == [0]
         nodes.add_node("node-0")
@@ -111,7 +111,7 @@ def test_late_node_keeps_the_others_log(tmp_path: Path) -> None:
 
 
 def test_waits_are_bounded(tmp_path: Path) -> None:
-    """Waiting for what does not come ends at its timeout, with the nodes still running."""
+    """A wait for an event that does not occur fails at its timeout; the nodes keep running."""
     with Cluster(write(tmp_path, SLEEPS), run_dir=tmp_path / "run", num_nodes=1) as nodes:
         nodes.wait_for("started", timeout_s=300)
         with pytest.raises(DeadlineExceeded, match=r"agent node-0 still runs after"):

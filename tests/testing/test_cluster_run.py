@@ -1,4 +1,4 @@
-"""The test cluster with the real launcher: what a fault costs, and what is kept."""
+"""The test cluster with the real launcher: faults, recovery and the restart budget."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write(folder: Path, code: str) -> Path:
     return script
 
 
-def starts(cluster: Cluster, cycle: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return which ranks, of how many, each node started in a cycle."""
+def started_ranks(cluster: Cluster, cycle: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return, for each node, the ranks that it started in a cycle, and the world size."""
     return {
         event.node: (tuple(event.data["ranks"]), event.data["world_size"])
         for event in cluster.events()
@@ -41,47 +41,49 @@ def starts(cluster: Cluster, cycle: int) -> dict[str, tuple[tuple[int, ...], int
 
 
 def wait_for_cycle(cluster: Cluster, cycle: int, num_nodes: int) -> None:
-    """Wait until every node that carries ranks has started its workers."""
+    """Wait until every node that runs ranks has started its workers."""
 
     def is_last_start(event: Event) -> bool:
         is_start = event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle
-        return is_start and len(starts(cluster, cycle)) == num_nodes
+        return is_start and len(started_ranks(cluster, cycle)) == num_nodes
 
     cluster.wait_for(is_last_start, timeout_s=300)
 
 
 @pytest.mark.slow
-def test_killed_rank_comes_back_in_its_place(tmp_path: Path) -> None:
-    """After a SIGKILL of one rank all ranks start again on the nodes they were on, and the run finishes."""
-    leave = tmp_path / "leave"
+def test_ranks_restart_on_their_nodes_after_a_kill(tmp_path: Path) -> None:
+    """After a SIGKILL of one rank all ranks restart on their previous nodes, and the run finishes."""
+    go_file = tmp_path / "leave"
     script = write(tmp_path, WAITS_FOR_LEAVE)
-    with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2) as cluster:
+    with Cluster(script, str(go_file), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2) as cluster:
         wait_for_cycle(cluster, 0, 2)
-        before = starts(cluster, 0)
+        before = started_ranks(cluster, 0)
         os.kill(cluster.worker_pid(3), signal.SIGKILL)
         wait_for_cycle(cluster, 1, 2)
-        leave.touch()
+        go_file.touch()
         assert cluster.wait(timeout_s=300) == [0, 0]
-        assert starts(cluster, 1) == before
+        assert started_ranks(cluster, 1) == before
         incidents = [event.data["incident"] for event in cluster.events() if event.kind == EventKind.INCIDENT]
         assert [(found["kind"], found["rank"]) for found in incidents] == [("worker_died", 3)]
 
 
 @pytest.mark.slow
-def test_lost_node_leaves_no_orphan_and_its_ranks_to_the_spare(tmp_path: Path) -> None:
-    """A SIGKILLed agent's workers end; the spare takes its ranks; the world stays as it was."""
-    leave = tmp_path / "leave"
+def test_spare_replaces_a_killed_agent_without_orphans(tmp_path: Path) -> None:
+    """The workers of a SIGKILLed agent end, the spare takes its ranks, and the other ranks keep their nodes."""
+    go_file = tmp_path / "leave"
     script = write(tmp_path, WAITS_FOR_LEAVE)
-    with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=2, num_spares=1, nproc_per_node=1) as cluster:
+    with Cluster(
+        script, str(go_file), run_dir=tmp_path / "run", num_nodes=2, num_spares=1, nproc_per_node=1
+    ) as cluster:
         wait_for_cycle(cluster, 0, 2)
-        before = starts(cluster, 0)
+        before = started_ranks(cluster, 0)
         host = next(agent.name for agent in cluster.agents if "hosts the coordinator" in agent.output())
         lost = next(name for name in before if name != host)
         cluster.agent(lost).kill()
         cluster.assert_no_orphans(within_s=60)
         wait_for_cycle(cluster, 1, 2)
-        after = starts(cluster, 1)
-        leave.touch()
+        after = started_ranks(cluster, 1)
+        go_file.touch()
         codes = dict(zip((agent.name for agent in cluster.agents), cluster.wait(timeout_s=300), strict=True))
         assert codes.pop(lost) == -signal.SIGKILL
         assert set(codes.values()) == {0}
@@ -91,7 +93,7 @@ def test_lost_node_leaves_no_orphan_and_its_ranks_to_the_spare(tmp_path: Path) -
             assert after[host] == before[host]
 
 
-def test_plain_script_that_always_crashes_has_torchruns_budget(tmp_path: Path) -> None:
+def test_crashing_plain_script_gets_torchruns_restart_budget(tmp_path: Path) -> None:
     """A script without a session that crashes in every cycle gets 4 starts and torchrun's exit code."""
     script = write(tmp_path, "print('one more start', flush=True); raise SystemExit(5)")
     options = ["--max-restarts=3"]
@@ -125,12 +127,13 @@ for iteration in run.steps({"model": model}, total=400):
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_supervised_cluster_replaces_a_lost_node_and_starts_a_preempted_job_again(tmp_path: Path) -> None:
-    """Faults on request are injected at the moment that the test chooses, each once; the run ends well."""
+def test_supervised_cluster_replaces_nodes_and_preempted_jobs(tmp_path: Path) -> None:
+    """Each requested fault is injected once, when the test requests it; a lost node and a preempted job are
+    replaced, and the run finishes."""
     lost = Fault(kind="lose_node", on_request=True)
     preempted = Fault(kind="sigterm", rank=0, on_request=True)
     plan = FaultPlan(seed=1, faults=(lost, preempted))
-    script, wanted = write(tmp_path, TRAINS), [lost, preempted]
+    script, pending = write(tmp_path, TRAINS), [lost, preempted]
     with Cluster(
         script, str(tmp_path), run_dir=tmp_path / "run", num_spares=1, nproc_per_node=1, fault_plan=plan
     ) as cluster:
@@ -138,10 +141,10 @@ def test_a_supervised_cluster_replaces_a_lost_node_and_starts_a_preempted_job_ag
             cluster.inject(Fault(kind="kill", rank=0, on_request=True))
         for fault in cluster.supervise(timeout_s=300):
             assert fault is None, "none is due by itself"
-            assert cluster.exit_code is None or not wanted
-            if wanted and cluster.inject(wanted[0]):
-                wanted.pop(0)
-            elif not wanted and cluster.num_jobs == 2:
+            assert cluster.exit_code is None or not pending
+            if pending and cluster.inject(pending[0]):
+                pending.pop(0)
+            elif not pending and cluster.num_jobs == 2:
                 (tmp_path / "enough").touch()
         assert cluster.exit_code == 0
         cluster.assert_no_orphans(within_s=10)
@@ -152,8 +155,8 @@ def test_a_supervised_cluster_replaces_a_lost_node_and_starts_a_preempted_job_ag
     assert set(codes) == {75, 0}
 
 
-def test_a_cluster_without_a_plan_injects_nothing(tmp_path: Path) -> None:
-    """The error names the missing argument."""
+def test_injection_without_a_fault_plan_is_rejected(tmp_path: Path) -> None:
+    """The error contains the missing argument."""
     cluster = Cluster(tmp_path / "train.py", run_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match="give it fault_plan="):
         cluster.inject(Fault(kind="kill", rank=0, on_request=True))

@@ -1,4 +1,4 @@
-"""Plain ranks of a script: what they are told, what can be done to them, and that nothing is left of them."""
+"""Plain rank processes of a script: their environment, signals, input and output, and their cleanup."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.process
-def test_ranks_are_told_their_places(script: Path, tmp_path: Path) -> None:
-    """Each rank gets the variables of its rank, counted on its own node where nodes are named; output stays."""
+def test_ranks_receive_their_rank_variables(script: Path, tmp_path: Path) -> None:
+    """Each rank receives the variables of its rank, counted per node where node names are given; its output is kept."""
     with RankProcesses(script, "end", world_size=3, directory=tmp_path / "out", nodes=["a", "b", "a"]) as ranks:
         assert ranks.wait(timeout_s=300) == [0, 0, 0]
     places = [(tmp_path / "out" / f"rank-{rank}.log").read_text().strip() for rank in range(3)]
@@ -49,15 +49,15 @@ def test_ranks_are_told_their_places(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_nothing_of_the_ranks_is_left(script: Path) -> None:
-    """Ranks, stopped ones too, and what they started in sessions of their own end with the block."""
+def test_ranks_and_their_children_end_with_the_block(script: Path) -> None:
+    """Ranks, including stopped ones, and the children that they started in other sessions end with the block."""
     ranks = RankProcesses(script, "leave-child", world_size=2)
     with pytest.raises(KeyError):
-        look_and_fail(ranks)
+        fail_inside_the_block(ranks)
     assert not ranks.processes()
 
 
-def look_and_fail(ranks: RankProcesses) -> None:
+def fail_inside_the_block(ranks: RankProcesses) -> None:
     with ranks:
         ranks.wait_for("waiting", timeout_s=300, ranks=range(2))
         ranks.stop(1)
@@ -66,8 +66,8 @@ def look_and_fail(ranks: RankProcesses) -> None:
 
 
 @pytest.mark.process
-def test_one_rank_is_killed_and_the_others_are_not(script: Path) -> None:
-    """A signal goes to one rank alone; a wait that cannot end says so, with everybody's output."""
+def test_signals_reach_one_rank_and_failed_waits_show_output(script: Path) -> None:
+    """A signal reaches one rank only; a wait that cannot succeed fails with the output of all ranks."""
     with RankProcesses(script, world_size=2) as ranks:
         ranks.wait_for("waiting", timeout_s=300, ranks=range(2))
         ranks.kill(0)
@@ -82,8 +82,8 @@ def test_one_rank_is_killed_and_the_others_are_not(script: Path) -> None:
 
 
 @pytest.mark.process
-def test_failed_start_leaves_nobody(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a rank cannot be started, those before it are ended."""
+def test_failed_start_ends_the_started_ranks(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a rank cannot be started, the ranks that were started before are killed."""
     started = []
     start = subprocess.Popen
 
@@ -99,14 +99,14 @@ def test_failed_start_leaves_nobody(script: Path, monkeypatch: pytest.MonkeyPatc
     assert started[0].returncode == -signal.SIGKILL
 
 
-def test_nodes_must_be_as_many_as_ranks() -> None:
-    """A list of nodes of another length is refused."""
+def test_number_of_nodes_must_match_the_ranks() -> None:
+    """A list of nodes whose length is not the number of ranks is rejected."""
     with pytest.raises(ValueError, match="names 1 nodes for 2 ranks"):
         RankProcesses("x.py", world_size=2, nodes=["a"])
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
-    """So are environments of another number, and a program that is a module too."""
+def test_contradicting_arguments_are_rejected() -> None:
+    """A wrong number of environments, and a program that is both a module and code, are rejected."""
     with pytest.raises(ValueError, match="environments has 1 entries for 2 ranks"):
         RankProcesses("x.py", world_size=2, environments=[{}])
     with pytest.raises(ValueError, match="module and code exclude each other"):
@@ -127,15 +127,16 @@ print("no end of line", end="")
 
 
 @pytest.mark.process
-def test_a_test_talks_with_ranks_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank hears what it is sent and no other; of what it prints, each line is given once and whole. Its variables
-    are the launcher's, the test's for all, and its own, of which ``None`` removes one; no others of a launcher."""
+def test_ranks_exchange_lines_with_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank receives only its own input, and each line of its output is returned once and complete. Its
+    environment has the launcher's variables, the common ones and its own; ``None`` removes a variable, and variables
+    of an outer launcher are removed."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of whoever runs the tests")
     monkeypatch.setenv("SPARE", "x")
     common = {"GREETING": "hello", "SPARE": None}
-    own = [{"MASTER_PORT": "7"}, {"GREETING": "hi", "MASTER_PORT": None}]
+    per_rank = [{"MASTER_PORT": "7"}, {"GREETING": "hi", "MASTER_PORT": None}]
     with RankProcesses(
-        TALKS, "SPARE", world_size=2, code=True, stdin=True, environment=common, environments=own
+        TALKS, "SPARE", world_size=2, code=True, stdin=True, environment=common, environments=per_rank
     ) as ranks:
         assert ranks.next_line(0, 60) == "0 7 hello None None"
         assert ranks.next_line(1, 60) == "1 None hi None None"
@@ -157,16 +158,17 @@ def test_a_test_talks_with_ranks_line_by_line(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.process
-def test_wait_until_gone_names_what_still_runs(script: Path) -> None:
-    """The ranks have ended, and what one of them started has not: that is said, with its command."""
+def test_wait_until_gone_reports_remaining_processes(script: Path) -> None:
+    """If a child outlives the ranks, the error contains its command."""
     with RankProcesses(script, "end", "leave-child", world_size=1) as ranks:
         ranks.wait(60)
         with pytest.raises(DeadlineExceeded, match=r"(?s)still run after 0.2 s: \d+ \([\w-]+\) sleep 600.*rank 0"):
             ranks.wait_until_gone(0.2)
 
 
-def test_free_ports_are_those_that_the_kernel_gives_to_nobody() -> None:
-    """None is in the range of outgoing connections, each can be bound, and two askers rarely get the same."""
+def test_free_ports_are_outside_the_ephemeral_range() -> None:
+    """No port is in the range of outgoing connections, each can be bound, and repeated calls rarely return the same
+    port."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = [free_port() for _ in range(20)]
     assert all(1024 < port < low or high < port < 1 << 16 for port in ports)
@@ -177,7 +179,7 @@ def test_free_ports_are_those_that_the_kernel_gives_to_nobody() -> None:
 
 @pytest.fixture
 def only_port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the one port that is drawn before the kernel is asked for another."""
+    """Return the one port that ``free_port`` can return before it asks the kernel for another one."""
     port = free_port()
     os.close(reaping._claims.pop())
     monkeypatch.setattr(reaping, "_FIRST_PORT", port)
@@ -185,8 +187,8 @@ def only_port(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
-def test_no_two_processes_are_given_the_same_port(only_port: int) -> None:
-    """What one process was given, no other is, though nobody listens there; once that process is gone, another is."""
+def test_two_processes_never_get_the_same_port(only_port: int) -> None:
+    """A port is reserved for its process, even if unused, and is available again once that process has exited."""
     choice = f"r._FIRST_PORT, r._ephemeral_ports = {only_port}, lambda: ({only_port + 1}, 65535)"
     ask = f"import outlast.testing.ranks as r; {choice}; print(r.free_port(), flush=True); input()"
     pipe = subprocess.PIPE
@@ -198,8 +200,8 @@ def test_no_two_processes_are_given_the_same_port(only_port: int) -> None:
     assert free_port() == only_port
 
 
-def test_a_port_in_use_is_not_free(only_port: int) -> None:
-    """A port on which somebody listens is passed over; where the kernel's range leaves none, one of that is taken."""
+def test_a_port_in_use_is_not_returned(only_port: int) -> None:
+    """A port with a listener is skipped; if the preferred range has no free port, the kernel chooses one."""
     with socket.create_server(("", only_port)):
         assert free_port() != only_port
     assert free_port() == only_port
