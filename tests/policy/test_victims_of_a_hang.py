@@ -1,4 +1,4 @@
-"""Whose fault a hang is: that of the rank that hangs, not of those that wait for it."""
+"""The rank that hangs is at fault, not the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from outlast.policy.inprocess_restart import MemberJoined, MemberReported, add_e
 LIMITS = RestartLimits(barrier_timeout_s=120.0, completion_timeout_s=120.0, last_call_wait_s=1.0, max_iterations=6)
 
 
-def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
-    """All ranks exceed the timeout; the one that waits for nobody has the fault, and is named first."""
+def test_ranks_waiting_for_a_hung_rank_are_not_charged() -> None:
+    """All ranks exceed the timeout; the one that does not wait is at fault, and is listed first."""
     state, restart, go = begin(3, 0.0), None, None
 
     def say(rank: int, report: o.Report) -> None:
