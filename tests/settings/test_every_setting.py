@@ -41,7 +41,7 @@ PROOFS: dict[type, dict[str, Proof]] = {
     StragglerDetectionConfig: restarting_proofs.STRAGGLER,
 }
 """The settings whose effect is verified here."""
-REFUSED = "ground/test_config_values.py::test_bad_value_is_refused_when_made"
+REFUSED = "ground/test_config_values.py::test_invalid_value_is_rejected_at_construction"
 WAITS = "checkpoint/test_restore_waits.py::test_"
 SAVES = "checkpoint/test_saves.py::test_"
 UNHEALTHY = "health/test_node_health.py::test_"
