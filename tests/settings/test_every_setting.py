@@ -149,10 +149,10 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "check_for_nan_in_loss": f"{RERUN}disabled_machine_that_accepts_nan_warns_once",
         **dict.fromkeys(
             ("check_for_spiky_loss", "spike_warmup", "spike_window"),
-            f"{RERUN}spike_is_run_again_and_then_trained_on",
+            f"{RERUN}reproduced_spike_is_trained_on",
         ),
-        "error_injection_rate": "numerics/test_error_injection.py::test_one_of_so_many_is_struck",
-        "error_injection_type": "numerics/test_error_injection.py::test_kind_is_found_out_elsewhere",
+        "error_injection_rate": "numerics/test_error_injection.py::test_injection_follows_the_configured_rate",
+        "error_injection_type": "numerics/test_error_injection.py::test_injected_kind_is_identified_on_another_device",
     },
     StragglerDetectionConfig: {
         **dict.fromkeys(("enabled", "report_time_interval"), FIGURES),
