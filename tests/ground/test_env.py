@@ -1,4 +1,4 @@
-"""The environment gives one answer for every launcher."""
+"""Rank, run and node are read from the environment of every launcher."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_agent_variables_precede_torchruns() -> None:
 def test_nested_workers_ignore_the_relay(nested: str, relay: str | None) -> None:
     """Workers of a launcher within a worker inherit its variables, but do not take the places of its peers at the
     relay."""
-    ours = {"OUTLAST_RUN_ID": "mine", "OUTLAST_BOARD": "/dev/shm/board", "OUTLAST_RELAY": "relay-1"}
-    assert read_worker({**TORCHRUN, **ours, "TORCHELASTIC_RUN_ID": nested}).relay == relay
+    agent_environment = {"OUTLAST_RUN_ID": "mine", "OUTLAST_BOARD": "/dev/shm/board", "OUTLAST_RELAY": "relay-1"}
+    assert read_worker({**TORCHRUN, **agent_environment, "TORCHELASTIC_RUN_ID": nested}).relay == relay
 
 
 def test_srun_variables_are_read() -> None:
@@ -112,7 +112,9 @@ def test_srun_tasks_use_the_first_node_as_master() -> None:
 def test_slurm_batch_shell_is_plain_python() -> None:
     """One process in a Slurm job is not a distributed run; torchrun inside Slurm is torchrun."""
     assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}).launcher == "python"
-    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "python", "it waits for nobody"
+    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "python", (
+        "a batch shell waits for no other task"
+    )
     in_step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
     assert read_worker({**in_step, **TORCHRUN}).launcher == "torchrun"
 

@@ -74,4 +74,4 @@ def test_every_enum_member_is_documented(enum: type) -> None:
     assert isinstance(body, ast.ClassDef)
     for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
         if isinstance(statement, ast.Assign):
-            assert isinstance(following, ast.Expr), f"{ast.unparse(statement)} has no text under it"
+            assert isinstance(following, ast.Expr), f"{ast.unparse(statement)} has no docstring"

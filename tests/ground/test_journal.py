@@ -127,8 +127,8 @@ def test_torn_line_is_skipped(tmp_path: Path) -> None:
     journal.write(EventKind.PROGRESS, iteration=1)
     journal.close()
     assert journal.path is not None
-    whole = journal.path.read_bytes()
-    journal.path.write_bytes(whole + whole[:-10])
+    complete = journal.path.read_bytes()
+    journal.path.write_bytes(complete + complete[:-10])
     assert [event.iteration for event in read(tmp_path)] == [1]
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=2)
@@ -315,10 +315,10 @@ def test_growing_journal_is_followed(tmp_path: Path) -> None:
     journal.write(EventKind.CYCLE_ENDED, cycle=0)
     journal.close()
     assert journal.path is not None
-    whole = journal.path.read_bytes()
-    journal.path.write_bytes(whole[:-5])
+    complete = journal.path.read_bytes()
+    journal.path.write_bytes(complete[:-5])
     assert tail.read_new() == []
-    journal.path.write_bytes(whole)
+    journal.path.write_bytes(complete)
     other = open_journal(tmp_path, node="b")
     other.write(EventKind.JOB_ENDED, exit_code=0)
     other.close()

@@ -174,7 +174,7 @@ def test_reproduced_spike_is_trained_on() -> None:
         run = iter(runs)
         while machine.should_run():
             machine.validate(next(run))
-        assert next(run, None) is None, f"iteration {iteration} was run too seldom"
+        assert next(run, None) is None, f"iteration {iteration} was run too few times"
         assert machine.decision.exit_code is None
     assert machine.state_dict()["found"][Finding.REPRODUCED] == 1
     assert machine.state_dict()["found"][Finding.TRANSIENT] == 1

@@ -22,10 +22,10 @@ def test_one_ranks_rejection_reruns_all_ranks(results: list[dict[str, Any]], bad
     NaN."""
     runs = [2 if iteration == bad else 1 for iteration in range(NUM_STEPS)]
     for rank, one in enumerate(results):
-        struck = one["transient"][str(bad)]
-        assert struck["runs"] == runs
-        assert struck["end"] == one["transient"]["calm"]
-        assert struck["found"] == ({"transient": 1} if rank == 1 else {})
+        corrupted = one["transient"][str(bad)]
+        assert corrupted["runs"] == runs
+        assert corrupted["end"] == one["transient"]["calm"]
+        assert corrupted["found"] == ({"transient": 1} if rank == 1 else {})
 
 
 def test_all_ranks_exit_with_the_same_diagnosis(results: list[dict[str, Any]]) -> None:

@@ -43,8 +43,8 @@ class SimulatedKernel:
                 num_words = min(int(count) - first, len(here))
                 memory = (ctypes.c_int32 * num_words).from_address(int(address) + 4 * first)
                 here[:num_words] = np.frombuffer(memory, dtype=np.int32)
-                mine = factors[int(group) * blocks : (int(group) + 1) * blocks, None]
-                weighted = torch.from_numpy(here).view(blocks, words) * weights * mine
+                group_factors = factors[int(group) * blocks : (int(group) + 1) * blocks, None]
+                weighted = torch.from_numpy(here).view(blocks, words) * weights * group_factors
                 sums[task] = weighted.view(blocks, fixed["num_tiles"], -1).sum(dim=(0, 2))
 
         return run

@@ -326,14 +326,16 @@ def test_calculated_timeouts_take_precedence():
     config = FaultToleranceConfig(rank_section_timeouts={"step": 180.0, "setup": 600.0})
     timeouts = Timeouts.from_config(config, with_defaults=True)
     calculated = Learned(sections={"step": 2.0, "setup": 700.0, "other": 30.0}, out_of_section_s=40.0, heartbeat_s=5.0)
-    mine = override(timeouts, calculated)
-    assert mine.sections == {"step": 180.0, "setup": 700.0, "other": 30.0}
-    assert (mine.out_of_section_s, mine.heartbeat_s) == (40.0, 900.0)
-    assert mine.initial_heartbeat_s == timeouts.initial_heartbeat_s
-    assert mine.defaults == {Subject.INITIAL_HEARTBEAT}
-    assert mine.calculated == {"section setup", "section other", "out_of_section", "heartbeat"}
+    overridden = override(timeouts, calculated)
+    assert overridden.sections == {"step": 180.0, "setup": 700.0, "other": 30.0}
+    assert (overridden.out_of_section_s, overridden.heartbeat_s) == (40.0, 900.0)
+    assert overridden.initial_heartbeat_s == timeouts.initial_heartbeat_s
+    assert overridden.defaults == {Subject.INITIAL_HEARTBEAT}
+    assert overridden.calculated == {"section setup", "section other", "out_of_section", "heartbeat"}
     assert override(timeouts, Learned()) == timeouts
-    assert {one.is_calculated for one in expired(rank(sections=(BoardSection("other", S),)), mine, 40 * S)} == {True}
+    assert {one.is_calculated for one in expired(rank(sections=(BoardSection("other", S),)), overridden, 40 * S)} == {
+        True
+    }
 
 
 def test_unexplained_hang_doubles_a_calculated_timeout():

@@ -109,7 +109,9 @@ class Actor:
             return
         if before is not None and not before.released:
             other = next(one for one in actors if one.own.token == before.token)
-            assert other.is_dead or other.idle_s >= before.expires_s - before.renew_s, "it lived and renewed"
+            assert other.is_dead or other.idle_s >= before.expires_s - before.renew_s, (
+                "the previous owner was alive and renewed"
+            )
         assert number not in self.place.makers, "a number was used twice"
         self.place.makers[number] = self
         self.number = number
@@ -123,11 +125,11 @@ ACTIONS = st.sampled_from(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), ACTIONS), max_size=150), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_two_owners_never_write(turns: list[tuple[int, str]], here: list[bool]) -> None:
+def test_two_owners_never_write(turns: list[tuple[int, str]], is_local: list[bool]) -> None:
     """For any interleaving of checks, actions, pauses and ends of four processes on two machines: a process that renews
     keeps the directory, the previous owner never writes after a takeover, and no number is used twice."""
     place, now_s = Place(), 0.0
-    actors = [Actor(place, number + 1, "a" if is_here else "b") for number, is_here in enumerate(here)]
+    actors = [Actor(place, number + 1, "a" if is_here else "b") for number, is_here in enumerate(is_local)]
     for index, action in turns:
         actor = actors[index]
         if action == "tick":

@@ -210,7 +210,7 @@ def test_every_assignment_is_dense_and_minimal(data: st.DataObject, rule_name: s
             hit = {members[initial].node for initial in dead if initial in before}
             for initial, rank in survivors.items():
                 if members[initial].node not in hit:
-                    assert chosen[initial] == rank, "a rank of a whole node moved"
+                    assert chosen[initial] == rank, "a rank of a complete node moved"
         if rule_name in ("shift", "divisible"):
             order = [initial for initial, _ in sorted(chosen.items(), key=lambda item: item[1])]
             kept_order = [initial for initial in order if initial in survivors]

@@ -26,8 +26,8 @@ from outlast.policy.inprocess_restart import (
     begin,
     count_causes,
     next_deadline_s,
+    take_over,
 )
-from outlast.policy.inprocess_restart import take_over as follow
 
 LIMITS = RestartLimits(barrier_timeout_s=100.0, completion_timeout_s=50.0, last_call_wait_s=1.0)
 
@@ -234,12 +234,12 @@ def test_late_members_are_expelled() -> None:
     coordinator = running(3, 4)
     coordinator.fault(0, 0)
     coordinator.ready(1, [0, 2, 3])
-    expelled, asked = coordinator.wait()
+    expelled, requested = coordinator.wait()
     assert coordinator.now_s == LIMITS.barrier_timeout_s
     assert expelled.to == (1,)
     assert isinstance(expelled.order, o.Expel)
-    assert isinstance(asked.order, o.Assign)
-    assert {(f.initial_rank, f.alive) for f in asked.order.members} == {(0, True), (1, False), (2, True), (3, True)}
+    assert isinstance(requested.order, o.Assign)
+    assert {(f.initial_rank, f.alive) for f in requested.order.members} == {(0, True), (1, False), (2, True), (3, True)}
 
 
 def test_missing_assignment_expels_the_member() -> None:
@@ -247,8 +247,8 @@ def test_missing_assignment_expels_the_member() -> None:
     coordinator = running(2, 2)
     coordinator.fault(1, 0)
     coordinator.ready(1, [0, 1])
-    expelled, asked = coordinator.wait()
-    assert (expelled.to, asked.to) == ((0,), (1,))
+    expelled, requested = coordinator.wait()
+    assert (expelled.to, requested.to) == ((0,), (1,))
     assert isinstance(expelled.order, o.Expel)
 
 
@@ -363,7 +363,7 @@ def test_next_coordinator_continues_a_running_call() -> None:
         )
         for rank in ranks
     }
-    coordinator = Coordinator(follow(standings, dict.fromkeys(ranks, "n"), 3, 0.0))
+    coordinator = Coordinator(take_over(standings, dict.fromkeys(ranks, "n"), 3, 0.0))
     assert [coordinator.join(rank, standing) for rank, standing in standings.items()] == [[], [], []]
     assert (coordinator.state.phase, coordinator.state.restart_count, dict(coordinator.state.fault_counts)) == (
         RestartPhase.RUNNING,
@@ -383,7 +383,7 @@ def test_next_coordinator_restarts_a_partial_entry() -> None:
             restart_count=0, runs=o.rank_runs(ranks), restart=1, ready=o.RankReady(restart_count=1, store_address="b 1")
         ),
     }
-    coordinator = Coordinator(follow(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
+    coordinator = Coordinator(take_over(standings, dict.fromkeys(ranks, "n"), 2, 0.0))
     orders = [only(coordinator.join(rank, standing))[1] for rank, standing in standings.items()]
     assert orders == [o.Restart(restart_count=2), o.Restart(restart_count=2)]
 
@@ -400,7 +400,7 @@ def test_assignment_for_the_old_coordinator_is_ignored() -> None:
         )
         for rank in ranks
     }
-    coordinator = Coordinator(follow(standings, dict.fromkeys(ranks, "n"), 2, 7.0))
+    coordinator = Coordinator(take_over(standings, dict.fromkeys(ranks, "n"), 2, 7.0))
     for rank, standing in standings.items():
         coordinator.join(rank, standing)
     assert coordinator.receive(0, o.Assigned(ordinal=1, ranks={0: 1, 1: 0})) == []
@@ -464,13 +464,13 @@ def lead_through_all_events(num: int, end: Callable[[str], None]) -> None:
     coordinator.ready(0, ranks)
     coordinator.assign({rank: rank for rank in ranks})
     assert coordinator.state.phase == RestartPhase.RUNNING
-    end("ready, and go")
+    end("ready and enter")
     for rank in ranks:
         coordinator.fault(rank, 0, is_consequence=rank > 0)
     end("fault")
     for rank in ranks:
         coordinator.join(rank, o.MemberStanding(restart_count=0))
-    end("come back")
+    end("reconnect")
     for rank in ranks[: num // 2]:
         coordinator.die(rank)
     end("half of them die")
@@ -478,18 +478,18 @@ def lead_through_all_events(num: int, end: Callable[[str], None]) -> None:
     coordinator.ready(1, rest)
     coordinator.assign({rank: rank - rest[0] for rank in rest})
     assert coordinator.state.phase == RestartPhase.RUNNING
-    end("ready, and go again")
+    end("ready and enter again")
     for rank in rest:
         coordinator.receive(rank, o.Completed(restart_count=1))
     assert coordinator.state.phase == RestartPhase.FINISHED
     end("complete")
-    gone = o.rank_runs({rank: rank for rank in ranks})
-    standings = {rank: o.MemberStanding(restart_count=0, restart=1, runs=gone) for rank in ranks}
-    coordinator = Coordinator(follow(standings, dict.fromkeys(ranks, "n"), num, 0.0))
+    runs = o.rank_runs({rank: rank for rank in ranks})
+    standings = {rank: o.MemberStanding(restart_count=0, restart=1, runs=runs) for rank in ranks}
+    coordinator = Coordinator(take_over(standings, dict.fromkeys(ranks, "n"), num, 0.0))
     for rank in reversed(ranks):
         coordinator.join(rank, standings[rank])
         coordinator.fault(rank, 0)
-    end("join the next hub")
+    end("join the next coordinator")
 
 
 def test_cost_of_an_event_does_not_grow_with_members() -> None:

@@ -172,7 +172,7 @@ class World:
                 rank.restart = order
                 rank.leaves_before = order.restart_count
             case o.Go():
-                assert order.restart_count not in rank.entered, "told to enter a call twice"
+                assert order.restart_count not in rank.entered, "ordered to enter a call twice"
                 known_faults = names(add_earlier_faults(order, rank.restart).faults)
                 assert len(known_faults) == 16 or known_faults >= self.faults.get(order.restart_count, set())
                 rank.entered.add(order.restart_count)
@@ -181,7 +181,7 @@ class World:
                     before = [r for n, r in self.ranks.items() if r is not rank and order.restart_count in r.entered]
                     assert all(r.ended or not r.lives for r in before), "two orders to enter the same call"
                     self.gone_to[order.restart_count] = order.ranks
-                assert rank.in_fn is None, "told to enter a call while in another one"
+                assert rank.in_fn is None, "ordered to enter a call while in another one"
                 if order.ranks.get(number) is not None:
                     rank.in_fn = order.restart_count
                 elif number not in order.ranks:

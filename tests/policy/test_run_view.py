@@ -39,7 +39,7 @@ def test_repeated_steps_count_once() -> None:
     (job,) = view.jobs
     assert job.productive.total_s == pytest.approx(4 + 10)
     assert job.goodput(30.0) == pytest.approx(14 / 30)
-    assert job.goodput(60.0) == pytest.approx(14 / 50), "silence of more than ten seconds is no training"
+    assert job.goodput(60.0) == pytest.approx(14 / 50), "a gap of more than ten seconds is not training"
 
 
 def test_following_view_equals_the_complete_view() -> None:

@@ -77,12 +77,12 @@ def test_slow_rank_without_a_spare_stops_with_18() -> None:
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.STRAGGLER)
     assert "no spare waits for the slot of node b" in decision.reason
     assert state.stopped_with == ExitReason.STRAGGLER
-    ruling = rule(
+    requeue = rule(
         RequeueState(),
         JobEnd(exit_code=decision.exit_code or 0, durable_iteration=40, quarantined=state.quarantined),
         num_job_retries_on_failure=2,
     )
-    assert (ruling.requeue, ruling.state.excluded) == (True, ("b",))
+    assert (requeue.requeue, requeue.state.excluded) == (True, ("b",))
     assert begin_job(state).quarantined == ()
 
 

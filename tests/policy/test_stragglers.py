@@ -46,8 +46,8 @@ def test_rank_slowed_by_1_3_is_reported_in_three_windows(seed: int, num_ranks: i
     """The slow rank is reported relatively and individually in the third window at the latest; the others never are."""
     all_ranks = [range(num_ranks)]
     simulated = SimulatedRanks(num_ranks=num_ranks, seed=seed, meet_in={"backward": all_ranks})
-    calm = judge_windows(simulated, 5)
-    assert not any(findings.named for findings in calm)
+    steady = judge_windows(simulated, 5)
+    assert not any(findings.named for findings in steady)
     root_cause = seed % num_ranks
     found = judge_windows(simulated, 6, slowed={(root_cause, "*"): 1.3}, busy_chance=0)
     assert all(set(findings.named_ranks) <= {root_cause} for findings in found)
@@ -169,17 +169,17 @@ def test_differing_references_report_no_slow_rank() -> None:
     10.5 ms they are."""
     config = StragglerDetectionConfig(confirmations=1)
 
-    def say(*milliseconds: float) -> Findings:
+    def judge_times(*milliseconds: float) -> Findings:
         simulated = [report_timings(rank, {"forward": value / 1e3}) for rank, value in enumerate(milliseconds)]
         return judge(Streaks(), simulated, config)[1]
 
-    unsure = say(10, 12, 20, 21)
-    assert unsure.named_ranks == ()
-    assert unsure.why_nobody == (
+    uncertain = judge_times(10, 12, 20, 21)
+    assert uncertain.named_ranks == ()
+    assert uncertain.why_nobody == (
         "rank 3 takes 1.75 times as long in 'forward', but the others differ too much among themselves for this to "
         "count as slow (3.0 of 4 standard deviations)"
     )
-    assert set(say(10, 10.5, 20, 21).named_ranks) == {2, 3}
+    assert set(judge_times(10, 10.5, 20, 21).named_ranks) == {2, 3}
 
 
 def test_fast_outlier_reports_no_other_rank() -> None:

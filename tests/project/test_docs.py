@@ -82,8 +82,8 @@ def test_architecture_lists_all_modules() -> None:
     assert len(rows) > 20
     for package, listed in rows:
         folder = source if package == "ground" else source.joinpath(*package.split("."))
-        there = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
-        assert set(re.findall(r"`(\w+)`", listed)) == there, f"the row of {package} in ARCHITECTURE.md"
+        existing = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+        assert set(re.findall(r"`(\w+)`", listed)) == existing, f"the row of {package} in ARCHITECTURE.md"
     packages = {".".join(path.parent.relative_to(source).parts) for path in source.rglob("*.py")} - {""}
     assert {package for package, _ in rows} == {"ground"} | packages
 
@@ -264,6 +264,6 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
             path.append(words[len(path)])
             command = command.get_command(click.Context(command), path[-1])
             assert command is not None, f"{page.name}: there is no command {' '.join(path)!r}"
-        told = CliRunner().invoke(cli, [*path, "--help"], standalone_mode=False).output.replace("_", "-")
+        help_text = CliRunner().invoke(cli, [*path, "--help"], standalone_mode=False).output.replace("_", "-")
         for option in re.findall(r"(?<!\S)--[\w-]+", " ".join(words)):
-            assert option.replace("_", "-") in told, f"{page.name}: outlast {' '.join(path)} has no {option}"
+            assert option.replace("_", "-") in help_text, f"{page.name}: outlast {' '.join(path)} has no {option}"
