@@ -16,6 +16,7 @@ from outlast.config import (
     FaultToleranceConfig,
     InProcessRestartConfig,
     RerunStateMachineConfig,
+    StragglerDetectionConfig,
 )
 from outlast.config.base import describe_fields, from_mapping
 from outlast.errors import ConfigError
@@ -148,12 +149,20 @@ def test_invalid_value_is_rejected_at_construction(cls: type, values: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "cls", [Config, CheckpointConfig, FaultToleranceConfig, InProcessRestartConfig, RerunStateMachineConfig]
+    "cls",
+    [
+        Config,
+        CheckpointConfig,
+        FaultToleranceConfig,
+        InProcessRestartConfig,
+        RerunStateMachineConfig,
+        StragglerDetectionConfig,
+    ],
 )
 def test_every_field_is_documented(cls: type) -> None:
     """Each setting has a docstring, from which help and docs are generated."""
     for field in describe_fields(cls):
-        assert field.text, f"{cls.__name__}.{field.name} has no text under it"
+        assert field.text, f"{cls.__name__}.{field.name} has no docstring"
 
 
 def test_settings_survive_the_environment() -> None:
@@ -176,8 +185,8 @@ def test_config_records_explicitly_set_fields() -> None:
     changed = config.changed(min_nodes=None, safety_factor=2.0)
     assert changed.given == {**config.given, "min_nodes": None, "safety_factor": 2.0}
     assert config.changed() == config
-    whole = config.changed(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
-    assert len(pickle.loads(pickle.dumps(whole)).given) == len(dataclasses.fields(config))
+    all_set = config.changed(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    assert len(pickle.loads(pickle.dumps(all_set)).given) == len(dataclasses.fields(config))
     with pytest.raises(ConfigError, match=r"safety_factor=0\.5"):
         config.changed(safety_factor=0.5)
 
