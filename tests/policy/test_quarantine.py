@@ -164,14 +164,6 @@ def test_cycle_without_a_load_excludes_nothing() -> None:
     assert judge(load(3), None, known=[], loads=[]).excluded is None
 
 
-def test_second_invalid_global_checkpoint_stops_the_run() -> None:
-    """One older global checkpoint is tried; a second invalid result is not attributed to a copy."""
-    first = find_exclusion(load(120, "global"), 125)
-    judgement = judge(load(100, "global"), 110, known=[first], loads=[])
-    assert judgement.excluded is None
-    assert "second" in judgement.reason
-
-
 def test_a_copy_is_excluded_once() -> None:
     """Loading a copy that is already excluded stops the run, since excluding it again has no effect."""
     first = find_exclusion(load(120), 121)

@@ -209,12 +209,11 @@ def test_second_invalid_global_checkpoint_stops_with_17() -> None:
         RecoveryLevel.STOP,
     ]
     assert decisions[-1].exit_code == ExitReason.FAILED_VALIDATION
+    assert "second" in decisions[-1].reason
     assert [(one.checkpoint, one.tier) for one in state.excluded] == [(120, "memory"), (120, "global")]
     state = begin_job(state)
     _, decision = decide(state, invalid(4, 110, 100, "global"), Limits())
-    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS, (
-        "who starts the run again after 17 has looked at it"
-    )
+    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS, "a restart by a user after 17 starts a new case"
 
 
 def test_exit_16_restarts_within_the_budget() -> None:
@@ -399,9 +398,9 @@ def test_history_is_bounded() -> None:
 
 def test_in_process_restarts_share_the_restart_budget() -> None:
     """In-process restarts and worker restarts share one budget; exceeding it ends the job."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True)
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True)
     _, decisions = decide_until_stop(
-        RecoveryState(), Limits(max_restarts=3), mended, CycleEnd(cycle=0, incident=died()), mended
+        RecoveryState(), Limits(max_restarts=3), recovered_end, CycleEnd(cycle=0, incident=died()), recovered_end
     )
     assert [v.recovery_level for v in decisions] == [
         RecoveryLevel.RESTART_IN_PROCESS,
@@ -414,10 +413,10 @@ def test_in_process_restarts_share_the_restart_budget() -> None:
 
 def test_in_process_restarts_do_not_end_a_cycle() -> None:
     """A cycle with any number of in-process restarts counts once when it ends without progress."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
     state = RecoveryState()
     for _ in range(4):
-        state, decision = decide(state, mended, Limits(max_restarts=9))
+        state, decision = decide(state, recovered_end, Limits(max_restarts=9))
         assert decision.recovery_level == RecoveryLevel.RESTART_IN_PROCESS
         assert "from the start" not in decision.reason
     assert (state.cycles_without_progress, state.restarts_without_progress) == (0, 4)
@@ -434,17 +433,17 @@ def test_progress_allows_endless_in_process_restarts() -> None:
 
 def test_in_process_restarts_without_progress_stop_with_93() -> None:
     """If progress is known, repeated recoveries at the same iteration are not progress."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
-    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=2), mended)
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
+    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=2), recovered_end)
     assert [v.exit_code for v in decisions] == [None, None, ExitReason.NO_PROGRESS]
 
 
 def test_in_process_restarts_do_not_move_slots() -> None:
     """A node whose faults are all recovered in process keeps its slot until a cycle ends there."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, num_spares=1)
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, num_spares=1)
     state, limits = RecoveryState(), Limits(max_restarts=9, max_node_faults=2)
     for _ in range(4):
-        state, decision = decide(state, mended, limits)
+        state, decision = decide(state, recovered_end, limits)
         assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_IN_PROCESS, ())
     _, decision = decide(state, CycleEnd(cycle=0, incident=died(), num_spares=1), limits)
     assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.REPLACE_NODE, ("a",))

@@ -454,6 +454,8 @@ def test_corrupt_local_copy_is_excluded_in_one_restart(
     end = CycleEnd(cycle=1, incident=incident, diagnosis=found, load=load, num_spares=spares, progress_known=True)
     state, decision = decide(RecoveryState(best_durable=checkpoint), end, Limits())
     assert (decision.recovery_level, decision.replay) == (RecoveryLevel.RESTART_WORKERS, None)
-    assert [one.attempt for one in state.excluded] == ["job-0-a.1"]
+    assert decision.hold_back == ()
+    assert f"checkpoint {checkpoint} ({tier} tier" in decision.reason
+    assert [(one.checkpoint, one.attempt, one.tier) for one in state.excluded] == [(checkpoint, "job-0-a.1", tier)]
     _, decision = decide(state, CycleEnd(cycle=2, incident=None, finished=True), Limits())
-    assert decision.exit_code == ExitReason.FINISHED
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FINISHED)
