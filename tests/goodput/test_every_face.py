@@ -44,8 +44,8 @@ for iteration in run.steps({"steps": torch.zeros(1)}, total=100_000):
 """
 
 
-class _Story:
-    """Write a run of 120 s whose newest event happens now: ranks, a save, a kill, steps that are done again."""
+class _RunWriter:
+    """Write a run of 120 s whose newest event happens now: ranks, a save, a kill and repeated steps."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run_dir, self._patch = run_dir, monkeypatch
@@ -53,7 +53,7 @@ class _Story:
 
     @contextmanager
     def at(self, at_s: float) -> Iterator[None]:
-        """Let it be so many seconds after the run began."""
+        """Set the current time to so many seconds after the run began."""
         past_ns = int((120.0 - at_s) * 1e9)
         with self._patch.context() as patch:
             patch.setattr(clock, "wall_ns", lambda: self._wall_ns - past_ns)
@@ -72,7 +72,7 @@ class _Story:
                 journal.close()
 
     def start(self, at_s: float, cycle: int, iteration: int) -> None:
-        """Start the workers; two seconds later they train."""
+        """Start the workers, which begin to train two seconds later."""
         self.write(at_s, EventKind.CYCLE_STARTED, cycle=cycle, node_rank=0, ranks=[0, 1], pids=[1, 2], world_size=2)
         for name in ("rank-0", "rank-1"):
             self.write(at_s + 1, EventKind.SESSION_STARTED, name, cycle=cycle, world_size=2, launcher="outlast run")
@@ -83,31 +83,31 @@ class _Story:
             self.write(at_s, EventKind.PROGRESS, name, cycle=cycle, iteration=iteration)
 
 
-def test_one_run_has_one_goodput_and_one_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_outputs_show_the_same_goodput_and_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run view, the report, top, the metrics endpoint and the session agree on the goodput; top, status and the
-    metrics endpoint on the iterations per second. There is a save that training waits for, a slow rank, and a restart
-    after which steps are done again."""
-    story = _Story(tmp_path, monkeypatch)
-    story.write(4.0, EventKind.JOB_STARTED, start_up_s=4.0, command=["train.py"], num_nodes=1)
-    story.start(6.0, 0, 0)  # trains from 8 on, one step a second
-    story.train(18.0, 0, 10)
-    story.write(18.0, EventKind.STRAGGLER_REPORT, "rank-0", iteration=10, named=[1], scores=[1.0, 0.75])
+    metrics endpoint agree on the iterations per second. The run has a save that training waits for, a slow rank, and a
+    restart after which steps are repeated."""
+    writer = _RunWriter(tmp_path, monkeypatch)
+    writer.write(4.0, EventKind.JOB_STARTED, start_up_s=4.0, command=["train.py"], num_nodes=1)
+    writer.start(6.0, 0, 0)  # trains from 8 on, one step a second
+    writer.train(18.0, 0, 10)
+    writer.write(18.0, EventKind.STRAGGLER_REPORT, "rank-0", iteration=10, named=[1], scores=[1.0, 0.75])
     for name in ("rank-0", "rank-1"):
-        story.write(21.0, EventKind.SAVE_SCHEDULED, name, iteration=10, stall_s=3.0)
-    story.train(31.0, 0, 20)
-    story.train(41.0, 0, 30)
+        writer.write(21.0, EventKind.SAVE_SCHEDULED, name, iteration=10, stall_s=3.0)
+    writer.train(31.0, 0, 20)
+    writer.train(41.0, 0, 30)
     incident = Incident(kind=IncidentKind.WORKER_DIED, job="j", node="a", rank=1, exit_code=-9)
-    story.write(41.0, EventKind.INCIDENT, incident=incident)
-    story.write(41.5, EventKind.CYCLE_ENDED, reason="rank 1 died", iterations={"0": 30, "1": 30})
+    writer.write(41.0, EventKind.INCIDENT, incident=incident)
+    writer.write(41.5, EventKind.CYCLE_ENDED, reason="rank 1 died", iterations={"0": 30, "1": 30})
     decision = Decision(recovery_level=RecoveryLevel.RESTART_WORKERS, reason="restarting")
-    story.write(42.0, EventKind.DECISION, "coordinator", incident=incident, verdict=decision)
-    story.start(43.0, 1, 10)
+    writer.write(42.0, EventKind.DECISION, "coordinator", incident=incident, verdict=decision)
+    writer.start(43.0, 1, 10)
     history = NodeHistory(tmp_path, "a")
     for time_s in range(50, 121, 5):
-        story.train(time_s, 1, 10 + 2 * (time_s - 45))
-        with story.at(time_s):
+        writer.train(time_s, 1, 10 + 2 * (time_s - 45))
+        with writer.at(time_s):
             history.note_iteration(1, 10 + 2 * (time_s - 45))
-    expected = (10 * 0.75 + (120.0 - 45.0)) / 120.0  # of the first cycle ten steps count, which a slow rank held up
+    expected = (10 * 0.75 + (120.0 - 45.0)) / 120.0  # ten steps of the first cycle count, delayed by a slow rank
 
     report = Ledger.read(tmp_path)
     assert report.ettr == pytest.approx(expected, rel=0.01)
@@ -120,42 +120,42 @@ def test_one_run_has_one_goodput_and_one_rate(tmp_path: Path, monkeypatch: pytes
     status = judge(gather(tmp_path, asks=False), clock.wall_ns())
     assert status.rate == pytest.approx(2.0)
     assert shown["iterations_per_second"] == pytest.approx(status.rate)
-    looker = Looker(str(tmp_path), interval_s=0.05)
-    looker.start()
+    observer = Looker(str(tmp_path), interval_s=0.05)
+    observer.start()
     try:
-        looker.wait_for_first(for_all=True)
-        assert looker.newest is not None
-        assert (looker.newest.goodput, looker.newest.rate) == (report.ettr, status.rate)
+        observer.wait_for_first(for_all=True)
+        assert observer.newest is not None
+        assert (observer.newest.goodput, observer.newest.rate) == (report.ettr, status.rate)
     finally:
-        assert looker.close(60.0)
+        assert observer.close(60.0)
 
     saved: dict[str, Any] = {}
     for cycle in (0, 1):
         begin_s = (8.0, 45.0)[cycle]
-        with story.at(begin_s - 1):
+        with writer.at(begin_s - 1):
             began_ns = read_earlier(tmp_path, 0)[1]
-            session = Goodput(story.journal("rank-0"), began_ns)
+            session = Goodput(writer.journal("rank-0"), began_ns)
         if cycle:
             session.load_state_dict(saved)
-        with story.at(begin_s):
+        with writer.at(begin_s):
             session.begin(10 * cycle)
         if not cycle:
-            with story.at(18.0):
+            with writer.at(18.0):
                 session.note_step(10)
                 session.note_slow_ranks({0: 1.0, 1: 0.75}, [1])
                 saved = session.state_dict()
             session.note_wait(3.0)
-            with story.at(41.0):
+            with writer.at(41.0):
                 session.note_step(30)
-    with story.at(120.0):
+    with writer.at(120.0):
         session.note_step(160)
         assert session.share == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_real_run_shows_one_goodput_everywhere(tmp_path: Path) -> None:
-    """While a run whose rank was killed goes on, the session, the metrics endpoint, top and the report agree within a
+def test_real_run_shows_the_same_goodput_everywhere(tmp_path: Path) -> None:
+    """While a run with a killed rank continues, the session, the metrics endpoint, top and the report agree within a
     few percent."""
     from urllib.request import urlopen
 
@@ -167,7 +167,7 @@ def test_a_real_run_shows_one_goodput_everywhere(tmp_path: Path) -> None:
         cluster.wait_for(lambda event: event.kind == EventKind.SAVE_COMMITTED and event.iteration == 100, LONG_S)
         (url,) = [word for word in cluster.agents[0].output().split() if word.endswith("/metrics")]
         end_s = time.monotonic() + LONG_S
-        while True:  # a step that a busy machine holds up is in one of them before it is in the others
+        while True:  # on a busy machine a delayed step appears in one of them before the others
             before = Ledger.read(tmp_path / "run").ettr
             lines = urlopen(url, timeout=60).read().decode().splitlines()
             (endpoint,) = [float(line.split()[-1]) for line in lines if line.startswith("outlast_job_goodput{")]

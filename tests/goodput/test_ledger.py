@@ -1,4 +1,4 @@
-"""The ledger: every second of a run belongs to one part, whatever happened and however the clocks stand."""
+"""The ledger assigns every second of a run to one part, for all events and clock offsets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def minutes(ledger: Ledger) -> dict[str, float]:
     return {name: round(seconds / 60, 6) for name, seconds in ledger.partition.items() if seconds}
 
 
-def test_the_worked_example_is_split_exactly(tmp_path: Path) -> None:
+def test_worked_example_is_split_exactly(tmp_path: Path) -> None:
     """200 minutes: 100 effective, 10 load, 10 save, 40 lost progress, 15 restart, 25 slow-down; through files."""
     ledger = Ledger.read(two_hundred_minutes().save(tmp_path))
     expected = {"productive": 100, "load": 10, "save_stall": 10, "redone": 40, "restart": 15, "straggler": 25}
@@ -37,16 +37,16 @@ def test_the_worked_example_is_split_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [{"n0": 30.0}, {"n1": 30.0}, {"n1": -30.0}, {"n0": 30.0, "n1": -30.0}])
-def test_clocks_that_differ_change_nothing(ahead_s: dict[str, float]) -> None:
-    """Nodes whose clocks differ by up to a minute are aligned by what both saw; the split stays the same."""
+def test_clock_offsets_do_not_change_the_split(ahead_s: dict[str, float]) -> None:
+    """Nodes whose clocks differ by up to a minute are aligned by common events; the split stays the same."""
     ledger = read(two_hundred_minutes(ahead_s))
     assert minutes(ledger) == minutes(read(two_hundred_minutes()))
     assert any("aligned by" in note for note in ledger.notes)
 
 
-def test_the_agents_own_start_counts() -> None:
-    """Agents take 40 and 90 seconds before they join: the run begins with the one that joined first. What the second
-    job's agents take is no time in the queue."""
+def test_agent_start_time_counts() -> None:
+    """Agents take 40 and 90 seconds before they join: the run begins with the one that joined first. The start time of
+    the second job's agents is not queue time."""
     run = WrittenRun()
     for at_s, job, done in ((0.0, "j", 0), (1000.0, "k", 10)):
         run.write(at_s, EventKind.JOB_STARTED, job=job, start_up_s=40.0, command=["train.py"])
@@ -64,8 +64,8 @@ def test_the_agents_own_start_counts() -> None:
     assert sum(ledger.partition.values()) == pytest.approx(ledger.wall_s)
 
 
-def test_torn_lines_are_skipped_and_named(tmp_path: Path) -> None:
-    """The torn last line of a killed process is skipped; a note names the file."""
+def test_torn_lines_are_skipped_and_reported(tmp_path: Path) -> None:
+    """The torn last line of a killed process is skipped, and a note contains the file."""
     folder = two_hundred_minutes().save(tmp_path)
     path = folder / "journal" / "j-n1-rank-1.jsonl"
     path.write_bytes(path.read_bytes() + b'{"kind":"progress","wall_ns":18000')
@@ -74,8 +74,8 @@ def test_torn_lines_are_skipped_and_named(tmp_path: Path) -> None:
     assert ledger.notes == ("1 line of j-n1-rank-1.jsonl cannot be read: torn, or of another version",)
 
 
-def test_time_between_two_jobs_is_queued_and_a_wait_for_nodes_idle() -> None:
-    """A shutdown, an hour in the queue, a second job that loses a node and waits for another one."""
+def test_queue_time_and_idle_time_are_separate() -> None:
+    """A shutdown and an hour in the queue are queue time; the second job's wait for a replacement node is idle time."""
     run = WrittenRun()
     run.start_job(0.0)
     run.start_cycle(10.0, 0)
@@ -108,9 +108,9 @@ def test_time_between_two_jobs_is_queued_and_a_wait_for_nodes_idle() -> None:
 
 
 @pytest.mark.parametrize(("starts_s", "restart_s", "rendezvous_s"), [(75.0, 16.0, 9.0), (61.0, 11.0, 0.0)])
-def test_the_delay_of_a_restart_is_restart_time(starts_s: float, restart_s: float, rendezvous_s: float) -> None:
-    """A restart that waits for 15 s costs restart time until its deadline, or until another coordinator starts the
-    next cycle."""
+def test_restart_delay_is_restart_time(starts_s: float, restart_s: float, rendezvous_s: float) -> None:
+    """A restart delayed by 15 s costs restart time until its deadline, or until another coordinator starts the next
+    cycle."""
     run = WrittenRun()
     run.start_job(0.0)
     run.start_cycle(0.0, 0)
@@ -125,8 +125,8 @@ def test_the_delay_of_a_restart_is_restart_time(starts_s: float, restart_s: floa
     assert (partition["restart"], partition["rendezvous"]) == pytest.approx((restart_s, rendezvous_s))
 
 
-def test_what_was_done_beyond_an_older_checkpoint_is_lost_once() -> None:
-    """A later restart that goes further back takes away what earlier lives had done, and nothing twice."""
+def test_progress_beyond_a_checkpoint_is_lost_once() -> None:
+    """A later restart from an older checkpoint subtracts the progress of earlier cycles, and nothing twice."""
     run = WrittenRun()
     run.start_job(0.0)
     begins = [(0.0, 0, 50), (100.0, 40, 60), (200.0, 10, 30)]  # time, resumed from, reached
@@ -145,8 +145,8 @@ def test_what_was_done_beyond_an_older_checkpoint_is_lost_once() -> None:
     assert ledger.partition["redone"] == pytest.approx(40 + 20)
 
 
-def test_an_incident_that_is_overtaken_by_another_ends_with_it() -> None:
-    """A cycle in which one rank alone began a step trained nothing; both incidents are over once all ranks train."""
+def test_overlapping_incidents_end_together() -> None:
+    """A cycle in which only one rank began a step trained nothing; both incidents end once all ranks train."""
     run = WrittenRun()
     run.start_job(0.0)
     run.start_cycle(0.0, 0)
@@ -166,8 +166,8 @@ def test_an_incident_that_is_overtaken_by_another_ends_with_it() -> None:
     assert sum(one.cost_s for one in ledger.incidents) == pytest.approx(60 - 30 - 10)
 
 
-def test_ranks_that_report_no_steps_are_not_waited_for() -> None:
-    """Where one rank of two has a session with steps, in all cycles, its steps are the training."""
+def test_ranks_without_steps_do_not_count() -> None:
+    """If one of two ranks has a session with steps in all cycles, its steps are the training."""
     run = WrittenRun()
     run.start_job(0.0)
     for cycle, begin_s in enumerate((0.0, 50.0)):
@@ -180,8 +180,9 @@ def test_ranks_that_report_no_steps_are_not_waited_for() -> None:
     assert read(run).incidents[0].recovered_s == 60.0
 
 
-def test_an_incident_counts_from_its_first_report_since_the_last_decision() -> None:
-    """A hang from what another rank reports of it; a second failure of a rank from its own report, not the first's."""
+def test_incident_begins_at_its_first_report() -> None:
+    """A hang counts from the first report of any rank since the last decision; a second failure of a rank counts from
+    its own report."""
     run = WrittenRun()
     run.start_job(0.0)
     run.start_cycle(0.0, 0)
@@ -193,8 +194,8 @@ def test_an_incident_counts_from_its_first_report_since_the_last_decision() -> N
         run.write(failed_s + 1, EventKind.DECISION, proc="coordinator", cycle=0, **data)
         run.write(failed_s + 2, EventKind.RESTARTED_IN_PROCESS, proc="rank-0", cycle=0, rank=0)
         run.on_ranks(failed_s + 3, EventKind.STEPS_STARTED, cycle=0, iteration=5)
-    struck = {"fault": "SIGSTOP of a rank", "expected": "worker_hung"}
-    run.write(30.0, EventKind.FAULT_SIMULATED, node="n1", proc="demo", cycle=0, rank=1, iteration=9, **struck)
+    injected = {"fault": "SIGSTOP of a rank", "expected": "worker_hung"}
+    run.write(30.0, EventKind.FAULT_SIMULATED, node="n1", proc="demo", cycle=0, rank=1, iteration=9, **injected)
     seen = {"kind": "worker_hung", "node": "n0", "rank": 0}
     run.write(33.0, EventKind.INCIDENT, proc="agent", cycle=0, rank=0, incident=seen)
     hung = {"kind": "worker_hung", "node": "n1", "rank": 1}
@@ -206,11 +207,11 @@ def test_an_incident_counts_from_its_first_report_since_the_last_decision() -> N
     last = ledger.incidents[-1]
     assert (last.rank, last.since_s, last.iteration, last.simulated) == (1, 30.0, 9, "SIGSTOP of a rank")
     assert last.fault is not None
-    assert last.fault.data == struck
+    assert last.fault.data == injected
 
 
-def test_a_script_without_a_session_is_unobserved() -> None:
-    """A script that reports no steps has no goodput, and its time is said to be unknown, not productive."""
+def test_script_without_a_session_is_unobserved() -> None:
+    """A script that reports no steps has no goodput, and its time is reported as unknown, not productive."""
     run = WrittenRun()
     run.start_job(0.0)
     for node in run.nodes:
@@ -224,7 +225,7 @@ def test_a_script_without_a_session_is_unobserved() -> None:
 
 
 def run_with_a_job_without_a_session(*, failed_after_s: float, exit_code: int) -> WrittenRun:
-    """Return a run whose first job reports nothing; the second one loses 7 of its iterations and ends at 20."""
+    """Return a run whose first job reports nothing; the second one loses 7 iterations and ends at 20."""
     run = WrittenRun()
     run.start_job(0.0, "a")
     for node in run.nodes:
@@ -243,8 +244,9 @@ def run_with_a_job_without_a_session(*, failed_after_s: float, exit_code: int) -
     return run
 
 
-def test_a_job_that_failed_before_its_session_opened_lost_nothing() -> None:
-    """Other jobs of the run show that the script has a session: what failed within seconds has trained nothing."""
+def test_job_that_failed_before_its_session_lost_nothing() -> None:
+    """Since other jobs of the run show that the script has a session, a job that failed within seconds trained
+    nothing."""
     ledger = read(run_with_a_job_without_a_session(failed_after_s=30.0, exit_code=1))
     assert (ledger.lost_iterations, ledger.lost_is_minimum, ledger.num_iterations) == (7, False, 20)
     assert [one.lost_iterations for one in ledger.incidents] == [7]
@@ -253,8 +255,9 @@ def test_a_job_that_failed_before_its_session_opened_lost_nothing() -> None:
 
 
 @pytest.mark.parametrize(("after_s", "exit_code"), [(5000.0, 1), (30.0, 0)])
-def test_a_job_that_may_have_trained_without_a_session_makes_counts_a_minimum(after_s: float, exit_code: int) -> None:
-    """A job that ran for long, or finished, without a session may have trained: what the others lost is known still."""
+def test_long_job_without_a_session_gives_minimum_counts(after_s: float, exit_code: int) -> None:
+    """A job without a session that ran for long or finished may have trained; the losses of other jobs are still
+    known."""
     ledger = read(run_with_a_job_without_a_session(failed_after_s=after_s, exit_code=exit_code))
     assert (ledger.lost_iterations, ledger.lost_is_minimum, ledger.num_iterations) == (7, True, 20)
     assert ledger.partition["unobserved"] == pytest.approx(after_s)
@@ -312,7 +315,7 @@ def runs(draw: st.DrawFn) -> WrittenRun:
 @settings(max_examples=150, deadline=None)
 @given(runs())
 def test_every_second_belongs_to_one_part(run: WrittenRun) -> None:
-    """Whatever the journal holds: segments follow one another, nothing is negative, and all adds up to wall time."""
+    """For every journal, segments are consecutive, no part is negative, and the parts add up to the wall time."""
     ledger = read(run)
     assert sum(ledger.partition.values()) == pytest.approx(ledger.wall_s, rel=1e-3, abs=1e-6)
     assert set(ledger.partition) == {str(part) for part in Part}
@@ -328,8 +331,8 @@ def test_every_second_belongs_to_one_part(run: WrittenRun) -> None:
     json.loads(msgspec.json.encode(ledger))
 
 
-def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
-    """What is no run directory, or holds no event, is named in one line."""
+def test_folder_without_a_journal_is_rejected(tmp_path: Path) -> None:
+    """A folder that is not a run directory, or contains no event, is an error in one line."""
     with pytest.raises(ConfigError, match="has no journal; name a run directory"):
         Ledger.read(tmp_path)
     (tmp_path / "journal").mkdir()

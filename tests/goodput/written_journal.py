@@ -1,4 +1,4 @@
-"""Events of a run that never was, written by hand: times in seconds, several nodes, clocks that differ."""
+"""Events of a simulated run, written by hand: times in seconds, several nodes and clock offsets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class WrittenRun:
         job: str = "j",
         delay_s: float = 0.0,
     ) -> None:
-        """Let rank 1 die, noticed at once and decided upon later."""
+        """Let rank 1 die, detected at once and decided on later."""
         incident = {"kind": "worker_died", "job": job, "cycle": cycle, "node": "n1", "rank": 1, "exit_code": -9}
         self.write(at_s, EventKind.INCIDENT, node="n1", job=job, cycle=cycle, rank=1, incident=incident)
         for node, ranks in self.nodes.items():

@@ -1,4 +1,4 @@
-"""Config files: what is read, and one clear line for whatever is wrong."""
+"""Config files are read in three formats, and every error is reported in one clear line."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ fault_tolerance:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_three_formats_mean_the_same(name: str, tmp_path: Path) -> None:
-    """TOML, YAML and JSON files with the same keys make the same config."""
+def test_three_formats_give_the_same_config(name: str, tmp_path: Path) -> None:
+    """TOML, YAML and JSON files with the same keys give the same config."""
     path = tmp_path / name
     path.write_text(GOOD[name])
     config = load_config(path)
@@ -118,20 +118,20 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "text", "line", "message"), BAD)
-def test_bad_file_is_one_clear_line(name: str, text: str, line: str, message: str, tmp_path: Path) -> None:
-    """Whatever is wrong in a file is said in one line: file, line where known, and what to change."""
+def test_invalid_file_is_reported_in_one_line(name: str, text: str, line: str, message: str, tmp_path: Path) -> None:
+    """Every error in a file is one line with the file, the line if known, and the change to make."""
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    said = str(caught.value)
-    assert said.startswith(f"{path}{line}: ")
-    assert message in said
-    assert "\n" not in said
+    reported = str(caught.value)
+    assert reported.startswith(f"{path}{line}: ")
+    assert message in reported
+    assert "\n" not in reported
 
 
-def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
-    """A path that is no file, or a folder, is refused by its name."""
+def test_missing_file_and_folder_are_rejected(tmp_path: Path) -> None:
+    """A missing file or a folder is rejected, and the error contains the path."""
     with pytest.raises(ConfigError, match=r"none\.toml: no such file; check the path"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "folder.toml").mkdir()
@@ -139,8 +139,8 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
         load_config(tmp_path / "folder.toml")
 
 
-def test_deep_texts_within_strings_are_no_nesting(tmp_path: Path) -> None:
-    """Brackets and dots in texts and comments do not count as nesting."""
+def test_brackets_in_strings_are_not_nesting(tmp_path: Path) -> None:
+    """Brackets and dots in strings and comments do not count as nesting."""
     path = tmp_path / "c.toml"
     marks = "[{." * 100
     path.write_text(f'# {marks}\nrun_dir = """{marks}"""\n# "\n')
@@ -155,8 +155,8 @@ def test_deep_texts_within_strings_are_no_nesting(tmp_path: Path) -> None:
     assert load_config(path).fault_plan == marks
 
 
-def test_a_link_to_a_file_is_read_and_a_pipe_is_refused(tmp_path: Path) -> None:
-    """A file of a ConfigMap of Kubernetes is a link; a pipe without a writer does not stop the command."""
+def test_link_is_read_and_pipe_is_rejected(tmp_path: Path) -> None:
+    """A file of a Kubernetes ConfigMap is a link; a pipe without a writer does not block the command."""
     (tmp_path / "data.toml").write_text("seed = 3\n")
     (tmp_path / "link.toml").symlink_to("data.toml")
     assert load_config(tmp_path / "link.toml").seed == 3
@@ -168,23 +168,23 @@ def test_a_link_to_a_file_is_read_and_a_pipe_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "zero.toml")
 
 
-def test_binary_file_is_refused(tmp_path: Path) -> None:
-    """A file that is no text is refused with the position of its first odd byte."""
+def test_binary_file_is_rejected(tmp_path: Path) -> None:
+    """A file that is not text is rejected with the position of its first invalid byte."""
     path = tmp_path / "model.json"
     path.write_bytes(b"{\xff\xfe")
     with pytest.raises(ConfigError, match="byte 1 is not UTF-8"):
         load_config(path)
 
 
-def test_empty_file_means_defaults(tmp_path: Path) -> None:
-    """An empty TOML or YAML file is a config with all defaults."""
+def test_empty_file_gives_defaults(tmp_path: Path) -> None:
+    """An empty TOML or YAML file gives a config with all defaults."""
     for name in ("empty.toml", "empty.yaml"):
         (tmp_path / name).write_text("")
         assert load_config(tmp_path / name).checkpoint is None
 
 
-def test_yaml_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without PyYAML a YAML file is refused with the package to install."""
+def test_yaml_without_pyyaml_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without PyYAML a YAML file is rejected, and the error contains the package to install."""
     monkeypatch.setitem(sys.modules, "yaml", None)
     path = tmp_path / "c.yaml"
     path.write_text("seed: 1")
@@ -192,8 +192,8 @@ def test_yaml_without_its_library_says_what_to_install(tmp_path: Path, monkeypat
         load_config(path)
 
 
-def test_names_of_another_system_are_understood(tmp_path: Path) -> None:
-    """Who comes from KempnerForge finds the shutdown deadline and the liveness check where they were."""
+def test_kempnerforge_names_are_accepted(tmp_path: Path) -> None:
+    """Users of KempnerForge find the shutdown deadline and the liveness check under the same names."""
     path = tmp_path / "c.toml"
     path.write_text(
         "[train]\nshutdown_timeout_sec = 120.0\nnccl-health-check-interval = 50\n[health]\ncheck_timeout = 5\n"
@@ -205,11 +205,11 @@ def test_names_of_another_system_are_understood(tmp_path: Path) -> None:
     assert (config.health.process_group_interval, config.health.check_timeout) == (50, 5.0)
 
 
-def test_a_whole_section_of_another_system_loads(
+def test_complete_kempnerforge_section_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A [train] table with all that KempnerForge keeps there loads as it is; one WARNING of rank 0 lists what is not
-    ours, so that a setting that is misspelt is not lost in silence."""
+    """A complete KempnerForge [train] table loads unchanged; one WARNING of rank 0 lists the keys that outlast does not
+    use, so that a misspelt setting is not ignored silently."""
     path = tmp_path / "c.toml"
     path.write_text(
         "seed = 1\n[train]\nbatch_size = 8\nmax_steps = 100\nshutdown_timeout_sec = 120.0\n"
@@ -219,10 +219,10 @@ def test_a_whole_section_of_another_system_loads(
     assert (config.seed, config.preemption and config.preemption.shutdown_timeout, config.health) == (1, 120.0, None)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    said = record.getMessage()
-    assert said.startswith(f"{path}:2: [train] has keys")
-    assert "batch_size, max_steps, nccl_health_chek_interval (or nccl_health_check_interval?);" in said
-    assert "\n" not in said
+    reported = record.getMessage()
+    assert reported.startswith(f"{path}:2: [train] has keys")
+    assert "batch_size, max_steps, nccl_health_chek_interval (or nccl_health_check_interval?);" in reported
+    assert "\n" not in reported
     caplog.clear()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -265,10 +265,10 @@ enable = false
 """
 
 
-def test_a_whole_file_of_kempnerforge_loads(
+def test_complete_kempnerforge_file_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its checkpoint settings are taken; one WARNING of rank 0 names the sections that are the script's."""
+    """Its checkpoint settings are used; one WARNING of rank 0 lists the sections that belong to the script."""
     path = tmp_path / "7b.toml"
     path.write_text(KEMPNERFORGE)
     config = load_config(path)
@@ -303,16 +303,16 @@ def test_a_whole_file_of_kempnerforge_loads(
         ("rerun_machine", "rerun_state_machine"),
     ],
 )
-def test_a_section_that_is_almost_one_of_ours_is_refused(section: str, near: str, tmp_path: Path) -> None:
-    """A misspelt section is not taken for one of the training script's."""
+def test_misspelt_section_is_rejected(section: str, near: str, tmp_path: Path) -> None:
+    """A misspelt section is not taken for a section of the training script."""
     path = tmp_path / "c.toml"
     path.write_text(f"[model]\ndim = 1\n[{section}]\nenabled = true\n")
     with pytest.raises(ConfigError, match=f"c.toml:3: unknown key '{section}'; did you mean '{near}'"):
         load_config(path)
 
 
-def test_megatrons_checkpoint_settings_load(tmp_path: Path) -> None:
-    """Megatron's names and values of a local and a global tier are taken as they are, and are ours."""
+def test_megatron_checkpoint_settings_load(tmp_path: Path) -> None:
+    """Megatron's names and values of a local and a global tier are accepted unchanged."""
     path = tmp_path / "c.toml"
     path.write_text(
         '[checkpoint]\nsave = "/shared/run"\nload = "/shared/run"\nasync_save = true\nckpt_format = "torch_dist"\n'
@@ -324,7 +324,7 @@ def test_megatrons_checkpoint_settings_load(tmp_path: Path) -> None:
     assert (checkpoint.directory, checkpoint.local_directory) == ("/shared/run", "/local/ckpt")
 
 
-def test_other_systems_names_have_our_defaults() -> None:
-    """What is called otherwise there means the same, and is what it is there when it is not given."""
+def test_names_of_other_systems_have_equal_defaults() -> None:
+    """A setting under another system's name has the same meaning, and that system's default."""
     assert PreemptionConfig().shutdown_timeout == 600.0
     assert HealthConfig().process_group_interval == 0

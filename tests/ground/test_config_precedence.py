@@ -1,4 +1,4 @@
-"""Settings from several sources: an option comes before the file, that before the script's config, field by field."""
+"""Settings from several sources: an option precedes the file, which precedes the script's config, field by field."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LAYERS = LayeredSettings(
 SCRIPT = FaultToleranceConfig(safety_factor=4.0, rank_section_timeouts={"step": 3.0}, max_node_faults=3)
 
 
-def test_each_field_comes_from_the_first_source_that_gives_it() -> None:
-    """Option, file, script and default each hold for the fields that nothing before them gives, and are named."""
+def test_first_source_of_each_field_takes_precedence() -> None:
+    """Option, file, script and default apply to the fields that no earlier source sets, and the source is reported."""
     layers = LAYERS.with_script(SCRIPT.to_json())
     assert layers.config.rank_heartbeat_timeout == 10.0
     assert layers.config.safety_factor == 2.0
@@ -25,19 +25,20 @@ def test_each_field_comes_from_the_first_source_that_gives_it() -> None:
     assert layers.config.rank_out_of_section_timeout is None
     names = ("rank_heartbeat_timeout", "safety_factor", "rank_section_timeouts", "rank_out_of_section_timeout")
     assert [layers.source(name) for name in names] == ["option", "run.toml", "script's config", "default"]
-    assert layers.source("max_node_faults") == "script's config"  # given, though it is the default's value
+    assert layers.source("max_node_faults") == "script's config"  # set explicitly to the default value
 
 
-def test_an_agent_watches_unless_a_source_says_no() -> None:
-    """Nothing given means on; a no in the script's config counts, and an option's yes comes before it."""
+def test_hang_detection_is_on_unless_disabled() -> None:
+    """Without a setting hang detection is on; the script's config can disable it, and an option precedes the script."""
     off = FaultToleranceConfig(enable_ft_package=False).to_json()
     assert LayeredSettings().config.enable_ft_package
     assert not LayeredSettings().with_script(off).config.enable_ft_package
     assert LayeredSettings(options={"enable_ft_package": True}).with_script(off).config.enable_ft_package
 
 
-def test_a_contradiction_between_sources_names_them() -> None:
-    """A script's value that contradicts an option's is refused: the option as typed, the other with its place."""
+def test_contradiction_between_sources_is_rejected() -> None:
+    """A script's value that contradicts an option is rejected, and the error contains the option as typed and the other
+    source."""
     script = FaultToleranceConfig(rank_heartbeat_timeout=300.0)
     typed = "--ft-initial_rank_heartbeat_timeout=100"
     layers = LayeredSettings(
@@ -50,17 +51,17 @@ def test_a_contradiction_between_sources_names_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rank_heartbeat_timeout": 3', '{"from a later version": 1}'])
-def test_what_is_no_settings_is_refused(text: str) -> None:
-    """Text that was cut, or that another version wrote, is refused as a whole, by agents and by workers."""
+def test_invalid_settings_text_is_rejected(text: str) -> None:
+    """Truncated text, or text of another version, is rejected as a whole by agents and workers."""
     with pytest.raises(ConfigError):
         LayeredSettings().with_script(text)
-    if text:  # a worker whose launcher was given nothing has the script's config alone
+    if text:  # without settings from the launcher a worker has the script's config only
         with pytest.raises(ConfigError):
             merge_under(text, SCRIPT)
 
 
-def test_a_worker_puts_together_what_its_agent_does() -> None:
-    """What the launcher was given reaches the worker as it is, and leaves the script's other fields alone."""
+def test_worker_and_agent_merge_the_same_settings() -> None:
+    """The launcher's settings reach the worker unchanged and do not change the script's other fields."""
     merged = merge_under(LAYERS.launcher.to_json(), SCRIPT)
     assert (merged.rank_heartbeat_timeout, merged.safety_factor) == (10.0, 2.0)
     assert merged.rank_section_timeouts == {"step": 3.0}

@@ -1,4 +1,4 @@
-"""Config values: every contradiction is refused in one line that says what to change."""
+"""Invalid and contradictory config values are rejected in one line that states the change to make."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from outlast.config import (
     FaultToleranceConfig,
     InProcessRestartConfig,
     RerunStateMachineConfig,
+    StragglerDetectionConfig,
 )
 from outlast.config.base import describe_fields, from_mapping
 from outlast.errors import ConfigError
@@ -138,8 +139,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("cls", "values", "message"), BAD)
-def test_bad_value_is_refused_when_made(cls: type, values: dict[str, Any], message: str) -> None:
-    """A value out of range or a contradiction is a ConfigError at once, in one line that names it."""
+def test_invalid_value_is_rejected_at_construction(cls: type, values: dict[str, Any], message: str) -> None:
+    """A value out of range or a contradiction is a ConfigError at once, in one line that contains the field."""
     with pytest.raises(ConfigError) as caught:
         cls(**values)
     assert message in str(caught.value)
@@ -148,25 +149,33 @@ def test_bad_value_is_refused_when_made(cls: type, values: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    "cls", [Config, CheckpointConfig, FaultToleranceConfig, InProcessRestartConfig, RerunStateMachineConfig]
+    "cls",
+    [
+        Config,
+        CheckpointConfig,
+        FaultToleranceConfig,
+        InProcessRestartConfig,
+        RerunStateMachineConfig,
+        StragglerDetectionConfig,
+    ],
 )
 def test_every_field_is_documented(cls: type) -> None:
-    """Each setting has a text under it, from which help and docs are made."""
+    """Each setting has a docstring, from which help and docs are generated."""
     for field in describe_fields(cls):
-        assert field.text, f"{cls.__name__}.{field.name} has no text under it"
+        assert field.text, f"{cls.__name__}.{field.name} has no docstring"
 
 
 def test_settings_survive_the_environment() -> None:
-    """A worker reads the same settings from its environment that its agent wrote there."""
+    """A worker reads the same settings from its environment that its agent wrote."""
     config = FaultToleranceConfig(
         rank_section_timeouts={"step": 1.5, "setup": None}, rank_heartbeat_timeout=3.0, simulate_fault=True
     )
     assert FaultToleranceConfig.from_json(config.to_json()) == config
 
 
-def test_a_config_knows_what_it_was_given() -> None:
-    """What a script gives is told from a default, also where it is the default's value, and after a copy; a config that
-    was made from another one keeps the other's defaults."""
+def test_config_records_explicitly_set_fields() -> None:
+    """Explicitly set fields are distinguished from defaults, even with the default value and after a copy; a config
+    derived from another one keeps its defaults."""
     config = FaultToleranceConfig(enable_ft_package=False, rank_heartbeat_timeout=None)
     for same in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert same.given == {"enable_ft_package": False, "rank_heartbeat_timeout": None}
@@ -176,40 +185,40 @@ def test_a_config_knows_what_it_was_given() -> None:
     changed = config.changed(min_nodes=None, safety_factor=2.0)
     assert changed.given == {**config.given, "min_nodes": None, "safety_factor": 2.0}
     assert config.changed() == config
-    whole = config.changed(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
-    assert len(pickle.loads(pickle.dumps(whole)).given) == len(dataclasses.fields(config))
+    all_set = config.changed(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    assert len(pickle.loads(pickle.dumps(all_set)).given) == len(dataclasses.fields(config))
     with pytest.raises(ConfigError, match=r"safety_factor=0\.5"):
         config.changed(safety_factor=0.5)
 
 
-def test_unknown_key_names_its_source_and_the_nearest() -> None:
-    """A mapping's unknown key is refused with its source and the closest valid name."""
+def test_unknown_key_reports_source_and_closest_name() -> None:
+    """A mapping's unknown key is rejected with its source and the closest valid name."""
     with pytest.raises(ConfigError, match=r"mine: unknown key 'safty_factor'; did you mean 'safety_factor'\?"):
         from_mapping(FaultToleranceConfig, {"safty_factor": 2}, where="mine")
 
 
-def test_settings_cannot_change_after_their_check() -> None:
-    """A config is frozen, so what was checked is what is used."""
+def test_config_is_frozen() -> None:
+    """The validated values are the ones that are used."""
     config = FaultToleranceConfig()
     with pytest.raises(AttributeError):
         config.safety_factor = 0.0  # type: ignore[misc]
 
 
 def test_short_timeouts_need_no_other_setting() -> None:
-    """With a soft timeout of two seconds and a hard one of four, all other defaults still hold."""
+    """With a soft timeout of two seconds and a hard one of four, all other defaults are valid."""
     config = InProcessRestartConfig(soft_timeout=2.0, hard_timeout=4.0)
     assert (config.heartbeat_timeout, config.barrier_timeout, config.monitor_thread_interval) == (60.0, 120.0, 1.0)
 
 
-def test_enabled_settings_make_the_session_take_part() -> None:
-    """in_process_restart.enabled says in_process, so that either one suffices in a file."""
+def test_enabled_in_process_restart_sets_in_process() -> None:
+    """in_process_restart.enabled sets in_process, so either one is enough in a file."""
     assert Config(in_process_restart=InProcessRestartConfig(enabled=True)).in_process
     assert not Config(in_process_restart=InProcessRestartConfig()).in_process
     assert Config(in_process=True).in_process_restart is None
 
 
-def test_a_section_may_be_a_mapping_as_in_a_file() -> None:
-    """It becomes the config that it stands for, or is refused by name at once."""
+def test_section_may_be_a_mapping() -> None:
+    """A mapping becomes its config section, or is rejected at once with the name."""
     config = Config(checkpoint={"directory": "somewhere", "save-interval": 5})  # type: ignore[arg-type]
     assert config.checkpoint == CheckpointConfig(directory="somewhere", save_interval=5)
     with pytest.raises(ConfigError, match="checkpoint: unknown key 'directry'; did you mean 'directory'"):

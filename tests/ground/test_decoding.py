@@ -1,4 +1,4 @@
-"""Types are prepared by one thread at a time, however many meet one first."""
+"""Types are prepared for decoding by one thread at a time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print("met")
 
 @pytest.mark.process
 @pytest.mark.cold
-def test_threads_may_meet_a_type_at_the_same_moment() -> None:
-    """Three threads decode values of types that nobody has decoded before, again and again."""
+def test_threads_may_prepare_a_type_concurrently() -> None:
+    """Three threads repeatedly decode values of types that no thread has decoded before."""
     done = subprocess.run([sys.executable, "-c", MEET], check=False, capture_output=True, text=True, timeout=250)
     assert done.stdout.strip() == "met", (done.returncode, done.stderr[-2000:])

@@ -1,4 +1,4 @@
-"""The environment: one answer, whoever started the worker."""
+"""Rank, run and node are read from the environment of every launcher."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TORCHRUN = {
 
 
 def test_plain_python_is_one_rank() -> None:
-    """Without any launcher a worker is the only rank of cycle 0 on this node."""
+    """Without a launcher a worker is the only rank of cycle 0 on this node."""
     worker = read_worker({})
     assert worker == WorkerEnv(node=hostname())
     assert (worker.launcher, worker.global_rank, worker.world_size) == ("python", 0, 1)
 
 
-def test_torchrun_is_read() -> None:
-    """Under torchrun ranks, run and cycle come from its variables; there is no board."""
+def test_torchrun_variables_are_read() -> None:
+    """Under torchrun ranks, run and cycle come from its variables; there is no heartbeat memory."""
     worker = read_worker(TORCHRUN)
     assert worker == WorkerEnv(
         global_rank=5,
@@ -48,14 +48,14 @@ def test_torchrun_is_read() -> None:
     )
 
 
-def test_hand_made_ranks_count_as_torchrun() -> None:
-    """RANK and WORLD_SIZE alone are enough, as for init_process_group's env:// method."""
+def test_rank_and_world_size_count_as_torchrun() -> None:
+    """RANK and WORLD_SIZE are enough, as for the env:// method of init_process_group."""
     worker = read_worker({"RANK": "1", "WORLD_SIZE": "2"})
     assert (worker.launcher, worker.global_rank, worker.world_size) == ("torchrun", 1, 2)
 
 
-def test_our_launcher_comes_first() -> None:
-    """An agent's variables win over torchrun's, which it sets too."""
+def test_agent_variables_precede_torchruns() -> None:
+    """An agent's variables take precedence over torchrun's, which it sets too."""
     worker = read_worker(
         {
             **TORCHRUN,
@@ -74,14 +74,15 @@ def test_our_launcher_comes_first() -> None:
 
 
 @pytest.mark.parametrize(("nested", "relay"), [("mine", "relay-1"), ("none", None)])
-def test_workers_of_a_launcher_within_a_worker_have_no_relay(nested: str, relay: str | None) -> None:
-    """They inherit its variables; at its relay they would take the places of its peers."""
-    ours = {"OUTLAST_RUN_ID": "mine", "OUTLAST_BOARD": "/dev/shm/board", "OUTLAST_RELAY": "relay-1"}
-    assert read_worker({**TORCHRUN, **ours, "TORCHELASTIC_RUN_ID": nested}).relay == relay
+def test_nested_workers_ignore_the_relay(nested: str, relay: str | None) -> None:
+    """Workers of a launcher within a worker inherit its variables, but do not take the places of its peers at the
+    relay."""
+    agent_environment = {"OUTLAST_RUN_ID": "mine", "OUTLAST_BOARD": "/dev/shm/board", "OUTLAST_RELAY": "relay-1"}
+    assert read_worker({**TORCHRUN, **agent_environment, "TORCHELASTIC_RUN_ID": nested}).relay == relay
 
 
-def test_srun_is_read() -> None:
-    """Under srun ranks come from Slurm's variables, job and cycle too."""
+def test_srun_variables_are_read() -> None:
+    """Under srun ranks, job and cycle come from Slurm's variables."""
     worker = read_worker(
         {
             "SLURM_STEP_ID": "0",
@@ -99,8 +100,9 @@ def test_srun_is_read() -> None:
     assert (worker.run_id, worker.job, worker.cycle) == ("991", "991", 1)
 
 
-def test_tasks_of_srun_know_towards_which_host_their_peers_are() -> None:
-    """Without MASTER_ADDR it is the step's first node: a loopback address would be no use on the others."""
+def test_srun_tasks_use_the_first_node_as_master() -> None:
+    """Without MASTER_ADDR the master is the first node of the step, since a loopback address would not work on other
+    nodes."""
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[01-09]"}
     assert read_worker(step).master_addr == "gpu01"
     assert read_worker({**step, "SLURM_STEP_NODELIST": "gpu[07-08]"}).master_addr == "gpu07"
@@ -110,14 +112,17 @@ def test_tasks_of_srun_know_towards_which_host_their_peers_are() -> None:
 def test_slurm_batch_shell_is_plain_python() -> None:
     """One process in a Slurm job is not a distributed run; torchrun inside Slurm is torchrun."""
     assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}).launcher == "python"
-    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "python", "it waits for nobody"
+    assert read_worker({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "python", (
+        "a batch shell waits for no other task"
+    )
     in_step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
     assert read_worker({**in_step, **TORCHRUN}).launcher == "torchrun"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9).filter(lambda counts: sum(counts) > 1), st.data())
 def test_nodes_may_have_different_numbers_of_tasks(counts: list[int], data: st.DataObject) -> None:
-    """Each task knows how many run on its own node, in whichever form Slurm says so, and a step's own counts win."""
+    """Each task knows the number of tasks on its node in every notation of Slurm, and a step's counts take
+    precedence."""
     node = data.draw(st.integers(0, len(counts) - 1))
     local_rank = data.draw(st.integers(0, counts[node] - 1))
     runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
@@ -142,8 +147,8 @@ def test_nodes_may_have_different_numbers_of_tasks(counts: list[int], data: st.D
     assert (worker.local_rank, worker.node_rank, worker.node) == (local_rank, node, f"gpu{node}")
 
 
-def test_counts_of_another_step_are_not_taken() -> None:
-    """Where the counts do not add up to this step's tasks, they are evenly spread over the nodes."""
+def test_counts_of_another_step_are_ignored() -> None:
+    """If the counts do not add up to this step's tasks, the tasks are evenly spread over the nodes."""
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
     assert read_worker({**step, "SLURM_TASKS_PER_NODE": "8(x2)"}).local_world_size == 2
     assert read_worker({**step, "SLURM_TASKS_PER_NODE": "1,3"}).local_world_size == 3
@@ -151,22 +156,22 @@ def test_counts_of_another_step_are_not_taken() -> None:
         read_worker({**step, "SLURM_TASKS_PER_NODE": "many"})
 
 
-def test_node_is_called_as_its_agent_or_slurm_calls_it() -> None:
-    """The agent's name for a node comes first, then Slurm's, then the machine's."""
+def test_node_name_prefers_agent_then_slurm() -> None:
+    """The agent's name for a node comes first, then Slurm's, then the host name."""
     slurm = {"SLURMD_NODENAME": "gpu7"}
     assert (read_worker(slurm).node, node_name(slurm)) == ("gpu7", "gpu7")
     assert read_worker({**slurm, "OUTLAST_NODE": "a"}).node == "a"
     assert node_name({}) == hostname()
 
 
-def test_bad_number_names_its_variable() -> None:
-    """A rank that is no number is refused by the variable's name."""
+def test_invalid_rank_reports_its_variable() -> None:
+    """A rank that is not a number is rejected with the variable's name."""
     with pytest.raises(ConfigError, match="environment variable RANK='one' is not a number; unset it"):
         read_worker({"RANK": "one", "WORLD_SIZE": "2"})
 
 
 def test_empty_variables_are_unset() -> None:
-    """An empty variable means the same as none."""
+    """An empty variable counts as unset."""
     worker = read_worker({"RANK": "", "WORLD_SIZE": "", "OUTLAST_RUN_DIR": ""})
     assert (worker.global_rank, worker.world_size, worker.run_dir) == (0, 1, None)
 
@@ -189,8 +194,8 @@ def test_names_are_safe_in_paths(name: str, clean: str) -> None:
         ("0f8fad5b-d9cb-469f-a165-70867728950e", ()),
     ],
 )
-def test_an_id_that_changes_with_each_start_is_no_name(run_id: str, names: tuple[str, ...]) -> None:
-    """A run is told from others by what somebody called it: not by a job's number, nor by what a launcher draws."""
+def test_generated_ids_are_not_run_names(run_id: str, names: tuple[str, ...]) -> None:
+    """A run is identified by a name that a user chose, not by a job number or an id that a launcher generates."""
     assert read_worker({**TORCHRUN, "TORCHELASTIC_RUN_ID": run_id}).names == names
     agents = {RUN_ID: run_id, BOARD: "/board", NAMES: '["id a", "directory /a"]'}
     assert read_worker(agents).names == ("id a", "directory /a")
@@ -199,14 +204,14 @@ def test_an_id_that_changes_with_each_start_is_no_name(run_id: str, names: tuple
         read_worker({**agents, NAMES: "a"})
 
 
-def test_slurm_says_how_often_it_started_the_job() -> None:
-    """A job that was given back to the queue follows itself at once."""
+def test_slurm_restart_count_is_read() -> None:
+    """A requeued job is recognised as the successor of itself."""
     worker = read_worker({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"})
     assert (worker.allocation, worker.requeues) == ("7", 2)
 
 
-def test_going_through_the_environment_reads_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what is looked up counts as read: a library that goes through all variables for its own is not noted."""
+def test_iterating_the_environment_records_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a lookup counts as a read; a library that iterates over all variables is not recorded."""
     monkeypatch.setenv("SOME_NAME", "1")
     with env.noting_reads() as read:
         found = {name: value for name, value in os.environ.items() if name == "SOME_NAME"}

@@ -1,4 +1,4 @@
-"""Errors: one tree, written down where it is read, with facts attached."""
+"""Errors form one tree that is documented in its module, with structured facts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from outlast.errors import ExitReason, OutlastError
 TREE = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)]
 
 
-def test_every_error_is_in_the_tree_and_in_its_text() -> None:
-    """The tree at the top of the module names every error, and nothing else."""
+def test_documented_tree_lists_exactly_all_errors() -> None:
+    """The tree in the module's docstring contains every error and nothing else."""
     text = errors.__doc__ or ""
     drawn = re.findall(r"(?:^    |\+-- )([A-Z]\w+)", text, re.MULTILINE)
     assert sorted(drawn) == sorted(cls.__name__ for cls in TREE)
@@ -23,15 +23,15 @@ def test_every_error_is_in_the_tree_and_in_its_text() -> None:
 
 
 @pytest.mark.parametrize("cls", TREE)
-def test_every_error_carries_where(cls: type[OutlastError]) -> None:
-    """Rank, node and iteration travel with each error, and stay unknown unless given."""
+def test_errors_carry_rank_node_and_iteration(cls: type[OutlastError]) -> None:
+    """Rank, node and iteration are attributes of each error, and None unless given."""
     error = cls("broken; mend it", rank=3, node="b", iteration=57)
     assert (str(error), error.rank, error.node, error.iteration) == ("broken; mend it", 3, "b", 57)
     assert cls("x").rank is None
 
 
-def test_foreign_handlers_still_catch() -> None:
-    """A wrong setting is a ValueError and a missed deadline a TimeoutError, as callers expect."""
+def test_errors_derive_from_builtin_exceptions() -> None:
+    """An invalid setting is a ValueError and an exceeded deadline a TimeoutError."""
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.DeadlineExceeded, TimeoutError)
 

@@ -1,4 +1,4 @@
-"""Decoding bytes from outside the process returns a value or raises the error that is promised, whatever the bytes."""
+"""Decoding bytes from outside the process returns a value or raises the promised error, whatever the bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from outlast.runtime.run_key import RunKey
 from outlast.runtime.wire import MessageReader, ProtocolError
 
 DEPTH = 100_000
-JUNK: tuple[Any, ...] = (
+RANDOM_BYTES: tuple[Any, ...] = (
     None,
     True,
     -1,
@@ -76,7 +76,7 @@ class Decoder:
 
     decode: Callable[[bytes], object]
     seeds: tuple[Any, ...] = ({},)
-    """Values from which inputs are made by changing them."""
+    """Values that are modified to make inputs."""
     raises: tuple[type[Exception], ...] = ()
     encode: Callable[[Any], bytes] = field(default=lambda value: json.dumps(value).encode())
     more: tuple[bytes, ...] = ()
@@ -104,8 +104,8 @@ def read_frames(kind: Any) -> Callable[[bytes], object]:
     return read
 
 
-def messages(*kinds: Any) -> tuple[Any, ...]:
-    """Return one value of each type of a union, with a value of each field's own type as far as that is simple."""
+def make_messages(*kinds: Any) -> tuple[Any, ...]:
+    """Return one value of each type of a union, with simple values for the fields."""
     simple: dict[Any, Any] = {int: 1, str: "a", float: 1.5, bool: True, bytes: b"x"}
     found = []
     for union in kinds:
@@ -116,17 +116,17 @@ def messages(*kinds: Any) -> tuple[Any, ...]:
 
 
 def file_of(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """Return a decoder of a file's bytes, which takes the folder of the file."""
+    """Return a decoder of a file's bytes that receives the folder of the file."""
 
     def decode(data: bytes) -> object:
-        (FOLDER[0] / name).unlink(missing_ok=True)  # ext4 flushes a file that is cut to nothing and written again
+        (FOLDER[0] / name).unlink(missing_ok=True)  # ext4 flushes a file that is truncated and rewritten
         (FOLDER[0] / name).write_bytes(data)
         return read(FOLDER[0])
 
     return decode
 
 
-def laughs(row: bytes) -> bytes:
+def bomb(row: bytes) -> bytes:
     """Return YAML of 10 lines that stands for 10 ** 9 values."""
     rows = (b"a%d: &a%d %s" % (n, n, row % b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10))
     return b"\n".join((b"a0: &a0 {k: 1}", *rows))
@@ -228,8 +228,8 @@ DECODERS: dict[str, Decoder] = {
     "a YAML file": Decoder(
         file_of("c.yaml", lambda folder: load_config(folder / "c.yaml")), (YAML, SETTINGS), (ConfigError,),
         lambda value: value.encode() if isinstance(value, str) else json.dumps(value).encode(),
-        (b"- " * DEPTH, b"? " * DEPTH, b"{a: " * DEPTH, b"a: &a [*a]", b"a: &a {b: *a}", laughs(b"[%s]"), b"&" * DEPTH,
-         laughs(b"{<<: [%s]}"), laughs(b"{? [%s] : 1}"), b"a: " + b":".join([b"1"] * DEPTH) + b".5", b'"\\UDDDDDDDD"',
+        (b"- " * DEPTH, b"? " * DEPTH, b"{a: " * DEPTH, b"a: &a [*a]", b"a: &a {b: *a}", bomb(b"[%s]"), b"&" * DEPTH,
+         bomb(b"{<<: [%s]}"), bomb(b"{? [%s] : 1}"), b"a: " + b":".join([b"1"] * DEPTH) + b".5", b'"\\UDDDDDDDD"',
          b"[a,a,a,a]" * DEPTH,
          *(b"a: !!%s %s" % (tag, value) for tag in TAGS for value in (b"''", b"x", b"[]", b"{}"))),
     ),
@@ -243,7 +243,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "torch's error file": Decoder(parse_json, ({"message": {"message": "m"}},), (ValueError,)),
     "a datagram to the agent": Decoder(
-        msgpack_decoder(MarkChanged).decode, messages(MarkChanged), (msgspec.DecodeError,), msgspec.msgpack.encode
+        msgpack_decoder(MarkChanged).decode, make_messages(MarkChanged), (msgspec.DecodeError,), msgspec.msgpack.encode
     ),
     "a rank's answer to the examiner": Decoder(
         lambda data: from_json(data, Books), ({"groups": {"a": 1}, "recorded": True},), (msgspec.DecodeError,)
@@ -259,28 +259,28 @@ DECODERS: dict[str, Decoder] = {
         raises=(ConnectionError, OutlastError),
     ),
     "messages to the coordinator": Decoder(
-        read_frames(agent_messages.OnControl), messages(agent_messages.OnControl), (ProtocolError,), framed
+        read_frames(agent_messages.OnControl), make_messages(agent_messages.OnControl), (ProtocolError,), framed
     ),
     "messages to an agent": Decoder(
-        read_frames(agent_messages.OnAgent), messages(agent_messages.OnAgent), (ProtocolError,), framed
+        read_frames(agent_messages.OnAgent), make_messages(agent_messages.OnAgent), (ProtocolError,), framed
     ),
     "answers of a coordinator": Decoder(
-        read_frames(agent_messages.Answer), messages(agent_messages.Answer), (ProtocolError,), framed
+        read_frames(agent_messages.Answer), make_messages(agent_messages.Answer), (ProtocolError,), framed
     ),
     "messages of the replica tier": Decoder(
-        read_frames(replica_messages.Message), messages(replica_messages.Message), (ProtocolError,), framed
+        read_frames(replica_messages.Message), make_messages(replica_messages.Message), (ProtocolError,), framed
     ),
     "requests to the checkpoint writer": Decoder(
-        read_frames(writer_messages.Request), messages(writer_messages.Request), (ProtocolError,), framed
+        read_frames(writer_messages.Request), make_messages(writer_messages.Request), (ProtocolError,), framed
     ),
-    "messages between agent processes": Decoder(read_frames(OnLink), messages(OnLink), (ProtocolError,), framed
+    "messages between agent processes": Decoder(read_frames(OnLink), make_messages(OnLink), (ProtocolError,), framed
     ),
     "messages to the relay": Decoder(
-        read_frames(rank_messages.ToRelay), messages(rank_messages.ToRelay), (ProtocolError,), framed
+        read_frames(rank_messages.ToRelay), make_messages(rank_messages.ToRelay), (ProtocolError,), framed
     ),
     "messages of a rank to its agent process": Decoder(
         lambda data: rank_messages.decode(data, rank_messages.FromRank),
-        messages(rank_messages.FromRank),
+        make_messages(rank_messages.FromRank),
         (OutlastError,),
         msgspec.msgpack.encode,
     ),
@@ -313,34 +313,34 @@ INSIDE = {
     "chaos.copies",
     # from this process's own parent, on a socket pair or in the environment
     "checkpoint.writer_client", "env", "inprocess.monitor_duty", "monitor.hang_watch", "session.step",
-    # from the ranks of the same process group or their store; what is wrong with it ends the call
+    # from the ranks of the same process group or their store; an error in them ends the call
     "checkpoint.lane", "checkpoint.places",
     "inprocess.rank_local_state", "inprocess.restore", "integrations.nvrx.async_calls", "integrations.nvrx.exchange",
     "numerics.replica_digest", "straggler.detector", "straggler.machine_check",
     # from the state of a checkpoint that was verified
     "integrations.transformers", "numerics.rerun_machine",
-    "checkpoint.dcp.directory",  # its list of what an earlier owner was deleting
+    "checkpoint.dcp.directory",  # its list of the files that an earlier owner was deleting
 }  # fmt: skip
 """Modules that decode what this run's own processes sent, tools of developers, and files that a user names."""
 
 
-def inputs(decoder: Decoder, num_inputs: int) -> Iterator[bytes]:
-    """Yield nested bytes, nonsense, and seeds of which values and bytes were replaced or removed."""
+def make_inputs(decoder: Decoder, num_inputs: int) -> Iterator[bytes]:
+    """Yield nested bytes, random bytes, and seeds with replaced or removed values and bytes."""
     draw = random.Random(7)
     yield from NESTED
     yield from map(with_length, NESTED)
     yield from BYTES + decoder.more
     for number in range(num_inputs):
         seed = draw.choice(decoder.seeds)
-        data = bytearray(decoder.encode(change(seed, draw) if not isinstance(seed, str) else seed))
+        data = bytearray(decoder.encode(mutate(seed, draw) if not isinstance(seed, str) else seed))
         for _ in range(number % 3):
             if data:
                 data[draw.randrange(len(data))] = draw.randrange(256)
         yield bytes(data[: draw.randrange(len(data) + 1)] if number % 7 == 0 else data)
 
 
-def change(seed: Any, draw: random.Random) -> Any:
-    """Return a value with one or two places of it replaced or removed."""
+def mutate(seed: Any, draw: random.Random) -> Any:
+    """Return a value with one or two places replaced or removed."""
     value = copy.deepcopy(seed)
     for _ in range(draw.randint(1, 2)):
         node, places = value, list[tuple[Any, Any]]()
@@ -351,12 +351,12 @@ def change(seed: Any, draw: random.Random) -> Any:
             places += [(node, key) for key in keys]
             pending += [node[key] for key in keys]
         if not places:
-            return draw.choice(JUNK)
+            return draw.choice(RANDOM_BYTES)
         node, key = draw.choice(places)
         if draw.random() < 0.2:
             del node[key]
         else:
-            node[key] = copy.deepcopy(draw.choice(JUNK))
+            node[key] = copy.deepcopy(draw.choice(RANDOM_BYTES))
     return value
 
 
@@ -365,14 +365,14 @@ SLOW = {"a YAML file"}  # PyYAML takes 1 ms for a line
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in DECODERS])
 @pytest.mark.parametrize("num_inputs", [2_000, pytest.param(10_000, marks=pytest.mark.extended)])
-def test_no_input_gets_past_a_decoder(
+def test_every_input_is_decoded_or_rejected(
     name: str, num_inputs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Thousands of inputs end in a value or in the error that the decoder promises, nesting of 100,000 included."""
+    """Thousands of inputs, including nesting of 100,000, give a value or the error that the decoder promises."""
     caplog.set_level("CRITICAL")
     FOLDER[:] = [tmp_path]
     decoder = DECODERS[name]
-    for data in inputs(decoder, num_inputs):
+    for data in make_inputs(decoder, num_inputs):
         try:
             decoder.decode(data)
         except decoder.raises:
@@ -381,8 +381,8 @@ def test_no_input_gets_past_a_decoder(
             raise AssertionError(f"{type(error).__name__}: {error} for {len(data)} bytes: {data[:200]!r}") from error
 
 
-def test_no_page_of_a_board_gets_past_its_reader() -> None:
-    """A worker that writes nonsense over its heartbeat memory is read as some state."""
+def test_random_heartbeat_memory_is_readable() -> None:
+    """Heartbeat memory overwritten with random bytes is read as some state."""
     draw = random.Random(7)
     board = Board.create(num_ranks=1)
     try:
@@ -397,8 +397,8 @@ def test_no_page_of_a_board_gets_past_its_reader() -> None:
         board.close()
 
 
-def test_bytes_are_decoded_in_one_module() -> None:
-    """Depth is limited in one place, and a module that decodes something is in a list of this file."""
+def test_decoding_modules_are_listed() -> None:
+    """Depth is limited in one module, and every module that decodes bytes is in a list of this file."""
     root = Path(outlast.__file__).parent
     elsewhere, users = [], set()
     for path in root.rglob("*.py"):
@@ -442,9 +442,9 @@ except ValueError:
 
 
 @pytest.mark.process
-def test_a_script_that_raised_the_recursion_limit_does_not_crash() -> None:
-    """With a recursion limit of a million, as some scripts set it, nested bytes do not overflow the stack; a long value
-    that is not nested deeply is still read."""
+def test_raised_recursion_limit_does_not_crash() -> None:
+    """With a recursion limit of a million, nested bytes do not overflow the stack, and a long value that is not nested
+    deeply is still read."""
     done = subprocess.run([sys.executable, "-c", NESTS], check=False, capture_output=True, text=True, timeout=250)
     expected = "refused refused value value value refused refused value value value refused"
     assert done.stdout.split() == expected.split(), (done.returncode, done.stderr[-2000:])

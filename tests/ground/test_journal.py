@@ -1,4 +1,4 @@
-"""The journal: whole lines, from any thread, through kills and full disks."""
+"""The journal: complete lines from any thread, with killed writers and full disks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def open_journal(run_dir: Path | None, proc: str = "agent", node: str = "a") -> 
     return Journal(run_dir, run_id="r", job="j", node=node, proc=proc)
 
 
-def test_events_come_back_as_written(tmp_path: Path) -> None:
-    """What was written is read back with its envelope and its facts."""
+def test_events_are_read_as_written(tmp_path: Path) -> None:
+    """An event is read with the envelope and facts that were written."""
     journal = open_journal(tmp_path)
     journal.cycle = 3
     written = journal.write(EventKind.PROGRESS, rank=1, iteration=57, note="text with\nnewline and é")
@@ -35,8 +35,8 @@ def test_events_come_back_as_written(tmp_path: Path) -> None:
     assert written.data == {"note": "text with\nnewline and é"}
 
 
-def test_events_of_all_processes_are_lined_up(tmp_path: Path) -> None:
-    """Events of several processes come in the order in which they happened."""
+def test_events_of_all_processes_are_ordered_by_time(tmp_path: Path) -> None:
+    """Events of several processes are returned in the order in which they happened."""
     first, second = open_journal(tmp_path), open_journal(tmp_path, proc="rank-0", node="b/../x")
     for number in range(10):
         (first if number % 2 else second).write(EventKind.PROGRESS, iteration=number)
@@ -47,7 +47,7 @@ def test_events_of_all_processes_are_lined_up(tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_name_never_share_a_file(tmp_path: Path) -> None:
-    """A process of the same name gets a file for itself while the first one holds its own, and all events are read. A
+    """A process of the same name gets a separate file while the first one holds its file, and all events are read. A
     second journal of one process, and a later process, continue in the first file."""
     code = """
 import os, sys
@@ -74,30 +74,31 @@ journal.write(EventKind.PROGRESS, iteration=int(sys.argv[2]))
     assert len(list((tmp_path / "journal").iterdir())) == 2
 
 
-def test_a_forked_child_does_not_hold_the_journal_of_its_parent(tmp_path: Path) -> None:
-    """A child that outlives its parent, such as a loader's worker, leaves the file to the next process of that name."""
+def test_forked_child_does_not_hold_its_parents_journal(tmp_path: Path) -> None:
+    """A child that outlives its parent, such as a loader's worker, releases the file to the next process of that
+    name."""
     first = open_journal(tmp_path)
     first.write(EventKind.PROGRESS, iteration=1)
     reading, writing = os.pipe()
-    begun, begins = os.pipe()
+    started, begins = os.pipe()
     if (child := os.fork()) == 0:
         os.write(begins, b"x")
         os.read(reading, 1)
         os._exit(0)
-    os.read(begun, 1)
+    os.read(started, 1)
     first.close()
     third = open_journal(tmp_path)
     third.write(EventKind.PROGRESS, iteration=2)
     third.close()
     os.write(writing, b"x")
     os.waitpid(child, 0)
-    for fd in (reading, writing, begun, begins):
+    for fd in (reading, writing, started, begins):
         os.close(fd)
     assert len(list((tmp_path / "journal").iterdir())) == 1
 
 
-def test_times_are_readable(tmp_path: Path) -> None:
-    """Each line has its time for people beside the nanoseconds; lines of earlier versions have none and are read."""
+def test_lines_have_a_readable_time(tmp_path: Path) -> None:
+    """Each line has a readable time in addition to nanoseconds; lines of earlier versions without one are read."""
     assert clock.as_iso(1_700_000_000_012_345_678) == "2023-11-14T22:13:20.012Z"
     journal = open_journal(tmp_path)
     written = journal.write(EventKind.PROGRESS, iteration=1)
@@ -110,8 +111,8 @@ def test_times_are_readable(tmp_path: Path) -> None:
     assert [event.time for event in read(tmp_path)] == [written.time, ""]
 
 
-def test_text_that_is_not_utf8_is_written_with_a_mark(tmp_path: Path) -> None:
-    """An argument, or the name of a file, may be no text: the event is there, with a mark in the place of each byte."""
+def test_invalid_utf8_is_replaced_by_a_mark(tmp_path: Path) -> None:
+    """An argument or file name that is not valid UTF-8 is written with a mark for each invalid byte."""
     journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="agent")
     journal.write(EventKind.JOB_STARTED, command=["train.py", "a\udcffb"], pid=7)
     journal.close()
@@ -120,14 +121,14 @@ def test_text_that_is_not_utf8_is_written_with_a_mark(tmp_path: Path) -> None:
     assert event.data == {"command": ["train.py", "a?b"], "pid": 7}
 
 
-def test_torn_line_costs_only_itself(tmp_path: Path) -> None:
-    """A line torn by a kill is skipped, also when the next process appends to the same file."""
+def test_torn_line_is_skipped(tmp_path: Path) -> None:
+    """A line torn by a kill is skipped, also if the next process appends to the same file."""
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=1)
     journal.close()
     assert journal.path is not None
-    whole = journal.path.read_bytes()
-    journal.path.write_bytes(whole + whole[:-10])
+    complete = journal.path.read_bytes()
+    journal.path.write_bytes(complete + complete[:-10])
     assert [event.iteration for event in read(tmp_path)] == [1]
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=2)
@@ -135,8 +136,8 @@ def test_torn_line_costs_only_itself(tmp_path: Path) -> None:
     assert [event.iteration for event in read(tmp_path)] == [1, 2]
 
 
-def test_lines_of_threads_do_not_mix(tmp_path: Path) -> None:
-    """Many threads may write to one journal; every event stays whole."""
+def test_lines_of_threads_do_not_interleave(tmp_path: Path) -> None:
+    """Many threads may write to one journal; every event stays complete."""
     journal = open_journal(tmp_path)
 
     def write(rank: int) -> None:
@@ -156,8 +157,8 @@ def test_lines_of_threads_do_not_mix(tmp_path: Path) -> None:
     assert journal.num_lost == 0
 
 
-def test_full_disk_is_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A full disk ends nothing: each lost event is counted, and one warning says so."""
+def test_events_lost_to_a_full_disk_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk ends no process: each lost event is counted, and one warning is logged."""
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "j-a-agent.jsonl").symlink_to("/dev/full")
     journal = open_journal(tmp_path)
@@ -171,7 +172,7 @@ def test_full_disk_is_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_disk_that_fills_within_a_line_loses_only_that_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line cut short by a full disk is counted, and the next one is whole again."""
+    """A line truncated by a full disk is counted, and the next one is complete."""
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=1)
     write = os.write
@@ -186,8 +187,8 @@ def test_disk_that_fills_within_a_line_loses_only_that_line(tmp_path: Path, monk
     assert journal.num_lost == 1
 
 
-def test_no_run_dir_means_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a run directory events are made but written nowhere."""
+def test_no_run_dir_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a run directory events are created but not written."""
     monkeypatch.chdir(tmp_path)
     journal = open_journal(None)
     assert journal.write(EventKind.PROGRESS).kind == EventKind.PROGRESS
@@ -196,8 +197,8 @@ def test_no_run_dir_means_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(read(tmp_path)) == []
 
 
-def test_closed_journal_takes_no_more(tmp_path: Path) -> None:
-    """Closing twice, or writing afterwards, harms nothing and writes nothing."""
+def test_closed_journal_accepts_no_events(tmp_path: Path) -> None:
+    """Closing twice or writing afterwards raises no error and writes nothing."""
     journal = open_journal(tmp_path)
     journal.close()
     journal.close()
@@ -218,7 +219,7 @@ for number in itertools.count():
 
 
 @pytest.mark.process
-def test_killed_writer_leaves_every_earlier_event(tmp_path: Path) -> None:
+def test_killed_writer_loses_no_earlier_event(tmp_path: Path) -> None:
     """A SIGKILLed process has lost none of the events that it had written before."""
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
@@ -231,7 +232,7 @@ def test_killed_writer_leaves_every_earlier_event(tmp_path: Path) -> None:
 
 
 def fill(fifo: Path) -> int:
-    """Make a FIFO that takes nothing more; return a descriptor of it, with which it can be read."""
+    """Make a full FIFO; return a descriptor from which it can be read."""
     os.mkfifo(fifo)
     fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
     for piece in (b"\n" * 4096, b"\n"):
@@ -241,10 +242,11 @@ def fill(fifo: Path) -> int:
     return fd
 
 
-def test_hung_disk_keeps_nobody_waiting_and_what_was_lost_is_counted(
+def test_hung_disk_blocks_no_writer_and_counts_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One event waits for a disk that hangs, others queue up, and those without room are counted once it goes on."""
+    """One event waits for a disk that hangs, others are queued, and those without room are counted once it
+    continues."""
     monkeypatch.setattr("outlast.runtime.journal.PATIENCE_S", 0.01)
     monkeypatch.setattr("outlast.runtime.journal.MAX_QUEUED", 3)
     (tmp_path / "journal").mkdir()
@@ -256,7 +258,7 @@ def test_hung_disk_keeps_nobody_waiting_and_what_was_lost_is_counted(
         assert journal.num_lost == 7
         read = b""
         os.set_blocking(fd, True)
-        while b"events_lost" not in read or read.count(b'"progress"') < 3:  # the room that this makes lets it go on
+        while b"events_lost" not in read or read.count(b'"progress"') < 3:  # the freed room lets it continue
             read += os.read(fd, 4096)
         journal.close()
     events = [json.loads(line) for line in read.splitlines() if line]
@@ -266,10 +268,10 @@ def test_hung_disk_keeps_nobody_waiting_and_what_was_lost_is_counted(
     os.close(fd)
 
 
-def test_journal_on_a_hung_disk_is_closed_in_time(
+def test_closing_on_a_hung_disk_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing gives a hung disk a moment, says what is not written, and returns."""
+    """Closing gives a hung disk a moment, reports the unwritten events, and returns."""
     monkeypatch.setattr("outlast.runtime.journal.PATIENCE_S", 0.01)
     monkeypatch.setattr("outlast.runtime.journal._CLOSE_S", 0.01)
     (tmp_path / "journal").mkdir()
@@ -285,8 +287,8 @@ def test_journal_on_a_hung_disk_is_closed_in_time(
     os.close(fd)
 
 
-def test_forked_child_writes_events_of_its_own(tmp_path: Path) -> None:
-    """A child has no thread of its parent's, and writes to the same file all the same."""
+def test_forked_child_writes_its_own_events(tmp_path: Path) -> None:
+    """A child without its parent's threads writes to the same file."""
     journal = open_journal(tmp_path)
     journal.write(EventKind.PROGRESS, iteration=1)
     child = os.fork()
@@ -302,8 +304,8 @@ def test_forked_child_writes_events_of_its_own(tmp_path: Path) -> None:
     assert [event.iteration for event in read(tmp_path)] == [1, 2, 3]
 
 
-def test_a_journal_is_read_as_it_grows(tmp_path: Path) -> None:
-    """Each event comes once, a line that is not whole yet comes later, and files that are added are read."""
+def test_growing_journal_is_followed(tmp_path: Path) -> None:
+    """Each event is returned once, an incomplete line later, and added files are read."""
     tail = JournalTail(tmp_path)
     assert tail.read_new() == []
     journal = open_journal(tmp_path)
@@ -313,10 +315,10 @@ def test_a_journal_is_read_as_it_grows(tmp_path: Path) -> None:
     journal.write(EventKind.CYCLE_ENDED, cycle=0)
     journal.close()
     assert journal.path is not None
-    whole = journal.path.read_bytes()
-    journal.path.write_bytes(whole[:-5])
+    complete = journal.path.read_bytes()
+    journal.path.write_bytes(complete[:-5])
     assert tail.read_new() == []
-    journal.path.write_bytes(whole)
+    journal.path.write_bytes(complete)
     other = open_journal(tmp_path, node="b")
     other.write(EventKind.JOB_ENDED, exit_code=0)
     other.close()

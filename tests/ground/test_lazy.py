@@ -10,8 +10,8 @@ import pytest
 from outlast.lazy import lazy_names
 
 
-def test_a_name_is_imported_when_it_is_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name is found in its home and kept; all names are listed; another one is an AttributeError."""
+def test_name_is_imported_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is imported from its home and cached; all names are listed; an unknown one is an AttributeError."""
     package = types.ModuleType("package")
     monkeypatch.setitem(sys.modules, "package", package)
     get, list_names = lazy_names("package", {"outlast.errors": ["ConfigError"], "no.such.module": ["gone"]})

@@ -1,4 +1,4 @@
-"""The log: one format for all processes, the level that was asked for, and an application's own handlers respected."""
+"""The log has one format for all processes, the requested level, and respects the handlers of an application."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outlast.wording import count, name_ranks, printable
 LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d\d\d (DEBUG|INFO|WARNING|ERROR) \[([^\]]+)\] (.*)$")
 
 
-def written(code: str, **variables: str) -> list[str]:
+def run_and_capture(code: str, **variables: str) -> list[str]:
     """Return what a process that runs ``code`` writes to standard error, line by line."""
     start = "import logging\nfrom outlast import logs\nlog = logging.getLogger('outlast.some.module')\n"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTLAST_LOG")}
@@ -35,9 +35,9 @@ def written(code: str, **variables: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_a_line_says_when_how_grave_where_and_what() -> None:
-    """Time to the millisecond, level, the process in brackets, the text; a thread that is something else says so."""
-    lines = written(
+def test_line_contains_time_level_process_and_message() -> None:
+    """Time to the millisecond, level, the process in brackets and the message; another thread's name is added."""
+    lines = run_and_capture(
         """
         import threading
         logs.configure("agent a", node="a", threads={"outlast-coordinator": "coordinator"})
@@ -54,11 +54,11 @@ def test_a_line_says_when_how_grave_where_and_what() -> None:
     ]
 
 
-def test_as_json_each_line_is_an_object() -> None:
-    """``OUTLAST_LOG=json``: time in UTC, level, where, logger, text, node, rank; a traceback is a field."""
+def test_json_lines_are_objects() -> None:
+    """``OUTLAST_LOG=json``: time in UTC, level, process, logger, text, node and rank; a traceback is a field."""
     first, second = (
         json.loads(line)
-        for line in written(
+        for line in run_and_capture(
             """
             logs.configure_worker(0, "a")
             log.info("two\\nlines")
@@ -85,10 +85,10 @@ def test_as_json_each_line_is_an_object() -> None:
         ("error", ["end"]),
     ],
 )
-def test_the_level_holds_and_the_last_line_is_always_written(level: str, seen: list[str]) -> None:
-    """Rank 0 says what all ranks would say alike, the others warn; with ``debug`` all say everything. A run's last line
-    is written whatever the level."""
-    lines = written(
+def test_level_applies_and_the_last_line_is_always_written(level: str, seen: list[str]) -> None:
+    """Rank 0 logs messages common to all ranks and the others warn only; with ``debug`` all log everything. A run's
+    last line is written at every level."""
+    lines = run_and_capture(
         """
         for rank in (0, 1):
             logs.configure_worker(rank, "a")
@@ -106,10 +106,10 @@ def test_the_level_holds_and_the_last_line_is_always_written(level: str, seen: l
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_application_that_configures_logging_keeps_its_handlers(when: str, rank: int) -> None:
-    """Whether it does so before or after, its own handler gets the lines that it wants, each once, on any rank, and
-    nothing is added to it."""
-    lines = written(
+def test_application_keeps_its_log_handlers(when: str, rank: int) -> None:
+    """An application's handler, configured before or after, gets the lines of its level, each once, on any rank, and no
+    handler is added to it."""
+    lines = run_and_capture(
         f"""
         def configure_application():
             logging.basicConfig(format="app: %(message)s", level=logging.INFO)
@@ -125,53 +125,53 @@ def test_an_application_that_configures_logging_keeps_its_handlers(when: str, ra
     assert lines == ["app: hello", "1 handlers"]
 
 
-def test_the_level_of_an_application_counts_unless_another_is_asked_for() -> None:
-    """Where an application wants warnings only, it gets them only; ``OUTLAST_LOG_LEVEL`` is asked for on purpose."""
+def test_outlast_log_level_precedes_the_applications() -> None:
+    """An application's level applies unless ``OUTLAST_LOG_LEVEL`` is set."""
     code = """
     logging.basicConfig(format="app: %(message)s")
     logs.configure_worker(0, "a")
     log.info("hello")
     """
-    assert written(code) == []
-    assert written(code, OUTLAST_LOG_LEVEL="info") == ["app: hello"]
+    assert run_and_capture(code) == []
+    assert run_and_capture(code, OUTLAST_LOG_LEVEL="info") == ["app: hello"]
 
 
-def test_a_file_is_appended_to(tmp_path: Path) -> None:
-    """With a path, as ``monitor_process_logdir`` gives one, lines go to that file and nowhere else."""
+def test_log_file_is_appended_to(tmp_path: Path) -> None:
+    """With a path, as from ``monitor_process_logdir``, lines go to that file only."""
     path = tmp_path / "log"
     path.write_text("earlier\n")
-    assert written(f"logs.configure('monitor rank 3', rank=3, path={str(path)!r})\nlog.info('hello')") == []
+    assert run_and_capture(f"logs.configure('monitor rank 3', rank=3, path={str(path)!r})\nlog.info('hello')") == []
     earlier, line = path.read_text().splitlines()
     assert earlier == "earlier"
     assert line.endswith(" INFO [monitor rank 3] hello")
 
 
-def test_a_wrong_value_names_what_is_known() -> None:
-    """Who starts a run is refused; a process of a run that is under way warns, and writes as if nothing were set."""
+def test_invalid_log_value_lists_the_valid_ones() -> None:
+    """An invalid value is an error at the start of a run, and a warning in a process of a running one."""
     with pytest.raises(ConfigError, match=r"OUTLAST_LOG_LEVEL='loud' is not one of debug, info, warning, error"):
         logs.read_settings({"OUTLAST_LOG_LEVEL": "loud"})
     with pytest.raises(ConfigError, match=r"OUTLAST_LOG='xml' is not one of text, json"):
         logs.read_settings({"OUTLAST_LOG": "xml"})
-    first, second = written("logs.configure('agent a')\nlog.info('hello')", OUTLAST_LOG="xml")
+    first, second = run_and_capture("logs.configure('agent a')\nlog.info('hello')", OUTLAST_LOG="xml")
     assert "WARNING [agent a] environment variable OUTLAST_LOG='xml'" in first
     assert second.endswith("INFO [agent a] hello")
 
 
-def test_nothing_is_configured_at_import() -> None:
-    """Importing the package leaves logging as it was."""
+def test_import_does_not_configure_logging() -> None:
+    """Importing the package does not change logging."""
     code = """
     import outlast
     from outlast.launch import options
     print(logging.getLogger().handlers, logging.getLogger("outlast").handlers, file=__import__("sys").stderr)
     """
-    assert written(code) == ["[] []"]
+    assert run_and_capture(code) == ["[] []"]
 
 
 @pytest.mark.parametrize(
     ("first", "num", "world_size", "text"),
     [(0, 1, 1, "rank 0 of 1"), (0, 4, 8, "ranks 0 to 3 of 8"), (6, 2, 8, "ranks 6 to 7 of 8")],
 )
-def test_ranks_are_named_in_words(first: int, num: int, world_size: int, text: str) -> None:
+def test_ranks_are_described_in_words(first: int, num: int, world_size: int, text: str) -> None:
     """One rank is ``rank 0 of 1``, not a range from itself to itself."""
     assert name_ranks(first, num, world_size) == text
 
@@ -181,7 +181,7 @@ def test_one_is_singular() -> None:
     assert [count(number, "iteration") for number in (0, 1, 2)] == ["0 iterations", "1 iteration", "2 iterations"]
 
 
-def test_no_text_changes_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     """Control characters of an exception's text are escaped in a log line; its lines, tabs and letters stay."""
     text = "\x1b]0;title\x07\x1b[2J\x9b31m \u202etxt.exe\ud800\r é 日本 \xa0\n\tat line 3"
     assert printable(text) == r"\x1b]0;title\x07\x1b[2J\x9b31m \u202etxt.exe\ud800\r é 日本 " + "\xa0\n\tat line 3"

@@ -1,4 +1,4 @@
-"""Settings of leaving in time are those that users know, and contradictions are refused with both names."""
+"""Preemption settings have the names that users know, and contradictions are rejected with both names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outlast.config.sources import load_config
 from outlast.errors import ConfigError
 
 
-def test_the_defaults_are_those_of_the_reference() -> None:
-    """Names and values that users of other systems rely on."""
+def test_defaults_equal_the_reference() -> None:
+    """Users of other systems find the same names and values."""
     config = PreemptionConfig()
     assert config.exit_signal_handler_for_dataloader is False
     assert config.preempt_time == 60
@@ -33,8 +33,8 @@ def test_the_defaults_are_those_of_the_reference() -> None:
         (signal.SIGUSR2, ("SIGUSR2",)),
     ],
 )
-def test_a_signal_may_be_named_in_several_ways(given: Any, names: tuple[str, ...]) -> None:
-    """By name, several with commas, or as Python's own constant."""
+def test_signals_are_accepted_in_several_notations(given: Any, names: tuple[str, ...]) -> None:
+    """A name, several names with commas, or Python's constant."""
     assert PreemptionConfig(exit_signal=given).signal_names == names
 
 
@@ -60,16 +60,16 @@ def test_a_signal_may_be_named_in_several_ways(given: Any, names: tuple[str, ...
         ({"exit_duration_in_mins": 0.0}, ("exit_duration_in_mins",)),
     ],
 )
-def test_contradictions_are_refused(settings: dict[str, Any], words: tuple[str, ...]) -> None:
-    """The message names what is wrong, and what it contradicts."""
+def test_contradictions_are_rejected(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+    """The message contains the invalid setting and the one that it contradicts."""
     with pytest.raises(ConfigError) as refused:
         PreemptionConfig(**settings)
     for word in words:
         assert word in str(refused.value)
 
 
-def test_a_file_has_a_section_for_it(tmp_path: Any) -> None:
-    """TOML's [preemption]; 0 is no deadline."""
+def test_file_section_sets_preemption(tmp_path: Any) -> None:
+    """The [preemption] table of a TOML file is read; 0 means no deadline."""
     path = tmp_path / "outlast.toml"
     path.write_text('[preemption]\nexit_signal = "SIGUSR1"\nshutdown_timeout = 0\nexit_interval = 100\n')
     config = load_config(path).preemption

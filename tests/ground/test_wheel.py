@@ -1,4 +1,4 @@
-"""What ``make wheel`` builds: a wheel that holds the whole package and nothing else, and works without a checkout."""
+"""``make wheel`` builds a wheel that contains exactly the package and works without a checkout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outlast.version import __version__
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "src", "examples")
 BUILD = "from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
-"""What ``make wheel`` runs: the build backend itself, in the environment at hand, without a network."""
+"""The command of ``make wheel``: the build backend in the current environment, without a network."""
 EXAMPLE = "share/outlast/examples/train_gpt.py"
 SCRIPT = """
 import os
@@ -37,9 +37,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.cold, pytest.ma
 
 
 def run(command: Sequence[str | Path], cwd: Path, *, code: int = 0) -> str:
-    """Run a program in which nothing of this checkout can be found by chance; return all that it prints."""
-    unwanted = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in unwanted and "OUTLAST" not in name}
+    """Run a program that cannot find this checkout by chance; return its output."""
+    unexpected = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in unexpected and "OUTLAST" not in name}
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -55,7 +55,7 @@ def run(command: Sequence[str | Path], cwd: Path, *, code: int = 0) -> str:
 
 
 def build(folder: Path, kind: str) -> Path:
-    """Build a distribution of the sources in a folder; return its file."""
+    """Build a distribution from the sources in a folder; return its file."""
     run([sys.executable, "-c", BUILD.format(kind=kind)], folder)
     (made,) = (folder / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return made
@@ -63,12 +63,12 @@ def build(folder: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of what is built, so that nothing is written into the checkout."""
+    """Return a copy of the sources, so that the build writes nothing into the checkout."""
     folder = tmp_path_factory.mktemp("sources")
-    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", ".*")
+    excluded = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", ".*")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+            shutil.copytree(ROOT / name, folder / name, ignore=excluded)
         else:
             shutil.copy(ROOT / name, folder / name)
     return folder
@@ -82,7 +82,7 @@ def wheel(sources: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs of an environment in which the wheel is installed, and all else is seen from here."""
+    """Return the programs of an environment with the installed wheel and the packages of the current environment."""
     folder = tmp_path_factory.mktemp("environment")
     run([sys.executable, "-m", "venv", folder], folder)
     (site,) = (folder / "lib").glob("python*/site-packages")
@@ -98,8 +98,9 @@ def contents(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if not name.endswith("/")}
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(sources: Path, wheel: Path) -> None:
-    """Every file of the package is in the wheel, data too, and beside it the soak's example and the metadata alone."""
+def test_wheel_contains_exactly_the_package(sources: Path, wheel: Path) -> None:
+    """The wheel contains every file of the package, including data, the soak's example and the metadata, and nothing
+    else."""
     package = {path.relative_to(sources / "src").as_posix() for path in (sources / "src/outlast").rglob("*")}
     package = {name for name in package if (sources / "src" / name).is_file() and "__pycache__" not in name}
     found = contents(wheel)
@@ -111,8 +112,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(sources: Path, wheel: Path
     assert wheel.name == f"outlast-{__version__}-py3-none-any.whl"
 
 
-def test_the_sdist_is_enough_to_build_the_wheel(sources: Path, wheel: Path, tmp_path: Path) -> None:
-    """A wheel that is built from the sdist has the same files, and the sdist holds no tests."""
+def test_sdist_is_enough_to_build_the_wheel(sources: Path, wheel: Path, tmp_path: Path) -> None:
+    """A wheel built from the sdist has the same files, and the sdist contains no tests."""
     sdist = build(sources, "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -121,13 +122,13 @@ def test_the_sdist_is_enough_to_build_the_wheel(sources: Path, wheel: Path, tmp_
     assert contents(build(unpacked, "wheel")) == contents(wheel)
 
 
-def test_the_version_is_stated_once() -> None:
+def test_package_and_metadata_versions_are_equal() -> None:
     """The package and its metadata have the same version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == __version__
 
 
-def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) -> None:
+def test_installed_package_comes_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Python imports outlast from the environment, not from a checkout, and pip knows its version."""
     code = "import importlib.metadata as m, outlast; print(outlast.__file__, m.version('outlast'), outlast.__version__)"
     where, *versions = run([installed / "python", "-c", code], tmp_path).split()
@@ -135,14 +136,14 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
     assert versions == [__version__, __version__]
 
 
-def test_the_commands_answer(installed: Path, tmp_path: Path) -> None:
+def test_installed_commands_run(installed: Path, tmp_path: Path) -> None:
     """``outlast`` is a program of the environment; version and help need nothing else."""
     assert run([installed / "outlast", "--version"], tmp_path) == f"outlast, version {__version__}\n"
     assert "outlast run --help" in run([installed / "outlast", "--help"], tmp_path)
     assert "Examples:" in run([installed / "outlast", "doctor", "--help"], tmp_path)
 
 
-def test_a_script_is_run(installed: Path, tmp_path: Path) -> None:
+def test_installed_wheel_runs_a_script(installed: Path, tmp_path: Path) -> None:
     """``outlast run`` of the wheel starts a worker that imports the wheel's package, and ends with 0."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [installed / "outlast", "run", "--nproc-per-node=1", f"--run-dir={tmp_path / 'run'}", "train.py"]
@@ -153,7 +154,7 @@ def test_a_script_is_run(installed: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "journal").iterdir())
 
 
-def test_the_soak_has_its_example(installed: Path, tmp_path: Path) -> None:
+def test_soak_finds_its_example(installed: Path, tmp_path: Path) -> None:
     """The soak finds its training script without a checkout, and it trains."""
     code = "from outlast.chaos.soak import find_example; print(find_example())"
     example = Path(run([installed / "python", "-c", code], tmp_path).strip())

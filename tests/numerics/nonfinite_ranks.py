@@ -1,4 +1,5 @@
-"""What ranks do in the tests of NaN: train with a loss that is bad on rank 1 alone, and tell what became of it."""
+"""Functions of the ranks in the tests of NaN: train with a loss that is invalid on rank 1 only, and report the
+results."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ BAD_ITERATION = 2
 
 
 def _train(rank: int, detector: NonFiniteDetector) -> dict[str, Any]:
-    """Train; the loss of rank 1 is NaN once. What is told: checks, weights before and after that step, errors."""
+    """Train with one NaN in the loss of rank 1; report checks, weights before and after that step, and errors."""
     torch.manual_seed(3)
     model = DistributedDataParallel(torch.nn.Linear(3, 2))
     optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    told: dict[str, Any] = {"steps": [], "errors": []}
+    results: dict[str, Any] = {"steps": [], "errors": []}
     for iteration in range(4):
         optim.zero_grad()
         loss = model(torch.ones(1, 3)).square().mean()
@@ -35,17 +36,17 @@ def _train(rank: int, detector: NonFiniteDetector) -> dict[str, Any]:
         try:
             found = detector.check(loss, optim, iteration=iteration)
         except NotFinite as error:
-            told["errors"].append([str(error), error.rank, error.iteration])
+            results["errors"].append([str(error), error.rank, error.iteration])
             continue
         grads = [parameter.grad is not None for parameter in model.parameters()]
-        optim.step()  # whatever the check says
-        moved = _bits(model, optim) != before
-        told["steps"].append({**_tell(found), "moved": moved, "gradients": any(grads)})
-    told["weights"] = _bits(model, optim)
-    return told
+        optim.step()  # whatever the check returns
+        changed = _bits(model, optim) != before
+        results["steps"].append({**_summarise(found), "moved": changed, "gradients": any(grads)})
+    results["weights"] = _bits(model, optim)
+    return results
 
 
-def _tell(found: FiniteCheck) -> dict[str, Any]:
+def _summarise(found: FiniteCheck) -> dict[str, Any]:
     return {
         "iteration": found.iteration,
         "action": found.action,
@@ -62,43 +63,44 @@ def _bits(model: torch.nn.Module, optim: torch.optim.Optimizer) -> list[list[int
 
 def actions(rank: int) -> dict[str, Any]:
     """Train once with each action."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     called: list[int] = []
     for action in ("warn", "skip", "raise", "rollback"):
         detector = NonFiniteDetector(action, check_gradients=True)
         detector.bind(lambda found: called.append(found.iteration))
-        told[action] = _train(rank, detector)
+        results[action] = _train(rank, detector)
         detector.close()
-    told["rolled_back_at"] = called
-    return told
+    results["rolled_back_at"] = called
+    return results
 
 
 def limit(rank: int) -> dict[str, Any]:
-    """A loss that is bad on rank 1 twice, then fine, then for good; no environment says which rank this is."""
+    """Train with a loss that is invalid on rank 1 twice, then finite, then permanently invalid, without a rank in the
+    environment."""
     os.environ.pop("RANK")
     detector = NonFiniteDetector("warn", max_consecutive=3)
-    told: dict[str, Any] = {"bad": [], "logged": []}
+    results: dict[str, Any] = {"bad": [], "logged": []}
     handler = logging.Handler()
-    handler.emit = lambda record: told["logged"].append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: results["logged"].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("outlast.runtime.diagnoses").addHandler(handler)
     losses = [math.nan, math.inf, 1.0, math.nan, -math.inf, math.nan]
     try:
         for iteration, loss in enumerate(losses):
             found = detector.check(loss if rank == 1 else 1.0, iteration=100 + iteration)
-            told["bad"].append(not found.finite)
+            results["bad"].append(not found.finite)
     except NotFinite as error:
-        told["error"] = [str(error), error.rank, error.iteration]
+        results["error"] = [str(error), error.rank, error.iteration]
     detector.close()
-    return told
+    return results
 
 
 def watched(rank: int) -> dict[str, Any]:
-    """An optimizer whose steps are checked by themselves; the gradient of rank 1 is bad at one of them."""
+    """Train with an optimizer that checks its own steps, and an invalid gradient of rank 1 at one of them."""
     model = torch.nn.Linear(3, 2)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     detector = NonFiniteDetector("skip")
     handle = detector.watch(optim)
-    moved = []
+    changed = []
     for iteration in range(4):
         optim.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
@@ -106,16 +108,16 @@ def watched(rank: int) -> dict[str, Any]:
             model.bias.grad[1] = math.inf
         before = _bits(model, optim)
         optim.step()
-        moved.append(_bits(model, optim) != before)
+        changed.append(_bits(model, optim) != before)
     handle.remove()
     model(torch.ones(1, 3)).sum().backward()
-    optim.step()  # alone on this rank: no reduction any more
+    optim.step()  # on this rank only, after the reduction
     detector.close()
-    return {"moved": moved}
+    return {"moved": changed}
 
 
 def sharded(rank: int) -> dict[str, Any]:
-    """A NaN in the shard of a gradient that rank 1 holds."""
+    """Report a NaN in the shard of a gradient that rank 1 holds."""
     model = torch.nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,4 +128,4 @@ def sharded(rank: int) -> dict[str, Any]:
         model.weight.grad.to_local()[0, 0] = math.nan
     found = detector.check(loss, optim, iteration=0)
     detector.close()
-    return _tell(found)
+    return _summarise(found)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of replicas: train, flip bits, and tell what the comparisons found."""
+"""Functions of the ranks in the tests of replicas: train, flip bits, and report the results of the comparisons."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def _flip(tensor: torch.Tensor, draw: random.Random) -> None:
     data[draw.randrange(data.numel())] ^= 1 << draw.randrange(8)
 
 
-def _tell(agreement: Agreement) -> dict[str, Any]:
+def _summarise(agreement: Agreement) -> dict[str, Any]:
     return {**dataclasses.asdict(agreement), "tensor": agreement.tensor, "text": agreement.describe()}
 
 
 def flips(rank: int) -> list[dict[str, Any]]:
-    """Flip one bit of one rank's weights or moments in each trial, and put it back."""
+    """Flip one bit of one rank's weights or moments in each trial, and restore it."""
     torch.manual_seed(rank)
     model, optim = _ddp()
     _train(model, optim, rank, 2)
     digest = ReplicaDigest({"model": model, "optim": optim})
     names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
     draw = random.Random(7)
-    told = []
+    results = []
     for trial in range(NUM_TRIALS):
         victim = draw.randrange(dist.get_world_size())
         parameter = draw.choice(list(model.parameters()))
@@ -62,16 +62,16 @@ def flips(rank: int) -> list[dict[str, Any]]:
         tensor = parameter if kind == "weight" else optim.state[parameter][kind]
         name = names[id(parameter)] if kind == "weight" else f"optim.{names[id(parameter)]}.{kind}"
         kept = tensor.detach().clone()
-        chances = random.Random(trial)
+        trial_random = random.Random(trial)
         if rank == victim:
-            _flip(tensor, chances)
+            _flip(tensor, trial_random)
         found = digest.check(trial)
         with torch.no_grad():
             tensor.copy_(kept)
         again = digest.check(trial)
-        told.append({**_tell(found), "victim": victim, "flipped": name, "agrees_again": again.agrees})
+        results.append({**_summarise(found), "victim": victim, "flipped": name, "agrees_again": again.agrees})
     digest.close()
-    return told
+    return results
 
 
 def briefly_clean(rank: int) -> dict[str, Any]:
@@ -92,23 +92,23 @@ def clean(rank: int, num_steps: int = NUM_CLEAN_STEPS) -> dict[str, Any]:
             num_alarms += not found.agrees
     stats = model.module[1].running_mean.tolist()
     digest.close()
-    return {"num_checks": num_checks, "num_alarms": num_alarms, "stats": stats, **_tell(found)}
+    return {"num_checks": num_checks, "num_alarms": num_alarms, "stats": stats, **_summarise(found)}
 
 
 def poisoned_training(rank: int) -> list[dict[str, Any]]:
-    """Flip one bit of rank 2's weights, train on, and compare only later."""
+    """Flip one bit of rank 2's weights, continue training, and compare later."""
     torch.manual_seed(rank)
     model, optim = _ddp()
     digest = ReplicaDigest({"model": model, "optim": optim}, interval=4)
-    told = []
+    results = []
     for iteration in range(1, 9):
         _train(model, optim, rank)
         if iteration == 5 and rank == 2:
             _flip(next(model.parameters()), random.Random(1))
         if digest.should_check(iteration):
-            told.append(_tell(digest.check(iteration)))
+            results.append(_summarise(digest.check(iteration)))
     digest.close()
-    return told
+    return results
 
 
 def hsdp(rank: int) -> dict[str, Any]:
@@ -118,34 +118,34 @@ def hsdp(rank: int) -> dict[str, Any]:
     model, optim = _fully_sharded(mesh)
     _train(model, optim, rank, 2)
     digest = ReplicaDigest({"model": model, "optim": optim})
-    told = {"before": _tell(digest.check(2))}
+    results = {"before": _summarise(digest.check(2))}
     weight = model[0].weight
     assert isinstance(weight, DTensor)
     if rank == 1:
         _flip(weight.to_local(), random.Random(3))
-    told["after"] = _tell(digest.check(2))
+    results["after"] = _summarise(digest.check(2))
     if rank == 3:
         _flip(weight.to_local(), random.Random(3))
-    told["both"] = _tell(digest.check(2))
+    results["both"] = _summarise(digest.check(2))
     digest.close()
-    return told
+    return results
 
 
 def fsdp(rank: int) -> dict[str, Any]:
-    """Four shards, each on one rank; a flipped bit in one cannot be seen, one in a replicated counter can."""
+    """Four shards, each on one rank: a flipped bit in a shard cannot be detected, one in a replicated counter can."""
     torch.manual_seed(rank)
     model, optim = _fully_sharded(init_device_mesh("cpu", (4,)))
     digest = ReplicaDigest({"model": model, "optim": optim})
-    told = {"fresh": _tell(digest.check(0))}
+    results = {"fresh": _summarise(digest.check(0))}
     _train(model, optim, rank)
     if rank == 1:
         _flip(model[0].weight.to_local(), random.Random(3))
-    told["shard"] = _tell(digest.check(1))
+    results["shard"] = _summarise(digest.check(1))
     if rank == 1:
         optim.state[model[0].weight]["step"] += 1
-    told["step"] = _tell(digest.check(1))
+    results["step"] = _summarise(digest.check(1))
     digest.close()
-    return told
+    return results
 
 
 def tensor_parallel_groups(rank: int) -> dict[str, Any]:
@@ -158,10 +158,14 @@ def tensor_parallel_groups(rank: int) -> dict[str, Any]:
     by_mesh = ReplicaDigest(model, group=mesh["dp"])
     by_group = ReplicaDigest(model, group=mesh.get_group("dp"))
     by_all = ReplicaDigest(model)
-    told = {"mesh": _tell(by_mesh.check(0)), "group": _tell(by_group.check(0)), "all": _tell(by_all.check(0))}
+    results = {
+        "mesh": _summarise(by_mesh.check(0)),
+        "group": _summarise(by_group.check(0)),
+        "all": _summarise(by_all.check(0)),
+    }
     for digest in (by_mesh, by_group, by_all):
         digest.close()
-    return told
+    return results
 
 
 def lost_state(rank: int) -> dict[str, Any]:
@@ -172,7 +176,7 @@ def lost_state(rank: int) -> dict[str, Any]:
     if rank == 3:
         optim.state.clear()
     digest = ReplicaDigest({"model": model, "optim": optim})
-    found = _tell(digest.check(1))
+    found = _summarise(digest.check(1))
     digest.close()
     return found
 

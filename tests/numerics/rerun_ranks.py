@@ -1,4 +1,4 @@
-"""What ranks do in the tests of re-runs: train together, spoil one rank's results, and tell what became of it."""
+"""Functions of the ranks in the tests of reruns: train together, corrupt one rank's results, and report the outcome."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outlast.numerics import RerunStateMachine
 from outlast.policy.rerun import Replay
 from outlast.runtime.random_numbers import capture_random
 
-Spoil = Callable[[int, int], bool]
-"""Says of iteration and number of the run whether this rank's loss becomes NaN."""
+Corrupt = Callable[[int, int], bool]
+"""Takes iteration and number of the run; returns whether this rank's loss becomes NaN."""
 NUM_STEPS = 7
 
 
@@ -26,9 +26,9 @@ def never(iteration: int, run: int) -> bool:
 
 
 class Loop:
-    """DDP with dropout and BatchNorm on data of this rank's own random numbers."""
+    """DDP with dropout and BatchNorm on data from this rank's random numbers."""
 
-    def __init__(self, rank: int, spoil: Spoil = never) -> None:
+    def __init__(self, rank: int, corrupt: Corrupt = never) -> None:
         random.seed(rank)
         np.random.seed(rank)
         torch.manual_seed(5)
@@ -36,7 +36,7 @@ class Loop:
         self.model = DistributedDataParallel(torch.nn.Sequential(*layers))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         torch.manual_seed(50 + rank)
-        self.spoil = spoil
+        self.corrupt = corrupt
         self.iteration = 0
         self.runs: list[int] = []
         self.machine = RerunStateMachine(modules=[self.model])
@@ -49,7 +49,7 @@ class Loop:
             run += 1
             for _ in range(2):
                 loss = self.model(next(self.data) * np.random.rand()).square().mean()
-                if self.spoil(self.iteration, run):
+                if self.corrupt(self.iteration, run):
                     loss = loss * math.nan
                 loss.backward()
                 self.machine.validate(loss)
@@ -66,8 +66,8 @@ class Loop:
             pass
         return self
 
-    def end(self) -> str:
-        """Return a digest of all that training changed."""
+    def digest_state(self) -> str:
+        """Return a digest of everything that training changed."""
         self.machine.close()
         digest = hashlib.sha256()
         for value in self.model.state_dict().values():
@@ -81,32 +81,32 @@ class Loop:
 
 
 def transient(rank: int) -> dict[str, Any]:
-    """Spoil one run of one step on rank 1 alone."""
-    told: dict[str, Any] = {"calm": Loop(rank).train().end()}
+    """Corrupt one run of one step on rank 1 only."""
+    results: dict[str, Any] = {"calm": Loop(rank).train().digest_state()}
     for bad in (0, 5):
         loop = Loop(rank, lambda iteration, run, bad=bad: rank == 1 and (iteration, run) == (bad, 1)).train()
         found = {finding: number for finding, number in loop.machine.state_dict()["found"].items() if number}
-        told[str(bad)] = {"runs": loop.runs, "end": loop.end(), "found": found}
-    return told
+        results[str(bad)] = {"runs": loop.runs, "end": loop.digest_state(), "found": found}
+    return results
 
 
 def reproduced(rank: int) -> dict[str, Any]:
-    """Spoil every run of a step on rank 1; then replay it where rank 1 has, and has not, another device."""
+    """Corrupt every run of a step on rank 1; then replay it with rank 1 on another device and on the same one."""
     loop = Loop(rank, lambda iteration, run: rank == 1 and iteration == 3).train()
     diagnosis = loop.machine.decision.diagnosis
     assert diagnosis is not None
     machine_state = loop.machine.state_dict()
-    told = {
+    results = {
         "exit_code": loop.machine.decision.exit_code,
         "must_save": loop.machine.decision.must_save,
         "text": diagnosis.describe(),
         "rejected_ranks": diagnosis.rejected_ranks,
         "gradients": [parameter.grad is None for parameter in loop.model.parameters()],
-        "end": loop.end(),
-        "calm": Loop(rank).train(3).end(),
+        "end": loop.digest_state(),
+        "calm": Loop(rank).train(3).digest_state(),
     }
-    for name, device, spoiled in (("bad", "elsewhere", True), ("good", "elsewhere", False), ("gone", "here", False)):
-        replayed = Loop(rank, lambda iteration, run, on=spoiled: on and rank == 1 and iteration == 3)
+    for name, device, corrupted in (("bad", "elsewhere", True), ("good", "elsewhere", False), ("gone", "here", False)):
+        replayed = Loop(rank, lambda iteration, run, on=corrupted: on and rank == 1 and iteration == 3)
         replayed.train(3)
         replayed.machine.load_state_dict(machine_state)
         replayed.machine.begin_replay(
@@ -122,18 +122,18 @@ def reproduced(rank: int) -> dict[str, Any]:
         )
         replayed.train()
         decision = replayed.machine.decision
-        told[name] = {
+        results[name] = {
             "exit_code": decision.exit_code,
             "finding": None if decision.diagnosis is None else str(decision.diagnosis.finding),
             "rank": None if decision.diagnosis is None else decision.diagnosis.rank,
-            "end": replayed.end(),
+            "end": replayed.digest_state(),
         }
-    told["through"] = Loop(rank).train().end()
-    return told
+    results["through"] = Loop(rank).train().digest_state()
+    return results
 
 
 def earliest(rank: int) -> dict[str, Any]:
-    """Let both ranks reject, rank 1 in the earlier validation."""
+    """Let both ranks reject a validation, rank 1 an earlier one."""
     machine = RerunStateMachine()
     machine.begin_step(9)
     while machine.should_run():

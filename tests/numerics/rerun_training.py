@@ -1,4 +1,4 @@
-"""A small training whose every source of change is one that the re-run machine puts back."""
+"""A small training in which the rerun state machine restores every source of change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outlast.policy.rerun import Replay
 from outlast.runtime.random_numbers import capture_random, restore_random
 
 Disturb = Callable[[int, int, torch.Tensor], torch.Tensor]
-"""Takes iteration, number of the run from 1, and the loss; returns what the step goes on with."""
+"""Takes iteration, number of the run from 1, and the loss; returns the loss that the step continues with."""
 
 
 def undisturbed(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def undisturbed(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
 
 
 class Source(Iterator[torch.Tensor]):
-    """Batches that draw random numbers of the script's, and can be put back."""
+    """Batches that use the script's random numbers, and can be rewound."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -62,7 +62,7 @@ class Training:
         self.iteration = 0
 
     def step(self, *, validate: bool = True) -> RerunDecision:
-        """Do one step; the optimizer moves only if training goes on."""
+        """Do one step; the optimizer moves only if training continues."""
         self.machine.begin_step(self.iteration, self.batches)
         run = 0
         while self.machine.should_run():
@@ -86,7 +86,7 @@ class Training:
         return self
 
     def save(self) -> dict[str, Any]:
-        """Return what a checkpoint would hold."""
+        """Return the content of a checkpoint."""
         return {
             "model": {name: value.clone() for name, value in self.model.state_dict().items()},
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
@@ -97,7 +97,7 @@ class Training:
         }
 
     def load(self, state: dict[str, Any], replay: Replay | None = None) -> Training:
-        """Go on from what :meth:`save` returned."""
+        """Continue from the result of :meth:`save`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.machine.load_state_dict(state["machine"])
@@ -122,7 +122,7 @@ class Training:
 
 def assert_same(a: Training, b: Training) -> None:
     """Parameters, buffers, optimizer and random numbers are bit-identical."""
-    ours, theirs = a.weights(), b.weights()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), f"{name} differs"
+    first, second = a.weights(), b.weights()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"{name} differs"

@@ -1,4 +1,4 @@
-"""Two runs of every step: what differs between them is counted, and nothing else."""
+"""Determinism reports: two runs of every step are compared, and their differences counted."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TWICE = RerunStateMachineConfig(rerun_mode="report_determinism_stats")
 
 
 def test_deterministic_training_has_no_differences() -> None:
-    """Dropout, BatchNorm and data from random numbers are no differences: both runs are the same, weights too."""
+    """Dropout, BatchNorm and random data are equal in both runs, weights too."""
     training = Training(TWICE).steps(6)
     (loss,) = training.machine.report().values()
     assert (loss.num_compared, loss.num_different, loss.maximum) == (12, 0, 0.0)
     assert_same(Training().steps(6), training)
 
 
-def test_planted_nondeterministic_operation_is_found() -> None:
-    """An operation that gives something else each time shows up, by the name of what was validated and by how much."""
+def test_nondeterministic_operation_is_reported() -> None:
+    """An operation with a different result each time is reported with the name of the validation and the difference."""
     noise = iter(range(1, 1000))
 
     def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
@@ -46,8 +46,8 @@ def test_planted_nondeterministic_operation_is_found() -> None:
     assert report["loss"].maximum == pytest.approx(2e-4, rel=0.01)
 
 
-def test_nothing_is_judged() -> None:
-    """In this mode a NaN that both runs give is no difference, and ends nothing."""
+def test_determinism_mode_rejects_no_result() -> None:
+    """A NaN in both runs is not a difference, and does not end the process."""
     machine = RerunStateMachine(TWICE)
     machine.begin_step(0)
     runs = 0
@@ -61,7 +61,7 @@ def test_nothing_is_judged() -> None:
 
 
 def test_validations_of_one_run_only_are_counted() -> None:
-    """A validation that only one of the runs reached is said to be so."""
+    """A validation that only one of the runs reached is reported."""
     machine = RerunStateMachine(TWICE)
     machine.begin_step(0)
     number = iter([2, 1])
@@ -73,8 +73,8 @@ def test_validations_of_one_run_only_are_counted() -> None:
     assert "(1 were reached by one run only)" in describe_differences(report)
 
 
-def test_report_goes_to_the_journal(tmp_path: Path) -> None:
-    """The report is an event, infinite differences included."""
+def test_report_is_written_to_the_journal(tmp_path: Path) -> None:
+    """The report is an event, including infinite differences."""
     journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
     machine = RerunMachine(WorkerEnv(), journal, config=TWICE)
     machine.begin_step(0)
@@ -101,8 +101,8 @@ def test_percentiles_are_of_all_comparisons(differences: list[float]) -> None:
     assert one.mean == pytest.approx(sum(ordered) / len(ordered))
 
 
-def test_many_differences_need_little_memory() -> None:
-    """However many there are, percentiles stay close and what is kept stays bounded."""
+def test_memory_for_differences_is_bounded() -> None:
+    """For any number of differences, percentiles stay accurate and the stored data stays bounded."""
     counts = DifferenceCounts()
     for number in range(300_000):
         counts.add((number % 1000 + 1) / 1000)

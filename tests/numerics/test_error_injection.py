@@ -1,4 +1,4 @@
-"""Invalid results on purpose: at the rate asked for, of the kind asked for."""
+"""Injected invalid results have the configured rate and kind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def injecting(kind: str, rate: int = 8) -> RerunStateMachineConfig:
     return RerunStateMachineConfig(error_injection_rate=rate, error_injection_type=kind)
 
 
-def test_one_of_so_many_is_struck() -> None:
-    """About one of as many validations is struck, another set for each cycle, and none at rate 0."""
-    struck = []
+def test_injection_follows_the_configured_rate() -> None:
+    """About one in the configured number of validations is injected, a different set in each cycle, and none at rate
+    0."""
+    injected = []
     for name in ("j-0-0", "j-1-0"):
         injector = ErrorInjector(injecting("transient_error", 50), name)
         hits = set()
@@ -27,24 +28,24 @@ def test_one_of_so_many_is_struck() -> None:
             injector.struck.clear()
             hits |= {step} if injector.strikes(StepRun.FIRST_RUN, step, 0) else set()
         assert 300 < len(hits) < 500
-        struck.append(hits)
-    assert struck[0] != struck[1]
+        injected.append(hits)
+    assert injected[0] != injected[1]
     never = ErrorInjector(RerunStateMachineConfig(), "j-0-0")
     assert not any(never.strikes(StepRun.FIRST_RUN, step, 0) for step in range(1000))
 
 
-def test_transient_errors_leave_no_trace() -> None:
-    """Training with transient errors ends with the weights of training without."""
-    struck = Training(injecting("transient_error")).steps(20)
-    assert struck.machine.state_dict()["found"][Finding.TRANSIENT] > 0
-    assert_same(Training().steps(20), struck)
+def test_transient_errors_do_not_change_training() -> None:
+    """Training with transient errors ends with the same weights as without."""
+    injected = Training(injecting("transient_error")).steps(20)
+    assert injected.machine.state_dict()["found"][Finding.TRANSIENT] > 0
+    assert_same(Training().steps(20), injected)
 
 
 @pytest.mark.parametrize(
     ("kind", "finding"), [("persistent_error", Finding.PERSISTENT), ("correct_result", Finding.CORRECT)]
 )
-def test_kind_is_found_out_elsewhere(kind: str, finding: Finding) -> None:
-    """A persistent error stays with its device, a correct result comes on another one too."""
+def test_injected_kind_is_identified_on_another_device(kind: str, finding: Finding) -> None:
+    """A persistent error stays with its device; a correct result is reproduced on another one."""
     training = Training(injecting(kind))
     for _ in count():
         decision = training.step()

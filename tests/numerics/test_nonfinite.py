@@ -1,4 +1,4 @@
-"""NaN on one rank is answered by all ranks alike, and no weight moves that was not to move."""
+"""All ranks handle a NaN of one rank in the same way, and no weight changes that must not."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _bits(model: Model) -> list[bytes]:
     return [tensor.detach().numpy().tobytes() for tensor in tensors]
 
 
-def test_finite_values_are_left_alone(model: Model) -> None:
-    """A finite loss with finite gradients steps, and its gradients stay."""
+def test_finite_values_step_normally(model: Model) -> None:
+    """With a finite loss and finite gradients the step is done, and the gradients stay."""
     found = NonFiniteDetector("skip", check_gradients=True).check(torch.tensor(1.5), model[1], iteration=4)
     assert found == FiniteCheck(iteration=4)
     assert found.finite
@@ -43,8 +43,8 @@ def test_finite_values_are_left_alone(model: Model) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, torch.tensor([1.0, math.nan]).bfloat16()])
-def test_skip_moves_nothing(model: Model, loss: torch.Tensor | float) -> None:
-    """After a skip the weights and moments are bit-identical, even where the step is done all the same."""
+def test_skip_changes_no_weight(model: Model, loss: torch.Tensor | float) -> None:
+    """After a skip the weights and moments are bit-identical, even if the script steps all the same."""
     before = _bits(model)
     found = NonFiniteDetector("skip").check(loss, [model[1]], iteration=9)
     assert (found.action, found.should_step, found.loss_ranks) == (NonFiniteAction.SKIP, False, (0,))
@@ -53,8 +53,8 @@ def test_skip_moves_nothing(model: Model, loss: torch.Tensor | float) -> None:
     assert _bits(model) == before
 
 
-def test_warn_trains_on(model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning names the iteration and the rank, and the step is done with its gradients."""
+def test_warn_continues_training(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning contains the iteration and the rank, and the step is done with its gradients."""
     with caplog.at_level(logging.WARNING, logger="outlast"):
         found = NonFiniteDetector().check(math.nan, model[1], iteration=9)
     assert found.should_step
@@ -66,7 +66,7 @@ def test_warn_trains_on(model: Model, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_raise_raises_before_the_step(model: Model) -> None:
-    """The error carries rank and iteration, and a script that catches it and steps moves nothing."""
+    """The error carries rank and iteration, and a script that catches it and steps changes no weight."""
     before = _bits(model)
     with pytest.raises(NotFinite, match="iteration 9: loss of rank 0") as caught:
         NonFiniteDetector("raise").check(math.nan, model[1], iteration=9)
@@ -75,8 +75,8 @@ def test_raise_raises_before_the_step(model: Model) -> None:
     assert _bits(model) == before
 
 
-def test_rollback_calls_who_goes_back(model: Model) -> None:
-    """The callback gets what was found, once a bad step, and the bad gradients are gone by then."""
+def test_rollback_calls_the_callback(model: Model) -> None:
+    """The callback gets the finding once per invalid step, after the invalid gradients were cleared."""
     calls = []
 
     def roll_back(found: FiniteCheck) -> None:
@@ -91,8 +91,8 @@ def test_rollback_calls_who_goes_back(model: Model) -> None:
     assert found.iteration == 1
 
 
-def test_rollback_to_nowhere_says_so(model: Model) -> None:
-    """Without a callback the step is refused with an error that says what is missing; a bound one is used."""
+def test_rollback_without_a_callback_is_an_error(model: Model) -> None:
+    """Without a callback the step is rejected, and the error states what is missing; a bound callback is used."""
     detector = NonFiniteDetector("rollback")
     with pytest.raises(NotFinite, match="give on_rollback"):
         detector.check(math.nan, model[1], iteration=3)
@@ -105,8 +105,8 @@ def test_rollback_to_nowhere_says_so(model: Model) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_one_bad_element_of_a_gradient_is_found(dtype: torch.dtype, bad: float) -> None:
-    """A single NaN or infinity among the gradients is found, whatever the loss is."""
+def test_one_nonfinite_gradient_element_is_detected(dtype: torch.dtype, bad: float) -> None:
+    """A single NaN or infinity among the gradients is detected, whatever the loss is."""
     parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype)) for size in (3, 0, 70, 1)]
     optim = torch.optim.SGD([*parameters, torch.nn.Parameter(torch.ones(2))])
     for parameter in parameters:
@@ -120,14 +120,14 @@ def test_one_bad_element_of_a_gradient_is_found(dtype: torch.dtype, bad: float) 
 
 
 def test_large_gradients_are_finite() -> None:
-    """The largest finite gradients of a narrow type are no alarm: nothing is added up."""
+    """The largest finite gradients of a narrow type cause no alarm, since they are not summed."""
     parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float16))
     parameter.grad = torch.full_like(parameter, 65504.0)
     assert NonFiniteDetector("raise", check_gradients=True).check(None, torch.optim.SGD([parameter])).finite
 
 
-def test_sparse_gradients_are_looked_at() -> None:
-    """The values of a sparse gradient count."""
+def test_sparse_gradients_are_checked() -> None:
+    """The values of a sparse gradient are checked."""
     table = torch.nn.Embedding(10, 2, sparse=True)
     optim = torch.optim.SparseAdam(table.parameters())
     table(torch.tensor([1, 3])).sum().backward()
@@ -137,8 +137,8 @@ def test_sparse_gradients_are_looked_at() -> None:
     assert not detector.check(None, optim).finite
 
 
-def test_contradictory_settings_are_refused(model: Model) -> None:
-    """An unknown action, a negative limit, and gradients of nothing are refused at once."""
+def test_contradictory_settings_are_rejected(model: Model) -> None:
+    """An unknown action, a negative limit, and gradients without a model are rejected at once."""
     with pytest.raises(ConfigError, match="'warn', 'skip', 'raise', 'rollback'"):
         NonFiniteDetector("ignore")
     with pytest.raises(ConfigError, match="max_consecutive -1"):
@@ -147,8 +147,9 @@ def test_contradictory_settings_are_refused(model: Model) -> None:
         NonFiniteDetector(check_gradients=True).check(1.0)
 
 
-def test_the_limit_not_caught_is_exit_code_17(capfd: pytest.CaptureFixture[str]) -> None:
-    """What is raised at the limit is a NotFinite, and ends a script that does not catch it with 17; below it, not."""
+def test_uncaught_limit_exits_17(capfd: pytest.CaptureFixture[str]) -> None:
+    """The error at the limit is a NotFinite, and ends a script that does not catch it with 17; below the limit it does
+    not."""
     detector = NonFiniteDetector("skip", max_consecutive=2)
     assert not detector.check(math.nan).finite
     with pytest.raises(NotFinite, match="2 in a row, action skip, which is the limit") as caught:
@@ -160,25 +161,25 @@ def test_the_limit_not_caught_is_exit_code_17(capfd: pytest.CaptureFixture[str])
     assert not isinstance(caught.value, SystemExit)
 
 
-def test_no_limit_is_no_limit() -> None:
-    """With 0 any number of bad steps in a row is borne; a finite one in between starts the count anew."""
+def test_limit_0_allows_any_number_of_nonfinite_steps() -> None:
+    """Any number of consecutive invalid steps is allowed with 0; with a limit, a finite step resets the count."""
     detector = NonFiniteDetector("warn", max_consecutive=0)
     assert [detector.check(math.nan).num_consecutive for _ in range(20)] == list(range(1, 21))
     detector.check(1.0)
     assert detector.check(math.nan).num_consecutive == 1
 
 
-def test_many_ranks_are_told_in_a_line() -> None:
-    """A message names the first ranks, and counts the others."""
+def test_many_ranks_are_listed_in_one_line() -> None:
+    """A message lists the first ranks, and counts the others."""
     found = FiniteCheck(iteration=5, action=NonFiniteAction.WARN, loss_ranks=(3,), gradient_ranks=tuple(range(100)))
     assert "loss of rank 3, gradients of ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 others" in found.describe()
 
 
 @pytest.mark.process
-def test_all_ranks_do_the_same_when_one_sees_nan() -> None:
-    """A NaN of rank 1's loss warns, skips, raises or rolls back on both ranks at that step, and names rank 1."""
-    told = [scenes["actions"] for scenes in run_ranks("nonfinite_ranks", ["actions"], 2)]
-    for scenes in told:
+def test_all_ranks_handle_one_ranks_nan_identically() -> None:
+    """A NaN in rank 1's loss warns, skips, raises or rolls back on both ranks at that step, and rank 1 is reported."""
+    results = [scenes["actions"] for scenes in run_ranks("nonfinite_ranks", ["actions"], 2)]
+    for scenes in results:
         for action in ("warn", "skip", "rollback"):
             steps = scenes[action]["steps"]
             assert [step["action"] for step in steps[:3]] == [None, None, action]
@@ -192,16 +193,16 @@ def test_all_ranks_do_the_same_when_one_sees_nan() -> None:
         assert "loss of rank 1" in text
         assert (rank, iteration) == (1, 2)
         assert scenes["rolled_back_at"] == [2]
-    assert told[0]["skip"]["weights"] == told[1]["skip"]["weights"]
+    assert results[0]["skip"]["weights"] == results[1]["skip"]["weights"]
 
 
 @pytest.mark.process
-def test_scenes_of_two_ranks() -> None:
-    """The limit raises on both ranks, and the one that is named says so; a watched optimizer skips on both; a bad shard
-    is found by all."""
-    told = run_ranks("nonfinite_ranks", ["limit", "watched", "sharded"], 2)
-    assert [len(scenes["limit"]["logged"]) for scenes in told] == [0, 1]
-    for scenes in told:
+def test_limit_optimizer_and_shards_on_two_ranks() -> None:
+    """The limit raises on both ranks, and the identified one logs it; a checked optimizer skips on both; an invalid
+    shard is detected by all."""
+    results = run_ranks("nonfinite_ranks", ["limit", "watched", "sharded"], 2)
+    assert [len(scenes["limit"]["logged"]) for scenes in results] == [0, 1]
+    for scenes in results:
         assert scenes["limit"]["bad"] == [True, True, False, True, True]
         text, rank, iteration = scenes["limit"]["error"]
         assert "iteration 105: loss of rank 1; 3 in a row" in text

@@ -1,4 +1,4 @@
-"""A step's batches come again, in the same order, and are stored without running anybody's code."""
+"""A step's batches are repeated in the same order, and stored without running foreign code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from outlast.numerics.replay import ReplayableIterator, as_iterators
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), max_size=12))
-def test_every_step_gets_the_next_batches_and_its_second_run_the_same(steps: list[tuple[int, int, bool]]) -> None:
-    """Whatever the runs of a step draw, none is lost and none comes twice, but in a second run of the same step."""
+def test_second_run_repeats_the_batches_of_its_step(steps: list[tuple[int, int, bool]]) -> None:
+    """For any numbers of batches per run, none is lost, and none is repeated except in the second run of the same
+    step."""
     data = ReplayableIterator(iter(range(1000)))
     position = 0
     for first, second, again in steps:
@@ -29,7 +30,7 @@ def test_every_step_gets_the_next_batches_and_its_second_run_the_same(steps: lis
         position += second if again else first
 
 
-def test_end_of_the_data_comes_again() -> None:
+def test_end_of_the_data_is_repeated() -> None:
     """Data that end within a step end at the same place in its second run."""
     data = ReplayableIterator([1])
     for _ in range(2):
@@ -37,8 +38,8 @@ def test_end_of_the_data_comes_again() -> None:
         data.rewind()
 
 
-def test_nothing_is_kept_where_nothing_is_run_again() -> None:
-    """Without recording, batches go through and are not held."""
+def test_batches_are_not_kept_without_recording() -> None:
+    """Without recording, batches pass through and are not stored."""
     data = ReplayableIterator([torch.ones(1), torch.ones(1)])
     data.is_recording = False
     next(data)
@@ -46,7 +47,7 @@ def test_nothing_is_kept_where_nothing_is_run_again() -> None:
 
 
 def test_ranks_without_data_take_part() -> None:
-    """None, and several iterators with None among them, are what some ranks have."""
+    """None, and several iterators of which some are None, are accepted."""
     data = ReplayableIterator([1])
     assert as_iterators(None) == ()
     assert as_iterators([data, None]) == (data,)
@@ -62,8 +63,8 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_plain_batches_come_back(value: Any) -> None:
-    """Tensors, arrays, numbers and texts in containers are given back as they were, and have the same fingerprint."""
+def test_plain_batches_round_trip(value: Any) -> None:
+    """Tensors, arrays, numbers and strings in containers are restored unchanged, with the same fingerprint."""
     stored, problems = replay.store(value)
     assert problems == []
     assert stored is not None
@@ -84,13 +85,13 @@ def test_plain_batches_come_back(value: Any) -> None:
         ({("tuple",): 1}, "the batch of type dict"),
     ],
 )
-def test_foreign_values_are_named_and_not_stored(value: Any, problem: str) -> None:
-    """What could come back only by running code, or not as it was, is named by its place and type."""
+def test_foreign_values_are_reported_and_not_stored(value: Any, problem: str) -> None:
+    """A value that cannot be restored unchanged without running code is reported with its place and type."""
     assert replay.store(value) == (None, [problem])
 
 
-def test_fingerprint_tells_batches_apart() -> None:
-    """A value, a type, a shape or a key more or less gives another fingerprint."""
+def test_fingerprint_distinguishes_batches() -> None:
+    """A different value, type, shape or key gives another fingerprint."""
     batches = [
         {"x": torch.zeros(4)},
         {"x": torch.zeros(2, 2)},

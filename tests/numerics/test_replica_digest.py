@@ -1,4 +1,4 @@
-"""Replicas that are no longer the same are noticed, and the odd one out is named."""
+"""Replicas that diverge are detected, and the divergent one is identified."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SCENES = ("flips", "poisoned_training", "hsdp", "fsdp", "tensor_parallel_groups"
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, Any]]:
-    """What 4 ranks told of all scenes, which they play one after the other."""
+    """The results of all scenes on 4 ranks, which run them one after the other."""
     return run_ranks("replica_ranks", SCENES, 4)
 
 
-def test_the_factors_of_holders_add_up_to_zero() -> None:
+def test_factors_of_holders_sum_to_zero() -> None:
     """Digests of equal replicas cancel in the sum over all ranks, for any number of replicas."""
     for num_holders in (2, 3, 4, 7, 64, 1000):
         factors = [_factor(index, num_holders) for index in range(num_holders)]
@@ -45,12 +45,12 @@ def test_the_factors_of_holders_add_up_to_zero() -> None:
 def test_only_more_than_half_is_a_majority(
     digests: dict[int, int], num_replicas: int, expected: tuple[int, list[int]] | None
 ) -> None:
-    """A root cause is named only when more than half of all replicas agree with each other."""
+    """A root cause is identified only if more than half of all replicas agree with each other."""
     assert find_minority(digests, num_replicas) == expected
 
 
-def test_one_rank_has_nothing_to_compare() -> None:
-    """Without torch.distributed a check says that nothing was compared, and how much that is."""
+def test_single_rank_compares_nothing() -> None:
+    """Without torch.distributed a check reports that nothing was compared, and the number of bytes."""
     model = torch.nn.Linear(3, 4)
     found = ReplicaDigest({"model": model}).check(7)
     assert (found.agrees, found.iteration, found.num_replicas) == (True, 7, 1)
@@ -58,8 +58,8 @@ def test_one_rank_has_nothing_to_compare() -> None:
     assert "nothing to compare" in found.describe()
 
 
-def test_the_interval_says_when_to_check() -> None:
-    """A check is due at each multiple of the interval, never with 0, and a negative one is refused."""
+def test_check_is_due_at_the_interval() -> None:
+    """A check is due at each multiple of the interval and never with 0; a negative interval is rejected."""
     digest = ReplicaDigest([], interval=3)
     assert [iteration for iteration in range(10) if digest.should_check(iteration)] == [3, 6, 9]
     assert not any(ReplicaDigest([]).should_check(iteration) for iteration in range(10))
@@ -67,8 +67,9 @@ def test_the_interval_says_when_to_check() -> None:
         ReplicaDigest([], interval=-1)
 
 
-def test_parameters_and_optimizer_state_are_compared_once_each() -> None:
-    """Tied parameters come once, buffers and plain values never, state under its parameter's name."""
+def test_parameters_and_optimizer_state_are_compared_once() -> None:
+    """Tied parameters are compared once, buffers and plain values never, and optimizer state under its parameter's
+    name."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
     model[2].weight = model[0].weight
     loose = torch.nn.Parameter(torch.ones(3))
@@ -85,8 +86,8 @@ def test_parameters_and_optimizer_state_are_compared_once_each() -> None:
     assert {tensor.ranks for tensor in found} == {(0, 1)}
 
 
-def test_sharded_state_of_unknown_place_is_left_out_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    """What does not say who holds it is not compared, and one warning names it."""
+def test_sharded_state_without_placement_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """Sharded state without a placement is not compared, and one warning lists it."""
     model = torch.nn.Linear(2, 2)
     optim = torch.optim.SGD(model.parameters(), momentum=0.9)
     optim.consolidate_state_dict = lambda to: None  # type: ignore[attr-defined]
@@ -100,8 +101,8 @@ def test_sharded_state_of_unknown_place_is_left_out_aloud(caplog: pytest.LogCapt
     assert "1.0.weight.momentum_buffer" in caplog.text
 
 
-def test_an_agreement_is_told_in_a_line() -> None:
-    """People read who differs, where, and whether a majority says so."""
+def test_agreement_is_described_in_one_line() -> None:
+    """The line contains the ranks that differ, the place, and whether a majority exists."""
     one = Replica(rank=3, node="b", device="b/cpu-1", tensor="model.weight")
     common = {"iteration": 12, "num_replicas": 4, "num_bytes": 80, "num_single_bytes": 20}
     good = Agreement(agrees=True, **common)
@@ -117,11 +118,11 @@ def test_an_agreement_is_told_in_a_line() -> None:
 
 
 @pytest.mark.process
-def test_one_flipped_bit_names_its_rank_each_time(four_ranks: list[dict[str, Any]]) -> None:
-    """Of 4 replicas, the one with a flipped bit in a weight or a moment is named in 100 of 100 trials, by all ranks."""
-    told = [scenes["flips"] for scenes in four_ranks]
-    assert all(len(trials) == 100 for trials in told)
-    for trials in zip(*told, strict=True):
+def test_each_flipped_bit_identifies_its_rank(four_ranks: list[dict[str, Any]]) -> None:
+    """Of 4 replicas, all ranks identify the one with a flipped bit in a weight or a moment in 100 of 100 trials."""
+    results = [scenes["flips"] for scenes in four_ranks]
+    assert all(len(trials) == 100 for trials in results)
+    for trials in zip(*results, strict=True):
         for found in trials:
             assert not found["agrees"]
             assert [(one["rank"], one["node"]) for one in found["deviating"]] == [
@@ -130,7 +131,7 @@ def test_one_flipped_bit_names_its_rank_each_time(four_ranks: list[dict[str, Any
             assert found["tensor"] == found["flipped"]
             assert found["undecided"] == []
             assert found["agrees_again"]
-    assert len({found["victim"] for found in told[0]}) == 4
+    assert len({found["victim"] for found in results[0]}) == 4
 
 
 @pytest.mark.extended
@@ -138,17 +139,17 @@ def test_one_flipped_bit_names_its_rank_each_time(four_ranks: list[dict[str, Any
 @pytest.mark.parametrize(
     ("scene", "num_checks"), [("briefly_clean", 100), pytest.param("clean", 1000, marks=pytest.mark.campaign)]
 )
-def test_no_alarm_in_a_thousand_clean_steps(scene: str, num_checks: int) -> None:
+def test_clean_steps_raise_no_alarm(scene: str, num_checks: int) -> None:
     """Ranks that train on different batches agree after each of many steps, though their buffers differ."""
-    told = [scenes[scene] for scenes in run_ranks("replica_ranks", [scene], 4)]
-    assert [(found["num_checks"], found["num_alarms"]) for found in told] == [(num_checks, 0)] * 4
-    assert {found["num_replicas"] for found in told} == {4}
-    assert told[0]["stats"] != told[1]["stats"]
+    results = [scenes[scene] for scenes in run_ranks("replica_ranks", [scene], 4)]
+    assert [(found["num_checks"], found["num_alarms"]) for found in results] == [(num_checks, 0)] * 4
+    assert {found["num_replicas"] for found in results} == {4}
+    assert results[0]["stats"] != results[1]["stats"]
 
 
 @pytest.mark.process
-def test_a_replica_that_trained_on_is_still_named(four_ranks: list[dict[str, Any]]) -> None:
-    """Averaged gradients do not heal a changed weight: the next check, steps later, names the rank."""
+def test_flipped_bit_is_identified_after_more_training(four_ranks: list[dict[str, Any]]) -> None:
+    """Averaged gradients do not repair a changed weight: the next check, steps later, identifies the rank."""
     for checks in (scenes["poisoned_training"] for scenes in four_ranks):
         assert [found["agrees"] for found in checks] == [True, False]
         assert [one["rank"] for one in checks[1]["deviating"]] == [2]
@@ -157,7 +158,7 @@ def test_a_replica_that_trained_on_is_still_named(four_ranks: list[dict[str, Any
 
 @pytest.mark.process
 def test_two_replicas_differ_without_a_root_cause() -> None:
-    """With two replicas the disagreement and its tensor are told, and nobody is blamed."""
+    """With two replicas the disagreement and its tensor are reported, without a root cause."""
     for scenes in run_ranks("replica_ranks", ["flips"], 2):
         for found in scenes["flips"]:
             assert not found["agrees"]
@@ -168,10 +169,11 @@ def test_two_replicas_differ_without_a_root_cause() -> None:
 
 
 @pytest.mark.process
-def test_hybrid_shards_are_compared_along_the_replicate_dimension(four_ranks: list[dict[str, Any]]) -> None:
-    """With 2 x 2 ranks a shard is compared with its replica alone; equal changes of both replicas are no difference."""
-    told = [scenes["hsdp"] for scenes in four_ranks]
-    for found in told:
+def test_hybrid_shards_are_compared_with_replicas_only(four_ranks: list[dict[str, Any]]) -> None:
+    """With 2 x 2 ranks a shard is compared with its replica only; equal changes of both replicas are not a
+    difference."""
+    results = [scenes["hsdp"] for scenes in four_ranks]
+    for found in results:
         assert found["before"]["agrees"]
         assert found["before"]["num_single_bytes"] == 0
         assert found["after"]["agrees"] is False
@@ -179,12 +181,12 @@ def test_hybrid_shards_are_compared_along_the_replicate_dimension(four_ranks: li
         assert [one["rank"] for one in found["after"]["undecided"]] == [1, 3]
         assert found["after"]["tensor"] == "model.0.weight"
         assert found["both"]["agrees"]
-    assert told[0]["before"]["num_bytes"] > 0
+    assert results[0]["before"]["num_bytes"] > 0
 
 
 @pytest.mark.process
-def test_pure_shards_have_nothing_to_compare(four_ranks: list[dict[str, Any]]) -> None:
-    """With one replica of each shard a check says that it compared nothing of them; counters of all ranks count."""
+def test_pure_shards_are_not_compared(four_ranks: list[dict[str, Any]]) -> None:
+    """With one replica of each shard a check reports that no shard was compared; replicated counters are."""
     for found in (scenes["fsdp"] for scenes in four_ranks):
         assert found["fresh"]["agrees"]
         assert (found["fresh"]["num_replicas"], found["fresh"]["num_bytes"]) == (1, 0)
@@ -197,7 +199,7 @@ def test_pure_shards_have_nothing_to_compare(four_ranks: list[dict[str, Any]]) -
 
 
 @pytest.mark.process
-def test_the_group_says_who_holds_plain_tensors(four_ranks: list[dict[str, Any]]) -> None:
+def test_group_limits_the_comparison_of_plain_tensors(four_ranks: list[dict[str, Any]]) -> None:
     """Tensors that differ by design between tensor-parallel ranks are compared among data-parallel ones only."""
     for found in (scenes["tensor_parallel_groups"] for scenes in four_ranks):
         assert found["mesh"]["agrees"]
@@ -207,8 +209,8 @@ def test_the_group_says_who_holds_plain_tensors(four_ranks: list[dict[str, Any]]
 
 
 @pytest.mark.process
-def test_a_rank_without_its_optimizer_state_is_named(four_ranks: list[dict[str, Any]]) -> None:
-    """Tensors that one replica lacks are a difference, and the first of them is named."""
+def test_rank_without_optimizer_state_is_identified(four_ranks: list[dict[str, Any]]) -> None:
+    """Tensors that one replica lacks are a difference, and the first of them is reported."""
     for found in (scenes["lost_state"] for scenes in four_ranks):
         assert [one["rank"] for one in found["deviating"]] == [3]
         assert found["tensor"] == "optim.model.module.0.weight.step"

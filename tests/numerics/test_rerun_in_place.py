@@ -1,4 +1,4 @@
-"""An invalid result: the step is run again as it was, and no weight knows of the first run."""
+"""A step with an invalid result is run again from the same state, and its first run changes no weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_STEPS = 8
 
 
 def nan_at(bad: int, *, runs: tuple[int, ...] = (1,)):
-    """Make the loss NaN, gradients included, in these runs of one step."""
+    """Return a function that makes the loss NaN, gradients included, in these runs of one step."""
 
     def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
         return loss * math.nan if iteration == bad and run in runs else loss
@@ -31,47 +31,47 @@ def nan_at(bad: int, *, runs: tuple[int, ...] = (1,)):
 
 
 @pytest.mark.parametrize("bad", [0, 1, 5])
-def test_transient_nan_leaves_no_trace(bad: int) -> None:
-    """After a NaN in one run, the first step's included, all that training changes is that of the undisturbed run."""
-    calm = Training().steps(NUM_STEPS)
-    struck = Training(disturb=nan_at(bad)).steps(NUM_STEPS)
-    assert struck.machine.state_dict()["found"][Finding.TRANSIENT] == 1
-    assert_same(calm, struck)
+def test_transient_nan_does_not_change_training(bad: int) -> None:
+    """After a NaN in one run, including the first step's, the result of training equals that of the undisturbed run."""
+    undisturbed = Training().steps(NUM_STEPS)
+    nan_run = Training(disturb=nan_at(bad)).steps(NUM_STEPS)
+    assert nan_run.machine.state_dict()["found"][Finding.TRANSIENT] == 1
+    assert_same(undisturbed, nan_run)
 
 
-def test_first_step_after_a_load_is_judged_too() -> None:
-    """A NaN in the first step of a process that loaded a checkpoint is run again like any other."""
+def test_first_step_after_a_load_is_rerun() -> None:
+    """A NaN in the first step after a checkpoint was loaded is run again like any other."""
     saved = Training().steps(3).save()
-    calm = Training().load(saved).steps(4)
-    struck = Training(disturb=nan_at(3)).load(saved).steps(4)
-    assert struck.machine.state_dict()["found"][Finding.TRANSIENT] == 1
-    assert_same(calm, struck)
+    undisturbed = Training().load(saved).steps(4)
+    nan_run = Training(disturb=nan_at(3)).load(saved).steps(4)
+    assert nan_run.machine.state_dict()["found"][Finding.TRANSIENT] == 1
+    assert_same(undisturbed, nan_run)
 
 
 def test_machine_does_not_change_training() -> None:
-    """With and without the machine the same weights come out."""
+    """Training with and without the machine gives the same weights."""
     assert_same(Training().steps(5), Training(RerunStateMachineConfig(rerun_mode="disabled")).steps(5))
 
 
-def test_reproduced_result_moves_no_weight() -> None:
-    """A NaN that comes again ends the process with 16 and a save of the state before the step, batches included."""
-    calm = Training().steps(5)
-    struck = Training(disturb=nan_at(5, runs=(1, 2))).steps(5)
-    decision = struck.step()
+def test_reproduced_result_exits_16_with_a_save() -> None:
+    """A reproduced NaN ends the process with 16 and a save of the state before the step, including its batches."""
+    undisturbed = Training().steps(5)
+    nan_run = Training(disturb=nan_at(5, runs=(1, 2))).steps(5)
+    decision = nan_run.step()
     assert (decision.exit_code, decision.must_save) == (16, True)
     diagnosis = decision.diagnosis
     assert diagnosis is not None
     assert (diagnosis.finding, diagnosis.rank, diagnosis.iteration) == (Finding.REPRODUCED, 0, 5)
     assert (diagnosis.node, diagnosis.device) == ("n", "first/cpu-0")
     assert (diagnosis.call, diagnosis.what, diagnosis.first, diagnosis.second) == (0, "loss", "nan", "nan")
-    assert struck.machine.state_dict()["step"]["iteration"] == 5
-    assert_same(calm, struck)
+    assert nan_run.machine.state_dict()["step"]["iteration"] == 5
+    assert_same(undisturbed, nan_run)
     with pytest.raises(OutlastError, match="exit code 16; no step follows"):
-        struck.step()
+        nan_run.step()
 
 
-def test_result_that_is_invalid_in_another_way_is_not_trained_on() -> None:
-    """NaN, then infinity: it was not reproduced, but there is no result to train on either."""
+def test_differing_invalid_result_is_not_trained_on() -> None:
+    """NaN, then infinity: the result was not reproduced, but training does not continue with it."""
 
     def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
         return loss * (math.nan if run == 1 else math.inf) if iteration == 2 else loss
@@ -84,8 +84,8 @@ def test_result_that_is_invalid_in_another_way_is_not_trained_on() -> None:
     assert (decision.diagnosis.first, decision.diagnosis.second) == ("nan", "inf")
 
 
-def test_second_run_may_be_the_first_with_an_invalid_result() -> None:
-    """What only the second run rejects is not trained on."""
+def test_rejection_in_the_second_run_only_is_not_trained_on() -> None:
+    """Training does not continue with a result that only the second run rejects."""
 
     def disturb(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
         return loss
@@ -103,8 +103,8 @@ def test_second_run_may_be_the_first_with_an_invalid_result() -> None:
     assert machine.decision.diagnosis.call == 1
 
 
-def test_validation_that_is_not_reached_again_is_said_to_be_so() -> None:
-    """A second run that takes another way confirms nothing and clears nothing."""
+def test_unreached_validation_is_undecided() -> None:
+    """A second run that does not reach the validation neither reproduces nor clears the result."""
     machine = Training().machine
     machine.begin_step(0)
     num_validations = iter([2, 1])
@@ -119,7 +119,7 @@ def test_validation_that_is_not_reached_again_is_said_to_be_so() -> None:
 
 
 def test_another_name_is_another_validation() -> None:
-    """A value that bears another name in the second run says nothing about the first one."""
+    """A value with another name in the second run is no evidence about the first one."""
     machine = Training().machine
     machine.begin_step(0)
     names = iter(["loss", "norm"])
@@ -130,7 +130,7 @@ def test_another_name_is_another_validation() -> None:
     assert machine.decision.diagnosis.finding is Finding.UNREACHED
 
 
-def test_tolerance_says_what_the_same_is() -> None:
+def test_tolerance_decides_what_is_reproduced() -> None:
     """Within the tolerance a rejected result is reproduced, even if it is accepted now; beyond it, it is not."""
     for tolerance, code in ((0.1, 16), (0.01, None)):
         machine = Training().machine
@@ -143,7 +143,7 @@ def test_tolerance_says_what_the_same_is() -> None:
 
 
 def test_script_may_reject_results_itself() -> None:
-    """A test of the script's own rejects a value, and its words are in the diagnosis."""
+    """A test of the script rejects a value, and its message is in the diagnosis."""
     machine = Training().machine
     machine.begin_step(0)
     while machine.should_run():
@@ -155,8 +155,8 @@ def test_script_may_reject_results_itself() -> None:
     )
 
 
-def test_several_numbers_are_refused() -> None:
-    """A tensor with many elements is no result that could be named; the message says what to do."""
+def test_tensor_with_many_elements_is_rejected() -> None:
+    """A tensor with many elements is not a valid result; the message states what to do."""
     machine = Training().machine
     machine.begin_step(0)
     assert machine.should_run()
@@ -164,8 +164,8 @@ def test_several_numbers_are_refused() -> None:
         machine.validate(torch.ones(3))
 
 
-def test_spike_is_run_again_and_then_trained_on() -> None:
-    """A spike that comes again is real: training goes on with it, and says so; one that does not was transient."""
+def test_reproduced_spike_is_trained_on() -> None:
+    """Training continues with a reproduced spike and logs it; a spike that is not reproduced was transient."""
     config = RerunStateMachineConfig(check_for_spiky_loss=True, spike_warmup=3, spike_window=5)
     machine = RerunStateMachine(config)
     values = [[1.0], [2.0], [1.5], [19.9], [300.0, 300.0], [1.0], [4000.0, 1.0], [2000.0]]
@@ -174,15 +174,14 @@ def test_spike_is_run_again_and_then_trained_on() -> None:
         run = iter(runs)
         while machine.should_run():
             machine.validate(next(run))
-        assert next(run, None) is None, f"iteration {iteration} was run too seldom"
+        assert next(run, None) is None, f"iteration {iteration} was run too few times"
         assert machine.decision.exit_code is None
     assert machine.state_dict()["found"][Finding.REPRODUCED] == 1
     assert machine.state_dict()["found"][Finding.TRANSIENT] == 1
 
 
-def test_what_was_found_is_in_the_journal(tmp_path: Path) -> None:
-    """A transient fault is an incident at the recovery policy's lowest recovery level, with values, device and
-    iteration."""
+def test_finding_is_written_to_the_journal(tmp_path: Path) -> None:
+    """A transient fault is an incident at the lowest recovery level, with values, device and iteration."""
     journal = Journal(tmp_path, run_id="r", job="j", node="n", proc="rank-0")
     Training(disturb=nan_at(2), journal=journal).steps(4)
     journal.close()
@@ -196,23 +195,23 @@ def test_what_was_found_is_in_the_journal(tmp_path: Path) -> None:
     json.dumps(event.data, allow_nan=False)
 
 
-def test_messages_name_rank_node_device_iteration_and_value(caplog: pytest.LogCaptureFixture) -> None:
-    """The line about a rejected result says where it was, at which iteration, and what it was."""
+def test_rejection_log_line_contains_all_facts(caplog: pytest.LogCaptureFixture) -> None:
+    """The line about a rejected result contains rank, node, device, iteration and value."""
     Training(disturb=nan_at(1)).steps(2)
     assert "rank 0 on node n (device first/cpu-0), iteration 1, validation 0: loss is nan" in caplog.text
     assert "then 0." in caplog.text or "then 1" in caplog.text
     assert "a transient fault" in caplog.text
 
 
-def test_data_that_cannot_be_rewound_is_refused() -> None:
-    """An iterator that is not wrapped is a TypeError that says how to wrap it."""
+def test_data_that_cannot_be_rewound_are_rejected() -> None:
+    """An iterator that is not wrapped is a TypeError that states how to wrap it."""
     machine = Training().machine
     with pytest.raises(TypeError, match="ReplayableIterator"):
         machine.begin_step(0, iter([1]))  # type: ignore[arg-type]
 
 
-def test_batch_changed_by_the_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A step that writes into its batch cannot be run again as it was, and the log says so."""
+def test_batch_changed_by_the_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A step that writes into its batch cannot be repeated exactly, and the log reports that."""
     machine = Training().machine
     batches = machine.replayable([{"x": torch.ones(2)}])
     machine.begin_step(0, batches)
@@ -224,7 +223,7 @@ def test_batch_changed_by_the_step_is_said(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Reference:
-    """A loop as it is written for Megatron's machine."""
+    """A loop as written for Megatron's machine."""
 
     def __init__(self, config: RerunStateMachineConfig | None = None) -> None:
         self.machine = RerunStateMachine(config)
@@ -240,8 +239,9 @@ class Reference:
         return seen, self.machine.should_checkpoint_and_exit()
 
 
-def test_megatrons_calls_do_what_they_do_there() -> None:
-    """Same names, same order: the step is run again with the same batch, then 16 with a save if it is reproduced."""
+def test_megatron_loop_works_unchanged() -> None:
+    """With Megatron's names and order of calls, the step is run again with the same batch, then exits 16 with a save if
+    reproduced."""
     loop = Reference()
     assert loop.step(1.0) == ([0], (False, False, 0))
     assert loop.step(math.nan, 2.0) == ([1, 1], (False, False, 0))
@@ -249,15 +249,15 @@ def test_megatrons_calls_do_what_they_do_there() -> None:
     assert loop.step(math.nan, math.nan) == ([2, 2], (True, True, 16))
 
 
-def test_validation_that_is_not_fatal_lets_training_go_on() -> None:
-    """fatal=False: a result that comes again is taken for correct."""
+def test_nonfatal_validation_continues_training() -> None:
+    """fatal=False: a reproduced result is taken as correct."""
     loop = Reference()
     assert loop.step(math.nan, math.nan, fatal=False) == ([0, 0], (False, False, 0))
     assert loop.machine.state_dict()["found"][Finding.REPRODUCED] == 1
 
 
 def test_results_of_any_form_can_be_compared() -> None:
-    """With a comparison of the script's own, a result may be anything, and its tolerance counts."""
+    """With the script's own comparison a result may be anything, and its tolerance applies."""
     machine = RerunStateMachine()
     results = iter([torch.tensor([1.0, math.inf]), torch.tensor([1.2, math.inf])])
     while machine.should_run_forward_backward():
@@ -274,7 +274,7 @@ def test_results_of_any_form_can_be_compared() -> None:
 
 
 def test_disabled_machine_runs_every_step_once() -> None:
-    """Disabled: one run of each step, and an invalid result raises before a weight moves, as in Megatron."""
+    """Disabled: one run of each step, and an invalid result raises before a weight changes, as in Megatron."""
     loop = Reference(RerunStateMachineConfig(rerun_mode="disabled"))
     assert loop.step(1.0) == ([0], (False, False, 0))
     with pytest.raises(NotFinite, match=r"of iteration 1 is nan on rank 0 .* rerun_mode='disabled' runs no step again"):
@@ -282,7 +282,7 @@ def test_disabled_machine_runs_every_step_once() -> None:
 
 
 def test_disabled_machine_that_accepts_nan_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    """With check_for_nan_in_loss off training continues with NaN; the first one that is seen is reported."""
+    """With check_for_nan_in_loss off training continues with NaN, and the first one is logged."""
     off = RerunStateMachineConfig(rerun_mode="disabled", check_for_nan_in_loss=False)
     trained = Training(off, disturb=nan_at(2)).steps(5)
     assert not all(torch.isfinite(weight).all() for weight in trained.model.parameters())

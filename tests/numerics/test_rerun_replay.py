@@ -1,4 +1,4 @@
-"""After a restart the saved step is run again, with its own batches, and judged by where it runs."""
+"""After a restart the saved step is replayed with its own batches, and judged by its device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def always_nan(iteration: int, run: int, loss: torch.Tensor) -> torch.Tensor:
 
 
 def save_of_a_reproduced_nan(**arguments: Any) -> tuple[dict[str, Any], Diagnosis]:
-    """Train up to a NaN that comes again; return the diagnostic save and the diagnosis."""
+    """Train up to a reproduced NaN; return the diagnostic save and the diagnosis."""
     training = Training(disturb=always_nan, **arguments).steps(BAD)
     decision = training.step()
     assert decision.must_save
@@ -34,7 +34,7 @@ def save_of_a_reproduced_nan(**arguments: Any) -> tuple[dict[str, Any], Diagnosi
 
 
 def replay_of(diagnosis: Diagnosis, **changes: Any) -> Replay:
-    """Return what the launcher makes of a diagnosis."""
+    """Return the replay that the launcher derives from a diagnosis."""
     facts = {
         name: getattr(diagnosis, name) for name in ("iteration", "device", "node", "rank", "call", "what", "first")
     }
@@ -44,8 +44,9 @@ def replay_of(diagnosis: Diagnosis, **changes: Any) -> Replay:
 @pytest.mark.parametrize(
     ("disturb", "finding"), [(always_nan, Finding.CORRECT), (undisturbed, Finding.PERSISTENT)], ids=["bad", "good"]
 )
-def test_another_device_decides(disturb: Disturb, finding: Finding) -> None:
-    """Invalid there too: the result is correct; valid there: the first device is at fault. 17, and no weight moves."""
+def test_replay_on_another_device_exits_17(disturb: Disturb, finding: Finding) -> None:
+    """Invalid there too: the result is correct; valid there: the first device is at fault. Both exit with 17, and no
+    weight changes."""
     saved, diagnosis = save_of_a_reproduced_nan()
     training = Training(disturb=disturb, device="second").load(saved, replay_of(diagnosis))
     decision = training.step()
@@ -62,8 +63,8 @@ def test_another_device_decides(disturb: Disturb, finding: Finding) -> None:
 
 
 @pytest.mark.parametrize(("tries", "code"), [(0, 16), (1, 17), (5, 17)])
-def test_the_same_device_gets_a_bounded_number_of_tries(tries: int, code: int) -> None:
-    """Reproduced on the same device: 16, and 17 with the last try that the settings grant."""
+def test_replays_on_the_same_device_are_bounded(tries: int, code: int) -> None:
+    """Reproduced on the same device: 16, and 17 with the last permitted try."""
     saved, diagnosis = save_of_a_reproduced_nan()
     decision = Training(disturb=always_nan).load(saved, replay_of(diagnosis, tries=tries)).step()
     assert (decision.exit_code, decision.must_save) == (code, False)
@@ -72,17 +73,17 @@ def test_the_same_device_gets_a_bounded_number_of_tries(tries: int, code: int) -
     assert decision.diagnosis.tries == tries + 1
 
 
-def test_training_goes_on_as_if_nothing_had_been() -> None:
+def test_valid_replay_continues_bit_identically() -> None:
     """Valid on the same device now: the replayed step counts, and training is bit-identical to the undisturbed one."""
-    calm = Training().steps(BAD + 3)
+    reference = Training().steps(BAD + 3)
     saved, diagnosis = save_of_a_reproduced_nan()
     training = Training().load(saved, replay_of(diagnosis)).steps(3)
     assert training.machine.state_dict()["found"][Finding.TRANSIENT] == 1
-    assert_same(calm, training)
+    assert_same(reference, training)
 
 
-def test_saved_batches_are_replayed_and_not_others() -> None:
-    """The step sees the batches of the save, whatever the loader would give, and the loader's next ones after them."""
+def test_replay_uses_the_saved_batches() -> None:
+    """The step gets the batches of the save, whatever the loader would give, and later steps the loader's next ones."""
     for behind in (False, True):
         machine, replay = _machine_after_a_reproduced_nan()
         state = machine.state_dict()
@@ -115,8 +116,9 @@ def _machine_after_a_reproduced_nan() -> tuple[RerunStateMachine, Replay]:
     return machine, replay_of(diagnosis)
 
 
-def test_batches_that_cannot_be_stored_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A batch with a foreign object is not pickled: the log names its place and type, and nothing is cleared later."""
+def test_batches_that_cannot_be_stored_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch with a foreign object is not pickled: the log contains its place and type, and no result is cleared
+    later."""
 
     class Odd:
         pass
@@ -142,8 +144,9 @@ def test_batches_that_cannot_be_stored_are_named(caplog: pytest.LogCaptureFixtur
     assert follow.decision.diagnosis.finding is Finding.UNREACHED
 
 
-def test_replay_needs_no_more_than_what_the_launcher_says() -> None:
-    """Without the machine's own facts (another script state was loaded) the launcher's are held against the result."""
+def test_replay_needs_only_the_launchers_facts() -> None:
+    """Without the machine's saved facts, as after a load of another script state, the launcher's are compared with the
+    result."""
     machine = RerunStateMachine()
     machine.begin_replay(Replay(iteration=4, device="elsewhere", rank=0, call=0, what="loss", first="nan"))
     machine.begin_step(4)
@@ -155,9 +158,9 @@ def test_replay_needs_no_more_than_what_the_launcher_says() -> None:
 
 
 @pytest.mark.parametrize(("drawn", "finding"), [(2.0, Finding.PERSISTENT), (3.0, Finding.UNREACHED)])
-def test_without_the_save_the_same_batch_decides(drawn: float, finding: Finding) -> None:
-    """Where training came to the step again from an older checkpoint, its batch is the one that was rejected, and a
-    valid result clears it; with another batch nothing is cleared."""
+def test_same_batch_decides_without_the_save(drawn: float, finding: Finding) -> None:
+    """If training reaches the step again from an older checkpoint with the rejected batch, a valid result clears it;
+    with another batch nothing is cleared."""
     machine = RerunStateMachine()
     data = ReplayableIterator([torch.tensor([2.0])])
     machine.begin_step(4, data)
@@ -179,8 +182,9 @@ def test_without_the_save_the_same_batch_decides(drawn: float, finding: Finding)
 
 
 @pytest.mark.parametrize(("value", "code"), [(math.nan, 17), (1.0, 0)])
-def test_megatrons_loop_replays_what_it_loaded(value: float, code: int) -> None:
-    """A loop that loads a diagnostic save replays its step first, once: still the same is the end, valid goes on."""
+def test_megatron_loop_replays_a_diagnostic_save(value: float, code: int) -> None:
+    """A loop that loads a diagnostic save replays its step first, once: a reproduced result exits, a valid one
+    continues."""
     machine, _ = _machine_after_a_reproduced_nan()
     follow = RerunStateMachine()
     follow.load_state_dict(machine.state_dict())
@@ -198,22 +202,22 @@ def test_megatrons_loop_replays_what_it_loaded(value: float, code: int) -> None:
         assert follow.iteration == 3
 
 
-def test_nothing_is_replayed_without_a_save() -> None:
-    """To ask for a replay with nothing loaded is an error that says what to do."""
+def test_replay_without_a_save_is_an_error() -> None:
+    """A replay request with nothing loaded is an error that states what to do."""
     with pytest.raises(OutlastError, match="load the state of a diagnostic save first"):
         RerunStateMachine().begin_replay()
 
 
-def test_another_step_is_not_taken_for_the_replay() -> None:
-    """A step of another iteration than the save's is refused, with what to do."""
+def test_replay_of_another_step_is_rejected() -> None:
+    """A step of another iteration than the save's is rejected with the action to take."""
     machine = RerunStateMachine()
     machine.begin_replay(Replay(iteration=4, device="d", rank=0))
     with pytest.raises(OutlastError, match="iteration 4 is to be replayed, but the step is that of 3"):
         machine.begin_step(3)
 
 
-def test_state_is_constant_while_nothing_happens() -> None:
-    """In the quiet state nothing but numbers changes: no tensors, the same keys, None where a step would be."""
+def test_idle_state_changes_numbers_only() -> None:
+    """Without an incident the state has no tensors, the same keys, and None in place of a step."""
     training = Training()
     before = training.machine.state_dict()
     after = training.steps(3).machine.state_dict()
@@ -223,22 +227,22 @@ def test_state_is_constant_while_nothing_happens() -> None:
 
 
 def test_state_survives_a_checkpoint() -> None:
-    """What a step's facts hold is plain values and tensors alone: a checkpoint takes them apart without pickling."""
+    """A step's facts are plain values and tensors only, so a checkpoint needs no pickling for them."""
     from outlast.checkpoint.state import decode, flatten
 
     saved, diagnosis = save_of_a_reproduced_nan()
-    flat = flatten(saved["machine"])
-    assert b'"o"' not in flat.tree
-    tensors = {named.name: named.tensor for named in flat.tensors}
-    machine = decode(flat.tree, tensors.__getitem__)
+    flattened = flatten(saved["machine"])
+    assert b'"o"' not in flattened.tree
+    tensors = {named.name: named.tensor for named in flattened.tensors}
+    machine = decode(flattened.tree, tensors.__getitem__)
     decision = Training(disturb=always_nan, device="x").load({**saved, "machine": machine}, replay_of(diagnosis)).step()
     assert decision.diagnosis is not None
     assert decision.diagnosis.finding is Finding.CORRECT
     assert decision.diagnosis.batch == diagnosis.batch
 
 
-def test_spikes_are_told_from_what_was_before_a_restart() -> None:
-    """The largest value of late survives a checkpoint."""
+def test_spike_threshold_survives_a_checkpoint() -> None:
+    """The largest recent value survives a checkpoint."""
     config = RerunStateMachineConfig(check_for_spiky_loss=True, spike_warmup=2, spike_window=4)
     first = RerunStateMachine(config)
     for iteration in range(3):
@@ -255,8 +259,8 @@ def test_spikes_are_told_from_what_was_before_a_restart() -> None:
     assert runs == 2
 
 
-def test_diagnosis_is_left_for_the_agent(tmp_path: Path) -> None:
-    """Where there is a run directory, the diagnosis lies where the node's agent looks for it."""
+def test_diagnosis_is_written_for_the_agent(tmp_path: Path) -> None:
+    """With a run directory, the diagnosis is stored where the node's agent reads it."""
     from outlast.env import WorkerEnv
 
     place = WorkerEnv(run_dir=str(tmp_path), job="j", cycle=4, node="n")

@@ -1,4 +1,4 @@
-"""What a run of a step changes is put back, and what it does not change is left alone."""
+"""Changes by a run of a step are restored, and everything else is unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.runtime.random_numbers import RandomSnapshot, capture_random, resto
 
 
 class Counting(torch.nn.Module):
-    """Buffers of every kind: changed in place, without a trace, by assignment, from None, never."""
+    """Buffers of every kind: changed in place, without a version change, by assignment, from None, never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 5])
-def test_buffers_are_put_back(num_before: int) -> None:
-    """However a run changes a buffer, and whichever run it is, going back gives the values of its beginning."""
+def test_buffers_are_restored(num_before: int) -> None:
+    """Rewinding restores a buffer's initial value, however and in whichever run it changed."""
     module, rewinder = Counting(), Rewinder()
     rewinder.watch([module])
     for _ in range(num_before):
@@ -58,8 +58,8 @@ def test_buffers_are_put_back(num_before: int) -> None:
 
 
 @pytest.mark.parametrize("module", [torch.nn.BatchNorm1d(4), torch.nn.Sequential(torch.nn.BatchNorm1d(4))])
-def test_statistics_that_begin_to_change_late_are_put_back(module: torch.nn.Module) -> None:
-    """BatchNorm that stood still for many runs is put back when a run changes it after all."""
+def test_late_changing_statistics_are_restored(module: torch.nn.Module) -> None:
+    """BatchNorm that was constant for many runs is restored once a run changes it."""
     rewinder = Rewinder()
     rewinder.watch([module.eval()])
     for _ in range(6):
@@ -77,8 +77,8 @@ def test_statistics_that_begin_to_change_late_are_put_back(module: torch.nn.Modu
         module(torch.randn(8, 4))
 
 
-def test_buffer_without_a_trace_is_learned_when_training_begins() -> None:
-    """A buffer that only training mode changes, and that without a trace, is put back once training mode is on."""
+def test_untraced_buffer_is_learned_in_training_mode() -> None:
+    """A buffer that changes only in training mode, without a version change, is restored once training mode is on."""
     module, rewinder = Counting().eval(), Rewinder()
     rewinder.watch([module])
     for _ in range(6):
@@ -96,8 +96,8 @@ def test_buffer_without_a_trace_is_learned_when_training_begins() -> None:
         module()
 
 
-def test_buffers_changed_between_runs_alone_are_not_put_back() -> None:
-    """What the script changes outside of steps (an average of the weights) keeps the newest values."""
+def test_buffers_changed_between_runs_keep_new_values() -> None:
+    """Changes of the script outside steps, such as an average of the weights, are kept."""
     module, rewinder = torch.nn.Module(), Rewinder()
     module.register_buffer("average", torch.zeros(2))
     rewinder.watch([module])
@@ -110,8 +110,8 @@ def test_buffers_changed_between_runs_alone_are_not_put_back() -> None:
         module.average += 1
 
 
-def test_gradients_are_put_back() -> None:
-    """None becomes None again, a changed gradient zero, and one that the run did not touch keeps its values."""
+def test_gradients_are_restored() -> None:
+    """None becomes None again, a changed gradient zero, and an unchanged one keeps its values."""
     none, zeros, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     zeros.grad, other.grad = torch.zeros(2), torch.full((2,), 7.0)
     rewinder = Rewinder()
@@ -132,8 +132,8 @@ def draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), float(np.random.randn()), np.random.rand(), float(torch.rand(1))]
 
 
-def test_random_numbers_come_again() -> None:
-    """After going back every generator gives the same numbers, those kept for a next call included."""
+def test_random_numbers_are_repeated() -> None:
+    """After rewinding every generator gives the same numbers, including those kept for a next call."""
     rewinder = Rewinder()
     for _ in range(5):
         rewinder.begin()
@@ -145,8 +145,8 @@ def test_random_numbers_come_again() -> None:
 @pytest.mark.parametrize(
     ("seed", "draw"), [(np.random.seed, np.random.randn), (random.seed, lambda: random.gauss(0, 1))]
 )
-def test_number_that_is_kept_is_not_lost(seed: Callable[[int], object], draw: Callable[[], float]) -> None:
-    """Normally distributed numbers are drawn in pairs and one is kept; a snapshot between the two knows of it."""
+def test_kept_random_number_is_restored(seed: Callable[[int], object], draw: Callable[[], float]) -> None:
+    """Normally distributed numbers are drawn in pairs and one is kept; a snapshot between the two includes it."""
     snapshot = RandomSnapshot()
     seed(5)
     draw()
@@ -159,7 +159,7 @@ def test_number_that_is_kept_is_not_lost(seed: Callable[[int], object], draw: Ca
 
 
 def set_with_kept(name: str, kept: float | None) -> None:
-    """Set a generator to the words that it has, with another number kept for the next call."""
+    """Set a generator to its current words, with another number kept for the next call."""
     if name == "python":
         random.setstate((*random.getstate()[:2], kept))
     else:
@@ -168,8 +168,8 @@ def set_with_kept(name: str, kept: float | None) -> None:
 
 @pytest.mark.parametrize("name", ["python", "numpy"])
 @pytest.mark.parametrize(("before", "after"), [(None, 0.25), (0.25, None), (0.25, 0.5), (0.25, 0.25)])
-def test_a_kept_number_that_was_set_is_seen(name: str, before: float | None, after: float | None) -> None:
-    """A state set to the same words with another number kept, as by restore_random() or by a script, is a new one."""
+def test_changed_kept_number_is_a_new_state(name: str, before: float | None, after: float | None) -> None:
+    """A state set to the same words with another kept number, as by restore_random() or a script, is a new one."""
     snapshot, draw = RandomSnapshot(), {"python": lambda: random.gauss(0, 1), "numpy": np.random.randn}[name]
     (random.seed if name == "python" else np.random.seed)(5)
     set_with_kept(name, before)
@@ -184,8 +184,8 @@ def test_a_kept_number_that_was_set_is_seen(name: str, before: float | None, aft
 
 
 @pytest.mark.parametrize("first", ["gauss", "words"])
-def test_going_back_and_forth_is_seen(first: str) -> None:
-    """States that were captured are set in turns, with the same words and with and without a kept number."""
+def test_alternating_states_are_detected(first: str) -> None:
+    """Alternately set states with the same words, with and without a kept number, are distinguished."""
     random.seed(5)
     np.random.seed(5)
     random.gauss(0, 1)
@@ -208,10 +208,10 @@ def test_going_back_and_forth_is_seen(first: str) -> None:
 @pytest.mark.parametrize(
     ("name", "seed", "draw"), [("numpy", np.random.seed, np.random.rand), ("python", random.seed, random.random)]
 )
-def test_snapshot_of_unused_numbers_is_the_same(
+def test_snapshot_of_an_unused_generator_is_reused(
     name: str, seed: Callable[[int], object], draw: Callable[[], float]
 ) -> None:
-    """While a generator is not used, a snapshot costs no copy of it; once it is, the copy is new."""
+    """While a generator is unused, a snapshot copies nothing; after use, the copy is new."""
     snapshot = RandomSnapshot()
     seed(5)
     snapshot.take()
@@ -228,8 +228,8 @@ def test_snapshot_of_unused_numbers_is_the_same(
     assert draw() == drawn
 
 
-def test_a_generator_that_lies_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an interpreter keeps the state of python's generator elsewhere, each snapshot asks for it."""
+def test_unknown_generator_layout_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an interpreter stores the state of Python's generator elsewhere, each snapshot queries it."""
     monkeypatch.setattr("outlast.runtime.random_numbers.object", type("wide", (), {"__basicsize__": 24}), raising=False)
     snapshot = RandomSnapshot()
     snapshot.take()
@@ -239,8 +239,8 @@ def test_a_generator_that_lies_elsewhere_is_asked(monkeypatch: pytest.MonkeyPatc
     assert snapshot.state["python"] is not first
 
 
-def test_a_kept_number_that_lies_elsewhere_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where numpy keeps the number for a next call elsewhere, each snapshot asks for the state."""
+def test_unknown_kept_number_layout_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If numpy stores the number for a next call elsewhere, each snapshot queries the state."""
     monkeypatch.setattr("outlast.runtime.random_numbers._keeps_number_within", lambda: False)
     snapshot = RandomSnapshot()
     snapshot.take()

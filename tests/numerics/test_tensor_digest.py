@@ -1,4 +1,4 @@
-"""A digest changes with every bit and with the order of the bytes, on the host and on an accelerator."""
+"""A digest depends on every bit and on the order of the bytes, on the host and on an accelerator."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from outlast.numerics.replica_digest import (
 )
 
 
-class PlayedKernel:
-    """Stands for the compiled kernel, which this plays by its arguments: reads memory by address, as that does."""
+class SimulatedKernel:
+    """Simulates the compiled kernel from its arguments: reads memory by address."""
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         def run(
@@ -43,24 +43,24 @@ class PlayedKernel:
                 num_words = min(int(count) - first, len(here))
                 memory = (ctypes.c_int32 * num_words).from_address(int(address) + 4 * first)
                 here[:num_words] = np.frombuffer(memory, dtype=np.int32)
-                mine = factors[int(group) * blocks : (int(group) + 1) * blocks, None]
-                weighed = torch.from_numpy(here).view(blocks, words) * weights * mine
-                sums[task] = weighed.view(blocks, fixed["num_tiles"], -1).sum(dim=(0, 2))
+                group_factors = factors[int(group) * blocks : (int(group) + 1) * blocks, None]
+                weighted = torch.from_numpy(here).view(blocks, words) * weights * group_factors
+                sums[task] = weighted.view(blocks, fixed["num_tiles"], -1).sum(dim=(0, 2))
 
         return run
 
 
 class BrokenKernel:
-    """Stands for Triton where it finds no compiler."""
+    """Simulates Triton without a compiler."""
 
     def __getitem__(self, _: tuple[int, int]) -> Callable[..., None]:
         raise RuntimeError("Failed to find C compiler")
 
 
-def at_once(tensors: list[torch.Tensor]) -> list[int]:
-    """Return what one kernel weighs, without a device to run it."""
+def kernel_sums(tensors: list[torch.Tensor]) -> list[int]:
+    """Return the results of one kernel, without a device to run it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outlast.numerics.replica_digest._find_kernel", PlayedKernel)
+        patch.setattr("outlast.numerics.replica_digest._find_kernel", SimulatedKernel)
         sums = weigh_at_once(tensors, torch.device("cpu"))
     assert sums is not None
     return sums.tolist()
@@ -76,7 +76,7 @@ DTYPES += [torch.float8_e4m3fn]
 
 @pytest.fixture(params=sorted(WAYS))
 def digest(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], int]:
-    """The way on the host, and the one of accelerators, which runs on the CPU too."""
+    """The implementations for the host and for accelerators, which runs on the CPU too."""
     return WAYS[request.param]
 
 
@@ -91,8 +91,8 @@ def _flip(tensor: torch.Tensor, bit: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_flipped_bit_is_noticed(digest: Callable[[torch.Tensor], int], dtype: torch.dtype) -> None:
-    """Any one bit of any element type changes the digest, and flipping it back restores it."""
+def test_each_flipped_bit_changes_the_digest(digest: Callable[[torch.Tensor], int], dtype: torch.dtype) -> None:
+    """Any one bit of any element type changes the digest, and flipping it again restores it."""
     tensor = _random(48, dtype)
     before = digest(tensor)
     seen = {before}
@@ -106,7 +106,7 @@ def test_each_flipped_bit_is_noticed(digest: Callable[[torch.Tensor], int], dtyp
 
 @pytest.mark.parametrize("bit", [0, 7, 23, 30, 31])
 def test_equal_flips_in_two_places_do_not_cancel(digest: Callable[[torch.Tensor], int], bit: int) -> None:
-    """The same bit flipped in two words is noticed: sign bits, neighbours, and the same place of two blocks."""
+    """The same bit flipped in two words changes the digest: sign bits, neighbours, and the same place of two blocks."""
     tensor = _random(4 * (2 * BLOCK_WORDS + 5))
     before = digest(tensor)
     for first, second in ((0, 1), (1, 3), (7, BLOCK_WORDS + 7), (BLOCK_WORDS - 1, BLOCK_WORDS), (0, 2 * BLOCK_WORDS)):
@@ -118,8 +118,8 @@ def test_equal_flips_in_two_places_do_not_cancel(digest: Callable[[torch.Tensor]
     assert digest(tensor) == before
 
 
-def test_swapped_words_are_noticed(digest: Callable[[torch.Tensor], int]) -> None:
-    """Two words in each other's place change the digest, even if they differ in their highest bits alone."""
+def test_swapped_words_change_the_digest(digest: Callable[[torch.Tensor], int]) -> None:
+    """Two swapped words change the digest, even if they differ in their highest bits only."""
     for first, second in ((0, 1), (2, 4), (5, BLOCK_WORDS + 5), (0, BLOCK_WORDS)):
         words = torch.zeros(2 * BLOCK_WORDS, dtype=torch.int32)
         words[first] = -(2**31)
@@ -128,8 +128,8 @@ def test_swapped_words_are_noticed(digest: Callable[[torch.Tensor], int]) -> Non
         assert digest(words) != before, (first, second)
 
 
-def test_form_in_memory_does_not_matter(digest: Callable[[torch.Tensor], int]) -> None:
-    """The same elements in the same order have the same digest, whatever their strides and where they begin."""
+def test_memory_layout_does_not_change_the_digest(digest: Callable[[torch.Tensor], int]) -> None:
+    """The same elements in the same order have the same digest, for any strides and offset."""
     tensor = _random(6 * 10 * 2, torch.bfloat16).view(6, 10)
     expected = digest(tensor)
     assert digest(tensor.t().contiguous().t()) == expected
@@ -144,7 +144,7 @@ def test_form_in_memory_does_not_matter(digest: Callable[[torch.Tensor], int]) -
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 2, 3, 4, 5, 4 * BLOCK_WORDS - 1, 4 * BLOCK_WORDS, 4 * BLOCK_WORDS + 3])
-def test_any_number_of_bytes(digest: Callable[[torch.Tensor], int], num_bytes: int) -> None:
+def test_any_number_of_bytes_has_a_digest(digest: Callable[[torch.Tensor], int], num_bytes: int) -> None:
     """Empty tensors and odd numbers of bytes have a digest, in which the last byte counts."""
     tensor = _random(num_bytes)
     before = digest(tensor)
@@ -153,15 +153,15 @@ def test_any_number_of_bytes(digest: Callable[[torch.Tensor], int], num_bytes: i
         assert digest(tensor) != before
 
 
-def test_scalars_and_conjugates(digest: Callable[[torch.Tensor], int]) -> None:
-    """Tensors without dimensions, and views that are computed when they are read, are digested by their elements."""
+def test_scalars_and_lazy_views_are_digested(digest: Callable[[torch.Tensor], int]) -> None:
+    """Tensors without dimensions, and views that are computed on access, are digested by their elements."""
     assert digest(torch.tensor(1.5)) == digest(torch.tensor([1.5])) != digest(torch.tensor(2.5))
     number = torch.tensor([1 + 2j])
     assert digest(number.conj()) == digest(torch.tensor([1 - 2j]))
 
 
-def test_a_piece_begins_where_the_last_ended() -> None:
-    """The sum over a tensor of several pieces is that of its words with their weights, wrapped at 64 bits."""
+def test_pieces_add_up_to_the_whole_tensor() -> None:
+    """The sum over a tensor of several pieces is that of its weighted words, wrapped at 64 bits."""
     num_words = BLOCK_WORDS * PIECE_BLOCKS + BLOCK_WORDS + 3
     words = torch.zeros(num_words, dtype=torch.int32)
     single = []
@@ -176,29 +176,26 @@ def test_a_piece_begins_where_the_last_ended() -> None:
     assert (int(weigh(words)) - 3 * sum(single)) % 2**64 == 0
 
 
-def test_digests_come_in_the_order_of_the_tensors() -> None:
-    """Many tensors at once have the digests that they have alone."""
+def test_digests_are_in_the_order_of_the_tensors() -> None:
+    """Many tensors at once have the same digests as each alone."""
     tensors = [_random(size) for size in (5, 0, 64, 7)]
     assert digest_tensors(tensors) == [digest_tensors([tensor])[0] for tensor in tensors]
 
 
-def test_all_tensors_at_once_have_the_digests_that_each_has_alone() -> None:
-    """Of any sizes, types and strides, in full groups of blocks or not: ranks with and without Triton agree."""
+def test_batched_digests_equal_single_digests() -> None:
+    """For any sizes, types and strides, in full groups of blocks or not, ranks with and without Triton agree."""
     group = 4 * BLOCK_WORDS * GROUP_BLOCKS
     sizes = (0, 1, 2, 3, 4, 5, 4096, 4 * BLOCK_WORDS + 3, group - 4, group, group + 4, 2 * group + 8189)
     tensors = [_random(size) for size in sizes]
     tensors += [_random(8 * 99, dtype) for dtype in DTYPES]
     tensors += [torch.randn(33, 7).t(), torch.randn(99, 20)[::2, ::3], _random(4002)[2:], torch.randn(5)[1:]]
     tensors.append(torch.tensor([1 + 2j, 3 - 1j]).conj())
-    assert at_once(tensors) == [int(weigh(tensor)) for tensor in tensors]
-    assert at_once([]) == []
+    assert kernel_sums(tensors) == [int(weigh(tensor)) for tensor in tensors]
+    assert kernel_sums([]) == []
 
 
-def test_where_triton_does_not_work_it_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A missing compiler costs speed alone: the sums are computed otherwise, which is logged, and it is not tried
-    again."""
+def test_broken_triton_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a compiler the sums are computed otherwise, which is logged, and Triton is not tried again."""
     monkeypatch.setattr(replica_digest, "_broken", [])
     find = replica_digest._find_kernel
     monkeypatch.setattr(replica_digest, "_find_kernel", lambda: None if replica_digest._broken else BrokenKernel())

@@ -1,4 +1,4 @@
-"""What two runs' validations amount to, whatever they gave."""
+"""Outcomes of the validations of two runs, for all results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outlast.numerics.validation import StepValidation
 from outlast.policy.rerun import Action, RunOutcome, StepRun, advance
 
 RUNS = st.lists(st.tuples(st.sampled_from([1.0, 2.0, math.nan, math.inf]), st.booleans()), max_size=4)
-"""Results of a run with whether each of their validations is fatal; those that are not finite are rejected."""
+"""Results of a run, each with whether its validation is fatal; results that are not finite are rejected."""
 
 
 def run(validation: StepValidation, results: list[tuple[float, bool]]) -> RunOutcome:
@@ -25,9 +25,8 @@ def run(validation: StepValidation, results: list[tuple[float, bool]]) -> RunOut
 
 @given(RUNS, RUNS)
 def test_no_rejected_result_is_trained_on(first: list[tuple[float, bool]], second: list[tuple[float, bool]]) -> None:
-    """Training goes on only with a run without a fatal rejection, that reached each fatal validation that had failed,
-    and in which none of these came out the same.
-    """
+    """Training continues only with a run that has no fatal rejection, that reached each fatal validation that had
+    failed, and in which none of these had the same result."""
     validation = StepValidation(RerunStateMachineConfig(), WorkerEnv(), "cpu")
     validation.begin_step(0)
     transition = advance(StepRun.FIRST_RUN, run(validation, first))
@@ -45,7 +44,7 @@ def test_no_rejected_result_is_trained_on(first: list[tuple[float, bool]], secon
 
 
 @given(RUNS)
-def test_valid_runs_say_nothing(results: list[tuple[float, bool]]) -> None:
+def test_run_without_a_rejection_is_valid(results: list[tuple[float, bool]]) -> None:
     """A run without a rejection is valid, and one with any is not."""
     validation = StepValidation(RerunStateMachineConfig(), WorkerEnv(), "cpu")
     validation.begin_step(0)

@@ -1,4 +1,4 @@
-"""Actor groups fill exactly the empty slots, keep who survived, and never recover forever."""
+"""Actor groups fill exactly the empty slots, keep the survivors and bound recoveries without progress."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def losses(draw: st.DrawFn) -> tuple[dict[int, str], dict[int, ActorFacts], list
 
 
 @given(losses())
-def test_exactly_the_empty_slots_are_filled(
+def test_spares_fill_exactly_the_empty_slots(
     case: tuple[dict[int, str], dict[int, ActorFacts], list[ActorFacts]],
 ) -> None:
-    """Survivors keep slot and state; each empty slot, wherever it is, gets one spare that loads; none has two."""
+    """Survivors keep slot and state; each empty slot gets exactly one spare, which loads its state."""
     before, survivors, spares = case
     formation = fill_slots(before, survivors, spares)
     empty = set(before) - set(survivors)
@@ -59,7 +59,7 @@ def test_exactly_the_empty_slots_are_filled(
 
 
 @given(losses())
-def test_a_spare_of_the_same_node_comes_first(
+def test_spares_of_the_same_node_are_preferred(
     case: tuple[dict[int, str], dict[int, ActorFacts], list[ActorFacts]],
 ) -> None:
     """As many slots as possible are filled from the node that they were on."""
@@ -70,15 +70,16 @@ def test_a_spare_of_the_same_node_comes_first(
     node_of = {spare.actor: spare.node for spare in spares}
     for node in "abc":
         empty = [rank for rank in before if rank not in survivors and before[rank] == node]
-        stayed = [slot for slot in formation.slots if slot.rank in empty and node_of[slot.actor] == node]
-        assert len(stayed) == min(len(empty), sum(spare.node == node for spare in spares))
+        same_node = [slot for slot in formation.slots if slot.rank in empty and node_of[slot.actor] == node]
+        assert len(same_node) == min(len(empty), sum(spare.node == node for spare in spares))
 
 
 @given(losses(), st.integers(1, 16))
-def test_a_smaller_group_takes_survivors_first_and_all_load(
+def test_shrunken_group_prefers_survivors_and_loads_state(
     case: tuple[dict[int, str], dict[int, ActorFacts], list[ActorFacts]], num_slots: int
 ) -> None:
-    """When a group shrinks nobody trusts its state, survivors come before spares, and the rest of them waits."""
+    """A group that shrinks takes survivors before spares, every member loads its state, and the other survivors are
+    dismissed."""
     _, survivors, spares = case
     formation = shrink_slots(num_slots, survivors, spares)
     if num_slots > len(survivors) + len(spares):
@@ -94,8 +95,8 @@ def test_a_smaller_group_takes_survivors_first_and_all_load(
     assert list(formation.dismissed) == in_order[num_slots:]
 
 
-def test_a_call_is_repeated_from_where_it_began_only() -> None:
-    """Any actor at another iteration than the call began from, before or after it, ends the call."""
+def test_call_repeats_only_from_its_starting_iteration() -> None:
+    """An actor at an iteration before or after the start of the call ends the call."""
     assert not ends_call(7, [7, 7])
     assert not ends_call(None, [None])
     assert ends_call(7, [6])
@@ -105,10 +106,10 @@ def test_a_call_is_repeated_from_where_it_began_only() -> None:
 
 
 @given(st.lists(st.sampled_from(["lost", "end", "same"]), max_size=60), st.integers(1, 4))
-def test_recoveries_without_progress_are_bounded(story: list[str], limit: int) -> None:
-    """However calls end in between, more than the limit of recoveries in a row are granted with progress only."""
+def test_recoveries_without_progress_are_bounded(events: list[str], limit: int) -> None:
+    """No more recoveries in a row than the limit are granted without progress, in any order of calls and losses."""
     budget, iteration, granted = RecoveryBudget(limit), 0, 0
-    for event in story:
+    for event in events:
         if event == "lost":
             if budget.spend() is not None:
                 assert granted == limit
@@ -120,11 +121,12 @@ def test_recoveries_without_progress_are_bounded(story: list[str], limit: int) -
             budget.note_end(iteration)
             granted = 0
         elif iteration:
-            budget.note_end(iteration)  # an evaluation, or a step done again after going back
+            budget.note_end(iteration)  # an evaluation, or a step repeated after a recovery
 
 
-def test_going_back_and_getting_no_further_is_no_progress() -> None:
-    """An iteration that kills whoever comes to it is not tried forever, though others end in between."""
+def test_repeated_iterations_are_not_progress() -> None:
+    """An iteration that kills every actor that reaches it exhausts the budget although earlier iterations end in
+    between."""
     budget = RecoveryBudget(2)
     budget.note_end(6)
     for _ in range(2):
@@ -136,8 +138,8 @@ def test_going_back_and_getting_no_further_is_no_progress() -> None:
     assert "iteration 6" in exhausted
 
 
-def test_without_state_every_call_is_progress() -> None:
-    """Actors that keep no state have no iterations to tell progress by."""
+def test_stateless_actors_progress_with_every_call() -> None:
+    """Each completed call of actors without state counts as progress."""
     budget = RecoveryBudget(1)
     for _ in range(5):
         assert budget.spend() is None

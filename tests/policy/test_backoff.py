@@ -1,4 +1,4 @@
-"""Restarts without progress in a row wait, each at least as long as the one before."""
+"""Consecutive restarts without progress are delayed, each at least as long as the one before."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _fail(state: RecoveryState, *, limits: Limits = LIMITS, **facts: object) -> 
     return decide(state, CycleEnd(**facts), limits)  # type: ignore[arg-type]
 
 
-def test_the_first_restart_does_not_wait_and_the_following_ones_wait_longer() -> None:
-    """The delays grow up to a minute, and each line says how long."""
+def test_restart_delays_grow_from_zero_to_a_minute() -> None:
+    """The first restart is immediate, later delays grow to 60 s, and each reason states its delay."""
     state, delays = RecoveryState(), []
     for _ in range(8):
         state, decision = _fail(state)
@@ -31,8 +31,8 @@ def test_the_first_restart_does_not_wait_and_the_following_ones_wait_longer() ->
     assert delays[-1] == 60.0
 
 
-def test_progress_ends_the_delays() -> None:
-    """After a cycle that committed a checkpoint at a higher iteration the next restart does not wait."""
+def test_progress_resets_the_delay() -> None:
+    """The restart after a cycle that committed a checkpoint at a higher iteration is immediate."""
     state = RecoveryState()
     for _ in range(3):
         state, decision = _fail(state)
@@ -43,16 +43,16 @@ def test_progress_ends_the_delays() -> None:
     assert decision.delay_s > 0.0
 
 
-def test_a_failure_after_a_long_time_does_not_wait() -> None:
-    """A run whose progress is not known, and that fails every few hours, loses nothing."""
+def test_restart_after_a_long_cycle_is_immediate() -> None:
+    """A run with unknown progress that fails every few hours restarts without delay."""
     state = RecoveryState()
     for _ in range(5):
         state, decision = _fail(state, progress_known=False, ran_s=LONG_CYCLE_S)
         assert decision.delay_s == 0.0
 
 
-def test_a_restart_in_process_and_a_stop_do_not_wait() -> None:
-    """A restart that has already happened, and the end of the job, have no delay."""
+def test_in_process_restart_and_stop_have_no_delay() -> None:
+    """A restart that has already happened and the end of the job have no delay."""
     state = RecoveryState()
     for _ in range(4):
         state, decision = _fail(state, recovered_in_process=True)
@@ -61,8 +61,8 @@ def test_a_restart_in_process_and_a_stop_do_not_wait() -> None:
     assert (decision.recovery_level, decision.delay_s) == (RecoveryLevel.STOP, 0.0)
 
 
-def test_the_delay_is_bounded_by_its_limit() -> None:
-    """A job whose agents wait for a shorter time delays no longer than that; 0 turns delays off."""
+def test_delay_is_bounded_by_its_limit() -> None:
+    """No delay exceeds ``max_restart_delay_s``; 0 turns delays off."""
     for max_s in (3.0, 0.0):
         state, delays, limits = RecoveryState(), [], Limits(max_restarts=20, max_restart_delay_s=max_s)
         for _ in range(2):

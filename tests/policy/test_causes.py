@@ -1,4 +1,4 @@
-"""Which worker failed by itself, and whether a restart can help."""
+"""The first failed worker is identified, and failures that a restart cannot recover are detected as permanent."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ endings = st.lists(
 
 
 @pytest.mark.parametrize("cause", [LOST, GLOO], ids=["ours", "gloo's"])
-def test_a_lost_peer_is_a_consequence(cause: Cause) -> None:
-    """An exception that says that a peer is gone is not what began, though its rank ended first."""
+def test_lost_peer_is_a_consequence(cause: Cause) -> None:
+    """An exception about a lost peer is not the root cause, although its rank ended first."""
     assert is_consequence(cause)
     first = find_first([Ended(rank=0, cause=cause, ended_ns=60), Ended(rank=1, cause=OWN, ended_ns=90)])
     assert first.rank == 1
 
 
-def test_an_own_exception_that_speaks_of_a_connection_is_none() -> None:
-    """A data loader that lost its server raises an error of its own: the rank is the cause."""
+def test_application_connection_error_is_not_a_consequence() -> None:
+    """A data loader's own exception about a connection can be the root cause."""
     own = Cause(type="app.StorageError", bases=("ValueError", "Exception"), text="connection reset by the bucket")
     assert not is_consequence(own)
 
 
-def test_who_recorded_first_is_the_cause_though_another_ended_first() -> None:
-    """A rank that raised and still cleans up is the cause, not the peer that ended meanwhile."""
+def test_first_recorded_exception_is_the_cause() -> None:
+    """A rank that raised and still cleans up is the cause, not a peer that ended in the meantime."""
     slow = Ended(rank=3, cause=OWN)
     assert find_first([Ended(rank=0, ended_ns=60), slow]) == slow
     killed = Ended(rank=0, ended_ns=45)
@@ -57,8 +57,8 @@ def test_who_recorded_first_is_the_cause_though_another_ended_first() -> None:
 
 
 @given(endings)
-def test_the_first_is_one_of_them_and_no_consequence_unless_all_are(ended: list[Ended]) -> None:
-    """Whatever ended in whatever order, who is named did end, and lost a peer only if everybody did."""
+def test_root_cause_is_a_consequence_only_if_all_are(ended: list[Ended]) -> None:
+    """The identified worker is one that ended, and it lost a peer only if all workers did."""
     first = find_first(ended)
     assert first in ended
     assert not is_consequence(first.cause) or all(is_consequence(one.cause) for one in ended)
@@ -81,14 +81,14 @@ def test_the_first_is_one_of_them_and_no_consequence_unless_all_are(ended: list[
         (None, False, False),
     ],
 )
-def test_what_a_restart_cannot_mend(cause: Cause | None, plain: bool, session: bool) -> None:
-    """What is wrong with the script itself is permanent; what may pass, or lies in its data or memory, is not."""
+def test_permanent_causes_are_identified(cause: Cause | None, plain: bool, session: bool) -> None:
+    """Errors of the script itself are permanent; errors of its data, memory or environment are not."""
     assert is_permanent(cause, has_session=False) is plain
     assert is_permanent(cause, has_session=True) is session
 
 
-def test_all_must_fail_alike() -> None:
-    """One rank that failed in another line, or recorded nothing, and a restart is tried."""
+def test_permanent_cause_requires_identical_failures() -> None:
+    """A rank that failed in another line, or recorded nothing, makes the failure worth a restart."""
     assert permanent_cause([MISSING, MISSING], has_session=False) == MISSING
     other = Cause(type="ModuleNotFoundError", bases=("ImportError",), frame="train.py:2")
     assert permanent_cause([MISSING, other], has_session=False) is None
@@ -97,11 +97,11 @@ def test_all_must_fail_alike() -> None:
 
 
 @given(endings, st.floats(0, 1e5), st.integers(0, 8), st.booleans(), st.booleans(), st.booleans(), st.booleans())
-def test_the_wait_for_other_workers_is_short(
+def test_wait_for_other_workers_is_bounded(
     ended: list[Ended], ran_s: float, num_running: int, early: bool, session: bool, alone: bool, is_agreed: bool
 ) -> None:
-    """A failure is reported within seconds, or within as many as the workers ran before, up to half a minute; at once
-    when no worker is left, or when another node's rank may be the cause and the ranks did not agree to exit."""
+    """The wait before a failure is reported is at most 5 s or the run time of the workers, up to 30 s; it is 0 if no
+    worker is left, or if the root cause may be on another node and the ranks did not agree to exit."""
     seconds = wait_s(
         ended,
         ran_s=ran_s,
@@ -118,8 +118,8 @@ def test_the_wait_for_other_workers_is_short(
         assert seconds == 5
 
 
-def test_workers_on_a_slow_file_system_have_longer_to_fail_alike() -> None:
-    """A worker that needed 20 s to come to a missing file waits as long for its peers, which read the same files."""
+def test_wait_for_other_workers_follows_their_run_time() -> None:
+    """A worker that needed 20 s to reach a missing file waits as long for its peers, which read the same files."""
     waits = [
         wait_s(
             [Ended(rank=0, cause=MISSING, ended_ns=1)],

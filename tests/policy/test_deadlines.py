@@ -1,4 +1,4 @@
-"""Deadlines: what is judged, when, and that a watchdog never oversleeps."""
+"""Deadlines of ranks: which ones are enforced, and that a watchdog never sleeps past one."""
 
 from dataclasses import replace
 
@@ -30,8 +30,9 @@ def subjects(state, timeouts, now_s) -> list:
     return [(one.subject, one.section) for one in expired(state, timeouts, round(now_s * S))]
 
 
-def test_first_heartbeat_has_its_own_timeout():
-    """Until the first heartbeat the initial timeout counts from the attachment, afterwards the other one."""
+def test_first_heartbeat_has_a_separate_timeout():
+    """Until the first heartbeat the initial timeout counts from the attachment; afterwards the heartbeat timeout
+    counts."""
     assert subjects(rank(), ALL, 10.9) == []
     assert subjects(rank(), ALL, 11) == [(Subject.INITIAL_HEARTBEAT, None)]
     beating = rank(last_heartbeat_ns=20 * S)
@@ -39,8 +40,8 @@ def test_first_heartbeat_has_its_own_timeout():
     assert subjects(beating, ALL, 25) == [(Subject.HEARTBEAT, None)]
 
 
-def test_every_open_section_is_judged():
-    """An outer section that takes too long is found although the inner one is within its own timeout."""
+def test_every_open_section_is_checked():
+    """An outer section that exceeds its timeout is detected although the inner one is within its timeout."""
     state = rank(
         last_heartbeat_ns=40 * S, sections=(BoardSection("setup", 20 * S), BoardSection("step", 40 * S, ordinal=1))
     )
@@ -48,36 +49,36 @@ def test_every_open_section_is_judged():
     assert subjects(state, ALL, 42) == [(Subject.SECTION, "setup"), (Subject.SECTION, "step")]
 
 
-def test_warmup_iterations_are_not_enforced():
-    """The cycle's first steps have no deadline, whatever is open around them."""
+def test_warmup_iterations_have_no_deadline():
+    """The first steps of a cycle have no deadline."""
     assert deadlines(rank(sections=(BoardSection("step", S, ordinal=0),)), replace(ALL, initial_heartbeat_s=None)) == []
     assert deadlines(rank(sections=(BoardSection("step", S, ordinal=1),)), replace(ALL, initial_heartbeat_s=None))
 
 
-def test_time_outside_sections_counts_once_sections_were_used():
-    """A worker that never used a section is not judged by the time outside of them."""
+def test_time_outside_sections_needs_a_used_section():
+    """The out-of-section timeout does not apply to a worker that never used a section."""
     only = Timeouts(out_of_section_s=3, sections={"step": 2})
     assert subjects(rank(), only, 100) == []
     assert subjects(rank(left_ns=10 * S), only, 13) == [(Subject.OUT_OF_SECTION, None)]
     assert subjects(rank(left_ns=10 * S, sections=(BoardSection("eval", 11 * S),)), only, 100) == []
 
 
-def test_unknown_sections_and_none_are_not_enforced():
-    """A section without a timeout, or with none, has no deadline."""
+def test_sections_without_a_timeout_have_no_deadline():
+    """A section that is not configured, or configured with None, has no deadline."""
     state = rank(sections=(BoardSection("eval", S), BoardSection("data", S)))
     assert deadlines(state, Timeouts(sections={"data": None, "step": 1})) == []
 
 
-def test_finished_and_plain_ranks_are_never_reported():
-    """A rank that finished, or never attached, has no deadline."""
+def test_finished_and_unattached_ranks_have_no_deadline():
+    """A rank that finished or never attached has no deadline."""
     late = rank(last_heartbeat_ns=S, sections=(BoardSection("setup", S),))
     assert deadlines(late, ALL)
     assert deadlines(replace(late, finished=True), ALL) == []
     assert deadlines(replace(late, attached=False), ALL) == []
 
 
-def test_report_line_is_the_one_users_search_for():
-    """The line names rank, node, pid, section, timeout, time so far and iteration."""
+def test_report_line_describes_the_exceeded_timeout():
+    """The line contains rank, node, pid, section, timeout, elapsed time and iteration."""
     state = rank(iteration=57, sections=(BoardSection("step", 0, ordinal=9),))
     (one,) = expired(state, Timeouts(sections={"step": 180.0}), round(182.1 * S))
     assert one.describe("worker-1") == (
@@ -85,8 +86,8 @@ def test_report_line_is_the_one_users_search_for():
     )
 
 
-def test_config_gives_the_timeouts():
-    """Every timeout of the config is enforced under its own meaning."""
+def test_config_fields_map_to_timeouts():
+    """Every timeout of the config is enforced under its meaning."""
     config = FaultToleranceConfig(
         initial_rank_heartbeat_timeout=8,
         rank_heartbeat_timeout=4,
@@ -102,9 +103,9 @@ def test_config_gives_the_timeouts():
     assert "step 2.0 s" in timeouts.describe()
 
 
-def test_defaults_hold_for_ranks_that_promise_heartbeats_alone():
-    """Where nobody sets a timeout of heartbeats an agent has one, for whoever has a session; a script that marks its
-    own sections, or a session that goes from section to section without a loop, is not ended by it."""
+def test_default_timeouts_need_promised_heartbeats():
+    """Default heartbeat timeouts apply to ranks with a session only. They do not end a script that marks its own
+    sections, or a session that moves from section to section without a loop."""
     timeouts = Timeouts.from_config(FaultToleranceConfig(), with_defaults=True)
     assert (timeouts.initial_heartbeat_s, timeouts.heartbeat_s) == (1800.0, 1800.0)
     assert deadlines(rank(), timeouts) == deadlines(rank(last_heartbeat_ns=20 * S), timeouts) == []
@@ -117,9 +118,9 @@ def test_defaults_hold_for_ranks_that_promise_heartbeats_alone():
     assert deadlines(inside, timeouts) == [2300 * S]
 
 
-def test_a_default_never_ends_what_a_longer_timeout_allows():
-    """What is given for the open sections, or for the time outside all of them, is longer than a default or none: the
-    default waits as long. A shorter one ends a rank itself, and leaves the default as it is."""
+def test_default_timeout_yields_to_a_longer_one():
+    """A default waits as long as a longer timeout, or None, that is configured for the open sections or the time
+    outside them. A shorter one ends a rank itself and does not change the default."""
     config = FaultToleranceConfig(
         rank_section_timeouts={"setup": 3600, "step": 7200, "export": None, "save": 60},
         rank_out_of_section_timeout=5400,
@@ -145,8 +146,9 @@ def test_a_default_never_ends_what_a_longer_timeout_allows():
     assert 1820 * S in deadlines(in_step, set_by_hand)
 
 
-def test_a_given_timeout_of_heartbeats_is_no_default():
-    """What is given holds for every rank, none included, and a longer one lifts the default of the first heartbeat."""
+def test_configured_heartbeat_timeout_is_not_a_default():
+    """A configured heartbeat timeout, including None, applies to every rank; a longer one raises the default of the
+    first heartbeat."""
     off = FaultToleranceConfig(initial_rank_heartbeat_timeout=None, rank_heartbeat_timeout=None)
     assert Timeouts.from_config(off, with_defaults=True).smallest_s() is None
     timeouts = Timeouts.from_config(FaultToleranceConfig(rank_heartbeat_timeout=7200.0), with_defaults=True)
@@ -155,39 +157,41 @@ def test_a_given_timeout_of_heartbeats_is_no_default():
     assert Timeouts.from_config(FaultToleranceConfig()).smallest_s() is None
 
 
-def test_switched_on_without_an_agent_means_the_timeouts_of_nvrx():
-    """``enable_ft_package`` with nothing else enforces 1800 s and 300 s on a session; any timeout that is given stands
-    for itself, and what was learned comes before."""
+def test_enable_ft_package_alone_uses_nvrx_timeouts():
+    """``enable_ft_package`` alone enforces 1800 s and 300 s on a session; configured and learned timeouts take
+    precedence."""
     on = FaultToleranceConfig(enable_ft_package=True)
 
-    def enforced(config: FaultToleranceConfig, *, replaces_dead_ranks: bool = False, **learned: float) -> Timeouts:
+    def enforced_timeouts(
+        config: FaultToleranceConfig, *, replaces_dead_ranks: bool = False, **learned: float
+    ) -> Timeouts:
         return Timeouts.of_rank(config.changed(**learned), configured=config, replaces_dead_ranks=replaces_dead_ranks)
 
-    timeouts = enforced(on)
+    timeouts = enforced_timeouts(on)
     assert (timeouts.initial_heartbeat_s, timeouts.heartbeat_s) == (1800.0, 300.0)
     session = rank(promises_heartbeats=True, last_heartbeat_ns=20 * S)
     assert subjects(session, timeouts, 320) == [(Subject.HEARTBEAT, None)]
     assert deadlines(rank(last_heartbeat_ns=20 * S), timeouts) == []
-    assert enforced(on, rank_heartbeat_timeout=50.0).heartbeat_s == 50.0
-    assert enforced(on, replaces_dead_ranks=True) == Timeouts.from_config(on, with_defaults=True)
+    assert enforced_timeouts(on, rank_heartbeat_timeout=50.0).heartbeat_s == 50.0
+    assert enforced_timeouts(on, replaces_dead_ranks=True) == Timeouts.from_config(on, with_defaults=True)
     for other in (on.changed(rank_section_timeouts={"step": 9.0}), on.changed(enable_ft_package=False)):
-        assert enforced(other) == Timeouts.from_config(other)
-    assert enforced(FaultToleranceConfig()).smallest_s() is None
+        assert enforced_timeouts(other) == Timeouts.from_config(other)
+    assert enforced_timeouts(FaultToleranceConfig()).smallest_s() is None
 
 
-def test_a_config_that_says_no_watches_nothing():
-    """enable_ft_package=False switches every timeout off, whatever else is set."""
+def test_disabled_ft_package_enforces_no_timeout():
+    """``enable_ft_package=False`` disables every timeout, whatever else is set."""
     config = FaultToleranceConfig(enable_ft_package=False, rank_section_timeouts={"step": 1.0})
     assert Timeouts.from_config(config, with_defaults=True) == Timeouts.from_config(config) == Timeouts()
 
 
-def test_nothing_enforced_sleeps_for_ever():
-    """Without a timeout there is nothing to wake up for."""
+def test_no_timeout_means_no_wake_up():
+    """Without a timeout the watchdog never has to wake up."""
     assert wake_at_ns([rank()], Timeouts(sections={"step": None}), 5) is None
 
 
-# The property: a watchdog that sleeps as told, and looks at nothing in between, notices every timeout at the very
-# nanosecond at which an all-seeing observer would.
+# The property: a watchdog that sleeps until the time it computed detects every timeout at the same nanosecond as an
+# observer that checks continuously.
 
 TICK = S // 1000
 seconds = st.one_of(st.none(), st.integers(1, 400).map(lambda ticks: ticks / 1000))
@@ -201,7 +205,7 @@ events = st.lists(
 
 
 def play(script) -> list[tuple[int, RankState]]:
-    """Return what the board shows from each moment on."""
+    """Return the state in the heartbeat memory after each event."""
     now, state, counts, history = 0, RankState(local_rank=0), {}, [(0, RankState(local_rank=0))]
     for wait, event in script:
         now += wait * TICK + 1
@@ -236,7 +240,7 @@ def play(script) -> list[tuple[int, RankState]]:
     defaults=st.sets(st.sampled_from([Subject.HEARTBEAT, Subject.INITIAL_HEARTBEAT])),
 )
 def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, outside, warmup, defaults):
-    """Sleeping until the earliest deadline, or the smallest timeout from now, is exact: nothing is noticed late."""
+    """Sleeping until the earliest deadline, or for the smallest timeout, detects every timeout without delay."""
     timeouts = Timeouts(
         initial_heartbeat_s=first,
         heartbeat_s=beat,
@@ -248,7 +252,7 @@ def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, o
     histories = [play(script) for script in scripts]
     end = max(history[-1][0] for history in histories) + S
 
-    def all_seeing() -> int | None:
+    def observe_continuously() -> int | None:
         moments = []
         for history in histories:
             for (since, state), (until, _) in zip(history, [*history[1:], (end + 1, None)], strict=True):
@@ -266,7 +270,7 @@ def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, o
             break
         assert wake > now
         now = wake
-    assert seen == all_seeing()
+    assert seen == observe_continuously()
 
 
 def restarting(state: InProcessState, iteration: int = 1, **facts) -> RankState:
@@ -279,8 +283,8 @@ def restarting(state: InProcessState, iteration: int = 1, **facts) -> RankState:
     )
 
 
-def test_a_rank_in_a_restart_is_judged_by_that_alone():
-    """Whatever was open or due when the restart began counts no more; the restart has a time limit of its own."""
+def test_restarting_rank_has_only_the_restart_deadline():
+    """While a rank restarts, only the time limit of the restart applies."""
     open_sections = (BoardSection("step", 20 * S, ordinal=5),)
     state = restarting(InProcessState.RESTARTING, last_heartbeat_ns=20 * S, sections=open_sections)
     assert subjects(state, ALL, 56.9) == []
@@ -291,8 +295,8 @@ def test_a_rank_in_a_restart_is_judged_by_that_alone():
     assert wake_at_ns([state], Timeouts(), 51 * S) == 57 * S
 
 
-def test_what_began_before_a_restart_does_not_count_after_it():
-    """A rank that is back in the function starts anew: stale sections are passed over, all other clocks set back."""
+def test_restart_resets_all_deadlines():
+    """After a restart, sections from before it are ignored and all other deadlines count from its end."""
     stale = (BoardSection("setup", 20 * S),)
     state = restarting(InProcessState.ACTIVE, last_heartbeat_ns=20 * S, sections=stale)
     assert subjects(state, ALL, 54.9) == []
@@ -304,36 +308,38 @@ def test_what_began_before_a_restart_does_not_count_after_it():
     assert subjects(outside, Timeouts(out_of_section_s=3), 53) == [(Subject.OUT_OF_SECTION, None)]
 
 
-def test_sections_around_a_wrapped_function_count_until_it_is_called_again():
-    """In the first call nothing was restarted: what was opened before it is judged as ever."""
+def test_outer_sections_count_in_the_first_call():
+    """Sections opened before the first call of a wrapped function are checked until the function restarts."""
     state = restarting(InProcessState.ACTIVE, iteration=0, sections=(BoardSection("setup", 20 * S),))
     assert (Subject.SECTION, "setup") in subjects(state, ALL, 60)
 
 
-def test_ranks_that_wait_in_a_wrapper_are_not_judged():
-    """A spare, a rank that waits for the others to finish, and one that has left are never late."""
+def test_ranks_waiting_in_a_wrapper_have_no_deadline():
+    """A spare, a rank that waits for the others to finish, and a rank that has exited have no deadline."""
     for state in (InProcessState.SPARE, InProcessState.COMPLETED, InProcessState.LEFT):
         assert subjects(restarting(state, last_heartbeat_ns=S), ALL, 9999) == []
 
 
-def test_what_the_script_calculated_comes_first():
-    """Calculated timeouts are enforced where they are longer than configured ones, or none was given; half of a default
-    one is the least."""
+def test_calculated_timeouts_take_precedence():
+    """Calculated timeouts are enforced if they are longer than configured ones or none is configured; half of a default
+    is the minimum."""
     config = FaultToleranceConfig(rank_section_timeouts={"step": 180.0, "setup": 600.0})
     timeouts = Timeouts.from_config(config, with_defaults=True)
     calculated = Learned(sections={"step": 2.0, "setup": 700.0, "other": 30.0}, out_of_section_s=40.0, heartbeat_s=5.0)
-    mine = override(timeouts, calculated)
-    assert mine.sections == {"step": 180.0, "setup": 700.0, "other": 30.0}
-    assert (mine.out_of_section_s, mine.heartbeat_s) == (40.0, 900.0)
-    assert mine.initial_heartbeat_s == timeouts.initial_heartbeat_s
-    assert mine.defaults == {Subject.INITIAL_HEARTBEAT}
-    assert mine.calculated == {"section setup", "section other", "out_of_section", "heartbeat"}
+    overridden = override(timeouts, calculated)
+    assert overridden.sections == {"step": 180.0, "setup": 700.0, "other": 30.0}
+    assert (overridden.out_of_section_s, overridden.heartbeat_s) == (40.0, 900.0)
+    assert overridden.initial_heartbeat_s == timeouts.initial_heartbeat_s
+    assert overridden.defaults == {Subject.INITIAL_HEARTBEAT}
+    assert overridden.calculated == {"section setup", "section other", "out_of_section", "heartbeat"}
     assert override(timeouts, Learned()) == timeouts
-    assert {one.is_calculated for one in expired(rank(sections=(BoardSection("other", S),)), mine, 40 * S)} == {True}
+    assert {one.is_calculated for one in expired(rank(sections=(BoardSection("other", S),)), overridden, 40 * S)} == {
+        True
+    }
 
 
-def test_a_calculated_timeout_is_doubled_after_a_hang_without_an_explanation():
-    """The second one drops it, and what is configured is enforced again; the others stay as they are."""
+def test_unexplained_hang_doubles_a_calculated_timeout():
+    """A second unexplained hang drops the calculated timeout and restores the configured one; other timeouts stay."""
     timeouts = Timeouts(sections={"step": 12.0})
     calculated = Learned(sections={"step": 15.0, "load": 20.0}, heartbeat_s=30.0)
     once = override(timeouts, calculated, {"section step": 1, "heartbeat": 1})

@@ -1,4 +1,4 @@
-"""Whose a directory of checkpoints is, whatever becomes of the hint, and whoever else begins there."""
+"""The run that owns a checkpoint directory is identified, with lost or wrong hints and concurrent runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Place:
     hint: str | None = None
     runs: list[str] = field(default_factory=list)
 
-    def look(self) -> tuple[str | None, int]:
+    def read_hint(self) -> tuple[str | None, int]:
         return self.hint, len(self.runs)
 
     def owner(self, own: str | None = None) -> DirectoryRun | None:
@@ -29,26 +29,26 @@ class Place:
 
 @dataclass
 class Training:
-    """A run that saves; each ``next()`` of :meth:`steps` is one thing that no other run gets into."""
+    """A run that saves; each ``next()`` of :meth:`steps` is one atomic action."""
 
     place: Place
     run: str
-    is_refused: bool = False
-    has_looked: bool = False
+    is_rejected: bool = False
+    has_read: bool = False
 
     def steps(self) -> Iterator[None]:
-        seen, owner, is_held = self.place.look(), self.place.owner(), False
+        seen, owner, is_held = self.place.read_hint(), self.place.owner(), False
         self.run = owner.run if owner is not None and owner.is_verified else self.run
-        self.has_looked = True
+        self.has_read = True
         yield
         while True:
             for _ in ("before the data", "before the commit"):
                 while not (is_held and self.place.hint == self.run):
-                    now, owner = self.place.look(), self.place.owner(self.run)
+                    now, owner = self.place.read_hint(), self.place.owner(self.run)
                     step = judge_claim(self.run, owner, now[0], is_unchanged=not is_held and now == seen)
-                    yield  # others may be quicker between the look and the deed
+                    yield  # another run may act between the check and the action
                     if step is ClaimStep.REFUSE:
-                        self.is_refused = True
+                        self.is_rejected = True
                         return
                     if step is not ClaimStep.CREATE or self.place.hint is None:
                         self.place.hint = self.run
@@ -60,34 +60,32 @@ class Training:
 
 
 @given(st.sampled_from([None, "run-dead"]), st.lists(st.booleans(), max_size=40))
-def test_of_two_runs_that_begin_together_one_saves_and_the_other_is_refused(
-    left: str | None, order: list[bool]
-) -> None:
-    """However their looks, claims and commits get between each other, and whether or not a run that died before its
-    first commit left its hint: soon one is refused, and all that the other one saves from then on can be loaded."""
+def test_one_of_two_concurrent_new_runs_is_rejected(left: str | None, order: list[bool]) -> None:
+    """For any interleaving of checks, claims and commits, and with the hint of a dead run, one run is soon rejected and
+    every checkpoint that the other one saves from then on can be loaded."""
     place = Place(hint=left)
     first, second = Training(place, "run-A"), Training(place, "run-B")
     programs = {first.run: first.steps(), second.run: second.steps()}
     for turn in order:
         training = first if turn else second
-        assume(training.has_looked or not place.runs)  # what is there already would be gone on with
+        assume(training.has_read or not place.runs)  # an existing checkpoint would be resumed
         next(programs["run-A" if turn else "run-B"], None)
     for name in ("run-A", "run-B") * 3:
         for _ in range(12):
             training = first if name == "run-A" else second
-            assume(training.has_looked or not place.runs)
+            assume(training.has_read or not place.runs)
             next(programs[name], None)
-    assert [first.is_refused, second.is_refused].count(True) == 1
-    survivor = second if first.is_refused else first
+    assert [first.is_rejected, second.is_rejected].count(True) == 1
+    survivor = second if first.is_rejected else first
     assert place.owner() == DirectoryRun(survivor.run, is_verified=True)
     assert place.hint == survivor.run
     assert place.runs[-1] == survivor.run
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), DAMAGE), max_size=8))
-def test_a_hint_that_is_lost_or_wrong_costs_a_run_nothing(damages: list[tuple[int, str | None]]) -> None:
-    """Once a run has committed, its hint may be deleted, torn or changed at any moment: the run is never refused,
-    writes it again, and whoever comes next goes on with the same run."""
+def test_damaged_hint_never_rejects_the_owner(damages: list[tuple[int, str | None]]) -> None:
+    """After a run's first commit its hint may be deleted, torn or changed at any time: the run is never rejected, it
+    rewrites the hint, and the next process resumes the same run."""
     place = Place()
     training = Training(place, "run-A")
     program = training.steps()
@@ -100,13 +98,13 @@ def test_a_hint_that_is_lost_or_wrong_costs_a_run_nothing(damages: list[tuple[in
         assert place.owner() == DirectoryRun("run-A", is_verified=True)
     for _ in range(8):
         next(program)
-    assert not training.is_refused
+    assert not training.is_rejected
     assert place.hint == "run-A"
 
 
 @given(st.sampled_from([None, "a", "b", "c"]), st.lists(st.sampled_from("ab")))
-def test_manifests_decide_and_the_hint_only_among_them(hint: str | None, runs: list[str]) -> None:
-    """The hint counts if a manifest names the same run, or there is none; otherwise the newest checkpoint does."""
+def test_manifests_take_precedence_over_the_hint(hint: str | None, runs: list[str]) -> None:
+    """The hint counts if a manifest belongs to the same run or none exists; otherwise the newest checkpoint decides."""
     owner = find_owner(hint, iter(runs))
     if not runs:
         assert owner == (DirectoryRun(hint, is_verified=False) if hint is not None else None)
@@ -114,8 +112,8 @@ def test_manifests_decide_and_the_hint_only_among_them(hint: str | None, runs: l
         assert owner == DirectoryRun(hint if hint in runs else runs[0], is_verified=True)
 
 
-def test_no_more_manifests_are_read_than_are_needed() -> None:
-    """Where the newest checkpoint agrees with the hint, no other is looked at."""
+def test_agreeing_hint_needs_one_manifest() -> None:
+    """If the newest checkpoint agrees with the hint, no other manifest is read."""
 
     def read() -> Iterator[str]:
         yield "a"
@@ -124,15 +122,15 @@ def test_no_more_manifests_are_read_than_are_needed() -> None:
     assert find_owner("a", read()) == DirectoryRun("a", is_verified=True)
 
 
-def test_what_an_older_run_left_on_a_nodes_disk_is_taken_over() -> None:
-    """A spare that brings another run's checkpoints costs nothing, unless that run goes on saving there."""
+def test_leftovers_of_another_run_do_not_reject_a_spare() -> None:
+    """A spare with checkpoints of another run is accepted, unless that run continues to save there."""
     left = DirectoryRun("old", is_verified=True)
     assert judge_claim("new", left, "old", is_unchanged=True) is ClaimStep.WRITE
     assert judge_claim("new", left, "old", is_unchanged=False) is ClaimStep.REFUSE
 
 
-def test_the_run_that_most_places_hold_is_gone_on_with() -> None:
-    """The global tier decides; without it a node with an older run's leftovers does not outvote the others."""
+def test_most_common_run_is_resumed() -> None:
+    """The global tier decides; without it the run that most nodes hold is resumed, not an older run's leftovers."""
     near = [
         RunEvidence("old", "old", 9000),
         RunEvidence(None, "ours", 100),
@@ -146,9 +144,9 @@ def test_the_run_that_most_places_hold_is_gone_on_with() -> None:
     assert choose_run(RunEvidence("new", None), [RunEvidence("new", None)]) is None
 
 
-def test_one_foreign_manifest_does_not_decide_against_all_others() -> None:
-    """Where all that can be read in the global tier is a manifest of another run, its hint counts, if what the nodes
-    hold proves it; a hint that nothing proves does not."""
+def test_foreign_manifest_does_not_outvote_the_hint() -> None:
+    """If the only readable manifest in the global tier is foreign, its hint counts if the nodes' checkpoints verify it;
+    an unverified hint does not count."""
     near = [RunEvidence("ours", "ours", 3)]
     assert choose_run(RunEvidence("ours", "another", 9), near) == "ours"
     assert choose_run(RunEvidence("nobody", "another", 9), near) == "another"

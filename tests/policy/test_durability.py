@@ -1,4 +1,4 @@
-"""Which failures a checkpoint survives, and for how long a commit that survives the job has been due."""
+"""Failures that a checkpoint survives, and the lag of a commit that survives the end of the job."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ COMMITS = st.lists(st.tuples(st.integers(0, 50), TIERS))
         ({Tier.LOCAL}, set(), set()),
     ],
 )
-def test_what_a_checkpoint_survives(configured: set[Tier], tiers: set[Tier], levels: set[SurvivalLevel]) -> None:
-    """The table of the page on checkpoints."""
+def test_durability_of_each_tier(configured: set[Tier], tiers: set[Tier], levels: set[SurvivalLevel]) -> None:
+    """Each combination of tiers survives the failures that the documentation of checkpoints lists."""
     assert levels_of(tiers, configured) == levels
 
 
@@ -48,7 +48,8 @@ def test_what_a_checkpoint_survives(configured: set[Tier], tiers: set[Tier], lev
 def test_each_level_has_the_newest_commit_that_survives_it(
     commits: list[tuple[int, frozenset[Tier]]], configured: frozenset[Tier]
 ) -> None:
-    """The order of commits does not matter, nothing falls, and no level is ahead of that of workers."""
+    """The newest commit of each level does not depend on the order of commits, never decreases, and is never newer than
+    that of the worker level."""
     known = Durability()
     for iteration, tiers in commits:
         after = with_commit(known, iteration, tiers, configured)
@@ -77,10 +78,8 @@ def test_each_level_has_the_newest_commit_that_survives_it(
     moves=st.lists(st.tuples(st.integers(0, 40), st.booleans(), st.floats(0, 100)), max_size=60),
     after_s=st.floats(0, 100),
 )
-def test_the_lag_is_that_of_the_oldest_save_that_no_commit_covers(
-    moves: list[tuple[int, bool, float]], after_s: float
-) -> None:
-    """Saves begin, and commits cover them and all older ones; with nothing owed there is no lag."""
+def test_lag_counts_from_the_oldest_uncommitted_save(moves: list[tuple[int, bool, float]], after_s: float) -> None:
+    """A commit covers its save and all older ones; without an uncommitted save the lag is 0."""
     owed, begun, now_s = OwedSaves(), dict[int, float](), 0.0
     for iteration, commits, passed_s in moves:
         now_s += passed_s
@@ -95,8 +94,8 @@ def test_the_lag_is_that_of_the_oldest_save_that_no_commit_covers(
     assert owed.cover(None) == owed
 
 
-def test_many_owed_saves_keep_the_oldest() -> None:
-    """A tier that is away for very long costs bounded memory, and the lag stays that of the first save."""
+def test_many_uncommitted_saves_keep_the_oldest() -> None:
+    """A tier that is unavailable for long uses bounded memory, and the lag stays that of the first save."""
     owed = OwedSaves()
     for iteration in range(10_000):
         owed = owed.add(iteration, float(iteration))
@@ -119,14 +118,14 @@ def test_many_owed_saves_keep_the_oldest() -> None:
         (Durability(), 0, ("nothing is lost",)),
     ],
 )
-def test_the_end_of_a_job_names_what_is_lost(known: Durability, done: int, parts: tuple[str, ...]) -> None:
-    """Only what survives the end of the job counts as saved."""
+def test_end_of_job_reports_lost_iterations(known: Durability, done: int, parts: tuple[str, ...]) -> None:
+    """Only commits that survive the end of the job count as saved."""
     text = describe_end(known, done)
     for part in parts:
         assert part in text
 
 
-def test_an_overdue_commit_names_place_error_and_loss() -> None:
+def test_overdue_commit_reports_place_loss_and_error() -> None:
     """The facts come before the error, which may be long."""
     text = describe_overdue(
         where="the global directory /x", lag_s=7300, limit_s=7200, error="full", known=Durability(9, 9, 4), done=9

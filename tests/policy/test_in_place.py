@@ -1,4 +1,4 @@
-"""What ranks decide about what they hold in memory after a restart in process."""
+"""Decisions of ranks about the state that they hold in memory after an in-process restart."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WORLD = 4
 
 
 def holding(rank: int, iteration: int | None = 7, **facts: Any) -> InPlaceHolding:
-    """Return what a survivor holds whose neighbours are those next to it."""
+    """Return the state of a survivor whose neighbours are the adjacent ranks."""
     around = dict.fromkeys(range(WORLD), (iteration - 1, iteration)) if iteration is not None else {}
-    usual: dict[str, Any] = {
+    default: dict[str, Any] = {
         "iteration": iteration,
         "rank": rank,
         "world_size": WORLD,
@@ -25,32 +25,33 @@ def holding(rank: int, iteration: int | None = 7, **facts: Any) -> InPlaceHoldin
         "replicas": tuple(range(WORLD)),
         "own": around,
     }
-    return InPlaceHolding(**{**usual, **facts})
+    return InPlaceHolding(**{**default, **facts})
 
 
 def spare() -> InPlaceHolding:
     return InPlaceHolding(replicas=tuple(range(WORLD)), is_shared=True)
 
 
-def test_survivors_go_on_in_place() -> None:
-    """All whole at one iteration: nothing is sent."""
+def test_survivors_continue_in_place() -> None:
+    """If every rank holds a complete state of the same iteration, nothing is sent."""
     plan = plan_in_place([holding(rank) for rank in range(WORLD)])
     assert plan == InPlacePlan(iteration=7, own_from={rank: rank for rank in range(WORLD)})
 
 
-def test_a_spare_is_given_both() -> None:
-    """The part comes from the first survivor with the same, what is its own from whoever has that of the dead rank."""
+def test_spare_receives_shared_and_private_state() -> None:
+    """The shared part comes from the first survivor with the same part, the private part from the rank that holds the
+    dead rank's copy."""
     plan = plan_in_place([holding(0), spare(), holding(2, own={2: (7,)}), holding(3, own={3: (7,), 1: (6, 7)})])
     assert (plan.iteration, plan.part_from, plan.digests) == (7, {1: 0}, {1: "aa"})
     assert plan.own_from == {0: 0, 1: 0, 2: 2, 3: 3}
-    few = [holding(rank, own={rank: (7,)}) for rank in range(WORLD)]
-    few[1], few[3] = spare(), holding(3, own={3: (7,), 1: (6, 7)})
-    assert plan_in_place(few).own_from[1] == 3
+    states = [holding(rank, own={rank: (7,)}) for rank in range(WORLD)]
+    states[1], states[3] = spare(), holding(3, own={3: (7,), 1: (6, 7)})
+    assert plan_in_place(states).own_from[1] == 3
 
 
-def test_ranks_one_step_apart_meet_at_the_older_one() -> None:
-    """Two ranks finished the step, two did not: all go on from before it, as the own things of two iterations are kept;
-    without those of one rank nobody does."""
+def test_ranks_one_step_apart_resume_at_the_older() -> None:
+    """If some ranks finished the step and others did not, all resume before it with the private states of that
+    iteration; a missing private state prevents this for all."""
     apart = [holding(0, 8), holding(1, 7), holding(2, 8), holding(3, 7)]
     apart = [msgspec.structs.replace(one, own={rank: (6, 7) if rank % 2 else (7, 8)}) for rank, one in enumerate(apart)]
     plan = plan_in_place(apart)
@@ -61,19 +62,20 @@ def test_ranks_one_step_apart_meet_at_the_older_one() -> None:
     assert "of rank 1 at iteration 8" in plan.reason
 
 
-def test_a_torn_rank_is_given_its_part() -> None:
-    """Left within the update while others had not begun theirs: the survivors' part replaces it."""
+def test_torn_rank_receives_the_shared_part() -> None:
+    """A rank interrupted within its update receives the part of survivors that had not begun theirs."""
     torn = holding(2, None, reason="left within an optimizer's step", own={2: (6, 7)})
     plan = plan_in_place([holding(0), holding(1), torn, holding(3)])
     assert (plan.iteration, plan.part_from, plan.own_from[2]) == (7, {2: 0}, 2)
 
 
-def test_any_doubt_leads_to_the_tiers() -> None:
-    """Replicas that differ, another world size, parts or own things that nobody has, different origins: the tiers."""
-    whole = [holding(rank) for rank in range(WORLD)]
+def test_doubtful_state_falls_back_to_checkpoints() -> None:
+    """Differing replicas, another world size, missing parts or private states, and differing origins lead to a load
+    from the tiers."""
+    complete = [holding(rank) for rank in range(WORLD)]
 
     def reason(*ranks: InPlaceHolding | None) -> str:
-        given = [one if one is not None else whole[rank] for rank, one in enumerate(ranks)]
+        given = [one if one is not None else complete[rank] for rank, one in enumerate(ranks)]
         plan = plan_in_place(given)
         assert plan.iteration is None
         return plan.reason
@@ -87,13 +89,13 @@ def test_any_doubt_leads_to_the_tiers() -> None:
     assert reason(*[holding(r, None, reason="torn") for r in range(4)]).startswith("rank 0: torn")
 
 
-def test_nothing_held_is_no_news() -> None:
-    """The first call of a function: there is nothing to say."""
+def test_empty_state_gives_no_reason() -> None:
+    """The first call of a function has nothing to report."""
     assert plan_in_place([spare()] * WORLD) == InPlacePlan(iteration=None)
 
 
-def test_parts_of_their_own_stay_where_they_are() -> None:
-    """Ranks that hold what no other does go on in place; once they have changed places, nobody does."""
+def test_unique_parts_continue_only_in_their_places() -> None:
+    """Ranks with parts that no other rank holds continue in place; after a change of ranks no rank does."""
     alone = [holding(rank, is_shared=False, digest=str(rank), replicas=(rank,)) for rank in range(WORLD)]
     assert plan_in_place(alone).iteration == 7
     assert plan_in_place([alone[1], alone[0], alone[2], alone[3]]).iteration is None
@@ -119,8 +121,9 @@ def worlds(draw: st.DrawFn) -> list[InPlaceHolding]:
 
 
 @given(worlds())
-def test_a_plan_can_be_carried_out(holdings: list[InPlaceHolding]) -> None:
-    """Whatever ranks hold: who gives has what is given, at the plan's iteration, and everybody ends up with all."""
+def test_every_plan_is_feasible(holdings: list[InPlaceHolding]) -> None:
+    """In every plan, each sender has the state that it sends, at the plan's iteration, and every rank ends with a
+    complete state."""
     plan = plan_in_place(holdings)
     if plan.iteration is None:
         return

@@ -1,4 +1,4 @@
-"""Whose end a cycle survives whose workers restart inside their processes."""
+"""Worker losses that a cycle with in-process restarts survives."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ def survives(
 
 
 @pytest.mark.parametrize("state", [OFF, RETURNED, GAVE_UP])
-def test_a_worker_outside_the_function_is_never_spared(state: InProcessState) -> None:
-    """Before it, after it, and once restarting was given up, an end is a failure, whoever is left."""
+def test_loss_outside_the_function_is_a_failure(state: InProcessState) -> None:
+    """Before the function, after it and once restarting was given up, the end of a worker is a failure."""
     assert not survives(state, (ACTIVE, SPARE), (RETURNED,), unseen=True)
 
 
 @pytest.mark.parametrize("state", [ACTIVE, RESTARTING, SPARE, COMPLETED, LEFT])
-def test_others_that_go_on_spare_it(state: InProcessState) -> None:
-    """A worker in the function, or waiting there, is done without as long as somebody is left to go on."""
+def test_cycle_survives_a_lost_worker_if_others_continue(state: InProcessState) -> None:
+    """A worker that is active or waits in the function is not required as long as another worker continues."""
     assert survives(state, (ACTIVE,))
     assert survives(state, (SPARE,))
     assert survives(state, unseen=True)
     assert not survives(state, (OFF, GAVE_UP, LEFT))
 
 
-def test_the_last_one_in_the_function_is_missed() -> None:
-    """When nobody is left, a worker that was active is missed; one that only waited is not, if others are done."""
+def test_loss_of_the_last_active_worker_is_a_failure() -> None:
+    """The loss of the last active worker is a failure; that of a worker that only waited is not if the others are
+    done."""
     assert not survives(ACTIVE, (), (RETURNED,))
     assert survives(SPARE, (), (RETURNED,))
     assert survives(COMPLETED, (), (RETURNED,))
@@ -52,12 +53,12 @@ def test_the_last_one_in_the_function_is_missed() -> None:
 
 
 def test_only_active_workers_need_a_restart() -> None:
-    """Spares, and those that are done or have left, are lost without a restart."""
+    """Spares, and workers that completed or left the function, are lost without a restart."""
     assert [state for state in InProcessState if needs_restart(Worker(state))] == [ACTIVE, RESTARTING]
 
 
-def test_others_have_resumed_when_a_later_iteration_began() -> None:
-    """The iteration in which a worker was lost does not count; the one that it was on its way to does."""
+def test_resumption_needs_a_later_iteration() -> None:
+    """The iteration in which a worker was lost does not count as resumed; the restart's target iteration does."""
     lost = Worker(ACTIVE, 3)
     assert not has_resumed(lost, newest_begun([Worker(ACTIVE, 3), Worker(RESTARTING, 4)]))
     assert has_resumed(lost, newest_begun([Worker(RESTARTING, 4), Worker(ACTIVE, 4)]))

@@ -1,4 +1,4 @@
-"""How often to save, from what a save costs and how often something fails."""
+"""The checkpoint interval follows from the cost of a save and the failure rate."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def _lost_share(interval_s: float, cost_s: float, rate: float) -> float:
 
 
 @given(COSTS, RATES, st.floats(0.1, 10.0))
-def test_no_other_interval_loses_less(cost_s: float, rate: float, factor: float) -> None:
-    """Time spent on saves plus time lost to failures is smallest at the chosen interval, wherever it is above a save's
-    own cost."""
+def test_chosen_interval_minimises_lost_time(cost_s: float, rate: float, factor: float) -> None:
+    """No other interval above the cost of a save gives less time lost to saves and failures."""
     interval_s = optimal_interval_s(cost_s, rate)
     other_s = interval_s * factor
     if other_s >= cost_s:
@@ -31,8 +30,8 @@ def test_no_other_interval_loses_less(cost_s: float, rate: float, factor: float)
 
 
 @given(COSTS, RATES, STEPS)
-def test_at_least_one_iteration_and_near_the_optimum(cost_s: float, rate: float, step_s: float) -> None:
-    """The interval in iterations is a whole number of at least 1, within half a step of the optimum."""
+def test_interval_in_iterations_is_near_the_optimum(cost_s: float, rate: float, step_s: float) -> None:
+    """The interval is a whole number of at least 1 iteration, within half a step of the optimum."""
     number = iterations_between(cost_s, step_s, rate)
     assert number >= 1
     if number > 1:
@@ -40,21 +39,22 @@ def test_at_least_one_iteration_and_near_the_optimum(cost_s: float, rate: float,
 
 
 @given(COSTS, RATES, STEPS)
-def test_dearer_saves_come_less_often(cost_s: float, rate: float, step_s: float) -> None:
-    """A save that costs more, or a world that fails less, never makes saves more frequent."""
+def test_costlier_saves_are_less_frequent(cost_s: float, rate: float, step_s: float) -> None:
+    """A costlier save or a lower failure rate never makes saves more frequent."""
     number = iterations_between(cost_s, step_s, rate)
     assert iterations_between(cost_s * 2, step_s, rate) >= number
     assert iterations_between(cost_s, step_s, rate / 2) >= number
 
 
-def test_a_free_save_or_an_unmeasured_step_saves_every_iteration() -> None:
-    """Without a cost, or without a step to set it against, the interval is one iteration and no error."""
+def test_unmeasured_costs_give_an_interval_of_one() -> None:
+    """Without a cost or a step time, the interval is one iteration and no error is raised."""
     assert iterations_between(0.0, 1.0, 1e-6) == 1
     assert iterations_between(1.0, 0.0, 1e-6) == 1
 
 
-def test_an_example_of_a_thousand_ranks() -> None:
-    """1,024 ranks of 8,000 h each fail every 7.8 h; a save of 1 s is then due every 237 s, at 10 s a step every 24."""
+def test_example_of_1024_ranks() -> None:
+    """1,024 ranks of 8,000 h each fail every 7.8 h; a save of 1 s is due every 237 s, which is every 24 steps of 10
+    s."""
     rate = failures_per_s(1024, 8000.0)
     assert 1 / rate / 3600 == pytest.approx(7.8125)
     assert optimal_interval_s(1.0, rate) == pytest.approx(math.sqrt(2 * 28125))

@@ -1,4 +1,4 @@
-"""Which checkpoints belong to the branch that training continued from, over random histories of a run."""
+"""Checkpoints of the branch that training continued from, over random histories of a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class _Saved:
     branch: Branch
     world_size: int
     ancestors: tuple[_Saved, ...]
-    """The checkpoints that its training really went through, oldest first."""
+    """The checkpoints that its training passed through, oldest first."""
 
 
 @dataclass
 class _Run:
-    """A run whose sets of processes start one after the other, with any number of ranks and any nodes present."""
+    """A run whose sets of processes start one after the other, with any number of ranks and any available nodes."""
 
     draw: st.DataObject
     saved: list[_Saved] = field(default_factory=list)
@@ -34,7 +34,7 @@ class _Run:
         return Lineage.of([one.point for one in seen], [one.branch for one in seen])
 
     def start(self, seen: list[_Saved], *, from_memory: bool = False) -> _Saved | None:
-        """Resume as the ranks do that find these checkpoints, then save a few; return what they resumed from."""
+        """Resume from the newest of these checkpoints, save a few, and return the resumed checkpoint."""
         world_size = self.draw.draw(st.integers(1, 4), label="ranks")
         lineage, name = self.lineage(seen), f"job-{self.cycles}-ab"
         self.cycles += 1
@@ -52,7 +52,7 @@ class _Run:
         return loaded
 
     def restart_in_process(self) -> None:
-        """Go on from memory: nothing is loaded, and every checkpoint is visible."""
+        """Continue from memory: nothing is loaded, and every checkpoint is visible."""
         newest = self.saved[-1]
         own = [one for one in newest.ancestors if one.branch != newest.branch]
         origin = (own[-1].point.attempt, own[-1].point.iteration) if own else None
@@ -73,9 +73,8 @@ class _Run:
 
 
 @given(st.data(), st.integers(1, 12))
-def test_a_checkpoint_of_an_abandoned_branch_is_never_loaded(data: st.DataObject, cycles: int) -> None:
-    """Whatever sizes the worlds had, and whichever tiers were lost: the checkpoint that is loaded is one that the last
-    committed checkpoint descends from, or that one itself."""
+def test_abandoned_branch_is_never_loaded(data: st.DataObject, cycles: int) -> None:
+    """For any world sizes and lost tiers, the loaded checkpoint is the last committed one or one of its ancestors."""
     run = _Run(data)
     for _ in range(cycles):
         newest = run.saved[-1] if run.saved else None
@@ -86,8 +85,8 @@ def test_a_checkpoint_of_an_abandoned_branch_is_never_loaded(data: st.DataObject
 
 
 @given(st.data(), st.integers(1, 12))
-def test_no_checkpoint_that_training_went_through_is_excluded(data: st.DataObject, cycles: int) -> None:
-    """Every checkpoint that the newest branch descends from can still be loaded, however much was deleted since."""
+def test_ancestors_of_the_newest_branch_stay_loadable(data: st.DataObject, cycles: int) -> None:
+    """Every checkpoint that the newest branch descends from can be loaded, however many others were deleted."""
     run = _Run(data)
     for _ in range(cycles):
         run.start(run.saved)
@@ -96,8 +95,8 @@ def test_no_checkpoint_that_training_went_through_is_excluded(data: st.DataObjec
         if not run.saved:
             continue
         newest = run.saved[-1]
-        gone = data.draw(st.sets(st.sampled_from(range(len(run.saved)))), label="deleted")
-        left = [one for number, one in enumerate(run.saved) if number not in gone or one is newest]
+        deleted = data.draw(st.sets(st.sampled_from(range(len(run.saved)))), label="deleted")
+        left = [one for number, one in enumerate(run.saved) if number not in deleted or one is newest]
         lineage = run.lineage(left)
         for one in left:
             is_trained_on = one is newest or one in newest.ancestors
@@ -105,9 +104,9 @@ def test_no_checkpoint_that_training_went_through_is_excluded(data: st.DataObjec
 
 
 @given(st.data(), st.integers(2, 10))
-def test_a_node_that_returns_brings_back_no_abandoned_branch(data: st.DataObject, cycles: int) -> None:
-    """Nodes are away and return with what they hold: a checkpoint is not loaded where a visible one of a later branch
-    left it behind, if those processes had found that branch, or have reached the global tier without it."""
+def test_returning_node_does_not_restore_a_branch(data: st.DataObject, cycles: int) -> None:
+    """A returning node's checkpoint is not loaded if a visible one of a later branch superseded it, and the processes
+    of that branch had found it or reached the global tier without it."""
     run = _Run(data)
     found: dict[str, set[str]] = {}
     for _ in range(cycles):
@@ -125,19 +124,17 @@ def test_a_node_that_returns_brings_back_no_abandoned_branch(data: st.DataObject
 
 
 @given(st.data(), st.integers(2, 10))
-def test_what_is_superseded_for_certain_is_never_the_newest_that_can_be_loaded(
-    data: st.DataObject, cycles: int
-) -> None:
-    """Nodes are away when sets of processes begin, and others when a directory is listed. A checkpoint that some of the
-    run's checkpoints show to be superseded for certain is not the newest that all of them together leave to load."""
+def test_superseded_checkpoint_is_never_the_newest_choice(data: st.DataObject, cycles: int) -> None:
+    """A checkpoint that a subset of the run's checkpoints shows to be superseded is not the newest loadable one of the
+    full set, with different nodes away at each start and listing."""
     run = _Run(data)
     for _ in range(cycles):
         away = data.draw(st.sets(st.sampled_from(range(max(1, len(run.saved))))), label="away")
         run.start([one for number, one in enumerate(run.saved) if number not in away or one.point.is_global])
     hidden = data.draw(st.sets(st.sampled_from(range(max(1, len(run.saved))))), label="not listed")
     listed = run.lineage([one for number, one in enumerate(run.saved) if number not in hidden])
-    everything = run.lineage(run.saved)
-    loadable = [one.point for one in run.saved if everything.why_superseded(one.point.attempt) is None]
+    all_checkpoints = run.lineage(run.saved)
+    loadable = [one.point for one in run.saved if all_checkpoints.why_superseded(one.point.attempt) is None]
     newest = max(loadable, key=lambda point: point.iteration, default=None)
     certain = {attempt for attempt in listed.saved if listed.is_superseded_for_certain(attempt)}
     assert newest is None or newest.attempt not in certain
@@ -146,30 +143,30 @@ def test_what_is_superseded_for_certain_is_never_the_newest_that_can_be_loaded(
         left_by_fork = {
             one.point.attempt
             for one in run.saved
-            for fork in (everything.newest.forks if everything.newest else ())
+            for fork in (all_checkpoints.newest.forks if all_checkpoints.newest else ())
             if fork.branch == one.branch.name and one.point.iteration > fork.iteration
         }
         assert left_by_fork <= certain
 
 
-def test_of_two_branches_of_one_era_only_the_global_tier_proves_which_is_the_later_one() -> None:
-    """Two branches that did not find each other left iteration 20, and one of them committed 24 to the global tier:
-    where that one is not found, neither is superseded for certain."""
+def test_global_tier_orders_branches_of_one_era() -> None:
+    """Two branches from iteration 20 did not find each other, and one committed 24 to the global tier: without that
+    commit neither is certainly superseded."""
     origin = SavedPoint(20, "job-0-aa.0", (1, 1), False)
     first = Lineage.of([origin], [Branch("job-0-aa", (1, 1))])
-    here, there = first.begin("job-1-bb", "job-0-aa.0", 20), first.begin("job-2-cc", "job-0-aa.0", 20)
-    assert here.era == there.era
-    near = [origin, SavedPoint(27, "job-1-bb.0", here.era, False), SavedPoint(26, "job-2-cc.1", there.era, False)]
-    found = Lineage.of(near, [here, there])
+    visible, present = first.begin("job-1-bb", "job-0-aa.0", 20), first.begin("job-2-cc", "job-0-aa.0", 20)
+    assert visible.era == present.era
+    near = [origin, SavedPoint(27, "job-1-bb.0", visible.era, False), SavedPoint(26, "job-2-cc.1", present.era, False)]
+    found = Lineage.of(near, [visible, present])
     assert found.why_superseded("job-2-cc.1") is not None
     assert not found.is_superseded_for_certain("job-2-cc.1")
-    everything = Lineage.of([*near, SavedPoint(24, "job-2-cc.0", there.era, True)], [here, there])
-    assert everything.why_superseded("job-2-cc.1") is None
-    assert everything.is_superseded_for_certain("job-1-bb.0")
+    all_checkpoints = Lineage.of([*near, SavedPoint(24, "job-2-cc.0", present.era, True)], [visible, present])
+    assert all_checkpoints.why_superseded("job-2-cc.1") is None
+    assert all_checkpoints.is_superseded_for_certain("job-1-bb.0")
 
 
-def test_checkpoints_of_earlier_versions_are_excluded_only_with_proof() -> None:
-    """Where manifests name no era, the loaded attempt proves that what lies beyond it was left; others stay."""
+def test_checkpoints_without_an_era_need_evidence() -> None:
+    """If manifests have no era, only checkpoints beyond the loaded attempt are excluded."""
     near, far = SavedPoint(27, "job-0-aa.1", UNKNOWN_ERA, False), SavedPoint(20, "job-0-aa.0", UNKNOWN_ERA, True)
     later = SavedPoint(26, "job-1-bb.0", UNKNOWN_ERA, True)
     first = Branch("job-0-aa")
@@ -188,8 +185,8 @@ def test_checkpoints_of_earlier_versions_are_excluded_only_with_proof() -> None:
     )
 
 
-def test_a_manifest_stays_small_over_a_thousand_restarts() -> None:
-    """A branch records its newest forks only, and what is older than those is not excluded."""
+def test_manifest_size_is_bounded_over_1000_restarts() -> None:
+    """A branch records its newest forks only, and checkpoints older than those are not excluded."""
     lineage = Lineage()
     branch = lineage.begin("job-0-aa", None, 0)
     points = [SavedPoint(1, "job-0-aa.0", branch.era, True)]

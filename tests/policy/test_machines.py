@@ -1,4 +1,4 @@
-"""Whether a node, a rank or its work is slow, from the same work on three ranks."""
+"""A slow rank's node, process or work is identified from the same work on three ranks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ OTHERS = (times(1, 0.0105, 0.021, r2=0.001), times(2, 0.0098, 0.0195))
         (times(0, 0.03, 0.02, r1=0.01, r2=0.01), SlownessCause.MACHINE),
     ],
 )
-def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, cause: SlownessCause) -> None:
-    """A product or copy slower than the slower one of the others: the node, where all of it is slow in training, else
-    the rank's process or GPU; messages to both: its link; else the work."""
+def test_cause_is_the_resource_slower_than_on_both_others(suspect: MachineTimes, cause: SlownessCause) -> None:
+    """A product or copy slower than on both other ranks identifies the node, or the rank's process or GPU if only part
+    of the node is slow in training; slow messages to both identify its link; otherwise its work is the cause."""
     decision = judge_machine(suspect, OTHERS, node="n0", scope=Scope.NODE)
     assert decision.cause == cause
     assert "on rank 1 and 2" in decision.describe()
@@ -40,8 +40,8 @@ def test_the_cause_is_what_is_slower_than_on_both_others(suspect: MachineTimes, 
     assert "the node is slow" not in of_rank.describe()
 
 
-def test_copies_within_a_shared_memory_show_nothing_about_a_rank() -> None:
-    """Without GPUs the ranks of a node share its memory: a copy can be slow for a whole node only."""
+def test_shared_memory_copies_identify_only_a_node() -> None:
+    """Without GPUs the ranks of a node share its memory: a slow copy identifies a whole node only."""
     suspect = times(0, 0.01, 0.09)
     alone = judge_machine(suspect, OTHERS, node="n0", shares_memory=True)
     assert (alone.cause, "memory copy" in alone.reason) == (SlownessCause.WORK, False)
@@ -51,15 +51,15 @@ def test_copies_within_a_shared_memory_show_nothing_about_a_rank() -> None:
     assert judge_machine(suspect, OTHERS, node="n0").cause == SlownessCause.PROCESS
 
 
-def test_with_one_other_rank_messages_are_not_judged() -> None:
-    """Of two ranks nobody can tell whose end of the connection is slow."""
+def test_two_ranks_identify_no_slow_link() -> None:
+    """With two ranks, the slow end of the connection cannot be identified."""
     decision = judge_machine(times(0, 0.02, 0.02, r1=0.5), OTHERS[1:], node="n0")
     assert decision.cause == SlownessCause.PROCESS
     assert "messages" not in decision.reason
 
 
-def test_with_nobody_to_compare_with_the_cause_is_unknown() -> None:
-    """When all others are slow too, nothing is claimed."""
+def test_cause_is_unknown_if_all_others_are_slow() -> None:
+    """If all other ranks are slow too, no cause is reported."""
     assert judge_machine(times(0), (), node="n0").cause == SlownessCause.UNKNOWN
 
 
@@ -73,14 +73,14 @@ def test_with_nobody_to_compare_with_the_cause_is_unknown() -> None:
         (0, {}, tuple(NODES), ()),
     ],
 )
-def test_others_are_sound_fast_and_on_other_nodes(
+def test_suspect_is_compared_with_fast_ranks_elsewhere(
     suspect: int, scores: dict[int, float], slow: tuple[int, ...], others: tuple[int, ...]
 ) -> None:
-    """A suspect is compared with ranks that are not slow, of its role, and on nodes of their own if there are any."""
+    """A suspect is compared with ranks of its role that are not slow, on separate nodes if possible."""
     assert choose_others(suspect, NODES, ROLES, scores, slow) == others
 
 
-def test_others_of_the_same_role_come_first() -> None:
-    """A rank that does other work is taken only when there is no other."""
+def test_ranks_of_the_same_role_are_preferred() -> None:
+    """A rank of another role is used only if there is none of the same role."""
     roles = {rank: "stage-0" if rank in (0, 3) else "stage-1" for rank in NODES}
     assert 3 in choose_others(0, NODES, roles, {}, (0,))

@@ -1,4 +1,4 @@
-"""One live owner of a directory, whoever comes, pauses, dies and wakes up, in whatever order."""
+"""A directory has one live owner, for any order of starts, pauses, deaths and resumptions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _owner(number: int = 1, *, machine: str = "m", **known: object) -> LeaseOwne
 
 
 class Place:
-    """A directory's records, and what was written there, by the number of the writer."""
+    """A directory's records and writes, by the number of the writer."""
 
     def __init__(self) -> None:
         self.records: dict[int, LeaseOwner] = {}
@@ -37,7 +37,7 @@ class Place:
 
 
 class Actor:
-    """A process that wants to write; every method is one thing that no other process gets into."""
+    """A process that requests to write; every method is one atomic action."""
 
     def __init__(self, place: Place, number: int, machine: str) -> None:
         self.place, self.own = place, _owner(number, machine=machine)
@@ -74,7 +74,7 @@ class Actor:
             self.is_dead = True
 
     def look(self, now_s: float, actors: list[Actor]) -> None:
-        """Look at the newest record and decide; the deed is another step."""
+        """Check the newest record and decide; the action is a separate step."""
         if self.number or self.is_refused:
             return
         number = self.place.newest()
@@ -96,7 +96,7 @@ class Actor:
         self._decided = number if step is LeaseStep.TAKE else None
 
     def take(self, actors: list[Actor]) -> None:
-        """Make the next record, and clear the older ones away."""
+        """Make the next record, and delete the older ones."""
         if self._decided is None or self.number:
             return
         number, self._decided = self._decided + 1, None
@@ -109,7 +109,9 @@ class Actor:
             return
         if before is not None and not before.released:
             other = next(one for one in actors if one.own.token == before.token)
-            assert other.is_dead or other.idle_s >= before.expires_s - before.renew_s, "it lived and renewed"
+            assert other.is_dead or other.idle_s >= before.expires_s - before.renew_s, (
+                "the previous owner was alive and renewed"
+            )
         assert number not in self.place.makers, "a number was used twice"
         self.place.makers[number] = self
         self.number = number
@@ -123,12 +125,11 @@ ACTIONS = st.sampled_from(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), ACTIONS), max_size=150), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_never_two_owners_write(turns: list[tuple[int, str]], here: list[bool]) -> None:
-    """However looks, deeds, pauses and ends of four processes on two machines get between each other, and clocks go on:
-    who renews keeps the directory, what is taken over is never written to by who had it before, and no number is used
-    twice."""
+def test_two_owners_never_write(turns: list[tuple[int, str]], is_local: list[bool]) -> None:
+    """For any interleaving of checks, actions, pauses and ends of four processes on two machines: a process that renews
+    keeps the directory, the previous owner never writes after a takeover, and no number is used twice."""
     place, now_s = Place(), 0.0
-    actors = [Actor(place, number + 1, "a" if is_here else "b") for number, is_here in enumerate(here)]
+    actors = [Actor(place, number + 1, "a" if is_here else "b") for number, is_here in enumerate(is_local)]
     for index, action in turns:
         actor = actors[index]
         if action == "tick":
@@ -158,8 +159,9 @@ def test_never_two_owners_write(turns: list[tuple[int, str]], here: list[bool]) 
 
 
 @pytest.mark.parametrize("machine", ["m", "elsewhere"])
-def test_whoever_comes_to_a_dead_owner_gets_its_directory(machine: str) -> None:
-    """On its machine at once, elsewhere once it has missed its renewals; nobody waits for ever."""
+def test_dead_owner_is_replaced(machine: str) -> None:
+    """A new process takes the directory of a dead owner at once on the same machine, and after missed renewals
+    elsewhere."""
     place = Place()
     first, second = Actor(place, 1, "m"), Actor(place, 2, machine)
     actors = [first, second]
@@ -176,8 +178,8 @@ def test_whoever_comes_to_a_dead_owner_gets_its_directory(machine: str) -> None:
     assert looks == (1 if machine == "m" else 11)
 
 
-def test_a_pause_of_the_observer_is_no_silence_of_the_owner() -> None:
-    """Somebody who slept for an hour between two looks knows as little as after two seconds."""
+def test_paused_observer_does_not_expire_the_owner() -> None:
+    """A process that slept for an hour between two checks knows as little as after two seconds."""
     silence = Silence()
     for now_s in (0.0, 3600.0, 7200.0):
         silence.look("same", now_s)
@@ -185,9 +187,9 @@ def test_a_pause_of_the_observer_is_no_silence_of_the_owner() -> None:
     assert not silence.has_changed
 
 
-def test_a_later_stage_of_a_job_follows_at_once() -> None:
-    """A cycle's ranks, a re-queued job and a new host of the coordinator wait for nobody; the same stage of the same
-    job enters beside its owner only where that is meant to."""
+def test_later_stage_of_a_job_takes_over_at_once() -> None:
+    """A cycle's ranks, a requeued job and a new host of the coordinator do not wait; the same stage of a job enters in
+    addition to its owner only if that is intended."""
     silent = OwnerStanding()
     owner = _owner(1, job="j", stage=(1, 0), allocation="7")
     assert judge_owner(owner, _owner(2, job="j", stage=(2, 0)), silent) is LeaseStep.TAKE
@@ -203,9 +205,9 @@ def test_a_later_stage_of_a_job_follows_at_once() -> None:
     assert judge_owner(owner, member, OwnerStanding(is_alive=True), leads=True) is LeaseStep.TAKE
 
 
-def test_a_job_that_outlives_its_process_is_not_gone_with_it() -> None:
-    """While ranks restart, no process of theirs lives; their launcher does, and as long as that is not known to be
-    gone, nobody takes the directory before the record was silent."""
+def test_job_keeps_its_directory_while_ranks_restart() -> None:
+    """While ranks restart, only their launcher lives; until it is known to be gone, no process takes the directory
+    before the record expires."""
     ranks = _owner(1, outlives=True)
     assert find_life(ranks, process=False, job=True) is True
     assert find_life(ranks, process=False, job=None) is None
@@ -214,9 +216,9 @@ def test_a_job_that_outlives_its_process_is_not_gone_with_it() -> None:
     assert find_life(_owner(1), process=False, job=None) is False
 
 
-def test_a_training_is_told_by_its_names_else_by_its_script() -> None:
-    """One name in common is enough; two runs with names and none in common are two trainings; without a name on one
-    side the script decides, and what is not known decides nothing."""
+def test_training_is_identified_by_names_then_script() -> None:
+    """One common name is enough, and two runs with names but none in common differ. Without a name on one side the
+    script decides; unknown values decide nothing."""
 
     def same(before: tuple[tuple[str, ...], str | None], own: tuple[tuple[str, ...], str | None]) -> bool:
         (names, script), (own_names, own_script) = before, own
@@ -235,11 +237,11 @@ PLACES = st.lists(st.sampled_from(["a:1", "b:1", "c:1"]), unique=True).map(tuple
 
 
 @given(st.sampled_from([None, "x", "y"]), PLACES, st.sampled_from([None, "x", "y"]), PLACES)
-def test_one_job_has_a_name_and_a_place_in_common(
+def test_processes_of_one_job_share_name_and_place(
     name: str | None, places: tuple[str, ...], other_name: str | None, other_places: tuple[str, ...]
 ) -> None:
-    """Processes of one job have its name and meet at one place at least, or have no places at all; the relation is
-    mutual, and a process that enters is of the owner's job."""
+    """Processes of one job have its name and at least one common place, or no places at all; the relation is symmetric,
+    and a process that enters belongs to the owner's job."""
     own = _owner(1, job=name, meets_at=places, shares=True)
     owner = _owner(2, job=other_name, meets_at=other_places, shares=True)
     is_same = name is not None and name == other_name and (places == other_places or bool({*places} & {*other_places}))

@@ -1,4 +1,4 @@
-"""The line on what a run is protected against."""
+"""The log line about the failures that a run is protected against."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ ORIGINS = dict.fromkeys(
 STEP = Timeouts.from_config(FaultToleranceConfig(rank_section_timeouts={"step": 180.0}))
 
 
-def test_the_whole_line() -> None:
-    """Death, hangs, lost nodes, checkpoints and preemption, each with yes or no and what it rests on."""
+def test_complete_protection_line() -> None:
+    """The line covers worker deaths, hangs, lost nodes, checkpoints and preemption, each with yes or no and its
+    basis."""
     protection = Protection(
         max_restarts=3,
         hangs=describe_hangs(STEP, "default", has_session=True, origins=ORIGINS),
@@ -42,13 +43,13 @@ def test_the_whole_line() -> None:
         (3, "yes (heartbeat 1800 s from default)", "checkpoints no (set checkpoint.directory); preemption yes"),
     ],
 )
-def test_what_is_off_is_a_gap(max_restarts: int, hangs: str, session: str) -> None:
-    """No restarts, no hang detection, or nothing saved: the line becomes a warning."""
+def test_disabled_protection_is_a_warning(max_restarts: int, hangs: str, session: str) -> None:
+    """No restarts, no hang detection or no saves turn the line into a warning."""
     assert Protection(max_restarts=max_restarts, hangs=hangs, nodes="no", of_session=session).has_gap
 
 
-def test_a_script_without_a_session_is_said_to_have_none() -> None:
-    """Nothing is claimed of what nobody told: neither hang detection nor checkpoints."""
+def test_missing_session_is_reported() -> None:
+    """A script without a session is reported with neither hang detection nor checkpoints."""
     hangs = describe_hangs(STEP, "default", has_session=False, origins=ORIGINS)
     line = Protection(max_restarts=1, hangs=hangs, nodes="no (no spare node)").describe()
     assert "death yes (1 restart); hang no (the script has called neither outlast.init()" in line
@@ -65,13 +66,15 @@ def test_a_script_without_a_session_is_said_to_have_none() -> None:
         (4, 4, 4, 0, "no (no spare node)"),
     ],
 )
-def test_nodes(slots: int, most: int, least: int | None, spares: int, text: str) -> None:
-    """Spares that wait for a slot, and a smaller world, are what a lost node leads to; an absent one does not count."""
+def test_lost_node_protection_needs_spares_or_shrinking(
+    slots: int, most: int, least: int | None, spares: int, text: str
+) -> None:
+    """Waiting spares and a smaller permitted world protect against a lost node; an absent spare does not count."""
     assert describe_nodes(num_slots=slots, max_nodes=most, min_nodes=least, num_spares=spares) == text
 
 
-def test_what_a_script_may_still_report_is_unknown() -> None:
-    """Before a script had time to open a session, nothing is claimed: neither that it has one nor that it has none."""
+def test_session_is_unknown_before_it_can_open() -> None:
+    """Before a script had time to open a session, the line reports neither its presence nor its absence."""
     hangs = describe_hangs(STEP, "default", has_session=None, origins=ORIGINS)
     protection = Protection(max_restarts=1, hangs=hangs, nodes="no (no spare node)", why_unknown=NOT_YET)
     assert protection.describe().count("unknown (the script has not called outlast.init() yet)") == 2
@@ -79,7 +82,7 @@ def test_what_a_script_may_still_report_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiers", "interval", "near", "told", "text"),
+    ("tiers", "interval", "near", "reported", "text"),
     [
         ((), 5, 0, True, "checkpoints no (set checkpoint.directory); preemption no (nothing is saved)"),
         (
@@ -100,6 +103,8 @@ def test_what_a_script_may_still_report_is_unknown() -> None:
         ),
     ],
 )
-def test_saves(tiers: tuple[str, ...], interval: int | str, near: int | str, told: bool, text: str) -> None:
-    """What is saved how often to where, and whether a notice leads to a save."""
-    assert describe_saves(tiers=tiers, interval=interval, near_interval=near, is_told=told) == text
+def test_save_interval_tiers_and_preemption_are_reported(
+    tiers: tuple[str, ...], interval: int | str, near: int | str, reported: bool, text: str
+) -> None:
+    """The line contains the save interval, the tiers and whether a preemption notice leads to a save."""
+    assert describe_saves(tiers=tiers, interval=interval, near_interval=near, is_told=reported) == text

@@ -1,4 +1,4 @@
-"""Which copies are not loaded again after invalid results, and that this comes to an end."""
+"""Copies that are excluded after invalid results, and that the exclusion ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(checkpoint: int, tier: TierName = "local", *, cycle: int = 1, attempt: 
     return Load(cycle=f"job-{cycle}", checkpoint=checkpoint, attempt=name, tier=tier, suspect_window=WINDOW)
 
 
-def distrust(one: Load, iteration: int, known: Sequence[Exclusion] = (), loads: Sequence[Load] = ()) -> Exclusion:
+def find_exclusion(one: Load, iteration: int, known: Sequence[Exclusion] = (), loads: Sequence[Load] = ()) -> Exclusion:
     judgement = judge(one, iteration, known=known, loads=loads)
     assert judgement.excluded is not None, judgement.reason
     return judgement.excluded
@@ -44,7 +44,7 @@ def distrust(one: Load, iteration: int, known: Sequence[Exclusion] = (), loads: 
 
 @dataclass
 class Store:
-    """Checkpoints as a run keeps them, and what its cycles do with them."""
+    """Checkpoints of a run, and the saves and loads of its cycles."""
 
     copies: set[Copy] = field(default_factory=set)
     lineage: dict[str, str | None] = field(default_factory=dict)
@@ -75,9 +75,10 @@ class Store:
         return one
 
 
-def test_the_replica_nan_loop_ends_in_two_cycles() -> None:
-    """Bad near copies of 120 and a good global checkpoint at 100: the cycle after the first invalid result loads 100,
-    although the fetched replica is by then a memory copy, and even what was saved in between is passed over."""
+def test_corrupt_local_copies_are_excluded_in_one_restart() -> None:
+    """With corrupt node-local copies of 120 and a good global checkpoint at 100, the cycle after the first invalid
+    result loads 100, although the fetched replica is now a memory copy; checkpoints saved in between are excluded
+    too."""
     store = Store()
     store.save(100, "job-0-aa.0", None, [*NEAR, Tier.GLOBAL])
     store.save(120, "job-0-aa.1", None, [Tier.LOCAL, Tier.REPLICA])
@@ -86,32 +87,32 @@ def test_the_replica_nan_loop_ends_in_two_cycles() -> None:
     assert first.checkpoint == 120
     store.save(125, "job-1-bb.0", first.attempt, [*NEAR, Tier.GLOBAL])
     store.copies.add(Copy(120, "job-0-aa.1", Tier.MEMORY))
-    store.known += (distrust(first, 127),)
+    store.known += (find_exclusion(first, 127),)
     point = store.choose()
     assert point is not None
     assert (point.checkpoint, point.attempt) == (100, "job-0-aa.0")
 
 
-def test_other_near_copies_of_the_same_cycle_are_doubtful() -> None:
-    """What spoiled one near copy may have spoiled all that its cycle saved nearby; what it saved to the global tier and
-    what other cycles saved is not doubtful, and a bad copy in the global tier says nothing of others."""
-    one = distrust(load(120, "local", cycle=2, attempt="job-1-bb.3"), 121)
+def test_other_local_copies_of_the_cycle_are_doubtful() -> None:
+    """One excluded node-local copy makes all node-local copies of its cycle doubtful, but not its global checkpoints or
+    other cycles. An excluded global copy makes no other copy doubtful."""
+    one = find_exclusion(load(120, "local", cycle=2, attempt="job-1-bb.3"), 121)
     assert all(is_doubtful(Copy(110, "job-1-bb.1", tier), [one]) for tier in NEAR)
     assert not is_excluded(Copy(110, "job-1-bb.1", Tier.LOCAL), {}, [one])
     assert not is_doubtful(Copy(110, "job-1-bb.1", Tier.GLOBAL), [one])
     assert not any(is_doubtful(Copy(110, f"job-{cycle}-cc.1", Tier.LOCAL), [one]) for cycle in (0, 2, 11))
-    assert not is_doubtful(Copy(110, "job-1-bb.1", Tier.LOCAL), [distrust(load(120, "global"), 121)])
+    assert not is_doubtful(Copy(110, "job-1-bb.1", Tier.LOCAL), [find_exclusion(load(120, "global"), 121)])
 
 
-def test_near_copies_are_excluded_and_the_global_one_is_tried() -> None:
+def test_global_copy_of_an_excluded_checkpoint_is_loaded() -> None:
     """After an invalid result from a node-local tier the same checkpoint is loaded from the global tier, which has
-    digests of its own; what is then saved on top of it is trusted."""
+    separate digests; checkpoints saved on top of it are trusted."""
     store = Store()
     store.save(120, "job-0-aa.1", None, [*NEAR, Tier.GLOBAL])
     first = store.load(1)
     assert first is not None
     assert first.tier == "memory"
-    store.known += (distrust(first, 121),)
+    store.known += (find_exclusion(first, 121),)
     second = store.load(2)
     assert second is not None
     assert (second.checkpoint, second.tier) == (120, "global")
@@ -121,28 +122,28 @@ def test_near_copies_are_excluded_and_the_global_one_is_tried() -> None:
     assert point.checkpoint == 130
 
 
-def test_the_global_checkpoint_goes_with_all_that_descends_from_it() -> None:
-    """An invalid result from the global tier: the checkpoint is excluded in every tier, an older one is loaded, and
-    descendants are excluded over any number of checkpoints."""
+def test_descendants_of_a_global_checkpoint_are_excluded() -> None:
+    """An invalid result from the global tier excludes the checkpoint in every tier with its descendants over any number
+    of checkpoints; an older one is loaded."""
     store = Store()
     store.save(100, "job-0-aa.0", None, [Tier.GLOBAL])
     store.save(120, "job-0-aa.1", None, [*NEAR, Tier.GLOBAL])
     store.save(130, "job-7-bb.0", "job-0-aa.1", [Tier.GLOBAL])
     store.save(140, "job-8-cc.0", "job-7-bb.0", NEAR)
-    store.known += (distrust(load(120, "global", attempt="job-0-aa.1"), 125),)
+    store.known += (find_exclusion(load(120, "global", attempt="job-0-aa.1"), 125),)
     point = store.choose()
     assert point is not None
     assert point.checkpoint == 100
     assert all(is_excluded(copy, store.lineage, store.known) for copy in store.copies if copy.checkpoint > 100)
 
 
-def test_descendants_are_known_even_where_a_link_was_deleted() -> None:
-    """What an earlier cycle saved after it had loaded the copy is passed over, though the checkpoint between is gone
-    and the manifest of the newest names a parent that nobody knows."""
+def test_descendants_are_excluded_across_deleted_parents() -> None:
+    """Checkpoints saved after the copy was loaded are excluded although the checkpoint between was deleted and the
+    parent in the newest manifest is unknown."""
     near = load(100, "local", cycle=1, attempt="job-0-aa.0")
     child = load(110, "local", cycle=2, attempt="job-1-bb.0")
     again = load(100, "memory", cycle=3, attempt="job-0-aa.0")
-    one = distrust(again, 103, loads=[near, child, again])
+    one = find_exclusion(again, 103, loads=[near, child, again])
     assert set(one.tainted) == {"job-1", "job-2", "job-3"}
     grandchild = Copy(120, "job-2-cc.0", Tier.GLOBAL)
     assert is_excluded(grandchild, {"job-2-cc.0": "job-1-bb.0"}, [one])
@@ -150,37 +151,28 @@ def test_descendants_are_known_even_where_a_link_was_deleted() -> None:
 
 
 @pytest.mark.parametrize("iteration", [99, 121])
-def test_outside_the_window_nothing_is_excluded(iteration: int) -> None:
-    """An invalid result that comes later than the window says nothing of what was loaded; the reason says so."""
+def test_result_outside_the_window_excludes_nothing(iteration: int) -> None:
+    """An invalid result after the suspect window excludes nothing, and the reason reports that."""
     judgement = judge(load(100), iteration, known=[], loads=[])
     assert judgement.excluded is None
     assert "beyond the suspect window" in judgement.reason
 
 
-def test_without_a_load_nothing_is_excluded() -> None:
-    """A cycle that began afresh, or of which nothing is known, has no copy to blame."""
+def test_cycle_without_a_load_excludes_nothing() -> None:
+    """A cycle that began from scratch, or whose load is unknown, has no copy to exclude."""
     assert judge(None, 5, known=[], loads=[]).excluded is None
     assert judge(load(3), None, known=[], loads=[]).excluded is None
 
 
-def test_a_second_time_from_the_global_tier_stops() -> None:
-    """One older global checkpoint is tried; when that gives an invalid result too, it is no copy's fault."""
-    first = distrust(load(120, "global"), 125)
-    judgement = judge(load(100, "global"), 110, known=[first], loads=[])
-    assert judgement.excluded is None
-    assert "second" in judgement.reason
-
-
 def test_a_copy_is_excluded_once() -> None:
-    """A copy that is loaded although it is excluded ends the run: telling it again would change nothing."""
-    first = distrust(load(120), 121)
+    """Loading a copy that is already excluded stops the run, since excluding it again has no effect."""
+    first = find_exclusion(load(120), 121)
     assert judge(load(120, "memory"), 122, known=[first], loads=[]).excluded is None
 
 
-def test_progress_beyond_the_invalid_result_settles_it() -> None:
-    """Once training committed a later checkpoint than the one that failed, another invalid result is judged afresh;
-    what was excluded stays so."""
-    first = distrust(load(120, "global"), 125)
+def test_progress_closes_the_invalid_result() -> None:
+    """A commit beyond the failed checkpoint starts a new case for the next invalid result; exclusions stay."""
+    first = find_exclusion(load(120, "global"), 125)
     (still,) = settle([first], 125)
     assert not still.settled
     known = settle([first], 126)
@@ -188,16 +180,17 @@ def test_progress_beyond_the_invalid_result_settles_it() -> None:
     assert judge(load(500, "global"), 505, known=known, loads=[]).excluded is not None
 
 
-def test_the_farthest_near_tier_is_judged() -> None:
-    """Where ranks loaded from several tiers, the farthest near one is named; global only when all loaded from there."""
+def test_farthest_local_tier_is_judged() -> None:
+    """If ranks loaded from several tiers, the farthest node-local one is judged; the global one only if all ranks
+    loaded from there."""
     assert tier_of_load(["memory", "replica", "local"]) == "replica"
     assert tier_of_load(["global", "memory"]) == "memory"
     assert tier_of_load(["global", "global"]) == "global"
 
 
-def test_the_list_survives_the_environment() -> None:
-    """Workers read from the text what the coordinator wrote, and an empty variable means that all is trusted."""
-    known = (distrust(load(120), 121), distrust(load(100, "global"), 101))
+def test_exclusions_survive_the_environment() -> None:
+    """Workers read the coordinator's exclusions from the variable; an empty variable excludes nothing."""
+    known = (find_exclusion(load(120), 121), find_exclusion(load(100, "global"), 101))
     assert decode_excluded(msgspec.json.encode(known).decode()) == known
     assert decode_excluded(None) == ()
     with pytest.raises(msgspec.DecodeError):
@@ -212,8 +205,8 @@ CYCLE = st.tuples(st.lists(st.tuples(st.integers(1, 15), TIERS), max_size=3), st
 def test_any_sequence_of_invalid_results_ends(
     begun: list[list[Tier]], cycles: list[tuple[list[tuple[int, list[Tier]]], int]]
 ) -> None:
-    """Whatever is saved where, and however soon every cycle's result is invalid: after at most MAX_OPEN restarts the
-    run stops, and until then no cycle loads a excluded copy, or one that descends from it."""
+    """After at most MAX_OPEN restarts the run stops, and until then no cycle loads an excluded copy or its
+    descendants."""
     store = Store()
     for ordinal, tiers in enumerate(begun):
         store.save(10 * (ordinal + 1), f"job-0-aa.{ordinal}", None, tiers)

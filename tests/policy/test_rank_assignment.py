@@ -1,4 +1,4 @@
-"""Who becomes which rank at a restart: rules on assignments, for every world and every death."""
+"""Rank assignment rules at a restart, for every world and any deaths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def world(size: int, per_node: int = 1) -> list[Member]:
 
 
 def after(members: list[Member], ranks: Mapping[int, int | None], *dead: int) -> list[Member]:
-    """Return the members as they stand after an assignment and some deaths; those that died before left no gap."""
+    """Return the members after an assignment and some deaths; earlier deaths left no gap."""
     return [
         replace(member, rank=ranks.get(member.initial_rank), alive=member.alive and member.initial_rank not in dead)
         for member in members
@@ -46,22 +46,22 @@ def active(ranks: Mapping[int, int | None]) -> dict[int, int]:
     return {initial: rank for initial, rank in ranks.items() if rank is not None}
 
 
-def test_first_call_gives_everybody_the_rank_it_was_started_as() -> None:
-    """Before any restart, ranks are those of the launcher; those beyond the active world are spares."""
+def test_first_call_keeps_the_launchers_ranks() -> None:
+    """Before any restart, ranks are those of the launcher; ranks beyond the active world are spares."""
     assert assign(FillGaps(), world(3), iteration=0, active_world_size=None) == {0: 0, 1: 1, 2: 2}
     assert assign(FillGaps(), world(3), iteration=0, active_world_size=2) == {0: 0, 1: 1, 2: None}
 
 
-def test_spare_takes_the_place_of_the_dead() -> None:
-    """FillGaps gives a dead rank's number to a spare; nobody else's changes."""
+def test_spare_takes_the_rank_of_a_dead_member() -> None:
+    """FillGaps gives a dead member's rank to a spare; all other ranks stay."""
     members = world(5)
     ranks = assign(FillGaps(), members, iteration=0, active_world_size=4)
     ranks = assign(FillGaps(), after(members, ranks, 1), iteration=1, active_world_size=4)
     assert ranks == {0: 0, 2: 2, 3: 3, 4: 1}
 
 
-def test_spent_spares_end_it_unless_it_may_shrink() -> None:
-    """Without enough spares FillGaps aborts, or moves the last ranks into the gaps when told to shrink."""
+def test_fill_gaps_aborts_or_shrinks_without_spares() -> None:
+    """Without enough spares FillGaps aborts, or moves the last ranks into the gaps if shrinking is allowed."""
     members = world(5)
     ranks = assign(FillGaps(), members, iteration=0, active_world_size=None)
     left = after(members, ranks, 1, 2)
@@ -72,8 +72,8 @@ def test_spent_spares_end_it_unless_it_may_shrink() -> None:
     assert assign(ShiftRanks(), left, iteration=1, active_world_size=None) == {0: 0, 2: 1, 3: 2, 4: 3}
 
 
-def test_limits_make_spares_which_serve_later() -> None:
-    """Ranks that a limit left over wait, and fill the next gap."""
+def test_ranks_beyond_a_limit_become_spares() -> None:
+    """Ranks beyond a limit wait, and fill the next gap."""
     members = world(7)
     rule = Compose(ShiftRanks(), MaxActiveWorldSize(6), ActiveWorldSizeDivisibleBy(4))
     ranks = assign(rule, members, iteration=0, active_world_size=None)
@@ -85,8 +85,9 @@ def test_limits_make_spares_which_serve_later() -> None:
     }
 
 
-def test_node_without_enough_spares_is_given_up_as_a_whole() -> None:
-    """With granularity node a broken node's ranks go together to a node with room; its survivors become spares."""
+def test_incomplete_node_is_replaced_as_a_whole() -> None:
+    """With granularity node the ranks of an incomplete node move together to a node with room; its survivors become
+    spares."""
     members = world(6, per_node=2)
     rule = FillGaps(granularity="node")
     ranks = assign(rule, members, iteration=0, active_world_size=4)
@@ -97,16 +98,16 @@ def test_node_without_enough_spares_is_given_up_as_a_whole() -> None:
                active_world_size=4)  # fmt: skip
 
 
-def test_node_fills_its_gaps_itself_where_it_can() -> None:
-    """With granularity node a spare of the same node suffices, as on one machine; nobody else moves."""
+def test_node_prefers_its_own_spares() -> None:
+    """With granularity node a spare of the same node is enough, and no other rank moves."""
     members = world(5, per_node=5)
     ranks = assign(FillGaps(granularity="node"), members, iteration=0, active_world_size=4)
     ranks = assign(FillGaps(granularity="node"), after(members, ranks, 0), iteration=1, active_world_size=4)
     assert ranks == {1: 1, 2: 2, 3: 3, 4: 0}
 
 
-def test_tree_holds_spares_back_at_each_level_and_takes_the_nearest() -> None:
-    """A gap is filled from its own node, then from its rack, then from anywhere."""
+def test_tree_uses_the_nearest_spare() -> None:
+    """A gap is filled from its node, then from its rack, then from anywhere."""
     members = world(12, per_node=3)  # two racks of two nodes of three
     tree = Tree(Level("RACK", spare=1), Level("node", spare=1))
     ranks = assign(tree, members, iteration=0, active_world_size=None)
@@ -122,8 +123,8 @@ def test_tree_holds_spares_back_at_each_level_and_takes_the_nearest() -> None:
     assert ranks[8] == 0, "from the other rack"
 
 
-def test_tree_asks_each_rank_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A level is told by an environment variable or a function; a missing variable is an error that names it."""
+def test_tree_levels_come_from_variables_or_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level is given by an environment variable or a function; a missing variable is an error with its name."""
     monkeypatch.setenv("SWITCH", "s7")
     tree = Tree(Level("SWITCH"), Level(lambda: "shelf"), Level("node"))
     assert Compose(tree, MaxActiveWorldSize(2)).labels() == {"tree-0": "s7", "tree-1": "shelf"}
@@ -132,7 +133,7 @@ def test_tree_asks_each_rank_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> N
         tree.labels()
 
 
-def test_topology_that_holds_too_much_back_is_told() -> None:
+def test_tree_with_too_few_active_ranks_aborts() -> None:
     """Fewer ranks than the active world needs is an abort with both numbers."""
     with pytest.raises(RestartAbort, match="leave 2 of 6 ranks, but active_world_size=4"):
         assign(Tree(Level("node", spare=2)), world(6, per_node=3), iteration=0, active_world_size=4)
@@ -147,12 +148,12 @@ def test_topology_that_holds_too_much_back_is_told() -> None:
         ({}, "none of 2 living ranks active"),
     ],
 )
-def test_wrong_answers_of_a_plugin_are_refused(ranks: dict[int, int], message: str) -> None:
-    """A plug-in that gives a rank twice, leaves a gap, revives the dead or stops everybody is told so."""
+def test_invalid_plugin_assignments_are_rejected(ranks: dict[int, int], message: str) -> None:
+    """A plug-in that assigns a rank twice, leaves a gap, revives a dead member or stops all members is an error."""
     with pytest.raises(OutlastError, match=message):
-        assign(lambda begun: replace(begun, ranks=ranks), world(2), iteration=0, active_world_size=None)
+        assign(lambda started: replace(started, ranks=ranks), world(2), iteration=0, active_world_size=None)
     with pytest.raises(ConfigError, match="returned NoneType"):
-        assign(lambda begun: None, world(2), iteration=0, active_world_size=None)  # type: ignore[arg-type,return-value]
+        assign(lambda started: None, world(2), iteration=0, active_world_size=None)  # type: ignore[arg-type,return-value]
 
 
 RULES: dict[str, Rule] = {
@@ -171,7 +172,8 @@ RULES: dict[str, Rule] = {
 @settings(max_examples=300)
 @given(data=st.data(), rule_name=st.sampled_from(sorted(RULES)), size=st.integers(1, 12), per_node=st.integers(1, 4))
 def test_every_assignment_is_dense_and_minimal(data: st.DataObject, rule_name: str, size: int, per_node: int) -> None:
-    """Whoever dies: ranks are 0..n-1, each once, none to the dead; survivors keep theirs where the rule says so."""
+    """For any deaths, ranks are 0..n-1, each once and never assigned to a dead member; survivors keep their ranks if
+    the rule promises that."""
     rule = RULES[rule_name]
     members = world(size, per_node)
     target = data.draw(st.none() | st.integers(1, size))
@@ -208,15 +210,15 @@ def test_every_assignment_is_dense_and_minimal(data: st.DataObject, rule_name: s
             hit = {members[initial].node for initial in dead if initial in before}
             for initial, rank in survivors.items():
                 if members[initial].node not in hit:
-                    assert chosen[initial] == rank, "a rank of a whole node moved"
+                    assert chosen[initial] == rank, "a rank of a complete node moved"
         if rule_name in ("shift", "divisible"):
             order = [initial for initial, _ in sorted(chosen.items(), key=lambda item: item[1])]
             kept_order = [initial for initial in order if initial in survivors]
             assert kept_order == sorted(kept_order, key=lambda initial: survivors[initial])
 
 
-def test_rules_do_not_care_in_which_order_members_are_told() -> None:
-    """Whoever computes an assignment, from whatever order of members, finds the same one."""
+def test_assignment_does_not_depend_on_member_order() -> None:
+    """Every order of members gives the same assignment."""
     members = world(6, per_node=2)
     ranks = assign(FillGaps(), members, iteration=0, active_world_size=4)
     left = after(members, ranks, 0, 3)

@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks go back to, and from which copies."""
+"""The checkpoint that all ranks resume from, and the copies of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def _usable(table: list[set[Copy]], refused: dict[int, set[Copy]]) -> list[set[C
 
 
 @given(TABLE, REFUSED)
-def test_it_is_complete_and_no_better_one_existed(table: list[set[Copy]], refused: dict[int, set[Copy]]) -> None:
-    """Every rank has its part of the chosen attempt, unrefused; no newer attempt is complete; no part is nearer."""
+def test_choice_is_complete_newest_and_nearest(table: list[set[Copy]], refused: dict[int, set[Copy]]) -> None:
+    """Every rank has a part of the chosen attempt that is not rejected; no newer attempt is complete, and no part is
+    nearer."""
     usable = _usable(table, refused)
     complete = set.intersection(*({(c.checkpoint, c.attempt) for c in held} for held in usable)) if usable else set()
     point = choose_recovery_point(table, refused)
@@ -28,25 +29,26 @@ def test_it_is_complete_and_no_better_one_existed(table: list[set[Copy]], refuse
     assert (point.checkpoint, point.attempt) in complete
     assert point.checkpoint == max(checkpoint for checkpoint, _ in complete)
     for copy, held in zip(point.copies, usable, strict=True):
-        mine = [c for c in held if (c.checkpoint, c.attempt) == (point.checkpoint, point.attempt)]
-        assert copy in mine
-        assert copy.tier == min(c.tier for c in mine)
+        own = [c for c in held if (c.checkpoint, c.attempt) == (point.checkpoint, point.attempt)]
+        assert copy in own
+        assert copy.tier == min(c.tier for c in own)
 
 
 @given(TABLE, REFUSED, st.randoms())
-def test_all_ranks_choose_the_same(table: list[set[Copy]], refused: dict[int, set[Copy]], shuffler) -> None:
-    """Whoever was told the same facts, in whatever order, chooses the same copies for all ranks."""
-    told = []
+def test_choice_does_not_depend_on_order(table: list[set[Copy]], refused: dict[int, set[Copy]], shuffler) -> None:
+    """The same facts in any order give the same copies for all ranks."""
+    reported = []
     for held in table:
         copies = list(held)
         shuffler.shuffle(copies)
-        told.append(copies)
-    assert choose_recovery_point(told, refused) == choose_recovery_point(table, refused)
+        reported.append(copies)
+    assert choose_recovery_point(reported, refused) == choose_recovery_point(table, refused)
 
 
 @given(TABLE)
-def test_refusing_every_choice_comes_to_an_end(table: list[set[Copy]]) -> None:
-    """With each refusal the choice gets no newer, no refused copy is chosen again, and in the end there is none."""
+def test_rejecting_every_choice_terminates(table: list[set[Copy]]) -> None:
+    """With each rejection the choice gets no newer, no rejected copy is chosen again, and finally there is no
+    choice."""
     refused: dict[int, set[Copy]] = {rank: set() for rank in range(len(table))}
     checkpoints = []
     while (point := choose_recovery_point(table, refused)) is not None:
@@ -56,16 +58,9 @@ def test_refusing_every_choice_comes_to_an_end(table: list[set[Copy]]) -> None:
     assert checkpoints == sorted(checkpoints, reverse=True)
 
 
-@given(TABLE)
-def test_checkpoints_are_never_mixed(table: list[set[Copy]]) -> None:
-    """All chosen copies are of one iteration and one attempt."""
-    point = choose_recovery_point(table)
-    if point is not None:
-        assert {(c.checkpoint, c.attempt) for c in point.copies} == {(point.checkpoint, point.attempt)}
-
-
-def test_of_two_attempts_at_one_iteration_the_nearer_is_chosen() -> None:
-    """When both are complete, the one with nearer copies; when both are equally near, always the same one."""
+def test_nearer_attempt_of_one_iteration_is_chosen() -> None:
+    """Of two complete attempts the one with nearer copies is chosen; for equal distances the choice is
+    deterministic."""
     near, far = Copy(7, "a", Tier.MEMORY, "n"), Copy(7, "b", Tier.GLOBAL)
     point = choose_recovery_point([{near, far}, {near, far}])
     assert point is not None
@@ -80,17 +75,19 @@ KEYS = st.sets(st.tuples(st.integers(0, 5), st.sampled_from("ab")))
 
 
 @given(TABLE, REFUSED, st.data(), KEYS)
-def test_what_is_not_finite_is_chosen_only_where_nothing_else_is(
+def test_finite_checkpoints_are_preferred(
     table: list[set[Copy]], refused: dict[int, set[Copy]], data: st.DataObject, not_finite: set[tuple[int, str]]
 ) -> None:
-    """The choice is the newest finite checkpoint that is complete, else the newest; among the finite, and among the
-    others, doubtful copies come last. Something is chosen whenever anything is complete."""
+    """The newest complete finite checkpoint is chosen, else the newest complete one; in both groups doubtful copies
+    come last."""
     doubtful = [data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set() for held in table]
     chosen = choose_best_point(table, refused, doubtful=doubtful, not_finite=not_finite)
     usable = _usable(table, refused)
     finite = [{copy for copy in held if (copy.checkpoint, copy.attempt) not in not_finite} for held in usable]
-    sound = [[copies - unsure for copies, unsure in zip(one, doubtful, strict=True)] for one in (finite, usable)]
-    expected = next(filter(None, map(choose_recovery_point, (sound[0], finite, sound[1], usable))), None)
+    certain = [
+        [copies - uncertain for copies, uncertain in zip(one, doubtful, strict=True)] for one in (finite, usable)
+    ]
+    expected = next(filter(None, map(choose_recovery_point, (certain[0], finite, certain[1], usable))), None)
     assert chosen == expected
     assert (chosen is None) == (choose_recovery_point(table, refused) is None)
     if not not_finite and not any(doubtful):
@@ -98,10 +95,8 @@ def test_what_is_not_finite_is_chosen_only_where_nothing_else_is(
 
 
 @given(TABLE, KEYS)
-def test_a_checkpoint_is_put_off_only_for_an_older_finite_one(
-    table: list[set[Copy]], not_finite: set[tuple[int, str]]
-) -> None:
-    """Where every complete checkpoint holds infinities, as with masks, the newest is chosen."""
+def test_newest_is_chosen_if_none_is_finite(table: list[set[Copy]], not_finite: set[tuple[int, str]]) -> None:
+    """If every complete checkpoint contains infinities, as with masks, the newest is chosen."""
     newest = choose_recovery_point(table)
     chosen = choose_best_point(table, {}, not_finite=not_finite)
     assert (newest is None) == (chosen is None)
@@ -112,10 +107,10 @@ def test_a_checkpoint_is_put_off_only_for_an_older_finite_one(
 
 
 @given(TABLE, REFUSED, st.data())
-def test_a_copy_of_last_resort_is_chosen_only_where_nothing_else_is(
+def test_last_resort_copies_are_chosen_last(
     table: list[set[Copy]], refused: dict[int, set[Copy]], data: st.DataObject
 ) -> None:
-    """Without those copies the choice is what it would be if they did not exist; where that is nothing, they count."""
+    """The choice ignores last-resort copies, unless nothing else is complete."""
     last = [data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set() for held in table]
     others = [held - left for held, left in zip(table, last, strict=True)]
     chosen = choose_best_point(table, refused, last=last)

@@ -1,4 +1,4 @@
-"""What the recovery policy decides, case by case."""
+"""Decisions of the recovery policy, case by case."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def invalid(cycle: int, iteration: int, checkpoint: int, tier: TierName, *, dura
     )
 
 
-def climb(
+def decide_until_stop(
     state: RecoveryState, limits: Limits, *ends: CycleEnd, max_cycles: int = 50
 ) -> tuple[RecoveryState, list[Decision]]:
     """Decide cycle after cycle; the last end repeats until the recovery policy stops."""
@@ -61,19 +61,19 @@ def climb(
     return state, decisions
 
 
-def test_unknown_progress_means_torchruns_budget() -> None:
-    """Where progress is unknown, max_restarts=3 gives exactly 4 starts, then torchrun's exit code 1."""
+def test_unknown_progress_uses_the_torchrun_budget() -> None:
+    """If progress is unknown, max_restarts=3 gives exactly 4 starts, then exit code 1 as with torchrun."""
     end = CycleEnd(cycle=0, incident=died())
-    _, decisions = climb(RecoveryState(), Limits(max_restarts=3), end)
+    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=3), end)
     assert [v.recovery_level for v in decisions] == [RecoveryLevel.RESTART_WORKERS] * 3 + [RecoveryLevel.STOP]
     assert decisions[-1].exit_code == ExitReason.FAILED
     assert "all 3 restarts are used" in decisions[-1].reason
 
 
 @pytest.mark.parametrize("durable", [None, 40])
-def test_what_is_durable_is_known_once_a_cycle_of_the_job_has_ended(durable: int | None) -> None:
-    """Before, and in the job after one that was cut off, more may have been committed than was recorded; a job that
-    ended in order has recorded all."""
+def test_durable_iteration_is_known_after_a_cycle_end(durable: int | None) -> None:
+    """Before the first cycle ends, and in the job after one that was cut off, more may have been committed than was
+    recorded; a job that ended in order has recorded everything."""
 
     def begin(state: RecoveryState, job: str) -> RecoveryState:
         return msgspec.structs.replace(begin_job(state), job=job)
@@ -86,50 +86,50 @@ def test_what_is_durable_is_known_once_a_cycle_of_the_job_has_ended(durable: int
     assert (decision.recovery_level, known_durable(state)) == (RecoveryLevel.RESTART_WORKERS, known)
     assert known_durable(begin(state, "second")) is None
     ends = [dataclasses.replace(end, cycle=number) for number in range(1, 9)]
-    state, decisions = climb(state, Limits(max_restarts=1, max_no_progress_cycles=2), *ends)
+    state, decisions = decide_until_stop(state, Limits(max_restarts=1, max_no_progress_cycles=2), *ends)
     assert decisions[-1].recovery_level == RecoveryLevel.STOP
     assert known_durable(begin(state, "second")) == known
 
 
 def test_three_cycles_without_progress_stop_with_93() -> None:
-    """A script with the session that crashes in every cycle before its next save has exactly 3 cycles."""
+    """A script with a session that crashes in every cycle before its next save runs exactly 3 cycles."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True)
-    _, decisions = climb(RecoveryState(), Limits(max_restarts=10), end)
+    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=10), end)
     assert len(decisions) == 3
     assert decisions[-1].recovery_level == RecoveryLevel.STOP
     assert decisions[-1].exit_code == ExitReason.NO_PROGRESS
     assert "3 cycles in a row got no further than the start" in decisions[-1].reason
 
 
-def test_repeating_the_same_checkpoint_is_no_progress() -> None:
-    """A cycle that only reaches what was durable before counts as none."""
+def test_repeated_checkpoint_is_not_progress() -> None:
+    """A cycle that only reaches the durable iteration of before counts as a cycle without progress."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True, durable_iteration=50)
-    _, decisions = climb(RecoveryState(), Limits(max_restarts=10), end)
-    assert len(decisions) == 4  # the first one brought the checkpoint, three more did not
+    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=10), end)
+    assert len(decisions) == 4  # the first one committed the checkpoint, three more did not
     assert "no further than iteration 50" in decisions[-1].reason
 
 
-def test_progress_in_every_cycle_goes_on() -> None:
-    """A script that crashes in every cycle after a save is restarted for as long as it takes."""
+def test_progress_in_every_cycle_continues_the_run() -> None:
+    """A script that crashes in every cycle after a save is restarted without limit."""
     ends = [CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n * 10) for n in range(200)]
-    state, decisions = climb(RecoveryState(), Limits(max_restarts=1), *ends, max_cycles=200)
+    state, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=1), *ends, max_cycles=200)
     assert {v.recovery_level for v in decisions} == {RecoveryLevel.RESTART_WORKERS}
     assert state.restarts_total == 200
     state, decision = decide(state, CycleEnd(cycle=200, incident=None, finished=True), Limits())
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FINISHED)
 
 
-def test_total_bounds_restarts_in_spite_of_progress() -> None:
-    """max_restarts_total ends a run that gets further in each cycle, and does not call that no progress."""
+def test_max_restarts_total_bounds_restarts_with_progress() -> None:
+    """max_restarts_total ends a run with progress in each cycle, and the reason does not report missing progress."""
     ends = [CycleEnd(cycle=n, incident=died(), progress_known=True, durable_iteration=n) for n in range(10)]
-    state, decisions = climb(RecoveryState(), Limits(max_restarts_total=5), *ends)
+    state, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts_total=5), *ends)
     assert state.restarts_total == 5
     assert decisions[-1].exit_code == ExitReason.FAILED
     assert "--max-restarts-total" in decisions[-1].reason
 
 
-def test_preemption_is_charged_to_nothing() -> None:
-    """A preempted job that saved is re-queued with 75; no budget and no node pays for it."""
+def test_preemption_counts_against_no_budget() -> None:
+    """A preempted job that saved is requeued with 75; no budget and no node is charged."""
     before = RecoveryState(restarts_without_progress=2, restarts_total=7, cycles_without_progress=2)
     end = CycleEnd(cycle=1, incident=None, preempted=True, preempted_saved=True, progress_known=True)
     state, decision = decide(before, end, Limits())
@@ -138,8 +138,8 @@ def test_preemption_is_charged_to_nothing() -> None:
     assert state.node_faults == {}
 
 
-def test_preemption_without_a_save_never_claims_one() -> None:
-    """75 means that there is a checkpoint to go on from; a job that has none does not exit with it."""
+def test_preemption_without_a_checkpoint_does_not_exit_75() -> None:
+    """Exit code 75 means that a checkpoint exists to resume from; a job without one does not exit with it."""
     end = CycleEnd(cycle=0, incident=None, preempted=True, had_session=True)
     state, decision = decide(RecoveryState(), end, Limits())
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.REQUEUE_JOB, ExitReason.FAILED)
@@ -148,30 +148,30 @@ def test_preemption_without_a_save_never_claims_one() -> None:
 
 
 def test_saves_of_a_script_without_a_session_are_unknown() -> None:
-    """A script without a session may have saved by itself: a shutdown does not claim that nothing was saved."""
+    """A script without a session may have saved by itself, so a shutdown does not report that nothing was saved."""
     _, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=None, preempted=True), Limits())
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.REQUEUE_JOB, ExitReason.FAILED)
     assert "nothing was saved" not in decision.reason
     assert "unknown (no session reported)" in decision.reason
 
 
-def test_worker_that_exits_75_was_preempted() -> None:
-    """A worker's own exit code 75 says that it saved and left: re-queued, charged to nothing."""
+def test_worker_exit_75_means_preemption() -> None:
+    """A worker's exit code 75 means that it saved and exited: the job is requeued, and no budget is charged."""
     state, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=failed(75)), Limits(max_restarts=0))
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.REQUEUE_JOB, ExitReason.PREEMPTED)
     assert state.restarts_total == 0
 
 
 @pytest.mark.parametrize("code", [ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS])
-def test_worker_that_knows_stops_the_job(code: ExitReason) -> None:
+def test_worker_exit_17_and_93_stop_the_job(code: ExitReason) -> None:
     """A worker's exit codes 17 and 93 stop the job with the same code, whatever the budget."""
     _, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=failed(code)), Limits())
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, code)
 
 
-def test_invalid_result_soon_after_a_load_distrusts_and_restarts() -> None:
-    """Exit code 17 within the suspect window of a near load is a restart on another copy; what it saved meanwhile is
-    no progress, and the reason and ladder.json name checkpoint, attempt and tier."""
+def test_invalid_result_soon_after_a_load_excludes_the_copy() -> None:
+    """Exit code 17 within the suspect window of a node-local load restarts from another copy. Saves in between are not
+    progress, and the reason and ladder.json contain checkpoint, attempt and tier."""
     before = RecoveryState(best_durable=120)
     state, decision = decide(before, invalid(1, 127, 120, "replica", durable=125), Limits())
     assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS
@@ -184,41 +184,41 @@ def test_invalid_result_soon_after_a_load_distrusts_and_restarts() -> None:
 
 
 def test_invalid_result_beyond_the_window_stops() -> None:
-    """Later than the suspect window, exit code 17 is about the training, not the copy: the run stops with 17."""
+    """After the suspect window, exit code 17 is not attributed to the copy: the run stops with 17."""
     state, decision = decide(RecoveryState(), invalid(1, 141, 120, "local"), Limits())
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FAILED_VALIDATION)
     assert "beyond the suspect window" in decision.reason
     assert state.excluded == ()
 
 
-def test_no_restart_allowed_still_remembers_the_copy() -> None:
-    """With --max-restarts=0 exit code 17 ends the job, and the next job does not load the copy again."""
+def test_excluded_copy_is_recorded_without_restarts() -> None:
+    """With --max-restarts=0 exit code 17 ends the job, and the next job does not load the copy."""
     state, decision = decide(RecoveryState(), invalid(0, 121, 120, "memory"), Limits(max_restarts=0))
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FAILED_VALIDATION)
     assert [one.checkpoint for one in begin_job(state).excluded] == [120]
 
 
-def test_two_global_checkpoints_that_fail_stop_with_the_diagnosis() -> None:
-    """Near copy, global copy, an older global checkpoint: the third invalid result in a row ends the run with 17."""
+def test_second_invalid_global_checkpoint_stops_with_17() -> None:
+    """After a node-local copy, the global copy and an older global checkpoint, the third consecutive invalid result
+    ends the run with 17."""
     ends = [invalid(1, 125, 120, "memory"), invalid(2, 125, 120, "global"), invalid(3, 110, 100, "global")]
-    state, decisions = climb(RecoveryState(), Limits(max_restarts=9, max_no_progress_cycles=9), *ends)
+    state, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=9, max_no_progress_cycles=9), *ends)
     assert [v.recovery_level for v in decisions] == [
         RecoveryLevel.RESTART_WORKERS,
         RecoveryLevel.RESTART_WORKERS,
         RecoveryLevel.STOP,
     ]
     assert decisions[-1].exit_code == ExitReason.FAILED_VALIDATION
+    assert "second" in decisions[-1].reason
     assert [(one.checkpoint, one.tier) for one in state.excluded] == [(120, "memory"), (120, "global")]
     state = begin_job(state)
     _, decision = decide(state, invalid(4, 110, 100, "global"), Limits())
-    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS, (
-        "who starts the run again after 17 has looked at it"
-    )
+    assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS, "a restart by a user after 17 starts a new case"
 
 
 def test_exit_16_restarts_within_the_budget() -> None:
-    """Exit code 16 is a restart like any other: bounded by the same budgets."""
-    _, decisions = climb(RecoveryState(), Limits(max_restarts=2), CycleEnd(cycle=0, incident=failed(16)))
+    """Exit code 16 restarts the workers within the same budgets as any other failure."""
+    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=2), CycleEnd(cycle=0, incident=failed(16)))
     assert [v.recovery_level for v in decisions] == [
         RecoveryLevel.RESTART_WORKERS,
         RecoveryLevel.RESTART_WORKERS,
@@ -227,12 +227,12 @@ def test_exit_16_restarts_within_the_budget() -> None:
 
 
 def test_lost_node_moves_its_slot() -> None:
-    """A lost node is recovery level 3 at once, and charged like a restart."""
+    """A lost node immediately leads to recovery level 3, and is charged like a restart."""
     lost = Incident(kind=IncidentKind.NODE_LOST, node="b")
     state, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=lost, num_spares=1), Limits())
     assert decision.recovery_level == RecoveryLevel.REPLACE_NODE
     assert "a spare takes its slot" in decision.reason
-    assert decision.quarantine == ()  # it may come back as a spare
+    assert decision.quarantine == ()  # it may rejoin as a spare
     assert (state.restarts_without_progress, state.restarts_total) == (1, 1)
 
 
@@ -240,21 +240,21 @@ def test_lost_node_moves_its_slot() -> None:
     ("num_spares", "recovery_level", "quarantine"),
     [(1, RecoveryLevel.REPLACE_NODE, ("b",)), (0, RecoveryLevel.RESTART_WORKERS, ())],
 )
-def test_node_that_cannot_start_gives_its_slot_away(
+def test_node_that_cannot_start_is_replaced_by_a_spare(
     num_spares: int, recovery_level: RecoveryLevel, quarantine: tuple[str, ...]
 ) -> None:
-    """A node that cannot start its workers is passed over where a spare waits; else it tries again."""
+    """A node that cannot start its workers loses its slot if a spare waits; otherwise it tries again."""
     cannot = Incident(kind=IncidentKind.CANNOT_START, node="b")
     state, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=cannot, num_spares=num_spares), Limits())
     assert (decision.recovery_level, decision.quarantine) == (recovery_level, quarantine)
     assert state.quarantined == quarantine
 
 
-def test_faulty_node_is_quarantined_once() -> None:
-    """The node on which max_node_faults faults began gives its slot to a spare; its peers are not blamed."""
+def test_faulty_node_is_quarantined() -> None:
+    """The node on which max_node_faults faults began loses its slot to a spare; its peers are not charged."""
     limits = Limits(max_restarts=10, max_node_faults=3)
     ends = [CycleEnd(cycle=n, incident=died("b"), num_spares=1, durable_iteration=n) for n in range(3)]
-    state, decisions = climb(RecoveryState(), limits, *ends, max_cycles=3)
+    state, decisions = decide_until_stop(RecoveryState(), limits, *ends, max_cycles=3)
     assert [v.quarantine for v in decisions] == [(), (), ("b",)]
     assert decisions[-1].recovery_level == RecoveryLevel.REPLACE_NODE
     assert state.quarantined == ("b",)
@@ -263,8 +263,8 @@ def test_faulty_node_is_quarantined_once() -> None:
     assert decision.recovery_level == RecoveryLevel.RESTART_WORKERS
 
 
-def test_faulty_node_without_a_spare_stays_and_is_named() -> None:
-    """Without a spare a faulty node keeps its slot (recovery level 2), and the reason says so."""
+def test_faulty_node_without_a_spare_is_reported() -> None:
+    """Without a spare a faulty node keeps its slot (recovery level 2), and the reason contains the node."""
     state = RecoveryState(node_faults={"b": 2})
     state, decision = decide(state, CycleEnd(cycle=0, incident=died("b"), num_spares=0), Limits())
     assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_WORKERS, ())
@@ -273,8 +273,8 @@ def test_faulty_node_without_a_spare_stays_and_is_named() -> None:
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(max_restarts=2), Limits(max_restarts_total=2)])
-def test_failures_on_one_node_exclude_it_before_a_budget_is_spent(limits: Limits) -> None:
-    """With default budgets a node on which every failure began gives its slot to a spare while a restart is left."""
+def test_failing_node_is_replaced_within_the_budget(limits: Limits) -> None:
+    """With default budgets a node on which every failure began loses its slot to a spare while a restart is left."""
     state = RecoveryState()
     for cycle in range(2):
         end = CycleEnd(cycle=cycle, incident=died("c"), num_spares=1, num_nodes=2, progress_known=True)
@@ -283,8 +283,8 @@ def test_failures_on_one_node_exclude_it_before_a_budget_is_spent(limits: Limits
     assert "2 of 2 failures on node c" in decision.reason
 
 
-def test_a_node_that_flaps_while_cycles_form_is_excluded_before_a_budget_is_spent() -> None:
-    """A node that is lost three times before its cycle began gives its slot away, and the budgets are as before."""
+def test_flapping_node_is_replaced_without_spending_budget() -> None:
+    """A node that is lost three times before its cycle began loses its slot, and the budgets stay unchanged."""
     lost = Incident(kind=IncidentKind.NODE_LOST, node="c")
     state = RecoveryState(progress_known=True)
     quarantines = []
@@ -300,8 +300,8 @@ def test_a_node_that_flaps_while_cycles_form_is_excluded_before_a_budget_is_spen
 
 @pytest.mark.parametrize(("number", "restarts"), [(3, 1), (4, 2), (5, 2)])
 def test_a_takeover_continues_from_the_later_state(number: int, restarts: int) -> None:
-    """Of a coordinator's own state and the one that an agent kept, the later one counts, the agent's where they have
-    the same number; the copies that either of them excludes are not loaded."""
+    """The later one of the coordinator's and the agent's state counts, the agent's if they have the same number; copies
+    that either of them excludes are not loaded."""
     one, other = (Exclusion(checkpoint=1, attempt=attempt, tier="local") for attempt in "ab")
     own = RecoveryState(job="job", number=4, restarts_without_progress=1, excluded=(one,))
     kept = RecoveryState(job="job", number=number, restarts_without_progress=2, excluded=(one, other))
@@ -311,8 +311,8 @@ def test_a_takeover_continues_from_the_later_state(number: int, restarts: int) -
     assert merge(merged, kept) == merged
 
 
-def test_failures_on_several_nodes_exclude_none() -> None:
-    """Where failures began on different nodes no node is the cause, and the spare stays where it is."""
+def test_failures_on_several_nodes_quarantine_none() -> None:
+    """If failures began on different nodes, no node is the root cause and the spare keeps waiting."""
     state = RecoveryState()
     for node in ("c", "b"):
         end = CycleEnd(cycle=0, incident=died(node), num_spares=1, num_nodes=2, progress_known=True)
@@ -321,8 +321,8 @@ def test_failures_on_several_nodes_exclude_none() -> None:
 
 
 @pytest.mark.parametrize(("num_nodes", "is_named"), [(2, True), (1, False)])
-def test_the_last_line_names_the_node_of_every_failure(num_nodes: int, is_named: bool) -> None:
-    """A run that stops after failures that all began on one of several nodes reports which node that is."""
+def test_stop_reports_the_node_of_every_failure(num_nodes: int, is_named: bool) -> None:
+    """A run that stops after failures that all began on one of several nodes reports that node."""
     state = RecoveryState()
     for cycle in range(3):
         end = CycleEnd(cycle=cycle, incident=died("c"), num_nodes=num_nodes, progress_known=True)
@@ -332,14 +332,14 @@ def test_the_last_line_names_the_node_of_every_failure(num_nodes: int, is_named:
 
 
 def test_zero_node_faults_never_quarantines() -> None:
-    """max_node_faults=0 leaves every node its slot, however often it fails."""
+    """max_node_faults=0 never takes a slot from a node, however often it fails."""
     state = RecoveryState(node_faults={"a": 99})
     _, decision = decide(state, CycleEnd(cycle=0, incident=died("a"), num_spares=2), Limits(max_node_faults=0))
     assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_WORKERS, ())
 
 
-def test_the_outcome_of_a_job_is_known_once_it_ended() -> None:
-    """A state tells how its job ended: finished, stopped, or requeued; not while the job continues."""
+def test_outcome_is_known_after_the_job_ended() -> None:
+    """The state of an ended job reports finished, stopped or requeued; that of a running job does not."""
     restarted, _ = decide(RecoveryState(), CycleEnd(cycle=0, incident=died("a")), Limits())
     finished, _ = decide(restarted, CycleEnd(cycle=1, incident=None, finished=True), Limits())
     stopped, decision = decide(RecoveryState(), CycleEnd(cycle=0, incident=died("a")), Limits(max_restarts=0))
@@ -355,8 +355,8 @@ def test_the_outcome_of_a_job_is_known_once_it_ended() -> None:
         assert find_later_outcome(state, restarted) is None, "the agent knows a decision that this state lacks"
 
 
-def test_next_job_remembers_missing_progress() -> None:
-    """Cycles without progress go on counting over re-queued jobs; --max-restarts begins afresh in each."""
+def test_missing_progress_counts_over_requeued_jobs() -> None:
+    """Cycles without progress are counted over requeued jobs; --max-restarts is counted per job."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True)
     state, limits = RecoveryState(), Limits(max_restarts=0)
     codes = []
@@ -366,20 +366,20 @@ def test_next_job_remembers_missing_progress() -> None:
     assert codes == [ExitReason.FAILED, ExitReason.FAILED, ExitReason.NO_PROGRESS]
 
 
-def test_new_job_after_93_gets_its_budgets_back() -> None:
-    """Nothing of ours re-queues a run that stopped with 93, so whoever starts it again starts afresh."""
+def test_new_job_after_93_has_full_budgets() -> None:
+    """A run that stopped with 93 is never requeued automatically, so a new job has full budgets."""
     end = CycleEnd(cycle=0, incident=died(), progress_known=True, durable_iteration=50)
-    state, _ = climb(RecoveryState(best_durable=50), Limits(), end)
+    state, _ = decide_until_stop(RecoveryState(best_durable=50), Limits(), end)
     assert state.stopped_with == ExitReason.NO_PROGRESS
     state = begin_job(state)
     assert (state.cycles_without_progress, state.best_durable) == (0, 50)
     assert state.history
-    _, decisions = climb(state, Limits(), end)
+    _, decisions = decide_until_stop(state, Limits(), end)
     assert len(decisions) == 3
 
 
-def test_reason_reads_at_night() -> None:
-    """A reason is one line that says what happened, what is done, from where, and what is left."""
+def test_reason_contains_failure_action_and_budget() -> None:
+    """A reason is one line with the failure, the action, the checkpoint and the remaining budget."""
     end = CycleEnd(cycle=2, incident=died(iteration=57), progress_known=True, durable_iteration=50)
     _, decision = decide(RecoveryState(best_durable=50), end, Limits())
     assert decision.reason == (
@@ -389,17 +389,19 @@ def test_reason_reads_at_night() -> None:
 
 
 def test_history_is_bounded() -> None:
-    """What is remembered of single decisions cannot grow without end."""
+    """The list of recorded decisions has a bounded length."""
     ends = [CycleEnd(cycle=n, incident=died(), durable_iteration=n) for n in range(100)]
-    state, _ = climb(RecoveryState(), Limits(), *ends, max_cycles=100)
+    state, _ = decide_until_stop(RecoveryState(), Limits(), *ends, max_cycles=100)
     assert len(state.history) == 64
     assert state.history[-1].cycle == 99
 
 
-def test_restart_in_process_is_charged_like_any_other() -> None:
-    """What was mended inside the processes and what was not share one budget; the last straw ends the job."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True)
-    _, decisions = climb(RecoveryState(), Limits(max_restarts=3), mended, CycleEnd(cycle=0, incident=died()), mended)
+def test_in_process_restarts_share_the_restart_budget() -> None:
+    """In-process restarts and worker restarts share one budget; exceeding it ends the job."""
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True)
+    _, decisions = decide_until_stop(
+        RecoveryState(), Limits(max_restarts=3), recovered_end, CycleEnd(cycle=0, incident=died()), recovered_end
+    )
     assert [v.recovery_level for v in decisions] == [
         RecoveryLevel.RESTART_IN_PROCESS,
         RecoveryLevel.RESTART_WORKERS,
@@ -409,12 +411,12 @@ def test_restart_in_process_is_charged_like_any_other() -> None:
     assert decisions[-1].exit_code == ExitReason.FAILED
 
 
-def test_restart_in_process_ends_no_cycle() -> None:
-    """However many restarts a cycle mends inside its processes, it counts once when it ends without progress."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
+def test_in_process_restarts_do_not_end_a_cycle() -> None:
+    """A cycle with any number of in-process restarts counts once when it ends without progress."""
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
     state = RecoveryState()
     for _ in range(4):
-        state, decision = decide(state, mended, Limits(max_restarts=9))
+        state, decision = decide(state, recovered_end, Limits(max_restarts=9))
         assert decision.recovery_level == RecoveryLevel.RESTART_IN_PROCESS
         assert "from the start" not in decision.reason
     assert (state.cycles_without_progress, state.restarts_without_progress) == (0, 4)
@@ -422,26 +424,26 @@ def test_restart_in_process_ends_no_cycle() -> None:
     assert (state.cycles_without_progress, state.restarts_without_progress) == (1, 5)
 
 
-def test_progress_pays_for_restarts_in_process() -> None:
-    """A new durable checkpoint before each lets restarts inside the processes go on for ever."""
+def test_progress_allows_endless_in_process_restarts() -> None:
+    """A new durable checkpoint before each in-process restart allows any number of them."""
     ends = [CycleEnd(cycle=0, incident=died(), recovered_in_process=True, durable_iteration=10 * n) for n in range(20)]
-    _, decisions = climb(RecoveryState(), Limits(max_restarts=1), *ends, max_cycles=20)
+    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=1), *ends, max_cycles=20)
     assert [v.recovery_level for v in decisions] == [RecoveryLevel.RESTART_IN_PROCESS] * 20
 
 
-def test_endless_restarts_in_process_stop_with_93() -> None:
-    """Where progress is known, mending the same place over and over is no progress."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
-    _, decisions = climb(RecoveryState(), Limits(max_restarts=2), mended)
+def test_in_process_restarts_without_progress_stop_with_93() -> None:
+    """If progress is known, repeated recoveries at the same iteration are not progress."""
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, progress_known=True)
+    _, decisions = decide_until_stop(RecoveryState(), Limits(max_restarts=2), recovered_end)
     assert [v.exit_code for v in decisions] == [None, None, ExitReason.NO_PROGRESS]
 
 
-def test_restart_in_process_leaves_the_nodes_where_they_are() -> None:
-    """A node whose faults are all mended inside the processes keeps its slot until a cycle ends there."""
-    mended = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, num_spares=1)
+def test_in_process_restarts_do_not_move_slots() -> None:
+    """A node whose faults are all recovered in process keeps its slot until a cycle ends there."""
+    recovered_end = CycleEnd(cycle=0, incident=died(), recovered_in_process=True, num_spares=1)
     state, limits = RecoveryState(), Limits(max_restarts=9, max_node_faults=2)
     for _ in range(4):
-        state, decision = decide(state, mended, limits)
+        state, decision = decide(state, recovered_end, limits)
         assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.RESTART_IN_PROCESS, ())
     _, decision = decide(state, CycleEnd(cycle=0, incident=died(), num_spares=1), limits)
     assert (decision.recovery_level, decision.quarantine) == (RecoveryLevel.REPLACE_NODE, ("a",))
@@ -450,7 +452,8 @@ def test_restart_in_process_leaves_the_nodes_where_they_are() -> None:
 def _fails_again(
     limits: Limits, *, loads: list[TierName | None], iteration: int = 23, types: tuple[str, ...] = ("ValueError",)
 ) -> list[tuple[RecoveryLevel, RecoveryState]]:
-    """Return what follows cycles that all fail after iteration 20 was committed, each after a load from a tier."""
+    """Return the decisions about cycles that all fail after iteration 20 was committed, each after a load from a
+    tier."""
     state, steps = RecoveryState(), []
     for cycle, tier in enumerate(loads):
         load = None
@@ -478,9 +481,9 @@ def _fails_again(
     [(Limits(), 2), (Limits(max_restarts=2), 1), (Limits(max_restarts=9, max_no_progress_cycles=5), 4)],
     ids=["default", "two-restarts", "five-cycles"],
 )
-def test_the_last_restart_after_the_same_failure_loads_another_copy(limits: Limits, at: int) -> None:
-    """The same exception at the same iteration after each load of the same near copy: the last restart of the budget
-    excludes it, once, and says so; the restarts before it do not, and no budget grows."""
+def test_last_restart_after_a_repeated_failure_excludes_copy(limits: Limits, at: int) -> None:
+    """If the same exception at the same iteration follows each load of a node-local copy, only the last restart of the
+    budget excludes that copy, with a reason, and no budget grows."""
     steps = _fails_again(limits, loads=[None, "memory", "replica", "local", "local", "global"])
     assert [len(state.excluded) for _, state in steps[: at + 1]] == [0] * at + [1]
     (excluded,) = steps[at][1].excluded
@@ -494,14 +497,14 @@ def test_the_last_restart_after_the_same_failure_loads_another_copy(limits: Limi
 
 
 def test_other_failures_exclude_no_copy() -> None:
-    """Exceptions of two kinds in turn, a load from the global tier, and no load at all leave every copy as it is."""
+    """Alternating exceptions, a load from the global tier, and no load leave every copy loadable."""
     assert not _fails_again(Limits(), loads=[None, *["memory"] * 3], types=("ValueError", "OSError"))[-1][1].excluded
     assert not _fails_again(Limits(), loads=[None, *["global"] * 3])[-1][1].excluded
     assert not _fails_again(Limits(), loads=[None] * 4)[-1][1].excluded
 
 
-def test_who_starts_a_run_again_after_93_gets_its_copies_back() -> None:
-    """A copy that was excluded without proof is loaded again by the job that somebody starts after the stop."""
+def test_new_job_after_93_loads_unverified_exclusions() -> None:
+    """A copy that was excluded without evidence is loaded again by a new job after the stop."""
     state = _fails_again(Limits(), loads=[None, *["memory"] * 3])[-1][1]
     assert state.stopped_with == ExitReason.NO_PROGRESS
     assert state.excluded
@@ -523,11 +526,11 @@ CAUSES = [
     had_session=st.booleans(),
     max_restarts=st.integers(min_value=0, max_value=5),
 )
-def test_same_failure_at_the_same_place_is_not_repeated(
+def test_repeated_failure_without_session_stops_with_93(
     causes: list[Cause | None], had_session: bool, max_restarts: int
 ) -> None:
-    """A script without a session that fails in two cycles in a row with the same error of its own code is stopped with
-    93; all else (a session, another error, an error of a device or a network) has the budget that it always had."""
+    """A script without a session that fails in two consecutive cycles with the same error of its own code stops with
+    93. With a session, another error, or an error of a device or network, the budget stays unchanged."""
     state, last = RecoveryState(), None
     for cycle, cause in enumerate(causes):
         evidence = {} if cause is None else {"cause": msgspec.to_builtins(cause)}
@@ -546,8 +549,9 @@ def test_same_failure_at_the_same_place_is_not_repeated(
         last = cause
 
 
-def test_commits_to_memory_are_progress_within_the_job_alone() -> None:
-    """Restarts resume from memory, the next job from what outlived this one; only beyond that is progress there."""
+def test_memory_commits_are_progress_within_the_job_only() -> None:
+    """Restarts resume from memory, the next job from durable checkpoints, and progress counts from the respective
+    iteration."""
     first = CycleEnd(cycle=0, incident=died(), durable_iteration=40, committed_iteration=165, progress_known=True)
     state, decision = decide(RecoveryState(), first, Limits())
     assert "resuming from iteration 165" in decision.reason
@@ -605,12 +609,12 @@ OF_SURROUNDINGS = [
     spares=st.integers(min_value=0, max_value=1),
     num_nodes=st.integers(min_value=1, max_value=2),
 )
-def test_the_same_failure_before_the_first_step_is_not_repeated(
+def test_repeated_failure_before_the_first_step_stops(
     failures: list[tuple[Cause | None, bool]], had_session: bool, durable: int | None, spares: int, num_nodes: int
 ) -> None:
-    """Until a rank has completed a step, or a checkpoint exists, an error that came in two cycles in a row ends the run
-    with 93, on whichever ranks it came. Errors of devices, disks, networks and other processes, lost workers, and
-    errors for which a spare may help keep the whole budget; so does every failure once training has got anywhere."""
+    """Before the first completed step or checkpoint, the same error in two consecutive cycles ends the run with 93, on
+    any ranks. Errors of devices, disks, networks and other processes, lost workers, and errors for which a spare may
+    help keep the full budget, as does every failure after that."""
     limits = Limits(max_restarts=4, max_no_progress_cycles=99)
     state, has_trained, last = RecoveryState(), False, None
     for cycle, (cause, trained) in enumerate(failures):

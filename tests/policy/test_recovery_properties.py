@@ -1,4 +1,4 @@
-"""What no history of incidents may ever bring about."""
+"""Properties of the recovery policy over arbitrary histories of incidents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ incidents = st.builds(
     iteration=st.none() | st.integers(0, 100),
     exit_code=st.sampled_from([1, 2, 16, 17, 18, 75, 93, -9, -11]),
 )
-mended_incidents = st.builds(
+recovered_incidents = st.builds(
     Incident,
     kind=st.sampled_from(KINDS[:3]),
     node=st.sampled_from(["a", "b", "c", ""]),
@@ -85,7 +85,7 @@ def ends(*, durable: st.SearchStrategy[int | None] = durables) -> st.SearchStrat
     ) | st.builds(
         CycleEnd,
         cycle=st.integers(0, 1000),
-        incident=mended_incidents,
+        incident=recovered_incidents,
         recovered_in_process=st.just(True),
         durable_iteration=durable,
         progress_known=st.booleans(),
@@ -111,8 +111,8 @@ any_end = st.one_of(
 histories = st.lists(any_end, max_size=40)
 
 
-def follow(history: list[CycleEnd], limits: Limits) -> RecoveryState:
-    """Return a state that some history leads to, over as many jobs as it takes."""
+def replay_history(history: list[CycleEnd], limits: Limits) -> RecoveryState:
+    """Return the state after a history of cycles, over any number of jobs."""
     state = RecoveryState()
     for end in history:
         state, decision = decide(state, end, limits)
@@ -130,9 +130,9 @@ def is_restart(recovery_level: RecoveryLevel) -> bool:
 
 
 @given(histories, st.lists(ends(durable=st.just(None)), min_size=1, max_size=60), limits_strategy)
-def test_no_progress_bounds_restarts(past: list[CycleEnd], stuck: list[CycleEnd], limits: Limits) -> None:
+def test_restarts_without_progress_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd], limits: Limits) -> None:
     """Without progress a job is granted at most max_restarts restarts, whatever happens in whatever order."""
-    state, restarts = begin_job(follow(past, limits)), 0
+    state, restarts = begin_job(replay_history(past, limits)), 0
     for end in stuck:
         state, decision = decide(state, end, limits)
         if not is_restart(decision.recovery_level):
@@ -142,13 +142,13 @@ def test_no_progress_bounds_restarts(past: list[CycleEnd], stuck: list[CycleEnd]
 
 
 @given(st.lists(ends(durable=st.just(None)), min_size=1, max_size=60), limits_strategy)
-def test_no_progress_bounds_cycles_over_jobs(stuck: list[CycleEnd], limits: Limits) -> None:
-    """Where progress is known, at most max_no_progress_cycles cycles run without any, over all jobs."""
+def test_cycles_without_progress_are_bounded_over_jobs(stuck: list[CycleEnd], limits: Limits) -> None:
+    """If progress is known, at most max_no_progress_cycles cycles run without any, over all jobs."""
     state, cycles, known = RecoveryState(), 0, False
     for end in stuck:
         known = known or end.progress_known
         state, decision = decide(state, end, limits)
-        if decision.recovery_level == RecoveryLevel.REQUEUE_JOB:  # a worker's 75: charged to nothing
+        if decision.recovery_level == RecoveryLevel.REQUEUE_JOB:  # a worker's 75 counts against no budget
             continue
         cycles += known and decision.recovery_level != RecoveryLevel.RESTART_IN_PROCESS
         if decision.exit_code in (ExitReason.NO_PROGRESS, ExitReason.FAILED_VALIDATION):
@@ -159,8 +159,8 @@ def test_no_progress_bounds_cycles_over_jobs(stuck: list[CycleEnd], limits: Limi
 
 
 @given(st.lists(ends(), min_size=1, max_size=60), limits_strategy)
-def test_total_bounds_every_restart(history: list[CycleEnd], limits: Limits) -> None:
-    """No history gets more than max_restarts_total restarts, progress or not."""
+def test_max_restarts_total_bounds_every_history(history: list[CycleEnd], limits: Limits) -> None:
+    """No history is granted more than max_restarts_total restarts, with or without progress."""
     state, restarts = RecoveryState(), 0
     for end in history:
         state, decision = decide(state, end, limits)
@@ -172,20 +172,20 @@ def test_total_bounds_every_restart(history: list[CycleEnd], limits: Limits) -> 
 
 
 @given(histories, any_end, limits_strategy)
-def test_finished_is_never_restarted_by_its_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """After a finished cycle every decision of the job is stop with 0."""
+def test_finished_job_is_never_restarted(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """After a finished cycle every decision of the job is to stop with 0."""
     finish = CycleEnd(cycle=0, incident=None, finished=True, had_session=True)
-    state, decision = decide(follow(past, limits), finish, limits)
+    state, decision = decide(replay_history(past, limits), finish, limits)
     assert (decision.recovery_level, decision.exit_code, state.finished) == (RecoveryLevel.STOP, 0, True)
     after, decision = decide(state, end, limits)
     assert (decision.recovery_level, decision.exit_code, after) == (RecoveryLevel.STOP, 0, state)
 
 
 @given(histories, st.booleans(), limits_strategy)
-def test_a_finished_run_trains_on_with_all_budgets(past: list[CycleEnd], seen: bool, limits: Limits) -> None:
-    """The next job of a finished run is not finished. It has all budgets; what is not to be loaded stays so, and so
-    does what is durable: only a higher iteration is progress."""
-    before = follow(past, limits)
+def test_job_after_a_finished_run_has_full_budgets(past: list[CycleEnd], seen: bool, limits: Limits) -> None:
+    """The next job of a finished run is not finished and has full budgets. Excluded copies and the durable iteration
+    stay, and only a higher iteration is progress."""
+    before = replay_history(past, limits)
     state, _ = decide(before, CycleEnd(cycle=0, incident=None, finished=True, had_session=seen), limits)
     after = begin_job(state)
     assert (after.finished, after.stopped_with) == (False, None)
@@ -196,18 +196,20 @@ def test_a_finished_run_trains_on_with_all_budgets(past: list[CycleEnd], seen: b
 
 
 @given(histories, any_end, limits_strategy)
-def test_a_session_that_was_seen_is_never_forgotten(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """Neither by a later cycle without one nor by a later job."""
-    before = follow(past, limits)
+def test_detected_session_stays_recorded(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """A later cycle or job without a session does not clear the record of a session."""
+    before = replay_history(past, limits)
     state, _ = decide(before, end, limits)
     assert state.had_session or not before.had_session
     assert begin_job(state).had_session == state.had_session
 
 
 @given(histories, durables, st.booleans(), limits_strategy)
-def test_preemption_is_never_charged(past: list[CycleEnd], durable: int | None, saved: bool, limits: Limits) -> None:
-    """Being told to leave raises no counter and stops nothing, even with every budget spent."""
-    before = follow(past, limits)
+def test_preemption_counts_against_no_budget(
+    past: list[CycleEnd], durable: int | None, saved: bool, limits: Limits
+) -> None:
+    """A preemption raises no counter and stops no run, even with every budget spent."""
+    before = replay_history(past, limits)
     end = CycleEnd(cycle=0, incident=None, preempted=True, preempted_saved=saved, durable_iteration=durable)
     state, decision = decide(before, end, limits)
     if before.finished:
@@ -223,8 +225,8 @@ def test_preemption_is_never_charged(past: list[CycleEnd], durable: int | None, 
 
 @given(histories, ends(), limits_strategy)
 def test_progress_resets_the_budgets(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """A higher durable iteration than ever before leaves at most this one restart on the account."""
-    before = follow(past, limits)
+    """A higher durable iteration than any before resets all budgets but for at most the current restart."""
+    before = replay_history(past, limits)
     if before.finished:
         return
     best = -1 if before.best_durable is None else before.best_durable
@@ -236,19 +238,19 @@ def test_progress_resets_the_budgets(past: list[CycleEnd], end: CycleEnd, limits
 
 
 @given(histories, any_end, limits_strategy)
-def test_best_durable_never_falls(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """The highest durable iteration is remembered even when a later cycle had to go further back."""
-    before = follow(past, limits)
+def test_best_durable_iteration_never_decreases(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """The highest durable iteration stays recorded even if a later cycle resumes from an older one."""
+    before = replay_history(past, limits)
     state, _ = decide(before, end, limits)
     assert (state.best_durable or 0) >= (before.best_durable or 0)
     assert before.best_durable is None or state.best_durable is not None
 
 
 @given(histories, any_end, limits_strategy)
-def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """Only the node where the incident began loses its slot, or the one that the diagnosis (or the replay that it is
-    about) names, only where the world can do without it, and only once."""
-    before = follow(past, limits)
+def test_only_the_identified_node_is_quarantined(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """Only the node where the incident began, or that the diagnosis or its replay identifies, loses its slot; only if
+    the world can continue without it, and only once."""
+    before = replay_history(past, limits)
     state, decision = decide(before, end, limits)
     if decision.quarantine:
         assert end.incident is not None
@@ -263,7 +265,7 @@ def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: Cyc
         assert (
             end.num_spares > 0
             or (end.is_invalid_result and (end.may_shrink or before.held_back))
-            or (end.is_slow_rank and decision.recovery_level == RecoveryLevel.STOP)  # the next job is to do without it
+            or (end.is_slow_rank and decision.recovery_level == RecoveryLevel.STOP)  # the next job excludes it
         )
     assert len(set(state.quarantined)) == len(state.quarantined)
     assert not set(decision.hold_back) & set(decision.quarantine)
@@ -280,9 +282,9 @@ def test_quarantine_takes_only_the_incidents_node(past: list[CycleEnd], end: Cyc
 def test_a_spare_is_tried_before_the_job_stops(
     past: list[CycleEnd], stuck: list[Incident], progress_known: bool, limits: Limits
 ) -> None:
-    """A job whose failures all began on one node does not stop while a spare waits, unless fewer than two restarts
-    were granted: the spare has had the slot by then."""
-    state = begin_job(follow(past, limits))
+    """A job whose failures all began on one node does not stop while a spare waits, unless fewer than two restarts were
+    granted."""
+    state = begin_job(replay_history(past, limits))
     if state.finished or not limits.max_node_faults:
         return
     for restarts, incident in enumerate(stuck):
@@ -307,9 +309,9 @@ early_losses = st.builds(
 
 @given(histories, st.lists(ends(durable=st.just(None)) | early_losses, max_size=60), limits_strategy)
 def test_early_losses_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd], limits: Limits) -> None:
-    """Without progress at most max_node_faults losses of nodes before their cycle began count against no budget, and
-    no node that was excluded is lost once more for free."""
-    state, restarts, free = begin_job(follow(past, limits)), 0, 0
+    """Without progress at most max_node_faults losses of nodes before their cycle began do not count against a budget;
+    the loss of an excluded node always counts."""
+    state, restarts, free = begin_job(replay_history(past, limits)), 0, 0
     for end in stuck:
         before = state
         state, decision = decide(state, end, limits)
@@ -325,18 +327,18 @@ def test_early_losses_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd], l
 
 
 @given(histories, any_end, limits_strategy)
-def test_memory_survives_the_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """A state read back from ladder.json is the same state, and decides the same."""
-    state = follow(past, limits)
+def test_state_survives_the_job(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """A state read from ladder.json equals the written one, and gives the same decisions."""
+    state = replay_history(past, limits)
     read = msgspec.json.decode(msgspec.json.encode(state), type=RecoveryState)
     assert read == state
     assert decide(read, end, limits) == decide(state, end, limits)
 
 
 @given(histories, any_end, limits_strategy)
-def test_decision_is_one_line_with_a_code_when_it_ends(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """Every decision has a one-line reason, and an exit code exactly when it ends the job."""
-    _, decision = decide(follow(past, limits), end, limits)
+def test_decisions_have_one_line_and_a_code_if_they_stop(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """Every decision has a one-line reason, and an exit code exactly if it ends the job."""
+    _, decision = decide(replay_history(past, limits), end, limits)
     assert decision.reason
     assert "\n" not in decision.reason
     assert (decision.exit_code is not None) == (decision.recovery_level >= RecoveryLevel.REQUEUE_JOB)
@@ -373,10 +375,10 @@ few_diagnosed = st.builds(
 
 @pytest.mark.extended
 @given(histories, st.lists(st.one_of(few_diagnosed, invalid_ends), max_size=40))
-def test_no_result_is_replayed_on_its_device_more_than_twice(past: list[CycleEnd], stuck: list[CycleEnd]) -> None:
-    """Without progress at most two same-device replays, and one elsewhere, are granted for a result of one step and
-    device, whatever else happens between, over all jobs until somebody has looked at the run."""
-    state = follow(past, ROOMY)
+def test_replays_of_one_result_are_bounded(past: list[CycleEnd], stuck: list[CycleEnd]) -> None:
+    """Without progress at most two replays on the same device and one elsewhere are granted for a result of one step
+    and device, over all jobs until a user restarts a stopped run."""
+    state = replay_history(past, ROOMY)
     here, elsewhere = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
     for end in stuck:
         state, decision = decide(state, end, ROOMY)
@@ -387,16 +389,16 @@ def test_no_result_is_replayed_on_its_device_more_than_twice(past: list[CycleEnd
             if decision.exit_code in (ExitReason.FAILED_VALIDATION, ExitReason.NO_PROGRESS):
                 break
             state = begin_job(state)
-    # A rank that does not know its device is told from others by node and rank.
+    # A rank that does not know its device is identified by node and rank.
     assert all(count <= 2 for (_, device), count in here.items() if device)
     assert all(count <= 1 for (_, device), count in elsewhere.items() if device)
 
 
 @given(histories, few_diagnosed.filter(lambda end: end.is_invalid_result) | invalid_ends)
-def test_the_same_evidence_is_never_answered_by_the_same_remedy_for_ever(past: list[CycleEnd], end: CycleEnd) -> None:
-    """One and the same invalid result, again and again: every copy is excluded once, every node quarantined once, a
-    replay elsewhere done once, tries on the same device twice; then the run stops with 17. With ample budgets too."""
-    state, done = follow(past, ROOMY), Counter[tuple[bool, bool]]()
+def test_repeated_invalid_result_stops_with_17(past: list[CycleEnd], end: CycleEnd) -> None:
+    """For the same invalid result, every copy is excluded once, every node quarantined once, one replay done elsewhere
+    and two on the same device; then the run stops with 17, even with ample budgets."""
+    state, done = replay_history(past, ROOMY), Counter[tuple[bool, bool]]()
     for _ in range(12):
         excluded = len(state.excluded)
         state, decision = decide(state, end, ROOMY)
@@ -413,9 +415,9 @@ def test_the_same_evidence_is_never_answered_by_the_same_remedy_for_ever(past: l
 
 
 @given(histories, ends(), limits_strategy)
-def test_a_correct_result_stops_whatever_came_before(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """A result that another device confirmed ends the run with 17: nothing is restarted, excluded or taken out."""
-    before = follow(past, limits)
+def test_confirmed_result_always_stops(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """A result confirmed by another device ends the run with 17: no restart, exclusion or quarantine."""
+    before = replay_history(past, limits)
     if before.finished:
         return
     found = Diagnosis(finding=Finding.CORRECT, rank=1, node="a", device="a/0", iteration=5, replayed_on="b/0")
@@ -428,10 +430,10 @@ def test_a_correct_result_stops_whatever_came_before(past: list[CycleEnd], end: 
 
 
 @given(histories, any_end, limits_strategy)
-def test_a_replay_is_asked_of_the_next_cycle_only(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """What is to be replayed is what the newest decision says, or it waits for the next job; nobody is held back
-    without a replay."""
-    state, decision = decide(follow(past, limits), end, limits)
+def test_replay_is_requested_for_the_next_cycle_only(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """The requested replay is that of the newest decision, or waits for the next job; no node is held back without a
+    replay."""
+    state, decision = decide(replay_history(past, limits), end, limits)
     if decision.recovery_level == RecoveryLevel.STOP:
         assert state.replay is None
     elif decision.recovery_level != RecoveryLevel.REQUEUE_JOB:
@@ -441,15 +443,19 @@ def test_a_replay_is_asked_of_the_next_cycle_only(past: list[CycleEnd], end: Cyc
 
 
 @given(st.integers(100, 120), st.integers(0, 20), st.sampled_from(["memory", "local", "replica"]), st.integers(0, 3))
-def test_the_replica_nan_loop_ends_in_two_cycles(checkpoint: int, since: int, tier: TierName, spares: int) -> None:
-    """Whatever near copy was poisoned, a reproducible NaN within the suspect window is answered by another copy
-    at once, so that the second cycle finishes."""
+def test_corrupt_local_copy_is_excluded_in_one_restart(
+    checkpoint: int, since: int, tier: TierName, spares: int
+) -> None:
+    """A reproducible NaN within the suspect window of any node-local copy leads to another copy, and the second cycle
+    finishes."""
     load = Load(cycle="job-1", checkpoint=checkpoint, attempt="job-0-a.1", tier=tier, suspect_window=20)
     found = Diagnosis(finding=Finding.REPRODUCED, rank=0, node="a", device="a/0", iteration=checkpoint + since)
     incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", rank=0, exit_code=16)
     end = CycleEnd(cycle=1, incident=incident, diagnosis=found, load=load, num_spares=spares, progress_known=True)
     state, decision = decide(RecoveryState(best_durable=checkpoint), end, Limits())
     assert (decision.recovery_level, decision.replay) == (RecoveryLevel.RESTART_WORKERS, None)
-    assert [one.attempt for one in state.excluded] == ["job-0-a.1"]
+    assert decision.hold_back == ()
+    assert f"checkpoint {checkpoint} ({tier} tier" in decision.reason
+    assert [(one.checkpoint, one.attempt, one.tier) for one in state.excluded] == [(checkpoint, "job-0-a.1", tier)]
     _, decision = decide(state, CycleEnd(cycle=2, incident=None, finished=True), Limits())
-    assert decision.exit_code == ExitReason.FINISHED
+    assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.FINISHED)

@@ -1,4 +1,4 @@
-"""Diagnoses and replays: what they say, and that they survive JSON."""
+"""Diagnoses and replays: descriptions and their JSON round trips."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 
 @given(FLOATS)
 def test_every_number_survives_json(value: float) -> None:
-    """NaN and infinity, which JSON lacks, come back as they were, and so does every other number."""
+    """NaN, infinity and every other number are equal after a JSON round trip."""
     diagnosis = Diagnosis(finding=Finding.REPRODUCED, rank=1, iteration=5, first=to_json_number(value))
     back = to_number(from_json(msgspec.json.encode(diagnosis), Diagnosis).first)
     assert back is not None
@@ -33,14 +33,14 @@ def test_every_number_survives_json(value: float) -> None:
 
 
 def test_replay_survives_the_environment() -> None:
-    """A worker reads the replay that the launcher wrote, and none where it wrote none."""
+    """A worker decodes the replay that the launcher wrote, and None if it wrote none."""
     replay = Replay(iteration=5, attempt="j-1-ab.3", device="gpu-1", node="n1", rank=2, call=1, first="nan", tries=1)
     assert from_json(msgspec.json.encode(replay).decode(), Replay) == replay
     assert WorkerEnv().replay is None
 
 
-def test_description_names_everything() -> None:
-    """One line names rank, node, device, iteration, validation, both values, the batch and the decision."""
+def test_description_contains_all_facts() -> None:
+    """One line contains rank, node, device, iteration, validation, both values, the batch and the decision."""
     line = Diagnosis(
         finding=Finding.PERSISTENT,
         rank=3,
@@ -63,13 +63,13 @@ def test_description_names_everything() -> None:
     )
 
 
-def test_replicas_that_differ_are_described_without_a_value() -> None:
-    """No value was rejected, and nothing was replayed: the comparison speaks for itself."""
-    told = "replicas differ at iteration 24: from the majority rank 1 on node n1 in model.w"
-    blamed = Diagnosis(finding=Finding.PERSISTENT, rank=1, iteration=24, what="model.w", message=told)
-    assert blamed.describe() == f"{told}: a fault of that device, as the others agree"
-    open_question = Diagnosis(finding=Finding.UNDECIDED, rank=1, iteration=24, what="model.w", message=told)
-    assert open_question.describe() == f"{told}: undecided"
+def test_replica_difference_is_described_without_a_value() -> None:
+    """A diagnosis from a comparison of replicas describes neither a rejected value nor a replay."""
+    described = "replicas differ at iteration 24: from the majority rank 1 on node n1 in model.w"
+    blamed = Diagnosis(finding=Finding.PERSISTENT, rank=1, iteration=24, what="model.w", message=described)
+    assert blamed.describe() == f"{described}: a fault of that device, as the others agree"
+    open_question = Diagnosis(finding=Finding.UNDECIDED, rank=1, iteration=24, what="model.w", message=described)
+    assert open_question.describe() == f"{described}: undecided"
     split = Diagnosis(
         finding=Finding.SPLIT, rank=0, iteration=24, what="model.w", message="replicas differ at iteration 24"
     )
@@ -95,12 +95,13 @@ def test_replicas_that_differ_are_described_without_a_value() -> None:
         (1.7e308, -1.7e308, math.inf),
     ],
 )
-def test_difference_of_two_results(a: float, b: float, difference: float) -> None:
-    """Equal or both NaN: 0; one of them no number: infinite; else relative to their mean, however large they are."""
+def test_relative_difference_of_two_results(a: float, b: float, difference: float) -> None:
+    """Equal results and two NaNs: 0; one not a number: infinite; else relative to their mean, however large they
+    are."""
     assert relative_difference(a, b) == pytest.approx(difference, rel=1e-12)
 
 
 @given(FLOATS, FLOATS)
 def test_difference_is_symmetric_and_never_nan(a: float, b: float) -> None:
-    """Which result came first does not matter, and there is always an answer."""
+    """The order of the results does not matter, and the difference is always a number."""
     assert relative_difference(a, b) == relative_difference(b, a) >= 0

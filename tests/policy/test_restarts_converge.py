@@ -1,4 +1,4 @@
-"""Whatever happens to the members of a restart in process, in whatever order, it ends, and never mixes calls."""
+"""In-process restarts end for every sequence of events and never mix calls."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def names(faults: Iterable[o.RankFault]) -> set[tuple[int, int, o.RankFaultKind]
 
 @dataclass
 class WrappedRank:
-    """A member as it really is, with what is on its way to and from it."""
+    """A member's actual state, with the messages on their way to and from it."""
 
     orders: deque[o.Order | dict[int, str]] = field(default_factory=deque)
     reports: deque[o.Report] = field(default_factory=deque)
     record: MemberRecord = field(default_factory=MemberRecord)
     known: dict[int, str] = field(default_factory=dict)
-    """Who belongs to the group, as the hub said last."""
+    """The members of the group as the coordinator last reported them."""
     lives: bool = True
     linked: bool = False
     in_fn: int | None = None
@@ -59,11 +59,11 @@ class World:
         self.ranks = {rank: WrappedRank() for rank in range(num)}
         self.now_s = 0.0
         self.state: RestartState = begin(num, 0.0)
-        self.told: set[int] = set()
+        self.reported_members: set[int] = set()
         self.gone_to: dict[int, dict[int, int | None]] = {}
         self.faults: dict[int, set[tuple[int, int, o.RankFaultKind]]] = {}
 
-    # -- the hub -----------------------------------------------------------------------------------------------
+    # -- the coordinator -----------------------------------------------------------------------------------------------
 
     def advance(self, event: Event) -> None:
         before = self.state
@@ -73,8 +73,8 @@ class World:
         num_running = sum(one.active_rank is not None and not one.completed for one in members)
         assert not members or self.state.num_running == num_running
         assert self.state.num_causes == sum(not fault.is_consequence for fault in self.state.faults)
-        if self.state.phase == RestartPhase.RUNNING and self.state.members.keys() != self.told:
-            self.told = set(self.state.members)
+        if self.state.phase == RestartPhase.RUNNING and self.state.members.keys() != self.reported_members:
+            self.reported_members = set(self.state.members)
             for rank in self.ranks.values():
                 if rank.linked:
                     rank.orders.append({number: member.node for number, member in self.state.members.items()})
@@ -93,7 +93,7 @@ class World:
             if rank.lives and number in self.state.members:
                 assert rank.in_fn is None or rank.in_fn == go.restart_count, "a member is still in an older call"
 
-    # -- what may happen ---------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------
 
     def link(self, number: int) -> None:
         rank = self.ranks[number]
@@ -126,21 +126,23 @@ class World:
             self.cut(number)
             self.advance(MemberLost(initial_rank=number, kind=o.RankFaultKind.DIED, summary="killed", at_s=self.now_s))
 
-    def follow_hub(self, number: int) -> None:
-        """The hub is gone; another one takes over with those who live and can reach it."""
+    def replace_coordinator(self, number: int) -> None:
+        """The coordinator is lost; another one takes over with the living members that can reach it."""
         for rank in range(len(self.ranks)):
             self.cut(rank)
         able = [n for n, r in self.ranks.items() if r.lives and not r.ended]
         if not able:
             return
         nodes = self.ranks[number if number in able else able[0]].known
-        comers = [n for n in able if n in nodes] if nodes else able
-        self.told = set(nodes)
-        self.state = take_over({n: self.ranks[n].record.standing for n in comers}, nodes, len(self.ranks), self.now_s)
-        for comer in able:
-            self.link(comer)
+        connected = [n for n in able if n in nodes] if nodes else able
+        self.reported_members = set(nodes)
+        self.state = take_over(
+            {n: self.ranks[n].record.standing for n in connected}, nodes, len(self.ranks), self.now_s
+        )
+        for rank_number in able:
+            self.link(rank_number)
         for other in nodes:
-            if other not in comers:
+            if other not in connected:
                 self.advance(
                     MemberLost(initial_rank=other, kind=o.RankFaultKind.DIED, summary="did not come", at_s=self.now_s)
                 )
@@ -151,12 +153,12 @@ class World:
         if rank.linked:
             rank.reports.append(report)
 
-    def hear(self, number: int) -> None:
+    def receive_report(self, number: int) -> None:
         rank = self.ranks[number]
         if rank.reports and rank.linked:
             self.advance(MemberReported(initial_rank=number, report=rank.reports.popleft(), at_s=self.now_s))
 
-    def obey(self, number: int) -> None:
+    def execute_order(self, number: int) -> None:
         rank = self.ranks[number]
         if not (rank.orders and rank.linked and rank.lives) or rank.ended:
             return
@@ -170,7 +172,7 @@ class World:
                 rank.restart = order
                 rank.leaves_before = order.restart_count
             case o.Go():
-                assert order.restart_count not in rank.entered, "told to enter a call twice"
+                assert order.restart_count not in rank.entered, "ordered to enter a call twice"
                 known_faults = names(add_earlier_faults(order, rank.restart).faults)
                 assert len(known_faults) == 16 or known_faults >= self.faults.get(order.restart_count, set())
                 rank.entered.add(order.restart_count)
@@ -179,7 +181,7 @@ class World:
                     before = [r for n, r in self.ranks.items() if r is not rank and order.restart_count in r.entered]
                     assert all(r.ended or not r.lives for r in before), "two orders to enter the same call"
                     self.gone_to[order.restart_count] = order.ranks
-                assert rank.in_fn is None, "told to enter a call while in another one"
+                assert rank.in_fn is None, "ordered to enter a call while in another one"
                 if order.ranks.get(number) is not None:
                     rank.in_fn = order.restart_count
                 elif number not in order.ranks:
@@ -194,10 +196,10 @@ class World:
                 rank.ended, rank.in_fn = True, None
             case o.Expel():
                 rank.lives, rank.ended, rank.in_fn = False, True, None
-        self.leave(number)
+        self.leave_function(number)
 
-    def leave(self, number: int) -> None:
-        """Leave the function if told to, and say so; a stubborn rank does not."""
+    def leave_function(self, number: int) -> None:
+        """Exit the function if requested, and report it; a stubborn rank does not."""
         rank = self.ranks[number]
         if (
             rank.lives
@@ -216,7 +218,7 @@ class World:
             self.report(number, self.fault(number, rank.in_fn, is_consequence=False))
             rank.leaves_before = max(rank.leaves_before, rank.in_fn + 1)
             rank.in_fn = None
-            self.leave(number)
+            self.leave_function(number)
 
     def lose_peer(self, number: int) -> None:
         rank = self.ranks[number]
@@ -255,43 +257,43 @@ class World:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def calm_down(self) -> None:
-        """Nothing more goes wrong: everything arrives, who runs completes, who is out of reach comes back."""
+    def settle(self) -> None:
+        """No further faults: every message arrives, running ranks complete, and disconnected ranks reconnect."""
         for _ in range(200):
             for number, rank in self.ranks.items():
                 if rank.lives and not rank.linked and not rank.ended:
                     self.link(number)
-            moved = True
-            while moved:
-                moved = False
+            progressed = True
+            while progressed:
+                progressed = False
                 for number, rank in self.ranks.items():
                     while rank.reports and rank.linked:
-                        self.hear(number)
-                        moved = True
+                        self.receive_report(number)
+                        progressed = True
                     while rank.orders and rank.linked and rank.lives and not rank.ended:
-                        self.obey(number)
-                        moved = True
+                        self.execute_order(number)
+                        progressed = True
                     if rank.in_fn is not None and rank.lives and not rank.stubborn:
                         self.complete(number)
-                        moved = True
+                        progressed = True
             if self.state.end is not None or all(r.ended or not r.lives for r in self.ranks.values()):
                 return
             if self.state.phase == RestartPhase.RUNNING and next_deadline_s(self.state, LIMITS) is None:
-                # Its agent process ends a rank that does not move.
+                # Its agent process ends a rank that does not exit.
                 for number, rank in self.ranks.items():
                     if rank.stubborn:
                         self.die(number)
             self.wait()
 
 
-HAPPENINGS = (
-    *("hear", "obey") * 6,
+EVENTS = (
+    *("receive_report", "execute_order") * 6,
     *(
         "link",
         "cut",
         "give_up_link",
         "die",
-        "follow_hub",
+        "replace_coordinator",
         "fail",
         "lose_peer",
         "complete",
@@ -307,10 +309,11 @@ HAPPENINGS = (
     num=st.integers(1, 5),
     early=st.booleans(),
     running=st.booleans(),
-    steps=st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 4)), max_size=80),
+    steps=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 4)), max_size=80),
 )
-def test_every_sequence_of_happenings_ends(num: int, early: bool, running: bool, steps: list[tuple[str, int]]) -> None:
-    """It ends in FINISHED or ABORTED; nobody enters twice, and nobody enters while another is still in an older one."""
+def test_every_sequence_of_events_ends(num: int, early: bool, running: bool, steps: list[tuple[str, int]]) -> None:
+    """The restart ends in FINISHED or ABORTED; no rank enters a call twice, or while another is still in an older
+    one."""
     world = World(num)
     for number in range(num):
         world.report(number, o.RankReady(restart_count=0, store_address=f"{number} 1"))
@@ -319,37 +322,37 @@ def test_every_sequence_of_happenings_ends(num: int, early: bool, running: bool,
     if running:
         for _ in range(3):
             for number in range(num):
-                world.hear(number)
-                world.obey(number)
+                world.receive_report(number)
+                world.execute_order(number)
     for what, number in steps:
         getattr(world, what)(number % num)
-    world.calm_down()
+    world.settle()
     assert all(rank.ended or not rank.lives for rank in world.ranks.values())
 
 
-def test_undisturbed_world_of_512_goes_restarts_and_finishes() -> None:
-    """A death among 512 members costs every survivor one restart, and the whole round well under a second to decide."""
+def test_world_of_512_restarts_once_and_finishes() -> None:
+    """A death among 512 members costs every survivor one restart, and all decisions take less than a second."""
     world = World(512)
     for number in world.ranks:
         world.link(number)
         world.report(number, o.RankReady(restart_count=0, store_address=f"{number} 1"))
-        world.hear(number)
-    world.hear(0)
+        world.receive_report(number)
+    world.receive_report(0)
     for _ in range(2):
         for number in world.ranks:
-            world.obey(number)
-            world.hear(number)
+            world.execute_order(number)
+            world.receive_report(number)
     for number in world.ranks:
-        world.obey(number)
+        world.execute_order(number)
     assert world.state.phase == RestartPhase.RUNNING
     begun_s = time.process_time()
     world.die(7)
     for number in world.ranks:
-        world.obey(number)
-        world.hear(number)
+        world.execute_order(number)
+        world.receive_report(number)
     for number in world.ranks:
-        world.obey(number)
-        world.hear(number)
+        world.execute_order(number)
+        world.receive_report(number)
     took_s = time.process_time() - begun_s
     assert (world.state.phase, world.state.restart_count) == (RestartPhase.RUNNING, 1)
     assert len(world.state.members) == 511

@@ -1,4 +1,4 @@
-"""The one view of a run: what its events show, taken in one by one."""
+"""The view of a run that is built from its events, one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def event(kind: EventKind, at_s: float, *, job: str = "j", **fields: Any) -> Eve
 
 
 def trained(begin_s: float, cycle: int, begin: int, end: int, *, job: str = "j") -> list[Event]:
-    """Two ranks that do an iteration a second."""
+    """Return the events of two ranks that train at one iteration per second."""
     found = [event(EventKind.CYCLE_STARTED, begin_s, job=job, cycle=cycle, ranks=[0, 1], world_size=2, master=job)]
     for rank in (0, 1):
         kinds = {"job": job, "cycle": cycle, "rank": rank}
@@ -33,22 +33,22 @@ def trained(begin_s: float, cycle: int, begin: int, end: int, *, job: str = "j")
     return sorted(found, key=lambda one: one.wall_ns)
 
 
-def test_steps_that_are_done_again_count_once() -> None:
-    """Of the first cycle the four iterations count that the second one resumes from."""
+def test_repeated_steps_count_once() -> None:
+    """Only the four iterations of the first cycle that the second one resumes from count."""
     view = RunView.of([*trained(0.0, 0, 0, 10), *trained(20.0, 1, 4, 14)])
     (job,) = view.jobs
     assert job.productive.total_s == pytest.approx(4 + 10)
     assert job.goodput(30.0) == pytest.approx(14 / 30)
-    assert job.goodput(60.0) == pytest.approx(14 / 50), "silence of more than ten seconds is no training"
+    assert job.goodput(60.0) == pytest.approx(14 / 50), "a gap of more than ten seconds is not training"
 
 
-def test_a_view_that_follows_a_run_knows_the_same() -> None:
-    """Without the samples it has the same ranks, rates, counts and goodput, and does not grow with the time."""
+def test_following_view_equals_the_complete_view() -> None:
+    """A view without samples has the same ranks, rates, counts and goodput, and a bounded size."""
     events = [*trained(0.0, 0, 0, 300), *trained(400.0, 1, 200, 500)]
-    whole, following = RunView.of(events), RunView(keeps_samples=False)
+    complete, following = RunView.of(events), RunView(keeps_samples=False)
     for one in events:
         following.take(one)
-    (job,), (other,) = whole.jobs, following.jobs
+    (job,), (other,) = complete.jobs, following.jobs
     assert (job.productive.total_s, job.counts) == (other.productive.total_s, other.counts)
     assert [(one.iteration, one.rate.value) for one in job.ranks.values()] == [(500, 1.0)] * 2
     assert [(one.iteration, one.rate.value) for one in other.ranks.values()] == [(500, 1.0)] * 2
@@ -56,8 +56,8 @@ def test_a_view_that_follows_a_run_knows_the_same() -> None:
     assert len(other.of(EventKind.PROGRESS)) == 1
 
 
-def test_a_job_that_is_requeued_under_its_name_is_two() -> None:
-    """The second begins once all agents of the first have ended."""
+def test_requeued_job_with_the_same_name_is_separate() -> None:
+    """The second job begins once all agents of the first have ended."""
     events = []
     for begin_s in (0.0, 100.0):
         events += [event(EventKind.JOB_STARTED, begin_s), *trained(begin_s + 1, 0, 0, 5)]
@@ -67,16 +67,17 @@ def test_a_job_that_is_requeued_under_its_name_is_two() -> None:
     assert view.job("j") is view.jobs[1]
 
 
-def test_a_cycle_number_that_is_given_twice_is_two_starts() -> None:
-    """A coordinator that did not know of the cycles of its successor may do so: the master tells them apart."""
+def test_repeated_cycle_number_is_a_second_start() -> None:
+    """A coordinator that did not know the cycles of its successor may repeat a number; the master distinguishes
+    them."""
     again = event(EventKind.CYCLE_STARTED, 50.0, cycle=0, ranks=[0], world_size=1, master="other")
     view = RunView.of([*trained(0.0, 0, 0, 5), again, event(EventKind.PROGRESS, 52.0, cycle=0, rank=0, iteration=6)])
     assert [(start.world_size, start.iteration) for start in view.starts] == [(2, 5), (1, 6)]
     assert [start.trained_ns for start in view.starts] == [1_000_000_000, 52_000_000_000]
 
 
-def test_one_decision_stands_for_all_that_follow_from_its_incident() -> None:
-    """Reports of a cycle's end are one incident once it is decided about; failed saves of many ranks are one, too."""
+def test_related_reports_are_one_incident() -> None:
+    """Reports of a cycle's end become one incident once the decision is made, as do failed saves of many ranks."""
     events = [
         event(EventKind.INCIDENT, rank, cycle=0, rank=rank, incident={"kind": kind, "node": "a", "rank": rank})
         for kind in ("worker_failed", "save_failed")
@@ -88,8 +89,9 @@ def test_one_decision_stands_for_all_that_follow_from_its_incident() -> None:
     assert [(one.num_reports, one.time_s) for one in incidents] == [(4, 0.0), (4, 2.0)]
 
 
-def test_slow_ranks_are_taken_off_where_they_were_slow() -> None:
-    """A report takes off its window, and windows before it in which the rank was slow already and not named."""
+def test_slow_rank_time_covers_windows_before_the_report() -> None:
+    """A report of a slow rank covers its window, and earlier windows in which the rank was already slow but not
+    reported."""
     time = ProductiveTime()
     time.begin(0.0, 0)
     for at_s, score, named in ((10.0, 1.0, []), (20.0, 0.8, []), (30.0, 0.5, [1])):
@@ -101,8 +103,8 @@ def test_slow_ranks_are_taken_off_where_they_were_slow() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 30), st.integers(0, 3)), min_size=3, max_size=300))
-def test_a_rate_is_that_of_the_newest_minute(steps: list[tuple[float, int]]) -> None:
-    """It lies between the lowest and the highest rate that was there, whatever the gaps are."""
+def test_rate_is_that_of_the_newest_minute(steps: list[tuple[float, int]]) -> None:
+    """The rate is between the lowest and the highest rate of the events, whatever the gaps."""
     rate, now_ns, iteration = IterationRate(), 0, 0
     rate.note(now_ns, iteration)
     for gap_s, num in steps:

@@ -1,4 +1,4 @@
-"""What the recovery policy does about a slow rank for whose sake all ranks left."""
+"""Decisions of the recovery policy about a slow rank for which all ranks exited."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_recovery_properties import ends, follow, histories, is_restart, limits_strategy
+from test_recovery_properties import ends, histories, is_restart, limits_strategy, replay_history
 
 from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind, RecoveryLevel
@@ -26,8 +26,8 @@ SLOW = Diagnosis(
 )
 
 
-def left(rank: int = 1, node: str = "b", diagnosis: Diagnosis | None = SLOW) -> Incident:
-    """Return the incident of a worker that left for the sake of a slow rank."""
+def exited(rank: int = 1, node: str = "b", diagnosis: Diagnosis | None = SLOW) -> Incident:
+    """Return the incident of a worker that exited because of a slow rank."""
     evidence = {} if diagnosis is None else {"summary": diagnosis.describe(), "diagnosis": {"rank": diagnosis.rank}}
     return Incident(
         kind=IncidentKind.WORKER_FAILED,
@@ -42,7 +42,7 @@ def left(rank: int = 1, node: str = "b", diagnosis: Diagnosis | None = SLOW) -> 
 def end_of(cycle: int = 0, *, durable: int | None = 40, num_spares: int = 1, node: str = "b") -> CycleEnd:
     return CycleEnd(
         cycle=cycle,
-        incident=left(node=node),
+        incident=exited(node=node),
         durable_iteration=durable,
         progress_known=durable is not None,
         num_spares=num_spares,
@@ -50,8 +50,9 @@ def end_of(cycle: int = 0, *, durable: int | None = 40, num_spares: int = 1, nod
     )
 
 
-def test_a_spare_takes_the_slot_of_the_slow_ranks_node() -> None:
-    """The node is quarantined and charged, and the run goes on from where it left; the reason says all of it."""
+def test_spare_replaces_the_slow_ranks_node() -> None:
+    """The node is quarantined and charged, the run continues from its last iteration, and the reason contains all of
+    it."""
     end = dataclasses.replace(end_of(), diagnosis=SLOW)
     state, decision = decide(RecoveryState(), end, Limits())
     assert (decision.recovery_level, decision.quarantine, decision.exit_code) == (
@@ -70,23 +71,23 @@ def test_a_spare_takes_the_slot_of_the_slow_ranks_node() -> None:
         assert part in decision.reason
 
 
-def test_without_a_spare_the_run_stops_with_18() -> None:
-    """The code is one that nothing else has; the node is remembered for whoever starts the next job."""
+def test_slow_rank_without_a_spare_stops_with_18() -> None:
+    """The exit code is unique, and the node is recorded for the next job."""
     state, decision = decide(RecoveryState(), end_of(num_spares=0), Limits())
     assert (decision.recovery_level, decision.exit_code) == (RecoveryLevel.STOP, ExitReason.STRAGGLER)
     assert "no spare waits for the slot of node b" in decision.reason
     assert state.stopped_with == ExitReason.STRAGGLER
-    ruling = rule(
+    requeue = rule(
         RequeueState(),
         JobEnd(exit_code=decision.exit_code or 0, durable_iteration=40, quarantined=state.quarantined),
         num_job_retries_on_failure=2,
     )
-    assert (ruling.requeue, ruling.state.excluded) == (True, ("b",))
+    assert (requeue.requeue, requeue.state.excluded) == (True, ("b",))
     assert begin_job(state).quarantined == ()
 
 
-def test_nobody_is_blamed_where_nobody_said_who_is_slow() -> None:
-    """The exit code alone names no node: every rank left with it. The run stops, and no node is quarantined."""
+def test_exit_18_without_a_diagnosis_identifies_no_node() -> None:
+    """Every rank exits with the code, so it does not identify a node: the run stops, and no node is quarantined."""
     end = dataclasses.replace(end_of(), diagnosis=None)
     state, decision = decide(RecoveryState(), end, Limits())
     assert (decision.recovery_level, decision.exit_code, decision.quarantine) == (
@@ -97,8 +98,8 @@ def test_nobody_is_blamed_where_nobody_said_who_is_slow() -> None:
     assert (state.quarantined, state.node_faults) == ((), {})
 
 
-def test_one_slow_node_after_the_other_is_replaced_as_long_as_there_are_spares() -> None:
-    """Each one is found after progress, which gives the restarts back; then the run stops with 18."""
+def test_slow_nodes_are_replaced_while_spares_last() -> None:
+    """Each slow node is found after progress, which resets the restart budget; then the run stops with 18."""
     state = RecoveryState()
     for cycle, node in enumerate("abcde"):
         end = end_of(cycle, durable=100 * (cycle + 1), num_spares=4 - cycle, node=node)
@@ -107,33 +108,33 @@ def test_one_slow_node_after_the_other_is_replaced_as_long_as_there_are_spares()
     assert (decision.exit_code, state.quarantined) == (ExitReason.STRAGGLER, ("a", "b", "c", "d", "e"))
 
 
-def test_the_slow_rank_is_the_cause_among_all_that_left() -> None:
-    """All ranks end with 18 at once, in whatever order they are seen; a peer that fails meanwhile is none."""
-    others = [left(rank, "a") for rank in (0, 2, 3)]
+def test_slow_rank_is_the_root_cause_of_all_exits() -> None:
+    """All ranks exit with 18 in any order; the slow rank is the root cause, not a peer that fails in the meantime."""
+    others = [exited(rank, "a") for rank in (0, 2, 3)]
     died = Incident(kind=IncidentKind.WORKER_DIED, node="a", rank=2, exit_code=-6)
-    assert root_cause([died, *others, left()]) == left()
+    assert root_cause([died, *others, exited()]) == exited()
 
 
 slow_ends = ends().map(
     lambda end: dataclasses.replace(
         end,
         recovered_in_process=False,
-        incident=left(),
+        incident=exited(),
         diagnosis=None if end.diagnosis is None else _slow(end.diagnosis),
     )
 )
 
 
 def _slow(diagnosis: Diagnosis) -> Diagnosis:
-    """Return a diagnosis of the same rank and node that says that it is slow."""
+    """Return a diagnosis of the same rank and node as slow."""
     return Diagnosis(finding=Finding.SLOW, rank=diagnosis.rank, node=diagnosis.node, iteration=diagnosis.iteration)
 
 
 @given(histories, slow_ends, limits_strategy)
-def test_a_slow_rank_leads_to_another_node_or_to_the_end(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
-    """Whatever came before: either its node is quarantined and a spare takes its slot, or the run stops with a
-    code that is neither success nor a failure without a name. No copy is excluded, and nothing is replayed."""
-    before = follow(past, limits)
+def test_slow_rank_is_replaced_or_the_run_stops(past: list[CycleEnd], end: CycleEnd, limits: Limits) -> None:
+    """For every history, a spare replaces the node, or the run stops with a code that is neither success nor an
+    unspecific failure. No copy is excluded, and nothing is replayed."""
+    before = replay_history(past, limits)
     if before.finished:
         return
     state, decision = decide(before, end, limits)
@@ -151,9 +152,9 @@ def test_a_slow_rank_leads_to_another_node_or_to_the_end(past: list[CycleEnd], e
 
 
 @given(histories, st.lists(slow_ends, min_size=1, max_size=60), limits_strategy)
-def test_slow_ranks_without_progress_are_bounded(past: list[CycleEnd], ends: list[CycleEnd], limits: Limits) -> None:
-    """However many are named one after the other: without progress in between no more restarts than anything gets."""
-    state, restarts = begin_job(follow(past, limits)), 0
+def test_restarts_for_slow_ranks_are_bounded(past: list[CycleEnd], ends: list[CycleEnd], limits: Limits) -> None:
+    """Without progress, consecutive slow ranks are granted no more restarts than other failures."""
+    state, restarts = begin_job(replay_history(past, limits)), 0
     for end in ends:
         state, decision = decide(state, dataclasses.replace(end, durable_iteration=None), limits)
         if not is_restart(decision.recovery_level):

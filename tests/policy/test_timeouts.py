@@ -1,4 +1,4 @@
-"""Learned timeouts: what is learned, from what, and what is left alone."""
+"""Learned timeouts: the observations they come from, their bounds, and when they are dropped."""
 
 from dataclasses import replace
 
@@ -34,13 +34,13 @@ SEEN = Observation(
 CONFIGURED = Timeouts(sections={"setup": 600.0, "step": 180.0, "eval": 90.0})
 
 
-def taught(seen=SEEN, earlier=None, *, finished=True, faulted=(), configured=CONFIGURED, factor=5.0) -> Learned:
+def learn_all(seen=SEEN, earlier=None, *, finished=True, faulted=(), configured=CONFIGURED, factor=5.0) -> Learned:
     return learn(
         seen, earlier or Learned(), configured=configured, safety_factor=factor, finished=finished, faulted=faulted
     )
 
 
-def late(
+def late_fault(
     subject: Subject,
     section: str | None = None,
     *,
@@ -69,9 +69,9 @@ def changed(**facts) -> Observation:
     return replace(SEEN, **facts)
 
 
-def test_longest_times_factor_is_learned():
+def test_learned_timeout_is_the_longest_times_the_factor():
     """A timeout is the longest duration times the safety factor, for everything that qualifies."""
-    assert taught() == Learned(
+    assert learn_all() == Learned(
         sections={"setup": 50.0, "step": 10.0, "checkpointing": 30.0, "eval": 15.0},
         out_of_section_s=FLOOR_S,
         initial_heartbeat_s=60.0,
@@ -79,16 +79,16 @@ def test_longest_times_factor_is_learned():
     )
 
 
-def test_earlier_learned_value_merges_as_mean():
+def test_learned_value_is_averaged_with_the_earlier_one():
     """A value learned earlier counts as much as the new one."""
     earlier = Learned(sections={"step": 30.0}, heartbeat_s=40.0)
-    assert taught(earlier=earlier).sections["step"] == 20.0
-    assert taught(earlier=earlier).heartbeat_s == 30.0
+    assert learn_all(earlier=earlier).sections["step"] == 20.0
+    assert learn_all(earlier=earlier).heartbeat_s == 30.0
 
 
-def test_nothing_falls_below_the_floor():
-    """However fast a section is, its timeout leaves room for a hiccup."""
-    assert taught(changed(longest_s={"step": 0.001})).sections["step"] == FLOOR_S
+def test_learned_timeouts_have_a_floor():
+    """However fast a section is, its timeout leaves room for a short delay."""
+    assert learn_all(changed(longest_s={"step": 0.001})).sections["step"] == FLOOR_S
 
 
 @pytest.mark.parametrize(
@@ -99,77 +99,75 @@ def test_nothing_falls_below_the_floor():
         (changed(counts={"step": 16}), "checkpointing"),
     ],
 )
-def test_what_was_seen_too_seldom_teaches_nothing(seen, missing):
-    """setup needs a loaded checkpoint, step 16 iterations, checkpointing a save."""
-    assert missing not in taught(seen).sections
+def test_too_few_observations_are_not_learned(seen, missing):
+    """Learning needs a loaded checkpoint for setup, 16 iterations for step, and a save for checkpointing."""
+    assert missing not in learn_all(seen).sections
 
 
-def test_time_outside_sections_needs_an_orderly_end_and_the_others():
-    """It is learned at shutdown only, and only when every section that was used qualifies."""
-    assert taught(finished=False).out_of_section_s is None
-    assert taught(changed(restored=False)).out_of_section_s is None
-    assert taught(changed(counts={"step": 16}, longest_s={"": 4.0, "step": 2.0})).out_of_section_s == 20.0
-    assert taught(changed(counts={"setup": 1})).out_of_section_s is None
+def test_time_outside_sections_is_learned_at_shutdown_only():
+    """The time is learned only at shutdown, and only if every section that was used qualifies."""
+    assert learn_all(finished=False).out_of_section_s is None
+    assert learn_all(changed(restored=False)).out_of_section_s is None
+    assert learn_all(changed(counts={"step": 16}, longest_s={"": 4.0, "step": 2.0})).out_of_section_s == 20.0
+    assert learn_all(changed(counts={"setup": 1})).out_of_section_s is None
 
 
-def test_section_that_hung_teaches_nothing():
-    """A cycle that was faulted on a section leaves what was known of it as it was."""
+def test_hung_section_is_not_learned():
+    """A cycle with a fault in a section does not change the learned value of that section."""
     earlier = Learned(sections={"step": 30.0}, out_of_section_s=7.0)
-    learned = taught(earlier=earlier, faulted=[late(Subject.SECTION, "step"), late(Subject.HEARTBEAT)])
+    learned = learn_all(earlier=earlier, faulted=[late_fault(Subject.SECTION, "step"), late_fault(Subject.HEARTBEAT)])
     assert learned.sections["step"] == 30.0
     assert learned.sections["setup"] == 50.0
     assert learned.heartbeat_s is None
     assert learned.out_of_section_s == 7.0
 
 
-def test_a_learned_time_between_heartbeats_that_was_exceeded_is_forgotten():
-    """A pause that was never seen before, such as the first validation, ends one cycle at most: then the configured
-    time counts again."""
+def test_exceeded_learned_heartbeat_timeout_is_dropped():
+    """A new pause, such as the first validation, ends at most one cycle: then the configured timeout applies again."""
     earlier = Learned(heartbeat_s=1.1, initial_heartbeat_s=40.0)
-    learned = taught(earlier=earlier, faulted=[late(Subject.HEARTBEAT)])
+    learned = learn_all(earlier=earlier, faulted=[late_fault(Subject.HEARTBEAT)])
     assert learned.heartbeat_s is None
     assert apply(Timeouts(heartbeat_s=300.0), learned).heartbeat_s == 300.0
-    assert taught(earlier=earlier, faulted=[late(Subject.SECTION, "step")]).heartbeat_s is not None
+    assert learn_all(earlier=earlier, faulted=[late_fault(Subject.SECTION, "step")]).heartbeat_s is not None
 
 
-def test_a_learned_timeout_is_doubled_after_a_hang_and_dropped_after_the_second():
-    """Hangs without an explanation show that a learned timeout is too short: it is doubled after the first one, dropped
-    after the second, and not learned again. A hang that is explained changes nothing."""
+def test_unexplained_hangs_double_then_drop_learned_timeout():
+    """An unexplained hang doubles the learned timeout; a second one drops it permanently. An explained hang changes
+    nothing."""
     known = Learned(sections={"checkpointing": 10.0, "step": 10.0})
-    explained = taught(earlier=known, faulted=[late(Subject.SECTION, "checkpointing", timeout_s=10.0)])
+    explained = learn_all(earlier=known, faulted=[late_fault(Subject.SECTION, "checkpointing", timeout_s=10.0)])
     assert explained.sections["checkpointing"] == 10.0
-    hang = [late(Subject.SECTION, "checkpointing", timeout_s=10.0, is_explained=False)] * 3  # of three ranks
-    once = taught(earlier=known, faulted=hang)
+    hang = [late_fault(Subject.SECTION, "checkpointing", timeout_s=10.0, is_explained=False)] * 3  # of three ranks
+    once = learn_all(earlier=known, faulted=hang)
     assert once.sections["checkpointing"] == 20.0
-    twice = taught(earlier=once, faulted=hang)
+    twice = learn_all(earlier=once, faulted=hang)
     assert "checkpointing" not in twice.sections
     assert twice.sections["step"] == 10.0
-    assert "checkpointing" not in taught(earlier=twice).sections
+    assert "checkpointing" not in learn_all(earlier=twice).sections
 
 
-def test_hangs_at_calculated_timeouts_are_counted_apart():
-    """A timeout that the script calculated itself is not a learned one: its hangs are counted for it alone, once for
-    each cycle, unless they are explained."""
+def test_hangs_at_calculated_timeouts_count_separately():
+    """An unexplained hang at a timeout that the script calculated counts for that timeout only, once per cycle."""
     known = Learned(sections={"step": 10.0})
-    hang = late(Subject.SECTION, "step", timeout_s=20.0, is_explained=False, is_calculated=True)
-    once = taught(earlier=known, faulted=[hang, hang])
+    hang = late_fault(Subject.SECTION, "step", timeout_s=20.0, is_explained=False, is_calculated=True)
+    once = learn_all(earlier=known, faulted=[hang, hang])
     assert once.sections["step"] == 10.0
     assert (once.num_hangs, once.num_calculated_hangs) == ({}, {"section step": 1})
-    explained = late(Subject.SECTION, "step", timeout_s=20.0, is_calculated=True)
-    assert taught(earlier=once, faulted=[explained]).num_calculated_hangs == {"section step": 1}
-    assert taught(earlier=once, faulted=[hang]).num_calculated_hangs == {"section step": 2}
+    explained = late_fault(Subject.SECTION, "step", timeout_s=20.0, is_calculated=True)
+    assert learn_all(earlier=once, faulted=[explained]).num_calculated_hangs == {"section step": 1}
+    assert learn_all(earlier=once, faulted=[hang]).num_calculated_hangs == {"section step": 2}
 
 
-def test_a_hang_at_a_given_timeout_does_not_count_against_a_learned_one():
-    """Where the given value was enforced, the learned one was not too short."""
+def test_hang_at_a_configured_timeout_keeps_the_learned_one():
+    """If the configured value was enforced, the learned one was not too short."""
     known = Learned(sections={"step": 10.0})
-    assert taught(earlier=known, faulted=[late(Subject.SECTION, "step", timeout_s=180.0, is_explained=False)]) == (
-        taught(earlier=known, faulted=[late(Subject.SECTION, "step", timeout_s=180.0)])
-    )
+    assert learn_all(
+        earlier=known, faulted=[late_fault(Subject.SECTION, "step", timeout_s=180.0, is_explained=False)]
+    ) == (learn_all(earlier=known, faulted=[late_fault(Subject.SECTION, "step", timeout_s=180.0)]))
 
 
-def test_options_that_set_the_learned_timeouts_are_suggested():
-    """The line can be pasted into the command, rounded up to seconds; nothing learned suggests nothing."""
+def test_learned_timeouts_are_suggested_as_options():
+    """The line can be pasted into the command, rounded up to seconds; without learned values there is no suggestion."""
     learned = Learned(sections={"step": 10.2, "setup": 50.0}, out_of_section_s=12.0, heartbeat_s=20.0)
     assert learned.suggest() == "--ft-rank-section-timeouts=setup:50,step:11 --ft-rank-out-of-section-timeout=12"
     beats = Learned(heartbeat_s=20.0, initial_heartbeat_s=11.0)
@@ -177,20 +175,20 @@ def test_options_that_set_the_learned_timeouts_are_suggested():
     assert Learned().suggest() == ""
 
 
-def test_unnamed_sections_stay_measured_only():
-    """A section that the config does not name, other than the three known ones, is not learned."""
-    assert "eval" not in taught(configured=Timeouts()).sections
-    assert "step" in taught(configured=Timeouts()).sections
+def test_unconfigured_sections_are_not_learned():
+    """A section that is neither configured nor one of the three known ones is not learned."""
+    assert "eval" not in learn_all(configured=Timeouts()).sections
+    assert "step" in learn_all(configured=Timeouts()).sections
 
 
-def test_few_heartbeats_teach_only_the_first_one():
+def test_few_heartbeats_learn_only_the_initial_timeout():
     """The time between heartbeats needs more than 16 of them."""
-    learned = taught(changed(num_heartbeats=16))
+    learned = learn_all(changed(num_heartbeats=16))
     assert (learned.initial_heartbeat_s, learned.heartbeat_s) == (60.0, None)
 
 
 def test_learned_values_extend_configured_ones():
-    """A learned value is enforced where it is longer than the given one, or where none was given; a timeout that is off
+    """A learned value is enforced if it is longer than the configured one or none is configured; a timeout that is off
     stays off."""
     learned = Learned(
         sections={"setup": 50.0, "step": 10.0, "checkpointing": 30.0, "eval": 15.0},
@@ -225,18 +223,18 @@ observations = st.lists(
 
 
 @given(observations, st.randoms())
-def test_nodes_may_report_in_any_order(seen, random):
-    """What several nodes saw together does not depend on who reported first, or how it was grouped."""
+def test_merge_of_observations_is_order_independent(seen, random):
+    """The merged observations of several nodes do not depend on order or grouping."""
     shuffled = random.sample(seen, len(seen))
     assert combine(shuffled) == combine(seen)
     assert combine([combine(seen[:2]), combine(seen[2:])]) == combine(seen)
 
 
 @given(observations, st.floats(1, 10))
-def test_learned_timeout_exceeds_everything_seen(seen, factor):
-    """Nothing that was seen would have exceeded what is learned from it."""
+def test_learned_timeout_exceeds_all_observations(seen, factor):
+    """No observation would have exceeded the timeout that is learned from it."""
     together = combine(seen)
-    learned = taught(together, factor=factor)
+    learned = learn_all(together, factor=factor)
     assert all(seconds >= max(FLOOR_S, together.longest_s[name]) for name, seconds in learned.sections.items())
 
 
@@ -271,9 +269,9 @@ ranks = st.builds(
 
 
 @given(ranks, configured_values, learned_values, st.sampled_from([apply, override]), times_ns)
-def test_a_learned_timeout_ends_no_run_that_a_given_one_would_not(rank, configured, learned, put, now_ns):
-    """Whatever was learned, or calculated by the script: a rank exceeds a given timeout with it only if it does without
-    it, and a timeout that nobody gave has room for ordinary pauses."""
+def test_learned_timeout_never_undercuts_a_configured_one(rank, configured, learned, put, now_ns):
+    """With learned or calculated timeouts a rank exceeds a configured timeout only if it does without them, and a
+    timeout that is not configured has room for ordinary pauses."""
     rank = replace(rank, depth=len(rank.sections))
     late_without = {one.key for one in expired(rank, configured, now_ns)}
     for one in expired(rank, put(configured, learned), now_ns):
@@ -283,6 +281,6 @@ def test_a_learned_timeout_ends_no_run_that_a_given_one_would_not(rank, configur
 
 @given(seconds, maybe, st.booleans())
 def test_enforced_timeouts_have_a_floor(learned_s, configured_s, is_default):
-    """Never below a given timeout, half of a default one, or the floor; and never below the learned one."""
+    """An enforced timeout is never below the configured one, half of a default one, the floor or the learned one."""
     found = enforced_s(learned_s, configured_s, is_default=is_default)
     assert found >= max(learned_s, FLOOR_S, (configured_s or 0.0) / (2 if is_default else 1))

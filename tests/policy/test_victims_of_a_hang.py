@@ -1,4 +1,4 @@
-"""Whose fault a hang is: that of the rank that hangs, not of those that wait for it."""
+"""The rank that hangs is at fault, not the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from outlast.policy.inprocess_restart import MemberJoined, MemberReported, add_e
 LIMITS = RestartLimits(barrier_timeout_s=120.0, completion_timeout_s=120.0, last_call_wait_s=1.0, max_iterations=6)
 
 
-def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
-    """All ranks exceed the timeout; the one that waits for nobody has the fault, and is named first."""
+def test_ranks_waiting_for_a_hung_rank_are_not_charged() -> None:
+    """All ranks exceed the timeout; the one that does not wait is at fault, and is listed first."""
     state, restart, go = begin(3, 0.0), None, None
 
-    def say(rank: int, report: o.Report) -> None:
+    def send_report(rank: int, report: o.Report) -> None:
         nonlocal state, restart, go
         state, actions = advance(state, MemberReported(initial_rank=rank, report=report, at_s=1.0), LIMITS)
         for action in actions:
             if isinstance(action.order, o.Assign):
                 ordinal = action.order.ordinal
-                say(action.to[0], o.Assigned(ordinal=ordinal, ranks={0: 0, 1: 1, 2: 2}))
+                send_report(action.to[0], o.Assigned(ordinal=ordinal, ranks={0: 0, 1: 1, 2: 2}))
             restart = action.order if isinstance(action.order, o.Restart) else restart
             go = action.order if isinstance(action.order, o.Go) else go
 
@@ -28,17 +28,17 @@ def test_who_waits_for_a_rank_that_hangs_is_not_charged() -> None:
             state, MemberJoined(initial_rank=rank, node="a", standing=o.MemberStanding(), at_s=0.0), LIMITS
         )
     for rank in range(3):
-        say(rank, o.RankReady(restart_count=0, store_address="127.0.0.1 1"))
+        send_report(rank, o.RankReady(restart_count=0, store_address="127.0.0.1 1"))
     for rank, waits in ((0, "yes"), (1, "yes"), (2, "no")):
         evidence = {o.WAITS: waits}
-        say(
+        send_report(
             rank,
             o.RankFault(
                 initial_rank=rank, restart_count=0, kind=o.RankFaultKind.SOFT_TIMEOUT, summary="", evidence=evidence
             ),
         )
     for rank in range(3):
-        say(rank, o.RankReady(restart_count=1, store_address="127.0.0.1 1"))
+        send_report(rank, o.RankReady(restart_count=1, store_address="127.0.0.1 1"))
     assert go is not None
     assert go.restart_count == 1
     assert [fault.initial_rank for fault in add_earlier_faults(go, restart).faults] == [2, 0, 1]

@@ -1,4 +1,4 @@
-"""The documents keep to the code: tables, figures and quoted log lines are current, links lead somewhere."""
+"""The documents match the code: tables, results and quoted log lines are current, and links are valid."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_tables_are_those_of_the_code(page: Path) -> None:
-    """Settings, exit codes and events in the docs are the code's own, measured figures the committed results';
+def test_generated_tables_are_current(page: Path) -> None:
+    """Settings, exit codes and events in the docs match the code, and measurements the committed results;
     docs/generate.py writes them."""
     text = page.read_text(encoding="utf-8")
     assert text == GENERATE["render"](text), "run: python docs/generate.py"
@@ -36,7 +36,7 @@ def test_tables_are_those_of_the_code(page: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.relative_to(ROOT / "examples").as_posix())
 def test_every_example_has_a_test(example: Path) -> None:
-    """Each file under examples/ is named by a test, or is one of a kind that a test takes all of."""
+    """A test names each file under examples/, or covers all files of its kind."""
     tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
     named = re.compile(rf"[\"/ ]{re.escape(example.name)}\"|glob\(\"\*{re.escape(example.suffix)}\"\)")
     assert any(named.search(path.read_text("utf-8")) for path in tests), (
@@ -44,14 +44,14 @@ def test_every_example_has_a_test(example: Path) -> None:
     )
 
 
-def test_every_table_has_a_place() -> None:
-    """Each table that can be generated is shown on some page."""
+def test_every_generated_table_is_used() -> None:
+    """Each generated table is shown on some page."""
     shown = re.findall(r"<!-- table: ([\w-]+) -->", "".join(page.read_text("utf-8") for page in PAGES))
     assert set(shown) == set(GENERATE["TABLES"])
 
 
 def test_every_config_class_has_a_table() -> None:
-    """Each class of settings is shown field by field: a setting that no page names does not exist for a user."""
+    """Each class of settings is shown field by field, so that users can find every setting."""
     import outlast.config
 
     classes = {name for name in outlast.config.__all__ if name.endswith("Config")}
@@ -74,22 +74,22 @@ def test_contracts_are_paragraphs_in_the_reference() -> None:
     ) == ("Save, as `Session.save` and `x` do.\n\n\n**Collective**: all ranks.\n\n**Blocks**: up to a second.")
 
 
-def test_the_map_of_modules_is_the_code() -> None:
-    """ARCHITECTURE.md lists, package by package, exactly the modules that there are."""
+def test_architecture_lists_all_modules() -> None:
+    """ARCHITECTURE.md lists, package by package, exactly the existing modules."""
     source = ROOT / "src" / "outlast"
     table = (ROOT / "ARCHITECTURE.md").read_text("utf-8").partition("## Modules\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `?([\w.]+)`? \| (.*?) \|", table, re.MULTILINE)[1:]
     assert len(rows) > 20
     for package, listed in rows:
         folder = source if package == "ground" else source.joinpath(*package.split("."))
-        there = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
-        assert set(re.findall(r"`(\w+)`", listed)) == there, f"the row of {package} in ARCHITECTURE.md"
+        existing = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+        assert set(re.findall(r"`(\w+)`", listed)) == existing, f"the row of {package} in ARCHITECTURE.md"
     packages = {".".join(path.parent.relative_to(source).parts) for path in source.rglob("*.py")} - {""}
     assert {package for package, _ in rows} == {"ground"} | packages
 
 
-def test_files_that_the_architecture_names_exist() -> None:
-    """Each file and module that ARCHITECTURE.md names is there, so that a path can be followed."""
+def test_files_in_the_architecture_exist() -> None:
+    """Each file and module mentioned in ARCHITECTURE.md exists."""
     source = ROOT / "src" / "outlast"
     text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
     for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+)(?:\.py)?`", text):
@@ -101,8 +101,8 @@ def test_files_that_the_architecture_names_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page: Path) -> None:
-    """A relative link names a file that exists."""
+def test_relative_links_exist(page: Path) -> None:
+    """A relative link points to an existing file."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:", target) and not target.startswith("#"):
@@ -110,8 +110,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_python_in_the_docs_is_python(page: Path) -> None:
-    """Each Python block parses, and what it imports from outlast exists."""
+def test_python_blocks_parse_and_import(page: Path) -> None:
+    """Each Python block parses, and its imports from outlast exist."""
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outlast"):
@@ -120,7 +120,7 @@ def test_python_in_the_docs_is_python(page: Path) -> None:
 
 
 def can_import(module: str, name: str) -> bool:
-    """Return whether a module has a name; for an adapter whose framework is not here its source is asked."""
+    """Return whether a module has a name; the source is searched for an adapter whose framework is not installed."""
     try:
         found = importlib.import_module(module)
     except ImportError as error:
@@ -134,8 +134,8 @@ def can_import(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_settings_in_the_docs_are_settings(page: Path, tmp_path: Path) -> None:
-    """Each TOML block is a config file, or a plan of faults, that is accepted as it stands."""
+def test_toml_blocks_are_valid(page: Path, tmp_path: Path) -> None:
+    """Each TOML block is a valid config file or fault plan."""
     from outlast.chaos import FaultPlan
     from outlast.config.sources import load_config
 
@@ -150,16 +150,16 @@ def test_settings_in_the_docs_are_settings(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_ft_options_in_the_docs_exist(page: Path) -> None:
-    """Each --ft- option that the docs and examples mention is one, and is written with dashes."""
+    """Each --ft- option in the docs and examples exists, and is written with dashes."""
     fields = {field.name for field in GENERATE["describe_fields"](GENERATE["FaultToleranceConfig"])}
     known = {field.replace("_", "-") for field in fields} | {"cfg-path"}
     for option in re.findall(r"--ft[-_]([a-z][\w-]*)", page.read_text(encoding="utf-8")):
         assert option in known, f"{page.name} mentions --ft-{option}"
 
 
-def test_figures_come_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A figure in a page is what a committed result says, a ratio is shown as both sides, and what was not measured is
-    said to be so."""
+def test_results_in_the_docs_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result on a page equals the committed one, a ratio is shown with both sides, and a missing measurement is
+    marked."""
     bars = [
         {"name": "death_noticed_ms", "value": 11.26, "unit": "ms", "peer": None, "peer_value": None},
         {"name": "restart_vs_torchrun_2", "value": 0.04, "unit": "x", "peer": "torchrun, c10d (s)", "peer_value": 2.0},
@@ -182,9 +182,9 @@ def test_figures_come_from_the_results(tmp_path: Path, monkeypatch: pytest.Monke
     assert cells == ["80 ms", "2 s", "torchrun, c10d"]
 
 
-def test_figures_are_of_benches_that_exist() -> None:
-    """Each figure that a page shows is one that a benchmark of its name measures; none begins a line, where its comment
-    would end a paragraph."""
+def test_results_in_the_docs_have_a_benchmark() -> None:
+    """Each result on a page is measured by a benchmark of its name; none begins a line, where its comment would end a
+    paragraph."""
     for page in PAGES:
         assert not re.search(r"^\s*<!-- figure", page.read_text("utf-8"), re.MULTILINE), page.name
     named = re.findall(r"<!-- figure: (\w+)\.(\w+) -->", "".join(page.read_text("utf-8") for page in PAGES))
@@ -195,7 +195,7 @@ def test_figures_are_of_benches_that_exist() -> None:
 
 
 def templates() -> str:
-    """Return every text of the source, with ``…`` for what is filled in, one after another with zeros between."""
+    """Return every string of the source with ``…`` for placeholders, joined by zero bytes."""
     found = set()
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -207,8 +207,9 @@ def templates() -> str:
     return "\0".join(found)
 
 
-def test_quoted_log_lines_are_logged() -> None:
-    """Each log line that the page on troubleshooting explains is a text of the source, where its gaps are filled in."""
+def test_quoted_log_lines_exist() -> None:
+    """Each log line that the troubleshooting page explains is a string of the source, with its placeholders filled
+    in."""
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     tables = page.partition('<div class="log-lines" markdown>')[2].partition("</div>")[0]
     quoted = re.findall(r"^\| `([^`]+)`", tables, re.MULTILINE)
@@ -219,8 +220,8 @@ def test_quoted_log_lines_are_logged() -> None:
         assert re.search("[^\0]*".join(re.escape(part) for part in line.split("…")), texts), f"nothing logs {line!r}"
 
 
-def test_lines_that_take_the_place_of_others_are_logged() -> None:
-    """Each line of outlast in the table of old and new log lines is a text of the source."""
+def test_replacement_log_lines_exist() -> None:
+    """Each line of outlast in the table of old and new log lines is a string of the source."""
     page = (DOCS / "migration.md").read_text(encoding="utf-8")
     rows = page.partition("## Log lines, old and new")[2].partition("</div>")[0].splitlines()
     quoted = [line for row in rows for line in re.findall(r"`([^`]+)`", row.rpartition(" | ")[2])]
@@ -232,13 +233,13 @@ def test_lines_that_take_the_place_of_others_are_logged() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_paths_in_the_docs_exist(page: Path) -> None:
-    """A test or example that a page names is there."""
+    """A test or example mentioned on a page exists."""
     for path in re.findall(r"`((?:tests|examples)/[\w./-]+)`", page.read_text(encoding="utf-8")):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the words of each ``outlast`` command in a page, up to the training script, a pipe or a comment."""
+    """Return the words of each ``outlast`` command on a page, up to the training script, a pipe or a comment."""
     found = []
     for block in blocks(page, "console"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -250,7 +251,7 @@ def commands(page: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_in_the_docs_exist(page: Path) -> None:
-    """Each command that a page shows is one, with the options that it is shown with."""
+    """Each command on a page exists, with the options that are shown."""
     import click
     from click.testing import CliRunner
 
@@ -263,6 +264,6 @@ def test_commands_in_the_docs_exist(page: Path) -> None:
             path.append(words[len(path)])
             command = command.get_command(click.Context(command), path[-1])
             assert command is not None, f"{page.name}: there is no command {' '.join(path)!r}"
-        told = CliRunner().invoke(cli, [*path, "--help"], standalone_mode=False).output.replace("_", "-")
+        help_text = CliRunner().invoke(cli, [*path, "--help"], standalone_mode=False).output.replace("_", "-")
         for option in re.findall(r"(?<!\S)--[\w-]+", " ".join(words)):
-            assert option.replace("_", "-") in told, f"{page.name}: outlast {' '.join(path)} has no {option}"
+            assert option.replace("_", "-") in help_text, f"{page.name}: outlast {' '.join(path)} has no {option}"

@@ -1,4 +1,4 @@
-"""The architecture, read from the source: who may import whom, and who alone may touch what."""
+"""Architecture rules, verified in the source: permitted imports and exclusive owners of mechanisms."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LAYERS = {
     "simulate": 6,
     "testing": 6,
 }
-"""Top-level module or package to its layer; imports go to the same or a lower one."""
+"""Layer of each top-level module or package; imports go to the same or a lower layer."""
 
 
 @cache
@@ -113,13 +113,13 @@ MODULES = [name for name in paths() if name]  # the root re-exports lazily and b
 
 
 def test_every_module_has_a_layer() -> None:
-    """A new top-level module or package is given its layer here before anything imports it."""
+    """A new top-level module or package is assigned a layer here before any module imports it."""
     for name in MODULES:
         assert top(name) in LAYERS, f"put {top(name)!r} into LAYERS, in the layer where ARCHITECTURE.md has it"
 
 
 def test_imports_go_downward() -> None:
-    """No module imports from a layer above its own, not even inside a function."""
+    """No module imports from a higher layer, not even inside a function."""
     for name in MODULES:
         for target, line in own_imports(name):
             if target:
@@ -128,22 +128,22 @@ def test_imports_go_downward() -> None:
                 )
 
 
-def test_capabilities_do_not_know_each_other() -> None:
-    """A capability (layer 3) imports no other capability: where two meet is orchestration."""
+def test_capabilities_do_not_import_each_other() -> None:
+    """A capability (layer 3) imports no other capability: orchestration combines them."""
     for name in (name for name in MODULES if LAYERS.get(top(name)) == 3):
         for target, line in own_imports(name):
             if target and LAYERS[top(target)] == 3:
                 assert top(target) == top(name), f"{name}:{line} imports its sibling {target}"
 
 
-def test_imports_make_no_circle() -> None:
-    """No module comes back to itself through what it imports, in functions and for type checkers neither."""
-    circles = _circles()
-    assert not circles, "\n".join(" <-> ".join(sorted(circle)) for circle in circles)
+def test_imports_have_no_cycle() -> None:
+    """No module imports itself indirectly, neither in functions nor for type checkers."""
+    cycles = _cycles()
+    assert not cycles, "\n".join(" <-> ".join(sorted(cycle)) for cycle in cycles)
 
 
-def _circles() -> list[frozenset[str]]:
-    """Return the groups of modules of which each reaches each other one (Tarjan's algorithm)."""
+def _cycles() -> list[frozenset[str]]:
+    """Return the strongly connected groups of modules (Tarjan's algorithm)."""
     graph = {}
     for name in sources():
         targets = {target for target, _ in own_imports(name)} - {name}
@@ -188,15 +188,15 @@ def test_policy_is_pure() -> None:
             "outlast:clock",
         }
         for target, line in imports_of(name, sources()[name]):
-            whole = target if target.startswith("outlast:") else target.split(".")[0]
-            assert whole not in forbidden, f"{name}:{line} imports {target}"
+            complete = target if target.startswith("outlast:") else target.split(".")[0]
+            assert complete not in forbidden, f"{name}:{line} imports {target}"
         for node in ast.walk(sources()[name]):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("open", "print", "input"), f"{name}:{node.lineno} does I/O"
 
 
 def test_only_env_reads_the_environment() -> None:
-    """os.environ and os.getenv appear in env.py alone."""
+    """Only env.py uses os.environ and os.getenv."""
     for name in MODULES:
         if name == "env":
             continue
@@ -208,7 +208,7 @@ def test_only_env_reads_the_environment() -> None:
 
 
 def test_only_decoding_prepares_types() -> None:
-    """msgspec looks into types in decoding.py alone: two threads that do so at the same moment end the process."""
+    """Only decoding.py lets msgspec inspect types, since two threads that do so concurrently end the process."""
     for name in MODULES:
         if name == "decoding":
             continue
@@ -221,8 +221,8 @@ def test_only_decoding_prepares_types() -> None:
                 assert not looks, f"{name}:{node.lineno} has msgspec look into a type"
 
 
-def test_only_device_names_cuda() -> None:
-    """CUDA is named in runtime/device*.py alone, so that other devices need changes there only."""
+def test_only_device_modules_use_cuda() -> None:
+    """Only runtime/device*.py mentions CUDA, so that other devices need changes there only."""
     for name in MODULES:
         if name in {"runtime.device", "runtime.device_collectives", "runtime.device_copies", "runtime.device_timing"}:
             continue
@@ -234,34 +234,34 @@ def test_only_device_names_cuda() -> None:
                 assert node.value.split(":")[0] not in ("cuda", "nccl"), f"{name}:{node.lineno} names {node.value!r}"
 
 
-def test_wall_clock_is_for_the_journal_alone() -> None:
-    """time.time() is nowhere; the clock's wall time goes into the journal and into a new run's name only."""
+def test_wall_clock_is_used_by_the_journal_only() -> None:
+    """No module uses time.time(); the clock's wall time is used only in the journal and in the name of a new run."""
     for name in MODULES:
         for node in ast.walk(sources()[name]):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                whole = f"{node.value.id}.{node.attr}"
-                assert whole not in ("time.time", "datetime.now", "datetime.utcnow"), f"{name}:{node.lineno}"
+                complete = f"{node.value.id}.{node.attr}"
+                assert complete not in ("time.time", "datetime.now", "datetime.utcnow"), f"{name}:{node.lineno}"
                 if name != "clock":
-                    assert whole != "time.time_ns", f"{name}:{node.lineno}"
+                    assert complete != "time.time_ns", f"{name}:{node.lineno}"
         if name not in ("clock", "runtime.journal", "launch.options") and LAYERS[top(name)] < 6:
             text = ast.unparse(sources()[name])
             assert "wall_ns()" not in text, f"{name} reads the wall clock"
 
 
-def test_every_module_says_what_it_is() -> None:
-    """Each module opens with a text that says what it is for."""
+def test_every_module_has_a_docstring() -> None:
+    """Each module opens with a docstring that states its purpose."""
     for name in [*MODULES, ""]:
         assert ast.get_docstring(sources()[name]), f"{name or 'outlast'} has no docstring"
 
 
-def test_no_grab_bags() -> None:
-    """One module, one noun: no utils, helpers, common, misc."""
+def test_no_module_is_a_grab_bag() -> None:
+    """No module is named utils, helpers, common or misc."""
     for name in MODULES:
         assert not set(name.split(".")) & {"utils", "util", "helpers", "common", "misc"}
 
 
-def test_no_error_is_swallowed_whole() -> None:
-    """No handler catches everything and passes."""
+def test_no_handler_swallows_all_errors() -> None:
+    """No handler catches all exceptions and passes."""
     for name in [*MODULES, ""]:
         for node in ast.walk(sources()[name]):
             if isinstance(node, ast.ExceptHandler):

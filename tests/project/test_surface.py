@@ -46,7 +46,7 @@ PUBLIC = [
     "outlast.testing",
 ]
 NOT_CONSTRUCTED = {"outlast.Attempt", "outlast.inprocess.Handle"}
-"""Public classes that only the package constructs, beside dataclasses, which are constructed from their fields."""
+"""Public classes that only the package constructs, in addition to dataclasses, which have a generated constructor."""
 COMMITTED = Path(__file__).with_name("surface.txt")
 
 
@@ -85,7 +85,7 @@ def describe_class(name: str, cls: type) -> Iterator[str]:
 
 
 def members_of(cls: type) -> dict[str, Any]:
-    """Return what a class defines; of one that adds nothing but a constructor, what the class behind it defines."""
+    """Return the members of a class, or of the class behind it if it adds only a constructor."""
     (base, *_) = cls.__bases__
     is_internal = base.__module__ == cls.__module__ and base not in public_types().values()
     is_face = is_internal and base.__name__[0] != "_" and all(name.startswith("_") for name in vars(cls))
@@ -93,7 +93,7 @@ def members_of(cls: type) -> dict[str, Any]:
 
 
 def surface() -> list[str]:
-    """Return the public names, one a line."""
+    """Return the public names, one per line."""
     lines = []
     for module_name in PUBLIC:
         module = importlib.import_module(module_name)
@@ -107,8 +107,8 @@ def surface() -> list[str]:
     return lines
 
 
-def test_public_surface_is_the_committed_one() -> None:
-    """Every public name is the committed one."""
+def test_public_surface_equals_the_committed_one() -> None:
+    """The public names are exactly those of ``surface.txt``."""
     committed = COMMITTED.read_text(encoding="utf-8").splitlines()
     difference = list(difflib.unified_diff(committed, surface(), "surface.txt", "the code", lineterm="", n=0))
     assert not difference, (
@@ -118,7 +118,7 @@ def test_public_surface_is_the_committed_one() -> None:
 
 
 def test_public_names_exist_and_are_documented() -> None:
-    """Each name that a public module promises is there and says what it is."""
+    """Each name in ``__all__`` of a public module exists and has a docstring."""
     for module_name in PUBLIC:
         module = importlib.import_module(module_name)
         for name in getattr(module, "__all__", ()):
@@ -139,7 +139,7 @@ def public_types() -> dict[str, type]:
 
 
 def annotations() -> Iterator[tuple[str, str, str]]:
-    """Yield each annotation of a public signature or field: whose it is, the module it stands in, its text."""
+    """Yield the owner, module and text of each annotation in a public signature or field."""
     for module_name in PUBLIC:
         module = importlib.import_module(module_name)
         for name in getattr(module, "__all__", ()):
@@ -168,7 +168,7 @@ def annotations() -> Iterator[tuple[str, str, str]]:
 
 @cache
 def imported_names(module_name: str) -> dict[str, str]:
-    """Return the module from which each name comes that a module imports, for type checkers alone, too."""
+    """Return the source module of each name that a module imports, including imports for type checkers."""
     tree = ast.parse(Path(importlib.import_module(module_name).__file__ or "").read_text(encoding="utf-8"))
     return {
         alias.asname or alias.name: node.module or ""
@@ -179,7 +179,7 @@ def imported_names(module_name: str) -> dict[str, str]:
 
 
 def own_types(value: Any) -> Iterator[type]:
-    """Yield the classes of this package that a class, or an alias of types, consists of."""
+    """Yield the classes of this package in a class or an alias of types."""
     if inspect.isclass(value) and value.__module__.split(".")[0] == "outlast":
         yield value
     for part in typing.get_args(value):
@@ -187,7 +187,7 @@ def own_types(value: Any) -> Iterator[type]:
 
 
 def internal_types() -> dict[str, set[str]]:
-    """Return the types that are not public and stand in public signatures, and where."""
+    """Return the internal types in public signatures, with their locations."""
     found: dict[str, set[str]] = {}
     public = public_types()
     for where, module_name, text in annotations():
@@ -205,8 +205,8 @@ def internal_types() -> dict[str, set[str]]:
     return found
 
 
-def test_public_signatures_name_public_types_alone() -> None:
-    """Whoever calls a public function can make what it takes and name what it returns."""
+def test_public_signatures_use_public_types_only() -> None:
+    """Callers of a public function can construct its arguments and name its results."""
     internal = [f"{where} names {name}" for name, places in internal_types().items() for where in places]
     assert not internal, "\n".join(sorted(internal))
 

@@ -1,4 +1,4 @@
-"""What is printed to a terminal goes through one function or one console, which escape control characters."""
+"""Terminal output goes through one function or one console, both of which escape control characters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WRITES |= {"traceback.print_exception", "traceback.print_exc", "warnings.warn", 
 KNOWN = {
     "cli.main": {"click.echo"},  # echo() and print_json(), which escape; help; the completion script of a shell
     "launch.run_parser": {"click.echo"},  # help
-    # what is for a file or a program, made from the user's own options: it has to be exact
+    # exact output for a file or a program, made from the user's options
     "cli.slurm": {"click.echo"},
     "cli.k8s": {"click.echo"},
     "cli.chaos": {"click.echo"},
     "cli.shims": {"click.echo"},
-    # a worker's own output: of the user's script, as Python writes it
+    # the output of the user's script, as Python writes it
     "runtime.forked_worker": {"sys.stderr.write", "traceback.print_exception"},
     "runtime.fork_server": {"sys.stderr.write"},
     "integrations.nvrx.__main__": {"sys.stderr.write"},
@@ -29,9 +29,9 @@ KNOWN = {
 }
 
 
-def test_every_print_is_escaped_or_known() -> None:
-    """A module that prints in another way than by ``cli.main.echo``, ``print_json``, ``open_console`` or a log is in
-    the list above, with the reason."""
+def test_every_print_is_escaped_or_listed() -> None:
+    """A module that prints other than by ``cli.main.echo``, ``print_json``, ``open_console`` or a log is listed above
+    with the reason."""
     root = Path(outlast.__file__).parent
     found: dict[str, set[str]] = {}
     for path in root.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""User-visible text is standard English: no word of the list in ``words.txt`` is printed or generated."""
+"""User-visible text is standard English: it contains no word of the list in ``words.txt``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_words(text: str) -> list[str]:
 
 
 def docstrings(tree: ast.Module) -> set[int]:
-    """Return the identities of the nodes that are docstrings: readers of the code see them, users do not."""
+    """Return the identities of the docstring nodes, which users do not see."""
     return {
         id(statement.value)
         for node in ast.walk(tree)
@@ -48,9 +48,9 @@ def docstrings(tree: ast.Module) -> set[int]:
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the sentences in a module's code: messages of logs and errors, and help texts."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    hidden = docstrings(tree)
+    docstring_ids = docstrings(tree)
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstring_ids
         if is_text and " " in node.value.strip():
             yield node.lineno, node.value
 
@@ -67,7 +67,7 @@ def commands(command: click.Command, path: str = "outlast") -> Iterator[tuple[st
 
 
 def test_messages_use_standard_terms() -> None:
-    """No log message, error or help text in the code has a word of the list."""
+    """No log message, error or help text in the code contains a word of the list."""
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {word} in {text!r}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -78,7 +78,7 @@ def test_messages_use_standard_terms() -> None:
 
 
 def test_help_uses_standard_terms() -> None:
-    """The help of no command has a word of the list."""
+    """No command's help contains a word of the list."""
     found = []
     for name, command in commands(cli):
         text = command.get_help(click.Context(command, info_name=name))
@@ -87,7 +87,7 @@ def test_help_uses_standard_terms() -> None:
 
 
 def test_generated_tables_use_standard_terms() -> None:
-    """The tables that the documentation generates from the code have no word of the list."""
+    """The generated tables of the documentation contain no word of the list."""
     tables = runpy.run_path(str(DOCS / "generate.py"))["TABLES"]
     found = [f"table {name}: {word}" for name, make in tables.items() for word in find_words(make())]
     assert not found, "\n".join(found)

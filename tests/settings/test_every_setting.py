@@ -41,15 +41,15 @@ PROOFS: dict[type, dict[str, Proof]] = {
     StragglerDetectionConfig: restarting_proofs.STRAGGLER,
 }
 """The settings whose effect is verified in this folder."""
-REFUSED = "ground/test_config_values.py::test_bad_value_is_refused_when_made"
+REFUSED = "ground/test_config_values.py::test_invalid_value_is_rejected_at_construction"
 WAITS = "checkpoint/test_restore_waits.py::test_"
 SAVES = "checkpoint/test_saves.py::test_"
 UNHEALTHY = "health/test_node_health.py::test_"
-ASSIGNED = "policy/test_rank_assignment.py::test_node_without_enough_spares_is_given_up_as_a_whole"
+ASSIGNED = "policy/test_rank_assignment.py::test_incomplete_node_is_replaced_as_a_whole"
 REFUSALS = "integrations/test_nvrx_inprocess_refusals.py::test_"
 STUCK = "inprocess/test_monitor_process_faults.py::test_"
 LIMITS = "launch/test_settings_in_force.py::test_what_a_script_does_not_set_any_more_is_the_launchers_again"
-TIMEOUTS = "policy/test_deadlines.py::test_config_gives_the_timeouts"
+TIMEOUTS = "policy/test_deadlines.py::test_config_fields_map_to_timeouts"
 SIMULATED = "chaos/test_simulated_fault.py::test_"
 NODES = "launch/test_unhealthy_nodes.py::test_"
 LEAVING = "session/test_session_preemption.py::test_"
@@ -64,7 +64,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "rank_mttf_hours": "session/test_rhythm.py::test_auto_measures_first_and_then_keeps_the_optimum",
         "overlap_staging": "checkpoint/test_device_states.py::test_each_save_has_the_state_of_its_call",
         "replication_parity": "checkpoint/test_parity_tier.py::test_a_lost_node_is_rebuilt",
-        "most_recent_k": "policy/test_retention.py::test_the_newest_are_kept",
+        "most_recent_k": "policy/test_retention.py::test_newest_checkpoints_are_kept",
         "suspect_window": "dcp/test_failed_global_saves.py::test_retention_keeps_one_beyond_the_suspect_window",
         "local_most_recent_k": f"{SAVES}retention_keeps_two_and_skips_committed_checkpoints",
         "save_retain_interval": "dcp/test_turns.py::test_a_queued_permanent_checkpoint_is_not_replaced",
@@ -147,22 +147,21 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "check_for_nan_in_loss": f"{RERUN}disabled_machine_that_accepts_nan_warns_once",
         **dict.fromkeys(
             ("check_for_spiky_loss", "spike_warmup", "spike_window"),
-            f"{RERUN}spike_is_run_again_and_then_trained_on",
+            f"{RERUN}reproduced_spike_is_trained_on",
         ),
-        "error_injection_rate": "numerics/test_error_injection.py::test_one_of_so_many_is_struck",
-        "error_injection_type": "numerics/test_error_injection.py::test_kind_is_found_out_elsewhere",
+        "error_injection_rate": "numerics/test_error_injection.py::test_injection_follows_the_configured_rate",
+        "error_injection_type": "numerics/test_error_injection.py::test_injected_kind_is_identified_on_another_device",
     },
     StragglerDetectionConfig: {
         **dict.fromkeys(("enabled", "report_time_interval"), METRICS),
         **dict.fromkeys(
             ("calc_relative_gpu_perf", "calc_individual_gpu_perf"),
-            "policy/test_stragglers.py::test_only_what_is_asked_for_is_calculated",
+            "policy/test_stragglers.py::test_disabled_scores_are_not_calculated",
         ),
         **dict.fromkeys(("num_gpu_perf_scores_to_print", "enable_logging", "logger_name"), PRINTED),
         "stop_if_detected": "session/test_session_slow_ranks.py::test_all_ranks_exit_for_a_slow_one_without_loss",
         "profiling_interval": "straggler/test_recorder.py::test_warmup_and_profiling_interval_skip_steps",
-        "confirmations": "policy/test_stragglers.py::"
-        "test_a_rank_that_is_ten_times_as_slow_is_not_hidden_by_its_own_variation",
+        "confirmations": "policy/test_stragglers.py::test_tenfold_slowdown_is_reported_despite_variation",
         "profile_kernels": "straggler/test_kernel_times.py::test_the_profiled_steps_are_the_same_on_all_ranks",
     },
 }
