@@ -129,7 +129,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "soft_timeout": f"{STUCK}rank_without_progress_is_interrupted_after_the_soft_timeout",
         "hard_timeout": f"{STUCK}stopped_rank_is_ended_after_the_hard_timeout",
         "barrier_timeout": f"{STUCK}member_that_does_not_leave_is_expelled",
-        "empty_cuda_cache": "gpu/test_nccl_in_process.py::test_cached_memory_goes_back",
+        "empty_cuda_cache": "gpu/test_nccl_in_process.py::test_empty_cuda_cache_returns_cached_memory",
     },
     PreemptionConfig: {
         "preempt_time": f"{LEAVING}the_end_of_slurms_time_limit_is_a_notice",
