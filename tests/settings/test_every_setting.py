@@ -139,7 +139,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
     RecoveryConfig: {
         "start_timeout": f"{GROUPS}without_room_for_another_the_group_gives_up",
         "spare_wait": f"{GROUPS}without_spares_another_actor_is_started",
-        "drain_margin": "ray/test_drained_nodes.py::test_a_call_that_does_not_end_is_interrupted_in_time",
+        "drain_margin": "ray/test_drained_nodes.py::test_a_hanging_call_is_interrupted_before_the_deadline",
         "allow_shrink": f"{GROUPS}without_spares_a_group_may_shrink",
         "max_recoveries": f"{GROUPS}a_plain_class_begins_anew",
     },
