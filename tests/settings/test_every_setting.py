@@ -105,9 +105,10 @@ ELSEWHERE: dict[type, dict[str, str]] = {
             "launch/test_device_memory.py::test_memory_that_stays_is_waited_for_once",
         ),
         **dict.fromkeys(
-            ("simulate_fault", "simulated_fault_type", "simulated_fault_rank"), f"{SIMULATED}it_comes_once_a_run"
+            ("simulate_fault", "simulated_fault_type", "simulated_fault_rank"),
+            f"{SIMULATED}the_simulated_fault_occurs_once_per_run",
         ),
-        "simulated_fault_base_delay": f"{SIMULATED}it_waits_for_its_delay_and_for_something_to_come_back_from",
+        "simulated_fault_base_delay": f"{SIMULATED}the_fault_waits_for_its_delay_and_a_checkpoint",
     },
     HealthConfig: {
         "check_timeout": f"{UNHEALTHY}check_that_hangs_is_answered_for_and_ended",
@@ -137,11 +138,11 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "notice_file": f"{LEAVING}a_file_seen_by_one_rank_stops_all",
     },
     RecoveryConfig: {
-        "start_timeout": f"{GROUPS}without_room_for_another_the_group_gives_up",
-        "spare_wait": f"{GROUPS}without_spares_another_actor_is_started",
+        "start_timeout": f"{GROUPS}a_group_without_room_stops_with_an_error",
+        "spare_wait": f"{GROUPS}a_group_without_spares_starts_another_actor",
         "drain_margin": "ray/test_drained_nodes.py::test_a_hanging_call_is_interrupted_before_the_deadline",
-        "allow_shrink": f"{GROUPS}without_spares_a_group_may_shrink",
-        "max_recoveries": f"{GROUPS}a_plain_class_begins_anew",
+        "allow_shrink": f"{GROUPS}a_group_without_spares_shrinks",
+        "max_recoveries": f"{GROUPS}a_plain_class_starts_over_after_a_loss",
     },
     ReplicaDigestConfig: {"interval": EVERYTHING_ON},
     RerunStateMachineConfig: {
