@@ -29,11 +29,10 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _armed(
-    rank: int, run_dir: Path | None, *, cycle: int = 0, clock: FakeClock | None = None, **settings: object
+    rank: int, run_dir: Path, *, cycle: int = 0, clock: FakeClock | None = None, **settings: object
 ) -> ArmedFaults:
     config = FaultToleranceConfig(simulate_fault=True, **settings)  # type: ignore[arg-type]
-    folder = None if run_dir is None else str(run_dir)
-    place = WorkerEnv(global_rank=rank, world_size=4, run_id="run-1", cycle=cycle, run_dir=folder)
+    place = WorkerEnv(global_rank=rank, world_size=4, run_id="run-1", cycle=cycle, run_dir=str(run_dir))
     journal = Journal(run_dir, run_id="run-1", job="job", node="node", proc=f"rank-{rank}")
     plan = FaultPlan(faults=[simulated_fault(config, place)])
     return arm_here(plan, place, journal, device="cpu", now_ns=(clock or FakeClock()).now_ns)
@@ -57,14 +56,6 @@ def test_the_simulated_fault_occurs_once_per_run(tmp_path: Path, signals: list[i
     assert signals == [signal.SIGKILL]
     (event,) = [event for event in read(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
     assert (event.rank, event.iteration, event.data["fault"]) == (2, 10, "rank_killed")
-
-
-def test_without_a_run_directory_only_the_first_cycle_is_hit(signals: list[int]) -> None:
-    """Without a run directory no fault is injected after a restart."""
-    _armed(0, None, cycle=1, simulated_fault_rank=0).after_step(1, {})
-    assert signals == []
-    _armed(0, None, cycle=0, simulated_fault_rank=0).after_step(1, {})
-    assert len(signals) == 1
 
 
 def test_the_fault_waits_for_its_delay_and_a_checkpoint(tmp_path: Path, signals: list[int]) -> None:

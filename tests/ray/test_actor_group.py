@@ -231,7 +231,7 @@ def test_a_killed_keeper_is_replaced_without_losing_saves(group: ActorGroup, fol
     train(group, 2)
     deadline_s = clock.now_s() + 60
     while len(journal_of(folder, EventKind.INCIDENT)) == len(before):
-        assert clock.now_s() < deadline_s, "nobody notices the keeper's death"
+        assert clock.now_s() < deadline_s, "the killed keeper is not replaced"
         time.sleep(0.05)
     train(group, 1)
     (incident,) = journal_of(folder, EventKind.INCIDENT)[len(before) :]

@@ -99,7 +99,7 @@ def test_actors_leave_a_drained_node_before_its_end(ray_cluster: Cluster, tmp_pa
         before = group.pids
         (rank,) = (rank for rank, node in group.nodes.items() if node == spot.node_id)
         drain(ray_cluster, spot.node_id, 600.0)
-        wait_until(lambda: bool(group.recoveries), "nobody leaves the drained node")
+        wait_until(lambda: bool(group.recoveries), "no actor moves away from the drained node")
         (report,) = group.recoveries
         assert [(one.rank, one.kind) for one in report.lost] == [(rank, LossKind.DRAINED)]
         assert "its node is drained, and goes in" in report.lost[0].evidence

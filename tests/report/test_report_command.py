@@ -129,7 +129,7 @@ def test_a_read_only_run_directory_is_one_log_line(tmp_path: Path) -> None:
     prefix = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", read_only + '"$@"', "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True, timeout=LONG_S, check=False).returncode:
         if os.geteuid() == 0:
-            pytest.skip("root may write everywhere, and this machine lets nobody mount a folder for reading only")
+            pytest.skip("root may write everywhere, and this machine does not allow read-only mounts")
         run_dir.chmod(0o500)
         prefix = []
     try:

@@ -209,7 +209,7 @@ def wait_to_be_killed() -> None:
     end_s = time.monotonic() + WAITS_S
     while time.monotonic() < end_s:
         time.sleep(0.05)
-    raise TimeoutError("nobody has killed this process")
+    raise TimeoutError("this process was not killed in time")
 
 
 def main() -> None:
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--save-interval", type=int, default=4)
     parser.add_argument("--wait-at", type=int, default=-1, help="in the first cycle wait there to be killed")
-    parser.add_argument("--overlap", action="store_true", help="copy the state beside the next step")
+    parser.add_argument("--overlap", action="store_true", help="copy the state while the next step computes")
     args = parser.parse_args()
 
     torch.use_deterministic_algorithms(True)
