@@ -1,4 +1,4 @@
-"""``python -m benchmarks``, as it is called."""
+"""``python -m benchmarks`` on the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_with(
 
 
 @pytest.mark.parametrize(("value", "code"), [(0.5, 0), (1.5, 1)])
-def test_json_and_the_exit_code(
+def test_json_output_and_exit_code(
     value: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --json standard output is one object with the machine; the exit code is 1 where a bar is missed."""
@@ -48,14 +48,16 @@ def test_json_and_the_exit_code(
     assert "7 rounds" in err
 
 
-def test_the_table_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --json it is a table with the value, the limit and whether it is kept."""
+def test_the_default_output_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --json the output is a table with the value, the limit and whether the bar is kept."""
     _, out, _ = run_with(monkeypatch, capsys, 0.5)
     (row,) = [line for line in out.splitlines() if "heartbeat_us" in line]
     assert row.split() == ["heartbeat_us", "0.5", "us", "<=", "1", "us", "kept", "-", "-"]
 
 
-def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_measurement_is_one_error_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A benchmark that fails prints no result and one line with the reason, and ends with exit code 1."""
     assert run_with(monkeypatch, capsys, None, "--json") == (1, "", "benchmarks: the worker failed; try again\n")
 
@@ -68,10 +70,10 @@ def test_a_failed_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
         (["heartbeat", "--tensors=2"], "--tensors"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_invalid_input_is_one_error_line(
     arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An unknown benchmark or option, or no round at all, ends with exit code 2 before anything is measured."""
+    """An unknown benchmark or option, or zero rounds, ends with exit code 2 before anything is measured."""
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -80,8 +82,8 @@ def test_bad_input_is_one_line(
     assert part in err
 
 
-def test_each_benchmark_is_a_command_with_help_of_its_own() -> None:
-    """Every module that measures is a command; its help says how long, with which options, and gives examples."""
+def test_each_benchmark_is_a_command_with_help() -> None:
+    """Every benchmark module is a command; its help has the duration, the options and examples."""
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\ndef measure(" in path.read_text()}
     assert BENCHMARKS.keys() == modules
     for name, one in BENCHMARKS.items():

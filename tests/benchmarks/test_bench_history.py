@@ -1,4 +1,4 @@
-"""Stored results of benchmarks: they are read in one way, and their history is whole after a crash, too."""
+"""Stored results of benchmarks: they are read in one way, and their history survives a crash."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def record(*bars: Bar, day: int = 1, **machine: Any) -> SuiteRecord:
     )
 
 
-def moves(*values: float | None, noise_pct: float = 20.0, **fields: Any) -> tuple[float | None, str]:
+def compare_values(*values: float | None, noise_pct: float = 20.0, **fields: Any) -> tuple[float | None, str]:
     records = [record(bar(value, **fields), day=day) for day, value in enumerate(values, 1)]
     (found,) = compare_records(records, noise_pct=noise_pct)[0].bars
     return found.change and round(found.change, 6), found.moved
@@ -59,26 +59,26 @@ def test_runs_are_appended_in_order(tmp_path: Path) -> None:
     assert read_history(tmp_path) == (runs, 0)
 
 
-def test_a_torn_last_line_costs_only_itself(tmp_path: Path) -> None:
-    """A line that a crash cut short is left out and counted; the next run has a line of its own."""
+def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
+    """A line that a crash cut short is skipped and counted; the next run starts a new line."""
     first, second, third = (record(bar(float(day)), day=day) for day in (1, 2, 3))
     append_record(tmp_path, first)
     append_record(tmp_path, second)
-    whole = (tmp_path / HISTORY).read_bytes()
-    (tmp_path / HISTORY).write_bytes(whole[:-20])
+    content = (tmp_path / HISTORY).read_bytes()
+    (tmp_path / HISTORY).write_bytes(content[:-20])
     assert read_history(tmp_path) == ([first], 1)
     append_record(tmp_path, third)
     assert read_history(tmp_path) == ([first, third], 1)
 
 
-def test_no_history_is_one_line_with_the_remedy(tmp_path: Path) -> None:
-    """A folder without a history is refused, with the command that writes one."""
+def test_a_missing_history_is_one_error_line(tmp_path: Path) -> None:
+    """A folder without a history is rejected with the command that writes one."""
     with pytest.raises(ConfigError, match="python -m benchmarks all --results"):
         read_history(tmp_path)
 
 
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
-    """A result that cannot be read is named; other JSON of the folder is no result and is left alone."""
+def test_a_damaged_result_is_rejected(tmp_path: Path) -> None:
+    """The error names a result that cannot be read; other JSON files of the folder are ignored."""
     (tmp_path / "other.json").write_text('{"adapters": []}')
     assert read_folder(tmp_path) == {}
     (tmp_path / "save.json").write_text('{"bench": "save", "mach')
@@ -86,7 +86,7 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-# -- from run to run -------------------------------------------------------------------------------------------------
+# -- comparison of runs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,18 +109,18 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
 def test_a_change_beyond_the_noise_is_marked(
     values: tuple[float | None, ...], fields: dict[str, Any], expected: tuple[float | None, str]
 ) -> None:
-    """A figure has moved when it changed beyond the noise, for better or worse by what is good for it."""
-    assert moves(*values, **fields) == expected
+    """A result that changed by more than the noise is marked better or worse, by the direction of its bar."""
+    assert compare_values(*values, **fields) == expected
 
 
-def test_the_noise_can_be_stated() -> None:
-    """What counts as noise is the caller's choice."""
-    assert moves(10.0, 11.0, noise_pct=5)[1] == "worse"
-    assert moves(10.0, 13.0, noise_pct=50)[1] == ""
+def test_the_noise_is_configurable() -> None:
+    """The caller sets the percentage that counts as noise."""
+    assert compare_values(10.0, 11.0, noise_pct=5)[1] == "worse"
+    assert compare_values(10.0, 13.0, noise_pct=50)[1] == ""
 
 
-def test_only_runs_on_one_kind_of_machine_are_compared() -> None:
-    """Each kind of machine has a history of its own, with the best value of it."""
+def test_only_runs_on_equal_machines_are_compared() -> None:
+    """Each kind of machine has its own history and its own best value."""
     runs = [record(bar(10.0)), record(bar(99.0), day=2, cores=64), record(bar(20.0), day=3, memory_gib=8.2)]
     small, large = compare_records(runs)
     assert (small.cores, large.cores) == (2, 64)
@@ -130,8 +130,8 @@ def test_only_runs_on_one_kind_of_machine_are_compared() -> None:
 
 
 def test_the_command_shows_values_changes_and_marks(tmp_path: Path) -> None:
-    """The table has the newest values with their days, the change and the mark; --json has the same; one figure can be
-    asked for, and one that does not exist is refused with the nearest."""
+    """The table has the newest values with their days, the change and the mark; --json has the same; --bar selects one
+    result, and an unknown one is rejected with the nearest name."""
     for day, value in enumerate((10.0, 12.0, 18.0), 1):
         append_record(tmp_path, record(bar(value), bar(1.0, name="hang_ms"), day=day))
 
@@ -154,9 +154,9 @@ def test_the_command_shows_values_changes_and_marks(tmp_path: Path) -> None:
 # -- tables of the docs ----------------------------------------------------------------------------------------------
 
 
-def test_tables_of_the_docs_come_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's table shows a ratio as its two figures, with the day and the machine of the result that they come
-    from, and is the same whenever it is made."""
+def test_doc_tables_are_generated_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's table shows a ratio as its two values, with the day and the machine of the result; generating it
+    again changes nothing."""
     one = {"name": "restart_vs_torchrun_4", "value": 0.05, "unit": "x", "bar": 0.06, "ok": True}
     one |= {"peer": "torchrun, c10d (s)", "peer_value": 2.0}
     result = {"bench": "restart", "machine": MACHINE | {"date": "2026-01-02", "outlast": "0.2.0"}, "bars": [one]}

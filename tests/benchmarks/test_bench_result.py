@@ -1,4 +1,4 @@
-"""A benchmark's result: its JSON form, its decision, and the rounds it comes from."""
+"""The result of a benchmark: its JSON form, its decision, and its rounds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MISSED = Bar(name="section_us", value=2.5, unit="us", bar=2.0)
 UNKNOWN = Bar(name="restart_vs_torchrun_2", value=None, unit="x", bar=0.06, peer="torchrun (s)", peer_value=None)
 
 
-def test_json_is_one_object_of_the_promised_form() -> None:
-    """The JSON form has exactly the promised fields, null where there is nothing to tell."""
+def test_json_has_exactly_the_documented_fields() -> None:
+    """The JSON form has exactly the documented fields, null where a value is missing."""
     text = BenchResult(bench="heartbeat", bars=(KEPT, UNKNOWN), notes=("a note",)).to_json()
     found = json.loads(text)
     assert "\n" not in text
@@ -41,7 +41,7 @@ def test_json_is_one_object_of_the_promised_form() -> None:
 
 
 def test_a_bar_is_kept_up_to_its_limit() -> None:
-    """A value at the limit keeps the bar, one above it or none at all misses it."""
+    """A value at the limit keeps the bar; one above it, or a missing value, misses it."""
     assert KEPT.ok
     assert Bar(name="x", value=1.0, unit="s", bar=1.0).ok
     assert not MISSED.ok
@@ -49,8 +49,8 @@ def test_a_bar_is_kept_up_to_its_limit() -> None:
     assert not Bar(name="x", value=float("nan"), unit="s", bar=1.0).ok
 
 
-def test_a_floor_is_kept_from_its_value_on() -> None:
-    """Where more is better, a value at the limit or above keeps the bar, and the table says so."""
+def test_a_floor_is_kept_at_or_above_its_limit() -> None:
+    """Where more is better, a value at or above the limit keeps the bar, and the table shows the direction."""
     rate = Bar(name="digest_gb_s", value=8.0, unit="GB/s", bar=8.0, is_floor=True)
     assert rate.ok
     assert Bar(name="x", value=9.0, unit="GB/s", bar=8.0, is_floor=True).ok
@@ -63,14 +63,14 @@ def test_a_floor_is_kept_from_its_value_on() -> None:
     assert ">= 8\N{NO-BREAK SPACE}GB/s" in console.file.getvalue()
 
 
-def test_one_missed_bar_misses_the_whole() -> None:
-    """The benchmark is good only when every bar is kept."""
+def test_one_missed_bar_fails_the_benchmark() -> None:
+    """The benchmark passes only if every bar is kept."""
     assert BenchResult(bench="b", bars=(KEPT,), machine={}).ok
     assert not BenchResult(bench="b", bars=(KEPT, MISSED), machine={}).ok
 
 
-def test_the_table_tells_all() -> None:
-    """People see every figure, its limit, the peer's figure, the decision and the notes."""
+def test_the_table_has_every_value() -> None:
+    """The table has every result, its limit, the peer's value, the decision and the notes."""
     console = Console(width=120, file=io.StringIO())
     console.print(render_bars("b", [KEPT, MISSED, UNKNOWN], ["[3 of 5] runs"], {}))
     assert isinstance(console.file, io.StringIO)
@@ -79,8 +79,8 @@ def test_the_table_tells_all() -> None:
         assert part in text
 
 
-def test_rounds_take_turns_and_drop_the_first() -> None:
-    """Ours and the peer's are measured in turns, and what the first round gave does not count."""
+def test_rounds_alternate_and_drop_the_first() -> None:
+    """The own measurement and the peer's alternate, and the first round does not count."""
     calls: list[str] = []
 
     def measure(name: str) -> float:

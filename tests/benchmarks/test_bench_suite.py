@@ -1,4 +1,4 @@
-"""Benchmark ``all``: what fails does not end the rest, what was measured is kept, and one table has it all."""
+"""Benchmark ``all``: a failure does not end the rest, results are stored, and one table has all of them."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ MACHINE = {
 HANG = "import sys, time; print('[hung] begun', file=sys.stderr, flush=True); time.sleep(600)"
 
 
-def fake(name: str, code: str, *, limit_s: float = 240.0) -> SuiteBench:
+def make_benchmark(name: str, code: str, *, limit_s: float = 240.0) -> SuiteBench:
     return SuiteBench(name, 90.0, [sys.executable, "-c", code], limit_s)
 
 
-def giving(name: str, value: float | None, *, exit_code: int = 0) -> SuiteBench:
+def succeeding(name: str, value: float | None, *, exit_code: int = 0) -> SuiteBench:
     """Return a benchmark that prints a result with one bar of 1.0."""
     bar = {"name": f"{name}_s", "value": value, "unit": "s", "bar": 1.0, "ok": value is not None and value <= 1}
     bar |= {"peer": None, "peer_value": None}
     text = json.dumps({"bench": name, "machine": MACHINE, "bars": [bar]})
     code = f"import sys; print('[{name}] round 1', file=sys.stderr); print({text!r}); sys.exit({exit_code})"
-    return fake(name, code)
+    return make_benchmark(name, code)
 
 
 def failing(name: str, line: str, code: int) -> SuiteBench:
-    return fake(name, f"import sys; print({line!r}, file=sys.stderr); sys.exit({code})")
+    return make_benchmark(name, f"import sys; print({line!r}, file=sys.stderr); sys.exit({code})")
 
 
 def measure(*benches: SuiteBench, folder: Path | None = None) -> tuple[SuiteRecord, list[str]]:
@@ -63,9 +63,9 @@ def measure(*benches: SuiteBench, folder: Path | None = None) -> tuple[SuiteReco
 
 
 @pytest.mark.process
-def test_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
-    """A benchmark that fails is not measured, with its own reason; those around it are measured and stored."""
-    benches = giving("a", 0.5), failing("b", "benchmarks: the worker failed; try again", 1), giving("c", 0.25)
+def test_a_failing_benchmark_does_not_end_the_others(tmp_path: Path) -> None:
+    """A failing benchmark has its reason instead of a result; the others are measured and stored."""
+    benches = succeeding("a", 0.5), failing("b", "benchmarks: the worker failed; try again", 1), succeeding("c", 0.25)
     record, lines = measure(*benches, folder=tmp_path)
     assert [(bar.bench, bar.value) for bar in record.bars] == [("a", 0.5), ("c", 0.25)]
     assert record.not_measured == {"b": "the worker failed; try again"}
@@ -77,54 +77,56 @@ def test_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_absent_package_is_no_failure() -> None:
-    """A benchmark whose package is absent is not measured, and the rest decides whether all is well."""
+def test_a_missing_package_is_not_a_failure() -> None:
+    """A benchmark whose package is missing is not measured, and the others decide the exit code."""
     lack = "benchmarks: Ray Train is not installed; pip install 'ray[train]'"
-    record, _ = measure(giving("a", 0.5), failing("b", lack, 2), giving("c", None, exit_code=1))
+    record, _ = measure(succeeding("a", 0.5), failing("b", lack, 2), succeeding("c", None, exit_code=1))
     assert record.ok
     assert record.not_measured["b"] == "Ray Train is not installed; pip install 'ray[train]'"
     assert "exit code 1" in record.not_measured["c"]
-    assert not measure(failing("b", lack, 2))[0].ok  # nothing at all was measured
+    assert not measure(failing("b", lack, 2))[0].ok  # no benchmark was measured
 
 
 @pytest.mark.process
-def test_a_missed_bar_is_a_result(tmp_path: Path) -> None:
-    """A benchmark that misses its bar has a result, which is stored; all is not well then."""
-    record, _ = measure(giving("a", 1.5, exit_code=1), folder=tmp_path)
+def test_a_missed_bar_is_stored_and_fails_the_suite(tmp_path: Path) -> None:
+    """A benchmark that misses its bar has a result, which is stored; the suite fails."""
+    record, _ = measure(succeeding("a", 1.5, exit_code=1), folder=tmp_path)
     assert (record.ok, record.not_measured) == (False, {})
     assert read_results(tmp_path / "a.json")[0].bars[0].ok is False
 
 
 @pytest.mark.process
-def test_an_earlier_result_stays_where_there_is_no_new_one(tmp_path: Path) -> None:
-    """What is stored for a benchmark is only replaced by another result, never by a half-written or empty one."""
+def test_an_earlier_result_stays_without_a_new_one(tmp_path: Path) -> None:
+    """A stored result is only replaced by another result, never by a partial or empty one."""
     (tmp_path / "a.json").write_text("the earlier one")
-    broken = fake("a", 'print(\'{"bench": "a", "mach\')')
+    broken = make_benchmark("a", 'print(\'{"bench": "a", "mach\')')
     record, _ = measure(broken, folder=tmp_path)
     assert record.not_measured == {"a": "exit code 0"}
     assert (tmp_path / "a.json").read_text() == "the earlier one"
 
 
 @pytest.mark.process
-def test_one_that_hangs_is_ended_at_its_limit() -> None:
-    """A benchmark that exceeds its limit is ended with what it started, and the next one is measured."""
-    record, _ = measure(fake("hung", HANG, limit_s=0.5), giving("b", 0.5))
+def test_a_hanging_benchmark_is_ended_at_its_limit() -> None:
+    """A benchmark that exceeds its time limit is ended with its child processes, and the next one is measured."""
+    record, _ = measure(make_benchmark("hung", HANG, limit_s=0.5), succeeding("b", 0.5))
     assert record.not_measured == {"hung": "it did not end within 0.5 s, and was ended"}
     assert [bar.bench for bar in record.bars] == ["b"]
 
 
 @pytest.mark.process
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    """Ctrl-C ends the benchmark that runs, and what was measured before it is stored and recorded."""
+def test_ctrl_c_keeps_finished_results(tmp_path: Path) -> None:
+    """Ctrl-C ends the current benchmark; results measured before are stored and recorded."""
     pids: list[int] = []
 
     def report(line: str) -> None:
-        if line == "[hung] begun":  # it runs: Ctrl-C, as the terminal sends it
+        if line == "[hung] begun":  # the benchmark runs: send SIGINT as the terminal does
             pids.extend(int(word) for word in children_of(os.getpid()))
             os.kill(os.getpid(), signal.SIGINT)
 
-    suite = Suite([giving("a", 0.5), fake("hung", HANG), giving("c", 0.5)], folder=tmp_path, report=report)
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
+    suite = Suite(
+        [succeeding("a", 0.5), make_benchmark("hung", HANG), succeeding("c", 0.5)], folder=tmp_path, report=report
+    )
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             suite.run()
@@ -148,9 +150,11 @@ def is_hung(pid: int) -> bool:
 
 
 @pytest.mark.process
-def test_the_table_has_every_figure_and_every_reason() -> None:
-    """One table shows each figure with its bar and decision; what was not measured has its reason below it."""
-    record, _ = measure(giving("kept", 0.5), giving("missed", 1.5), failing("gone", "benchmarks: no such thing", 1))
+def test_the_table_has_every_result_and_reason() -> None:
+    """One table shows each result with its bar and decision; benchmarks without a result have their reason below."""
+    record, _ = measure(
+        succeeding("kept", 0.5), succeeding("missed", 1.5), failing("gone", "benchmarks: no such thing", 1)
+    )
     console = Console(width=140, file=io.StringIO())
     reasons = [f"{name}: not measured: {reason}" for name, reason in record.not_measured.items()]
     console.print(render_bars("all", record.bars, reasons, record.machine))
@@ -163,8 +167,8 @@ def test_the_table_has_every_figure_and_every_reason() -> None:
     assert f"{record.machine['cores']} cores of" in text
 
 
-def test_benches_are_chosen_in_the_suites_order() -> None:
-    """--only and --skip name benchmarks; one that does not exist is refused, and so is an empty rest."""
+def test_benchmarks_are_selected_in_the_suites_order() -> None:
+    """--only and --skip select benchmarks; an unknown name and an empty selection are rejected."""
     names = ["save", "load", "ray"]
     assert select(names) == names
     assert select(names, only=["load", "save"]) == ["save", "load"]
@@ -175,12 +179,12 @@ def test_benches_are_chosen_in_the_suites_order() -> None:
         select(names, only=["ray"], skip=["ray"])
 
 
-def test_rounds_scale_what_is_expected() -> None:
-    """With other rounds than by default a benchmark is expected to take longer or shorter in proportion."""
+def test_the_expected_duration_scales_with_rounds() -> None:
+    """The expected duration is proportional to the number of rounds."""
     known = Benchmark("", "", takes_s=80, repeats=7)
-    asked = SuiteBench.of_command_line("save", known, 1)
-    assert asked.takes_s == 20
-    assert asked.command[-2:] == ["--repeats", "1"]
+    fewer_rounds = SuiteBench.of_command_line("save", known, 1)
+    assert fewer_rounds.takes_s == 20
+    assert fewer_rounds.command[-2:] == ["--repeats", "1"]
     assert "--repeats" not in SuiteBench.of_command_line("save", known, None).command
 
 
@@ -196,12 +200,12 @@ def call(monkeypatch: pytest.MonkeyPatch, benches: dict[str, SuiteBench], *words
 
 @pytest.mark.process
 def test_the_command_stores_results_and_adds_to_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --results each result and a line of history are stored; --json prints that line; the code is the
+    """With --results each result and a line of history are stored; --json prints that line; the exit code follows the
     decision."""
     folder = tmp_path / "made" / "results"
-    code, out = call(monkeypatch, {"a": giving("a", 0.5)}, "--results", str(folder), "--json")
+    code, out = call(monkeypatch, {"a": succeeding("a", 0.5)}, "--results", str(folder), "--json")
     assert code == 0
-    assert call(monkeypatch, {"a": giving("a", 1.5)}, "--results", str(folder))[0] == 1
+    assert call(monkeypatch, {"a": succeeding("a", 1.5)}, "--results", str(folder))[0] == 1
     records, num_torn = read_history(folder)
     assert (len(records), num_torn) == (2, 0)
     assert records[0] == from_json(out, SuiteRecord)
@@ -210,23 +214,23 @@ def test_the_command_stores_results_and_adds_to_the_history(tmp_path: Path, monk
 
 
 @pytest.mark.process
-def test_nothing_measured_adds_nothing_to_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in which nothing was measured leaves no line, and is no success."""
+def test_a_run_without_results_adds_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without any measurement adds no line and fails."""
     assert call(monkeypatch, {"a": failing("a", "benchmarks: no", 2)}, "--results", str(tmp_path))[0] == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong --results is one line before anything is measured, not after half an hour."""
+def test_an_unwritable_results_folder_is_rejected_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invalid --results is one error line before anything is measured."""
     (tmp_path / "file").touch()
     with pytest.raises((ConfigError, click.ClickException), match="file"):
-        call(monkeypatch, {"a": giving("a", 0.5)}, "--results", str(tmp_path / "file" / "in"))
+        call(monkeypatch, {"a": succeeding("a", 0.5)}, "--results", str(tmp_path / "file" / "in"))
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_real_benchmark_is_measured_by_the_suite(tmp_path: Path) -> None:
-    """The suite runs the command that a benchmark has, with the rounds that it was given."""
+def test_the_suite_runs_a_real_benchmark(tmp_path: Path) -> None:
+    """The suite runs the benchmark's own command with the given number of rounds."""
     command = [sys.executable, "-m", "benchmarks", "all", "--only=heartbeat", "--repeats=1", f"--results={tmp_path}"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     record = from_json(done.stdout, SuiteRecord)

@@ -1,4 +1,4 @@
-"""What followed a fault is read from the journal and from the marks of the ranks."""
+"""Timings after a fault, from the journal and from the marks of the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MARKS = {
 
 
 def test_each_stage_ends_with_its_last_rank() -> None:
-    """A stage is over when it is over for the last rank; the death is detected when the killed rank's end is."""
+    """A stage is over when it is over for the last rank; the death is detected with the exit event of the killed
+    rank."""
     events = [
         event(EventKind.CYCLE_STARTED, 1_000_000, 0),
         event(EventKind.WORKER_EXITED, 16_000_000, 0, rank=1),
@@ -43,13 +44,13 @@ def test_each_stage_ends_with_its_last_rank() -> None:
     }
 
 
-def test_a_launcher_without_a_journal_has_the_ranks_stages_alone() -> None:
-    """Of torchrun only what the script itself says is told; nothing is made up for the rest."""
+def test_without_a_journal_only_rank_stages_are_reported() -> None:
+    """For torchrun only the stages that the script reports are known; the others are omitted."""
     assert list(stages_of(10_000_000, MARKS, [])) == ["script begun", "group joined", "all-reduced"]
 
 
 def marks(*, last_step_ns: int = 2_400_000_000) -> list[Mark]:
-    """Return those of four ranks of which rank 1 sleeps; a fifth process takes its place."""
+    """Return the marks of four ranks of which rank 1 sleeps; a fifth process replaces it."""
 
     def mark(name: str, iteration: int, initial_rank: int, at_ns: int) -> Mark:
         return Mark(name=name, rank=initial_rank, iteration=iteration, at_ns=at_ns, pid=100 + initial_rank)
@@ -60,7 +61,7 @@ def marks(*, last_step_ns: int = 2_400_000_000) -> list[Mark]:
     return [*first, mark("fault", 0, 1, 100_000_000), *second, *steps]
 
 
-def test_a_fault_is_over_with_the_last_rank() -> None:
+def test_a_fault_ends_with_the_last_rank() -> None:
     """Times run from the fault to the last active rank; a process that is replaced counts as lost."""
     (found,) = fault_timings(marks(), [("sleep", 1)]) or []
     assert (found.entered_s, found.stepped_s) == pytest.approx((2.1, 2.3))
@@ -69,7 +70,7 @@ def test_a_fault_is_over_with_the_last_rank() -> None:
     assert found.name == "sleep"
 
 
-def test_what_has_not_followed_yet_is_no_result() -> None:
-    """As long as one rank has not finished an iteration, or a later fault has not happened, there is no figure."""
+def test_an_incomplete_recovery_has_no_result() -> None:
+    """Until every rank has finished an iteration, and every fault has been injected, there is no result."""
     assert fault_timings(marks()[:-1], [("sleep", 1)]) is None
     assert fault_timings(marks(), [("sleep", 1), ("kill", 0)]) is None

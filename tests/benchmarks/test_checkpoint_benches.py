@@ -1,4 +1,4 @@
-"""Benchmarks ``save``, ``load``, ``replica`` and ``commit`` on a small state measure all bars."""
+"""Benchmarks ``save``, ``load``, ``replica`` and ``commit`` measure all bars on a small state."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ REPLICA_BARS = {"replica_vs_gloo": 1.11}
     [pytest.param("save", SAVE_BARS, marks=pytest.mark.campaign), ("load", LOAD_BARS), ("replica", REPLICA_BARS)],
     ids=["save", "load", "replica"],
 )
-def test_every_bar_is_measured_and_nothing_stays(tmp_path: Path, name: str, bars: dict[str, float]) -> None:
-    """Each benchmark measures all its bars in real processes, tells them as JSON, and leaves no file behind."""
+def test_every_bar_is_measured_and_no_file_remains(tmp_path: Path, name: str, bars: dict[str, float]) -> None:
+    """Each benchmark measures all its bars in real processes, prints them as JSON, and leaves no file behind."""
     done = subprocess.run(
         [*COMMAND, name, "--json", "--repeats=1", "--tensors=1"],
         capture_output=True,
@@ -54,7 +54,7 @@ def test_every_bar_is_measured_and_nothing_stays(tmp_path: Path, name: str, bars
     assert done.stdout, done.stderr
     found = {bar["name"]: bar for bar in json.loads(done.stdout)["bars"]}
     assert {bar["name"]: bar["bar"] for bar in found.values()} == bars
-    # So small a state may slow the peer's training by nothing that can be measured: then there is no ratio.
+    # Saves of so small a state may not slow the peer's training measurably: then there is no ratio.
     measured = [bar for bar in found.values() if bar["name"] != "slowdown_vs_dcp_thread"]
     assert all(bar["value"] is not None and bar["value"] > 0 for bar in measured), done.stderr
     assert all(bar["peer_value"] is not None for bar in found.values())
@@ -64,8 +64,8 @@ def test_every_bar_is_measured_and_nothing_stays(tmp_path: Path, name: str, bars
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_commit_measures_all_bars_and_leaves_nothing(tmp_path: Path) -> None:
-    """``commit`` runs a real lane for a hundred simulated ranks, and removes what it wrote."""
+def test_commit_measures_all_bars_and_leaves_no_file(tmp_path: Path) -> None:
+    """``commit`` runs a real lane for a hundred simulated ranks, and removes its files."""
     done = subprocess.run(
         [*COMMAND, "commit", "--json", "--repeats=1", "--ranks=100"],
         capture_output=True,
@@ -88,8 +88,8 @@ def test_commit_measures_all_bars_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.glob("outlast*")) == []
 
 
-def test_wrong_values_are_seen() -> None:
-    """What the benchmarks compare after a load tells right values from overwritten and from swapped ones."""
+def test_wrong_loaded_values_are_detected() -> None:
+    """The comparison after a load detects overwritten values and swapped tensors."""
     state = CheckpointState(2)
     assert state.is_right()
     first, second = state.tensors().values()
@@ -102,22 +102,23 @@ def test_wrong_values_are_seen() -> None:
 
 
 @pytest.mark.process
-def test_a_loader_that_finds_nothing_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When what should be loaded is not there, no figure is told: the benchmark fails."""
+def test_a_load_without_a_checkpoint_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkpoint to load the benchmark fails and has no result."""
     monkeypatch.setattr(load, "_save_and_kill", lambda *_: None)
     with pytest.raises(OutlastError, match="measure_loads"):
         load.measure(repeats=1, progress=lambda _: None, num_tensors=1)
 
 
 @pytest.mark.process
-def test_a_process_that_measures_too_long_is_ended(tmp_path: Path) -> None:
-    """A process that does not come to an end is killed at its time limit, and its failure told."""
+def test_a_measuring_process_is_ended_at_its_time_limit(tmp_path: Path) -> None:
+    """A process that does not end is killed at its time limit, and the failure is reported."""
     with pytest.raises(OutlastError, match="stopped after 0 rounds"):
         measure_rounds(measure_saves, tmp_path, 1, repeats=10**6, progress=lambda _: None, timeout_s=0.2)
 
 
-def test_ratios_are_taken_round_by_round() -> None:
-    """A ratio is the median over the rounds of ours to the peer's of the same round; what is missing has none."""
+def test_ratios_are_computed_per_round() -> None:
+    """A ratio is the median over the rounds of the own value to the peer's of the same round; a missing value has no
+    ratio."""
     rounds = MeasuredRounds([{"a": 1.0, "b": 2.0}, {"a": 9.0, "b": 10.0}, {"a": 4.0, "b": 4.0, "c": 1.0}])
     assert rounds.ratio("a", "b") == 0.9
     assert rounds.median("a") == 4.0

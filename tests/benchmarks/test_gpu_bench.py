@@ -1,4 +1,4 @@
-"""Benchmark ``gpu``: refused where there is no GPU; what of it needs none is tried here."""
+"""Benchmark ``gpu``: rejected without a GPU; its parts that need none are tested here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.mark.process
 @pytest.mark.skipif(why_absent("gpu") is None, reason="there may be a GPU here")
-def test_without_a_gpu_it_is_refused_in_one_line() -> None:
+def test_a_missing_gpu_is_one_error_line() -> None:
     """The line says why there is nothing to measure, and the exit code is that of bad input."""
     command = [sys.executable, "-m", "benchmarks", "gpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, cwd=ROOT)
@@ -27,8 +27,8 @@ def test_without_a_gpu_it_is_refused_in_one_line() -> None:
     assert done.stderr == f"benchmarks: there is nothing to measure: {why_absent('gpu')}\n"
 
 
-def test_bars_are_ratios_to_what_the_links_allow() -> None:
-    """Each bar of the table is there, and is computed round by round from what was measured beside it."""
+def test_bars_are_ratios_to_hardware_limits() -> None:
+    """Every bar of the table exists and is computed per round from values of the same round."""
     saves = MeasuredRounds([{"to_host": 1.0, "to_device": 2.0, "ours": 1.05, "dcp": 1.5, "load": 2.4, "dcp_lost": 1.6}])
     steps = {"step": 0.01, "step_meanwhile": 0.0102, "overlapped_lost": 0.02}
     late = MeasuredRounds([{"overlapped": 0.004, "timers_us": 9.0, "within": 0.3, "digest": 0.5, **steps}])
@@ -52,8 +52,8 @@ def test_bars_are_ratios_to_what_the_links_allow() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_killed_rank_steps_again() -> None:
-    """The task that both launchers run steps on the CPU where there is no GPU, and once more after it was killed."""
+def test_a_killed_rank_resumes_stepping() -> None:
+    """The task that both launchers run works on the CPU where there is no GPU, and steps again after a kill."""
     found = kill_under_outlast(1, gpu.step_until_killed)
     assert found.cycle == 1
     assert 0 < found.stages_s["detected"] < found.after_s
@@ -61,8 +61,8 @@ def test_a_killed_rank_steps_again() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_function_is_restarted_as_often_as_there_are_rounds() -> None:
-    """Each round is the time from an exception to the next call's first reduction, in one process."""
+def test_a_function_is_restarted_once_per_round() -> None:
+    """Each round is the time from an exception to the first reduction of the next call, in one process."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     found = measure_rounds(
         gpu.measure_restarts, repeats=2, progress=lambda _: None, timeout_s=250, variables=place, one_thread=False

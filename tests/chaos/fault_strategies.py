@@ -21,7 +21,7 @@ OUTSIDE = [kind for kind in FaultKind if kind.is_outside]
 
 @st.composite
 def outside_faults(draw: st.DrawFn) -> Fault:
-    """Any accepted fault that strikes from outside."""
+    """Draw any accepted fault that is injected from outside."""
     kind = draw(st.sampled_from(OUTSIDE))
     given: dict[str, Any] = {"kind": kind, "name": draw(st.none() | _names)}
     moment = draw(st.sampled_from(["iteration", "at_s"]))
@@ -50,7 +50,7 @@ def outside_faults(draw: st.DrawFn) -> Fault:
 
 @st.composite
 def faults(draw: st.DrawFn, world_size: int | None = None) -> Fault:
-    """Any accepted fault that a rank's session causes; its rank, if it has one, below ``world_size``."""
+    """Draw any accepted fault that a rank's session injects; its rank, if it has one, is below ``world_size``."""
     kind = draw(st.sampled_from(INSIDE))
     given: dict[str, Any] = {"kind": kind, "name": draw(st.none() | _names)}
     ranks = _counts if world_size is None else st.integers(min_value=0, max_value=world_size - 1)
@@ -90,6 +90,6 @@ def faults(draw: st.DrawFn, world_size: int | None = None) -> Fault:
 
 
 def plans(world_size: int | None = None, *, outside: bool = False) -> st.SearchStrategy[FaultPlan]:
-    """Any plan that is accepted; with ``outside``, also of faults that strike from there."""
+    """Draw any accepted plan; with ``outside``, also with faults that are injected from outside."""
     each = faults(world_size) | outside_faults() if outside else faults(world_size)
     return st.builds(FaultPlan, seed=st.integers(min_value=-(2**63), max_value=2**63 - 1), faults=st.lists(each))

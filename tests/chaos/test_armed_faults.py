@@ -1,4 +1,4 @@
-"""Armed faults strike when and where the plan says, and what they did is on record."""
+"""Armed faults are injected when and where the plan says, and the journal records them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def arm(
     return arm_here(FaultPlan(faults=faults), place, journal, device=device)
 
 
-def strikes(run_dir: Path) -> list[dict[str, Any]]:
+def injections(run_dir: Path) -> list[dict[str, Any]]:
     events = [event for event in read(run_dir) if event.kind == EventKind.FAULT_SIMULATED]
     return [{"iteration": event.iteration, "rank": event.rank, **event.data} for event in events]
 
 
 class Training:
-    """Two linear layers whose every number is 1 before any step."""
+    """Two linear layers whose weights are all 1 before any step."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -63,8 +63,8 @@ class Training:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_loss_is_struck_once_a_run_or_each_time(tmp_path: Path, persistent: bool) -> None:
-    """Transient: the re-run of the step and the next cycle are clean. Persistent: both are struck again."""
+def test_loss_fault_is_injected_once_or_each_time(tmp_path: Path, persistent: bool) -> None:
+    """A transient fault spares the re-run of the step and the next cycle; a persistent fault is injected in both."""
     fault = Fault(kind="nan", target="loss", rank=0, iteration=2, persistent=persistent)
     again = math.nan if persistent else 7.0
     for cycle in range(2):
@@ -74,22 +74,22 @@ def test_a_loss_is_struck_once_a_run_or_each_time(tmp_path: Path, persistent: bo
         assert training.step(armed, 2, num_attempts=2) == pytest.approx([first, again], nan_ok=True)
         assert training.step(armed, 3) == [7.0]
         assert len(armed.fired) == (1 if cycle == 0 or persistent else 0), "a re-run adds no line to the journal"
-    recorded = strikes(tmp_path)
+    recorded = injections(tmp_path)
     assert len(recorded) == (2 if persistent else 1)
     assert (
         recorded[0].items() >= {"fault": "nan", "target": "loss", "element": 0, "before": 7.0, "after": "nan"}.items()
     )
 
 
-def test_a_loss_that_is_a_number_is_struck_too(tmp_path: Path) -> None:
-    """What is validated may be a float: one is given back."""
+def test_loss_fault_is_injected_into_a_float(tmp_path: Path) -> None:
+    """A validated loss may be a float; the result is then a float too."""
     armed = arm(tmp_path, Fault(kind="sign_flip", target="loss", rank=0, iteration=0))
     assert armed.on_loss(0, 2.5) == -2.5
     assert armed.on_loss(0, 2.5) == 2.5
 
 
-def test_a_struck_loss_keeps_its_gradients(tmp_path: Path) -> None:
-    """A backward after the strike runs, and yields what it would have."""
+def test_loss_fault_keeps_the_gradients(tmp_path: Path) -> None:
+    """A backward after the injection runs and yields the gradients of an undisturbed step."""
     armed = arm(tmp_path, Fault(kind="inf", target="loss", rank=0, iteration=0))
     weight = torch.ones(2, requires_grad=True)
     loss = armed.on_loss(0, weight.sum() * 3)
@@ -99,19 +99,19 @@ def test_a_struck_loss_keeps_its_gradients(tmp_path: Path) -> None:
     assert weight.grad.tolist() == [3, 3]
 
 
-def test_a_weight_is_struck_before_the_forward_and_stays_so(tmp_path: Path) -> None:
-    """The one element of the one weight that the pattern names is changed; the loss of this step shows it."""
+def test_weight_fault_precedes_the_forward_and_persists(tmp_path: Path) -> None:
+    """One element of the weight that the pattern matches is changed, and the loss of the same step shows it."""
     fault = Fault(kind="sign_flip", target="weight", tensor="model.1.b*", element=0, rank=0, iteration=1)
     armed, training = arm(tmp_path, fault), Training()
     assert [training.step(armed, iteration)[0] for iteration in range(3)] == [7.0, 5.0, 5.0]
     expected = {"tensor": "model.1.bias", "element": 0, "before": 1.0, "after": -1.0, "device": "cpu-0", "rank": 0}
-    (recorded,) = strikes(tmp_path)
+    (recorded,) = injections(tmp_path)
     assert recorded.items() >= expected.items()
     assert [weight.tolist() for weight in training.model[0].parameters()] == [[[1, 1], [1, 1]], [1, 1]]
 
 
-def test_without_a_pattern_any_tensor_of_the_state_may_be_struck() -> None:
-    """Over many seeds, each parameter and plain tensor of the state is drawn; the journal has the fault's own name."""
+def test_without_a_pattern_any_state_tensor_is_drawn() -> None:
+    """Over many seeds each parameter and plain tensor of the state is drawn; the journal has the fault's own name."""
     names = set()
     for number in range(40):
         fault = Fault(kind="bit_flip", target="weight", rank=0, iteration=0, name=f"number {number}")
@@ -124,8 +124,8 @@ def test_without_a_pattern_any_tensor_of_the_state_may_be_struck() -> None:
     assert names == {"steps", "model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
 
 
-def test_a_gradient_is_struck_after_the_backward(tmp_path: Path) -> None:
-    """The parameters are as they were; a tensor that has no gradient is never drawn."""
+def test_gradient_fault_follows_the_backward(tmp_path: Path) -> None:
+    """The parameters stay unchanged; a tensor without a gradient is never drawn."""
     armed, training = arm(tmp_path, Fault(kind="nan", target="gradient", rank=0, iteration=0)), Training()
     assert training.step(armed, 0) == [7.0]
     grads = torch.cat([weight.grad.flatten() for weight in training.model.parameters() if weight.grad is not None])
@@ -135,18 +135,18 @@ def test_a_gradient_is_struck_after_the_backward(tmp_path: Path) -> None:
     assert not any(weight.grad.isnan().any() for weight in training.model.parameters() if weight.grad is not None)
 
 
-def test_an_activation_is_struck_in_the_forward(tmp_path: Path) -> None:
-    """Only that step sees it, the backward still runs, and no hook is left on the model."""
+def test_activation_fault_is_injected_in_the_forward(tmp_path: Path) -> None:
+    """Only the planned step is affected, its backward still runs, and no hook remains on the model."""
     fault = Fault(kind="sign_flip", target="activation", tensor="model.0", element=1, rank=0, iteration=1)
     armed, training = arm(tmp_path, fault), Training()
     before = pickle.dumps(training.model)
     assert [training.step(armed, iteration)[0] for iteration in range(3)] == [7.0, 1.0, 7.0]
-    assert strikes(tmp_path)[0].items() >= {"target": "activation", "tensor": "model.0", "before": 3.0}.items()
+    assert injections(tmp_path)[0].items() >= {"target": "activation", "tensor": "model.0", "before": 3.0}.items()
     assert pickle.dumps(training.model) == before
 
 
-def test_a_model_has_no_hook_while_nothing_is_due(tmp_path: Path) -> None:
-    """Before the fault's step, on other ranks, and for other targets, the model is as the script made it."""
+def test_model_has_no_hook_while_no_fault_is_due(tmp_path: Path) -> None:
+    """Before the fault's step, on other ranks, and for other targets, the model has no added hook."""
     fault = Fault(kind="nan", target="activation", rank=0, iteration=5)
     for rank, iteration in [(0, 4), (0, 6), (1, 5)]:
         training = Training()
@@ -165,8 +165,8 @@ def test_a_model_has_no_hook_while_nothing_is_due(tmp_path: Path) -> None:
     ],
     ids=["tuple", "list", "dict", "named"],
 )
-def test_an_output_of_several_parts_keeps_its_form(tmp_path: Path, output: Any) -> None:
-    """Of tuples, lists and dicts the first tensor that can be struck is, and the form stays."""
+def test_activation_fault_keeps_the_output_structure(tmp_path: Path, output: Any) -> None:
+    """The fault is injected into the first suitable tensor of a tuple, list or dict; the structure stays the same."""
 
     class Parts(torch.nn.Module):
         def forward(self, value: torch.Tensor) -> Any:
@@ -176,35 +176,39 @@ def test_an_output_of_several_parts_keeps_its_form(tmp_path: Path, output: Any) 
     armed = arm(tmp_path, Fault(kind="nan", target="activation", rank=0, iteration=0))
     armed.before_step(0, {"model": parts})
     given = torch.ones(2)
-    struck = parts(given)
-    assert type(struck) is type(output(given))
-    values = struck.values() if isinstance(struck, dict) else struck
+    injected = parts(given)
+    assert type(injected) is type(output(given))
+    values = injected.values() if isinstance(injected, dict) else injected
     assert sum(torch.isnan(value).any().item() for value in values if isinstance(value, torch.Tensor)) == 1
     assert given.tolist() == [1, 1], "what the module was given is not changed"
 
 
-def test_a_name_that_fits_nothing_is_an_error(tmp_path: Path) -> None:
-    """The message has the nearest name there is."""
+def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
+    """The message has the nearest existing name."""
     fault = Fault(kind="nan", target="weight", tensor="model.0.wieght", rank=0, iteration=0)
     with pytest.raises(ConfigError, match=r"did you mean 'model\.0\.weight'"):
         arm(tmp_path, fault).before_step(0, Training().state)
 
 
-def test_a_fault_of_a_device_does_not_follow_the_rank(tmp_path: Path) -> None:
-    """The rank is struck on that device in every cycle, and not on another; another rank there is struck instead."""
+def test_device_fault_stays_with_the_device(tmp_path: Path) -> None:
+    """The fault is injected in every cycle into whichever rank computes on that device, and into no rank elsewhere."""
     fault = Fault(kind="nan", target="loss", device="bad", iteration=1, persistent=True)
     where = [(0, "bad"), (0, "bad"), (0, "good"), (3, "bad")]
     for cycle, (rank, device) in enumerate(where):
         loss = arm(tmp_path, fault, rank=rank, cycle=cycle, device=device).on_loss(1, torch.ones(1))
         assert bool(loss.isnan().any()) == (device == "bad")
-    assert [(strike["rank"], strike["device"]) for strike in strikes(tmp_path)] == [(0, "bad"), (0, "bad"), (3, "bad")]
+    assert [(strike["rank"], strike["device"]) for strike in injections(tmp_path)] == [
+        (0, "bad"),
+        (0, "bad"),
+        (3, "bad"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP), ("sigterm", signal.SIGTERM)]
 )
-def test_signals_come_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
-    """Between two steps at the planned iteration, whether a step came before it or the run begins there."""
+def test_signal_is_sent_once_per_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """The signal arrives between two steps at the planned iteration, also where the run begins at it."""
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
@@ -214,11 +218,11 @@ def test_signals_come_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             armed.before_step(iteration, {})
             assert sent == ([number] if iteration >= 2 or cycle else [])
             armed.after_step(iteration + 1, {})
-    assert [strike["target"] for strike in strikes(tmp_path)] == ["rank 0"]
+    assert [strike["target"] for strike in injections(tmp_path)] == ["rank 0"]
 
 
 def test_exceptions_and_exits_are_raised(tmp_path: Path) -> None:
-    """The script sees the exception, or leaves with the planned code."""
+    """The script receives the exception, or exits with the planned code."""
     with pytest.raises(SimulatedError, match="rank 0 after iteration 0"):
         arm(tmp_path, Fault(kind="exception", rank=0, iteration=0)).before_step(0, {})
     with pytest.raises(SystemExit) as caught:
@@ -226,8 +230,8 @@ def test_exceptions_and_exits_are_raised(tmp_path: Path) -> None:
     assert caught.value.code == 9
 
 
-def test_a_section_is_struck_once_it_is_entered(tmp_path: Path) -> None:
-    """Neither another section, nor the same one at another iteration, nor the step's ends are struck."""
+def test_section_fault_is_injected_on_entry(tmp_path: Path) -> None:
+    """Another section, the same section at another iteration, and the ends of the step are spared."""
     armed = arm(tmp_path, Fault(kind="exception", rank=0, iteration=2, section="checkpointing"))
     assert armed.sections == {"checkpointing"}
     for iteration in (1, 2):
@@ -241,8 +245,8 @@ def test_a_section_is_struck_once_it_is_entered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sleep", "hold_gil"])
-def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(tmp_path: Path, kind: str) -> None:
-    """While the GIL is held no other thread gets its turn; during a sleep they all do."""
+def test_a_held_gil_stops_other_threads_but_a_sleep_does_not(tmp_path: Path, kind: str) -> None:
+    """While the GIL is held no other thread runs; during a sleep all threads run."""
     plan = FaultPlan(faults=[Fault(kind=kind, rank=0, iteration=0, duration_s=0.3)])
     turns, over = [0], threading.Event()
     before: list[int] = []
@@ -264,9 +268,9 @@ def test_a_held_gil_stops_other_threads_and_a_sleep_does_not(tmp_path: Path, kin
     assert len(armed.fired) == 1
 
 
-def test_a_slow_rank_stretches_forwards_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its iteration on each forward lasts longer by a multiple of its own time, and whoever timed it before the
-    fault struck sees that; a re-run of the plan in the next cycle is as fast as ever."""
+def test_slow_rank_fault_stretches_forwards_until_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its iteration on each forward lasts a multiple of its own time, also for timers that were started before the
+    injection; a re-run of the plan in the next cycle has full speed."""
     slept: list[float] = []
     ended: list[int] = []
     monkeypatch.setattr("outlast.chaos.model_faults.time.sleep", slept.append)
@@ -282,11 +286,11 @@ def test_a_slow_rank_stretches_forwards_until_it_is_closed(tmp_path: Path, monke
     training.step(armed, 3)
     training.step(arm(tmp_path, Fault(kind="slow", rank=0, iteration=1, factor=1e6), cycle=1), 1)
     assert len(slept) == 2
-    assert [(strike["fault"], strike["iteration"]) for strike in strikes(tmp_path)] == [("slow", 1)]
+    assert [(strike["fault"], strike["iteration"]) for strike in injections(tmp_path)] == [("slow", 1)]
 
 
-def test_a_slow_rank_is_as_fast_as_before_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After duration_s the forwards take no longer, though the fault is armed."""
+def test_slow_rank_fault_ends_after_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After duration_s the forwards have their former speed, though the fault is still armed."""
     slept: list[float] = []
     monkeypatch.setattr("outlast.chaos.model_faults.time.sleep", slept.append)
     armed = arm(tmp_path, Fault(kind="slow", rank=0, iteration=0, factor=3, duration_s=1e-9))
@@ -296,8 +300,8 @@ def test_a_slow_rank_is_as_fast_as_before_after_its_time(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("moment", [{"at_s": 3.0}, {"on_request": True}])
-def test_a_fault_that_waits_is_injected_once_it_is_released(tmp_path: Path, moment: dict[str, Any]) -> None:
-    """In the step after its release, whichever that is, and once a run."""
+def test_a_waiting_fault_is_injected_after_its_release(tmp_path: Path, moment: dict[str, Any]) -> None:
+    """The fault is injected in the first step after its release, once per run."""
     fault = Fault(kind="nan", target="loss", rank=0, **moment)
     (planned,) = planned_faults(FaultPlan(faults=[fault]))
     armed, training = arm(tmp_path, fault), Training()
@@ -306,11 +310,11 @@ def test_a_fault_that_waits_is_injected_once_it_is_released(tmp_path: Path, mome
     assert math.isnan(training.step(armed, 5)[0])
     assert training.step(armed, 6) == [7.0]
     assert Training().step(arm(tmp_path, fault, cycle=1), 0) == [7.0]
-    assert [strike["iteration"] for strike in strikes(tmp_path)] == [5]
+    assert [strike["iteration"] for strike in injections(tmp_path)] == [5]
 
 
-def test_a_rate_strikes_each_drawn_iteration_once_a_run(tmp_path: Path) -> None:
-    """All ranks together strike once at each iteration drawn; a second pass over the same ones is clean."""
+def test_rate_injects_each_drawn_iteration_once_per_run(tmp_path: Path) -> None:
+    """Of all ranks one is affected at each drawn iteration; a second pass over the same iterations is clean."""
     plan = FaultPlan(faults=[Fault(kind="nan", target="loss", rate=0.2)])
     for cycle in range(2):
         for rank in range(4):
@@ -319,30 +323,30 @@ def test_a_rate_strikes_each_drawn_iteration_once_a_run(tmp_path: Path) -> None:
                 armed.before_step(iteration, {})
                 armed.on_loss(iteration, 1.0)
                 armed.after_step(iteration + 1, {})
-    struck = [strike["iteration"] for strike in strikes(tmp_path)]
-    assert len(struck) == len(set(struck)) > 2
-    assert len({strike["rank"] for strike in strikes(tmp_path)}) > 1
+    injected = [strike["iteration"] for strike in injections(tmp_path)]
+    assert len(injected) == len(set(injected)) > 2
+    assert len({strike["rank"] for strike in injections(tmp_path)}) > 1
     assert verify_fired(plan, tmp_path) == []
 
 
-def test_without_a_run_directory_only_the_first_cycle_is_struck() -> None:
-    """Where nothing can be remembered a transient fault never strikes a restart; a persistent one does."""
+def test_without_a_run_directory_only_the_first_cycle_is_hit() -> None:
+    """Without a run directory a transient fault is never injected after a restart; a persistent fault is."""
     transient = Fault(kind="nan", target="loss", rank=0, iteration=0)
     persistent = Fault(kind="nan", target="loss", rank=0, iteration=0, persistent=True)
-    for fault, cycle, is_struck in [(transient, 0, True), (transient, 1, False), (persistent, 1, True)]:
-        assert math.isnan(arm(None, fault, cycle=cycle).on_loss(0, 1.0)) == is_struck
+    for fault, cycle, is_injected in [(transient, 0, True), (transient, 1, False), (persistent, 1, True)]:
+        assert math.isnan(arm(None, fault, cycle=cycle).on_loss(0, 1.0)) == is_injected
 
 
-def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    """The error names the fault and the last rank; a world that shrank later is no error."""
+def test_a_missing_rank_is_rejected(tmp_path: Path) -> None:
+    """The error names the fault and the last rank; a rank that a later, smaller world lacks is not an error."""
     fault = Fault(kind="kill", rank=4, iteration=0)
     with pytest.raises(ConfigError, match=r"faults\[0\]: rank=4 does not exist, ranks end at 3"):
         arm(tmp_path, fault)
     arm(tmp_path, fault, cycle=1)
 
 
-def test_a_fault_that_did_not_strike_is_found(tmp_path: Path) -> None:
-    """Of a plan's faults, those are named that the journal does not show, with how far the run got."""
+def test_a_fault_that_was_not_injected_is_reported(tmp_path: Path) -> None:
+    """Planned faults without a journal event are listed, with the iteration that the run reached."""
     faults = [
         Fault(kind="nan", target="loss", rank=0, iteration=1),
         Fault(kind="kill", node="elsewhere", iteration=1),
@@ -359,8 +363,8 @@ def test_a_fault_that_did_not_strike_is_found(tmp_path: Path) -> None:
     )
 
 
-def test_hooks_do_nothing_once_closed(tmp_path: Path) -> None:
-    """After close() nothing strikes, and the model has no hooks."""
+def test_close_removes_hooks_and_disarms_faults(tmp_path: Path) -> None:
+    """After close() no fault is injected, and the model has no hooks."""
     training = Training()
     armed = arm(tmp_path, Fault(kind="nan", target="activation", rank=0, iteration=0, persistent=True))
     armed.before_step(0, training.state)

@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: they reach each other until they are cut off, and none is left behind."""
+"""Network namespaces as hosts on one machine: they reach each other until they are cut off, and all are removed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def leftovers(pid: int) -> list[str]:
 
 @pytest.fixture
 def can_make_hosts() -> None:
-    """Skip where this machine lets nobody make namespaces."""
+    """Skip where this machine does not allow network namespaces."""
     try:
         with NodeNetwork(1):
             pass
@@ -45,8 +45,8 @@ def can_make_hosts() -> None:
 @_needs_root
 @pytest.mark.process
 @pytest.mark.usefixtures("can_make_hosts")
-def test_a_cut_host_is_out_of_reach_until_it_is_joined() -> None:
-    """A connection is made, is not while the host is cut off, and is again; nothing remains."""
+def test_a_cut_host_is_unreachable_until_it_is_joined() -> None:
+    """A connection succeeds, fails while the host is cut off, and succeeds again; nothing remains afterwards."""
     with NodeNetwork(2) as network:
         command = network.command(1, [sys.executable, "-c", SERVE])
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -76,8 +76,8 @@ def test_a_cut_host_is_out_of_reach_until_it_is_joined() -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("can_make_hosts")
-def test_what_a_killed_one_left_is_removed() -> None:
-    """A process makes hosts and is killed; the next start removes them, and its own only."""
+def test_leftovers_of_a_killed_process_are_removed() -> None:
+    """The next start removes the hosts of a process that was killed, and no others."""
     code = "import os, signal; from outlast.chaos.netns import NodeNetwork; n = NodeNetwork(2); n.__enter__(); "
     process = subprocess.Popen([sys.executable, "-c", code + "os.kill(os.getpid(), signal.SIGKILL)"])
     assert process.wait(60) == -signal.SIGKILL
@@ -90,8 +90,8 @@ def test_what_a_killed_one_left_is_removed() -> None:
 
 @_needs_root
 @pytest.mark.usefixtures("can_make_hosts")
-def test_a_kernel_without_netem_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where packets can be neither delayed nor lost, the plan is refused in one line, and nothing remains."""
+def test_a_kernel_without_netem_rejects_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where packets can be neither delayed nor dropped, the plan is rejected in one line, and nothing remains."""
     (tmp_path / "tc").write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\nexit 2\n")
     (tmp_path / "tc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -100,8 +100,8 @@ def test_a_kernel_without_netem_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert leftovers(os.getpid()) == []
 
 
-def test_without_root_or_tools_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line says what is missing."""
+def test_missing_root_or_tools_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names what is missing."""
     monkeypatch.setattr(netns_module.os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="--netns needs root"):
         NodeNetwork(1)
@@ -115,8 +115,8 @@ def test_without_root_or_tools_it_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("can_make_hosts")
-def test_a_partition_costs_a_node_and_no_number(tmp_path: Path) -> None:
-    """A node is cut off for longer than it may be silent; another takes its slot, and the result is the same."""
+def test_a_partition_replaces_a_node_and_keeps_the_result(tmp_path: Path) -> None:
+    """A node that is cut off for longer than the heartbeat timeout is replaced, and the result is bit-identical."""
     plan = FaultPlan(seed=3, faults=[Fault(kind="partition", iteration=12, duration_s=8)])
     (tmp_path / "plan.toml").write_text(plan.to_toml())
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""Damage changes one element in place, whatever the tensor, and nothing else."""
+"""Injected damage changes one element in place, of any tensor, and nothing else."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def bits(tensor: torch.Tensor) -> int:
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), seed=st.integers(min_value=0, max_value=10_000))
-def test_a_bit_flip_flips_one_bit_and_a_second_one_restores(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
-    """Of any type, exactly one bit of all the tensor's bits differs, and none after the same flip again."""
+def test_a_bit_flip_changes_one_bit_and_is_reversible(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
+    """For any element type exactly one bit of the tensor differs, and none after the same flip again."""
     shape = data.draw(st.lists(st.integers(min_value=1, max_value=5), max_size=3))
     tensor = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul(9).to(dtype)
     if dtype == torch.bool:
@@ -60,8 +60,8 @@ def test_a_bit_flip_flips_one_bit_and_a_second_one_restores(data: st.DataObject,
 
 
 @pytest.mark.parametrize("bit", [0, 22, 23, 30, 31])
-def test_the_given_bit_of_the_given_element_is_the_one(bit: int) -> None:
-    """Elements count row by row, bits from the least significant, also where memory is not laid out that way."""
+def test_the_given_bit_of_the_given_element_is_flipped(bit: int) -> None:
+    """Elements count row by row and bits from the least significant one, also in a tensor that is not contiguous."""
     tensor = torch.arange(6.0).reshape(2, 3).t()
     done = damage(tensor, occurrence(kind="bit_flip", element=3, bit=bit))
     expected = torch.arange(6.0).reshape(2, 3).t().contiguous()
@@ -71,8 +71,8 @@ def test_the_given_bit_of_the_given_element_is_the_one(bit: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_nan_inf_and_sign(dtype: torch.dtype) -> None:
-    """Each kind makes of one element what it says; the sign that is flipped is not that of a zero."""
+def test_nan_inf_and_sign_change_one_element(dtype: torch.dtype) -> None:
+    """Each kind changes one element as its name says; a flipped sign is never that of a zero."""
     weight = torch.tensor([0.0, 0.0, 2.0, 0.0], dtype=dtype)
     done = damage(weight, occurrence(kind="sign_flip"))
     assert weight.tolist() == [0.0, 0.0, -2.0, 0.0]
@@ -83,7 +83,7 @@ def test_nan_inf_and_sign(dtype: torch.dtype) -> None:
     assert math.isinf(weight[1])
 
 
-def test_a_parameter_in_a_graph_is_changed_in_place() -> None:
+def test_a_parameter_is_changed_in_place() -> None:
     """A leaf that requires gradients keeps its identity, and its graph can still run backward."""
     weight = torch.nn.Parameter(torch.ones(4))
     loss = (weight * 2).sum()
@@ -93,8 +93,8 @@ def test_a_parameter_in_a_graph_is_changed_in_place() -> None:
     assert weight.grad is not None
 
 
-def test_a_distributed_tensor_is_changed_in_its_local_part() -> None:
-    """The shard of this rank holds the damage."""
+def test_a_distributed_tensor_is_changed_in_its_local_shard() -> None:
+    """The shard of this rank has the damage."""
     local = torch.ones(3)
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     tensor = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
@@ -102,15 +102,15 @@ def test_a_distributed_tensor_is_changed_in_its_local_part() -> None:
     assert local.tolist() == [1, 1, -1]
 
 
-def test_what_cannot_be_damaged_is_told_before() -> None:
-    """An empty tensor has no element, an integer no NaN."""
+def test_can_damage_excludes_unsuitable_tensors() -> None:
+    """An empty tensor has no element, and an integer tensor cannot hold a NaN."""
     assert not can_damage("bit_flip", torch.empty(0))
     assert not can_damage("nan", torch.ones(2, dtype=torch.int64))
     assert can_damage("bit_flip", torch.ones(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("fault", [{"element": 4}, {"bit": 16, "kind": "bit_flip"}])
-def test_what_does_not_exist_is_refused(fault: dict[str, Any]) -> None:
-    """An element or a bit beyond the tensor's is an error that says how many there are."""
+def test_an_index_out_of_range_is_rejected(fault: dict[str, Any]) -> None:
+    """An element or a bit beyond the tensor's range is an error that names how many there are."""
     with pytest.raises(ConfigError, match=r"there are 4 on this rank|has 16 bits"):
         damage(torch.ones(4, dtype=torch.bfloat16), occurrence(**{"kind": "nan", **fault}))

@@ -1,4 +1,4 @@
-"""Drawn plans: the same for the same seed, every kind in turn, and refused in one line where they cannot be."""
+"""Drawn plans: reproducible by seed, with every kind in turn; invalid requests are rejected in one line."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _kinds = st.lists(st.sampled_from(FaultKind), min_size=1, unique=True)
 
 @settings(max_examples=30)
 @given(seed=st.integers(min_value=0), kinds=_kinds, count=st.integers(1, 30), num_ranks=st.integers(1, 64))
-def test_a_seed_draws_one_plan(seed: int, kinds: list[FaultKind], count: int, num_ranks: int) -> None:
-    """The same seed draws the same plan, which survives its file; each round has every kind, at its own moment."""
+def test_a_seed_always_draws_the_same_plan(seed: int, kinds: list[FaultKind], count: int, num_ranks: int) -> None:
+    """The same seed draws the same plan, which survives its file; each round has every kind, each at a different
+    moment."""
     plans = [draw_plan(seed, kinds, every_s=2.0, minutes=count / 30, num_ranks=num_ranks) for _ in range(2)]
     assert plans[0] == plans[1] == FaultPlan.from_mapping(tomllib.loads(plans[0].to_toml()))
     drawn = plans[0].faults
     assert [fault.at_s for fault in drawn] == [2.0 * (index + 1) for index in range(len(drawn))]
-    assert len(drawn) in (count - 1, count)  # a rounding of minutes may cost the last
+    assert len(drawn) in (count - 1, count)  # rounding to minutes may drop the last one
     for begin in range(0, len(drawn) - len(kinds) + 1, len(kinds)):
         assert {fault.kind for fault in drawn[begin : begin + len(kinds)]} == set(kinds)
     assert all(fault.rank is None or fault.rank < num_ranks for fault in drawn)
 
 
-def test_other_seeds_draw_other_plans() -> None:
-    """Of ten seeds, no two draw the same."""
+def test_different_seeds_draw_different_plans() -> None:
+    """Ten seeds draw ten different plans."""
     texts = {draw_plan(s, list(FaultKind), every_s=5, minutes=10, num_ranks=4).to_toml() for s in range(10)}
     assert len(texts) == 10
 
 
-def test_the_command_writes_what_a_run_reads(tmp_path: Path) -> None:
-    """TOML to the terminal, TOML or JSON to a file by its ending: all are the same plan."""
+def test_written_plans_load_as_the_same_plan(tmp_path: Path) -> None:
+    """TOML on the terminal, and TOML or JSON in a file by its suffix, are the same plan."""
     common = ["plan", "--seed", "7", "--ranks", "4", "--minutes", "2"]
     printed = CliRunner().invoke(chaos, common)
     assert printed.exit_code == 0, printed.output
@@ -54,7 +55,7 @@ def test_the_command_writes_what_a_run_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["plan", "--ranks", "4", "--kinds", "kil"], "'kil' is unknown; did you mean 'kill'?"),
         (["plan", "--ranks", "4", "--kinds", ","], "--kinds names none"),
@@ -76,8 +77,8 @@ def test_the_command_writes_what_a_run_reads(tmp_path: Path) -> None:
         (["soak", "--keep", "{full}"], "is not empty; name a new folder"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
-    """What is wrong is refused before anything is started, and the line names it."""
+def test_invalid_arguments_are_one_error_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    """An invalid argument is rejected in one line that names it, before anything is started."""
     (tmp_path / "plan.toml").write_text("seed = 1\n")
     (tmp_path / "lose.toml").write_text(
         draw_plan(0, [FaultKind.LOSE_NODE], every_s=5, minutes=1, num_ranks=1).to_toml()
@@ -94,11 +95,11 @@ def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], said: str) 
     }
     result = CliRunner().invoke(chaos, [places.get(word, word) for word in arguments], standalone_mode=False)
     assert isinstance(result.exception, ConfigError), result.output
-    assert said in str(result.exception)
+    assert expected in str(result.exception)
     assert "\n" not in str(result.exception)
 
 
-def test_all_means_every_kind() -> None:
-    """``all`` leaves none out, and a list keeps its order, each kind once."""
+def test_all_selects_every_kind() -> None:
+    """``all`` selects every kind; a list keeps its order, each kind once."""
     assert set(parse_kinds("all")) == set(FaultKind)
     assert parse_kinds("stop, kill,stop") == (FaultKind.STOP, FaultKind.KILL)

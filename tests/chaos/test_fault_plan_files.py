@@ -1,4 +1,4 @@
-"""A plan is the same from Python, TOML and JSON, and what is wrong with one is said in one line."""
+"""A plan is the same from Python, TOML and JSON, and an error in one is reported in one line."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ NAN = {"kind": "nan", "target": "loss", "iteration": 5}
 
 @pytest.mark.slow
 @given(plan=plans(outside=True))
-def test_any_plan_comes_back_from_its_text(plan: FaultPlan) -> None:
-    """Written as TOML or JSON and read again, a plan is the one it was, and so are its draws' names."""
+def test_a_plan_survives_a_round_trip_through_text(plan: FaultPlan) -> None:
+    """A plan that is written as TOML or JSON and read again is equal, and so are the names of its draws."""
     assert FaultPlan.from_mapping(tomllib.loads(plan.to_toml())) == plan
     assert FaultPlan.from_mapping(json.loads(plan.to_json())) == plan
 
 
 @pytest.mark.parametrize("ending", ["toml", "json"])
-def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
-    """The file's ending says how it is written."""
+def test_the_file_suffix_selects_the_format(tmp_path: Path, ending: str) -> None:
+    """The suffix of a file decides whether it is read as TOML or JSON."""
     plan = FaultPlan(seed=3, faults=[Fault(**NAN), Fault(kind="sleep", rate=0.5, duration_s=2)])
     path = tmp_path / f"plan.{ending}"
     path.write_text(plan.to_toml() if ending == "toml" else plan.to_json())
@@ -40,7 +40,7 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "expected"),
     [
         ({"sed": 1}, "plan: unknown key 'sed'; did you mean 'seed'?"),
         ({"seed": "x"}, "plan: seed: 'x' does not fit"),
@@ -96,18 +96,18 @@ def test_a_plan_is_read_from_a_file(tmp_path: Path, ending: str) -> None:
         ({"faults": [NAN | {"section": "step"}]}, "section is not for kind='nan'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(values: dict[str, Any], said: str) -> None:
-    """The line names the source, the key, and what would be right."""
+def test_an_invalid_plan_is_one_error_line(values: dict[str, Any], expected: str) -> None:
+    """The line names the source, the key, and what is accepted."""
     with pytest.raises(ConfigError) as caught:
         FaultPlan.from_mapping(values, where="plan")
     message = str(caught.value)
-    assert said in message
+    assert expected in message
     assert message.startswith("plan: ")
     assert "\n" not in message
 
 
-def test_python_is_checked_like_a_file() -> None:
-    """A fault made in code is refused for the same reasons."""
+def test_a_plan_in_python_is_validated_like_a_file() -> None:
+    """A fault that is constructed in code is rejected for the same reasons."""
     with pytest.raises(ConfigError, match="did you mean 'bit_flip'"):
         Fault(kind="bitflip", target="weight", iteration=1)
     with pytest.raises(ConfigError, match=r"outlast\.chaos\.Fault"):

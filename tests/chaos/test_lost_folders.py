@@ -1,4 +1,4 @@
-"""The loss of a node's disk takes what a run has saved there, and nothing of other programs."""
+"""The loss of a node's disk removes the files of a run, and no files of other programs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def _lay(folder: Path, *names: str) -> None:
         (folder / name).write_text("x")
 
 
-def test_a_lost_folder_is_gone_but_for_other_programs_files(tmp_path: Path) -> None:
-    """All of a run goes; a folder without its records, a link, and what another program has put there stay."""
+def test_a_lost_folder_keeps_files_of_other_programs(tmp_path: Path) -> None:
+    """All files of a run are removed; a folder without its records, a link, and files of other programs stay."""
     own = ("run.json", "latest", "owner/1.json", "step-1/manifest.json", "step-2.tmp-job-0-ab.1/x", "suspect/step-3/x")
     _lay(tmp_path / "whole", *own)
     lose_folder(tmp_path / "whole")

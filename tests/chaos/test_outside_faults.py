@@ -1,4 +1,4 @@
-"""Faults from outside, in real runs: what each does to processes, files and memory, and that the result is the same."""
+"""Faults from outside in real runs: the effect on processes, files and memory, and an identical result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COMMAND = (sys.executable, "-c", "import sys; from outlast.cli.main import main;
 
 
 def expected(rank: int) -> str:
-    """The result of an undisturbed run."""
+    """Return the result of an undisturbed run."""
     import torch
 
     torch.manual_seed(rank)
@@ -82,7 +82,7 @@ def start(
 def run_under(
     folder: Path, *faults: Fault, nodes: int | None = 2, spares: int = 0, step_s: float = 0.05
 ) -> tuple[dict[str, Any], list[Event]]:
-    """Run under a plan to the end; check that all struck and that the result is the undisturbed one's."""
+    """Run under a plan to the end; check that all faults were injected and that the result is the undisturbed one."""
     plan, command = start(folder, *faults, nodes=nodes, spares=spares, step_s=step_s)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr + tails(folder)
@@ -111,10 +111,10 @@ def incidents(events: list[Event], kind: IncidentKind) -> list[dict[str, Any]]:
     ("kind", "spares"),
     [("kill_agent", 1), ("kill_coordinator", 0), ("lose_node", 1), ("lose_node_and_replicas", 1)],
 )
-def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str, spares: int) -> None:
-    """The struck node's agent is gone, another node takes its slot, and the run ends as if nothing had been.
+def test_another_node_replaces_a_lost_agent(tmp_path: Path, kind: str, spares: int) -> None:
+    """The agent of the node ends, another node takes its slot, and the run ends with the undisturbed result.
 
-    With a spare the coordinator's node might be that one, and its loss would cost nothing.
+    With a spare, the coordinator's node may be the spare, whose loss costs nothing.
     """
     answer, events = run_under(tmp_path, Fault(kind=kind, iteration=12), spares=spares)
     (row,) = answer["faults"]
@@ -140,8 +140,9 @@ def test_a_lost_agent_is_replaced(tmp_path: Path, kind: str, spares: int) -> Non
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("kind", "spares"), [("stop_agent", 1), ("stop_coordinator", 0)])
-def test_a_stopped_agent_is_lost_and_ends(tmp_path: Path, kind: str, spares: int) -> None:
-    """A stopped agent is silent, and so lost; the others continue, and it does not outlive the run."""
+def test_a_stopped_agent_is_declared_lost_and_ended(tmp_path: Path, kind: str, spares: int) -> None:
+    """A stopped agent sends no heartbeat and is declared lost; the others continue, and the agent does not outlive the
+    run."""
     answer, _ = run_under(tmp_path, Fault(kind=kind, iteration=12, duration_s=6), spares=spares, step_s=0.25)
     assert answer["faults"][0]["detected_as"] == "node_lost"
 
@@ -149,10 +150,10 @@ def test_a_stopped_agent_is_lost_and_ends(tmp_path: Path, kind: str, spares: int
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_damaged_copies_are_not_loaded(tmp_path: Path) -> None:
+def test_damaged_copies_are_rejected(tmp_path: Path) -> None:
     """Copies of the newest checkpoint are damaged in each tier, in each way; then both nodes are restarted.
 
-    Whatever is read is rejected or right, never wrong.
+    A copy that is read is either rejected or correct.
     """
     damages = [
         Fault(kind="corrupt_copy", tier="memory", at_s=0.5, rank=0),
@@ -172,11 +173,11 @@ def test_damaged_copies_are_not_loaded(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_full_disk_and_a_slow_one_cost_saves_alone(tmp_path: Path) -> None:
-    """While the global tier's disk is full, saves there fail and training continues; a slow one delays them."""
+def test_full_and_slow_disks_affect_saves_only(tmp_path: Path) -> None:
+    """While the disk of the global tier is full, saves fail and training continues; a slow disk delays saves."""
     answer, events = run_under(
         tmp_path,
-        Fault(kind="disk_full", tier="global", iteration=1, duration_s=8),  # a busy machine takes long to get to a save
+        Fault(kind="disk_full", tier="global", iteration=1, duration_s=8),  # on a busy machine a save may begin late
         Fault(kind="slow_disk", tier="local", iteration=45, duration_s=1, delay_s=0.2),
         step_s=0.2,
     )
@@ -188,8 +189,8 @@ def test_a_full_disk_and_a_slow_one_cost_saves_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_one_node_alone_is_started_again(tmp_path: Path) -> None:
-    """Without --nodes the one agent is killed; it is started again as another job, which resumes."""
+def test_a_killed_agent_of_one_node_is_restarted(tmp_path: Path) -> None:
+    """Without --nodes the killed agent is started again as another job, which resumes."""
     answer, events = run_under(tmp_path, Fault(kind="kill_agent", iteration=12), nodes=None)
     assert answer["faults"][0]["fired"]
     assert len({event.job for event in events if event.kind == EventKind.JOB_STARTED}) == 2
@@ -198,8 +199,8 @@ def test_one_node_alone_is_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_sigterm_in_a_moment_of_the_run_is_followed_by_another_job(tmp_path: Path) -> None:
-    """A rank is told from outside when its fault is due; all save and leave, and the next job continues."""
+def test_a_sigterm_during_the_run_starts_another_job(tmp_path: Path) -> None:
+    """A rank receives SIGTERM when the fault is due; all ranks save and exit, and the next job continues."""
     answer, events = run_under(tmp_path, Fault(kind="sigterm", rank=1, at_s=0.5))
     assert answer["faults"][0]["detected_as"] == "notice"
     jobs = {event.job for event in events if event.kind == EventKind.SESSION_STARTED}
@@ -208,8 +209,8 @@ def test_a_sigterm_in_a_moment_of_the_run_is_followed_by_another_job(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_fault_that_did_not_strike_is_an_error(tmp_path: Path) -> None:
-    """The run ends well, but one fault was never due: exit code 1, and a line that names it."""
+def test_a_fault_that_was_not_injected_is_an_error(tmp_path: Path) -> None:
+    """If a fault was never due, a successful run ends with exit code 1 and a line that names the fault."""
     plan, command = start(tmp_path, Fault(kind="kill_agent", iteration=10_000), nodes=None)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
@@ -221,10 +222,10 @@ def test_a_fault_that_did_not_strike_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_its_end(tmp_path: Path, number: int) -> None:
-    """Ctrl-C, SIGTERM, and even SIGKILL of the command leave no process of the run."""
+def test_no_process_outlives_the_command(tmp_path: Path, number: int) -> None:
+    """Ctrl-C, SIGTERM, and even SIGKILL of the command end every process of the run."""
     _, command = start(tmp_path, Fault(kind="stop_agent", iteration=8), spares=1)
-    command = ["env", "--default-signal=INT", *command]  # a background shell has it ignored
+    command = ["env", "--default-signal=INT", *command]  # a background shell ignores SIGINT
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
@@ -242,8 +243,8 @@ def test_nothing_outlives_its_end(tmp_path: Path, number: int) -> None:
         process.wait()
 
 
-def test_kinds_from_outside_strike_no_rank() -> None:
-    """A session that gets a plan with them ignores them."""
+def test_a_session_ignores_outside_faults() -> None:
+    """A session that receives a plan with faults from outside does not inject them."""
     from outlast.chaos.plan import planned_faults
     from outlast.env import WorkerEnv
 

@@ -1,4 +1,4 @@
-"""Plans in real runs: once a run, bound to a device or to a section, and found when they did not strike."""
+"""Plans in real runs: injected once per run, bound to a device or a section, and reported if not injected."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _strikes(cluster: Cluster) -> list[Event]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_process_faults_come_once_a_run(tmp_path: Path) -> None:
-    """A drawn rank is killed, one raises in a section of its own: the run ends with its result, each struck once.
+def test_process_faults_are_injected_once_per_run(tmp_path: Path) -> None:
+    """A drawn rank is killed and another raises in a section: each fault is injected once, and the result is unchanged.
 
-    A fault for an iteration that the run does not reach is the one that is found missing.
+    A fault for an iteration that the run does not reach is reported as not injected.
     """
     plan = FaultPlan(
         seed=5,
@@ -73,8 +73,8 @@ def test_process_faults_come_once_a_run(tmp_path: Path) -> None:
     script = _write(tmp_path, plan)
     with Cluster(script, str(tmp_path), "-1", run_dir=run_dir, num_nodes=1) as cluster:
         assert cluster.wait(timeout_s=300) == [0], cluster.tails()
-        struck = {(event.data["fault"], event.iteration, event.cycle) for event in _strikes(cluster)}
-        assert struck == {("kill", 3, 0), ("exception", 4, 1), ("sleep", 5, 2)}
+        injected = {(event.data["fault"], event.iteration, event.cycle) for event in _strikes(cluster)}
+        assert injected == {("kill", 3, 0), ("exception", 4, 1), ("sleep", 5, 2)}
         assert cluster.agents[0].output().count("ends with [[7.0, 7.0], [7.0, 7.0]]") == 2
     assert [missing.index for missing in verify_fired(plan, run_dir)] == [3]
     assert verify_fired(FaultPlan(seed=5, faults=plan.faults[:3]), run_dir) == []
@@ -82,8 +82,9 @@ def test_process_faults_come_once_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_persistent_fault_of_a_device_stays_on_it(tmp_path: Path) -> None:
-    """The weight is struck again after a restart on the same device; on the spare's, the same rank computes rightly."""
+def test_a_persistent_device_fault_stays_on_the_device(tmp_path: Path) -> None:
+    """The fault is injected again after a restart on the same device; on the spare's device the same rank computes
+    correctly."""
     plan = FaultPlan(
         faults=[
             Fault(kind="sign_flip", target="weight", device="node-0/cpu-0", iteration=3, persistent=True),
@@ -99,6 +100,6 @@ def test_a_persistent_fault_of_a_device_stays_on_it(tmp_path: Path) -> None:
         cluster.agent("node-0").kill()
         assert spare.wait(timeout_s=300) == 0, cluster.tails()
         assert "rank 0 ends with [[7.0, 7.0], [7.0, 7.0]]" in spare.output()
-        struck = [(event.data["fault"], event.cycle, event.node) for event in _strikes(cluster)]
-    assert struck == [("sign_flip", 0, "node-0"), ("exit", 0, "node-0"), ("sign_flip", 1, "node-0")]
+        injected = [(event.data["fault"], event.cycle, event.node) for event in _strikes(cluster)]
+    assert injected == [("sign_flip", 0, "node-0"), ("exit", 0, "node-0"), ("sign_flip", 1, "node-0")]
     assert verify_fired(plan, run_dir) == []

@@ -1,4 +1,4 @@
-"""The reckoning of faults, and what an injector learns from a journal while it grows."""
+"""The summary of faults, and the state that an injector reads from a journal while the journal grows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def event(kind: EventKind, at_s: float, cycle: int = 0, **fields: Any) -> Event:
 
 
 def cycle_of(number: int, at_s: float, *, restored: int) -> list[Event]:
-    """The start of two ranks, and their first iterations a second later."""
+    """Return the start of two ranks, and their first iterations a second later."""
     found = [event(EventKind.CYCLE_STARTED, at_s, number, ranks=[0, 1], world_size=2)]
     for rank in range(2):
         found.append(event(EventKind.RESTORED, at_s + 0.5, number, rank=rank, iteration=restored))
@@ -43,7 +43,7 @@ def lost(at_s: float, cycle: int, kind: IncidentKind, **about: Any) -> Event:
     return event(EventKind.INCIDENT, at_s, cycle, incident={"kind": kind, **about})
 
 
-def struck(index: int, at_s: float, cycle: int, iteration: int, *, rank: int | None = None, **facts: Any) -> Event:
+def injected(index: int, at_s: float, cycle: int, iteration: int, *, rank: int | None = None, **facts: Any) -> Event:
     found = event(EventKind.FAULT_SIMULATED, at_s, cycle, iteration=iteration, rank=rank, fault_id=IDS[index])
     found.data.update(facts)
     return found
@@ -51,20 +51,20 @@ def struck(index: int, at_s: float, cycle: int, iteration: int, *, rank: int | N
 
 EVENTS = [
     *cycle_of(0, 0, restored=0),
-    struck(0, 10, 0, 20, fault_kind="kill_agent", node="node-1", target="agent"),
+    injected(0, 10, 0, 20, fault_kind="kill_agent", node="node-1", target="agent"),
     lost(10.2, 0, IncidentKind.NODE_LOST, node="node-2"),
     lost(10.5, 0, IncidentKind.NODE_LOST, node="node-1"),
     event(EventKind.CYCLE_ENDED, 10.6, 0, iterations={"0": 22, "1": 21}),
     *cycle_of(1, 11, restored=15),
-    struck(1, 20, 1, 30, rank=1, target="rank 1"),
+    injected(1, 20, 1, 30, rank=1, target="rank 1"),
     lost(20.1, 1, IncidentKind.WORKER_DIED, rank=1, node="node-0"),
     *cycle_of(2, 21, restored=30),
-    struck(2, 30, 2, 40, tier="local", target="a copy"),
+    injected(2, 30, 2, 40, tier="local", target="a copy"),
 ]
 
 
-def test_each_fault_has_its_notice_and_its_recovery() -> None:
-    """The first incident about the struck one counts, not another's; recovery is when the last rank trains again."""
+def test_each_fault_has_a_detection_and_a_recovery() -> None:
+    """The first incident about the affected rank is the detection; recovery is when the last rank trains again."""
     first, second, third, fourth = reckon(PLAN, EVENTS)
     assert (first.detected_as, first.detected_after_s, first.recovered_after_s) == ("node_lost", 0.5, 3.0)
     assert first.lost_iterations == 22 - 15
@@ -73,16 +73,16 @@ def test_each_fault_has_its_notice_and_its_recovery() -> None:
     assert (fourth.fired, fourth.iteration) == (False, None)
 
 
-def test_kinds_are_summed() -> None:
-    """One row a kind: planned, fired, what noticed it, medians of those that are known."""
+def test_faults_are_summarised_by_kind() -> None:
+    """Each kind has a row: planned, injected, which incident detected it, and medians of the known times."""
     rows = {row.kind: row for row in by_kind(reckon(PLAN, EVENTS))}
     assert list(rows) == ["kill", "slow", "kill_agent", "corrupt_copy"]
     assert (rows["kill_agent"].detected_as, rows["kill_agent"].detected_median_s) == ({"node_lost": 1}, 0.5)
     assert (rows["slow"].planned, rows["slow"].fired, rows["slow"].recovered_median_s) == (1, 0, None)
 
 
-def test_a_run_trains_once_all_its_ranks_do_and_until_it_is_decided_about() -> None:
-    """What an injector waits for: not while ranks start, and not once a decision has come."""
+def test_a_run_trains_from_its_last_start_to_a_decision() -> None:
+    """An injector does not count a run as training while ranks start, nor after a decision."""
     sight, seen = Sight(), []
     for one in [*EVENTS[:5], event(EventKind.DECISION, 10, 0, verdict={}), *cycle_of(1, 11, restored=15)]:
         sight.take(one)

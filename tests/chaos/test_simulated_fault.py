@@ -1,4 +1,4 @@
-"""The simulated fault is the same on all ranks, waits for its moment, and comes once a run."""
+"""The simulated fault is the same on all ranks, is injected at its moment, and occurs once per run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outlast.testing import FakeClock
 
 @pytest.fixture
 def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Signals that this process would have got."""
+    """Record the signals that this process would receive."""
     sent: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number) if pid == os.getpid() else None)
     monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
@@ -29,26 +29,25 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _armed(
-    rank: int, run_dir: Path | None, *, cycle: int = 0, clock: FakeClock | None = None, **settings: object
+    rank: int, run_dir: Path, *, cycle: int = 0, clock: FakeClock | None = None, **settings: object
 ) -> ArmedFaults:
     config = FaultToleranceConfig(simulate_fault=True, **settings)  # type: ignore[arg-type]
-    folder = None if run_dir is None else str(run_dir)
-    place = WorkerEnv(global_rank=rank, world_size=4, run_id="run-1", cycle=cycle, run_dir=folder)
+    place = WorkerEnv(global_rank=rank, world_size=4, run_id="run-1", cycle=cycle, run_dir=str(run_dir))
     journal = Journal(run_dir, run_id="run-1", job="job", node="node", proc=f"rank-{rank}")
     plan = FaultPlan(faults=[simulated_fault(config, place)])
     return arm_here(plan, place, journal, device="cpu", now_ns=(clock or FakeClock()).now_ns)
 
 
 def test_all_ranks_draw_the_same_fault(tmp_path: Path, signals: list[int]) -> None:
-    """The run's name decides who and what; exactly one of the ranks is struck."""
+    """The run's name decides the kind and the rank; exactly one rank is affected."""
     for rank in range(4):
         _armed(rank, tmp_path).after_step(3, {})
     (event,) = [event for event in read(tmp_path) if event.kind == EventKind.FAULT_SIMULATED]
     assert signals == [{"rank_hung": signal.SIGSTOP, "rank_killed": signal.SIGKILL}[event.data["fault"]]]
 
 
-def test_it_comes_once_a_run(tmp_path: Path, signals: list[int]) -> None:
-    """Neither a later iteration nor a later cycle is struck again, and the journal has it once."""
+def test_the_simulated_fault_occurs_once_per_run(tmp_path: Path, signals: list[int]) -> None:
+    """Neither a later iteration nor a later cycle is affected again, and the journal has the fault once."""
     for cycle in range(3):
         fault = _armed(2, tmp_path, cycle=cycle, simulated_fault_rank=2, simulated_fault_type="rank_killed")
         fault.after_step(10 + cycle, {})
@@ -59,16 +58,8 @@ def test_it_comes_once_a_run(tmp_path: Path, signals: list[int]) -> None:
     assert (event.rank, event.iteration, event.data["fault"]) == (2, 10, "rank_killed")
 
 
-def test_without_a_run_directory_only_the_first_cycle_is_struck(signals: list[int]) -> None:
-    """Where nothing can be remembered, a restart is never struck."""
-    _armed(0, None, cycle=1, simulated_fault_rank=0).after_step(1, {})
-    assert signals == []
-    _armed(0, None, cycle=0, simulated_fault_rank=0).after_step(1, {})
-    assert len(signals) == 1
-
-
-def test_it_waits_for_its_delay_and_for_something_to_come_back_from(tmp_path: Path, signals: list[int]) -> None:
-    """Before the delay has passed, or before anything is durable, nothing happens."""
+def test_the_fault_waits_for_its_delay_and_a_checkpoint(tmp_path: Path, signals: list[int]) -> None:
+    """Before the delay has passed, or before a checkpoint is durable, no fault is injected."""
     clock = FakeClock()
     fault = _armed(1, tmp_path, clock=clock, simulated_fault_rank=1, simulated_fault_base_delay=5.0)
     fault.after_step(1, {})
@@ -79,7 +70,7 @@ def test_it_waits_for_its_delay_and_for_something_to_come_back_from(tmp_path: Pa
     assert len(signals) == 1
 
 
-def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_missing_rank_is_rejected(tmp_path: Path) -> None:
     """The error names the last rank."""
     with pytest.raises(ConfigError, match="ranks end at 3"):
         _armed(0, tmp_path, simulated_fault_rank=4)

@@ -1,4 +1,4 @@
-"""What the tests on a GPU have in common: fresh processes, a limit for each, and a device that is there."""
+"""Setup of the tests on a GPU: fresh processes, a time limit for each, and an available device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from device_runs import DETERMINISTIC, DEVICE, ON_GPU, own_device
 
 _TIMEOUT_S = 120
 if not ON_GPU:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for all that the tests start: a GPU that is here is left alone
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for all started processes: an existing GPU must not be used
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the processes of these tests afresh: a fork server would hide what importing torch does to a fork.
+    """Start the processes of these tests afresh: a fork server would hide effects of importing torch before a fork.
 
-    Warnings are no errors here: they depend on the driver and on the build of torch.
+    Warnings are not errors here: they depend on the driver and on the build of torch.
     """
     for item in items:
         if item.path.parent == Path(__file__).parent:
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def device() -> torch.device:
-    """Return the device; a test that was asked for by ``-m gpu`` fails where there is none."""
+    """Return the device; tests selected by ``-m gpu`` fail where there is none."""
     if DEVICE not in ("cuda", "cpu"):
         pytest.fail(f"OUTLAST_TEST_DEVICE={DEVICE} is neither cuda nor cpu")
     if ON_GPU and not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def deterministic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return variables with which inductor chooses no kernel by its speed, and compiles each kernel once."""
+    """Return variables with which inductor selects no kernel by its speed, and compiles each kernel once."""
     cache = str(tmp_path_factory.mktemp("inductor"))
     own = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_DETERMINISTIC": "1"}
     return DETERMINISTIC | own

@@ -1,6 +1,6 @@
-"""Where the tests of this folder compute, how they start programs there, and which processes use the GPU's driver.
+"""The device of these tests, how they start programs on it, and which processes use the GPU's driver.
 
-With ``OUTLAST_TEST_DEVICE=cpu`` the same programs run on the CPU, on any machine: that proves the tests, not the GPU.
+With ``OUTLAST_TEST_DEVICE=cpu`` the same programs run on the CPU of any machine, which checks the tests, not the GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ON_GPU = DEVICE != "cpu"
 PROGRAMS = Path(__file__).with_name("programs")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 PATIENCE_S = 110.0
-"""Within the limit of a test, so that a wait that fails shows the processes' output."""
+"""Below the time limit of a test, so that a failed wait shows the processes' output."""
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What makes a GPU's results the same each time, beside torch's own switch."""
+"""Variables that make a GPU's results reproducible, in addition to torch's own switch."""
 LAUNCHED = ["--no-health-check", "--ft-gpu-memory-reclaim-timeout=0"]
-"""Options of ``outlast run``: other tests use the GPU meanwhile, and nobody is to wait for their memory."""
+"""Options of ``outlast run``: do not wait for device memory that other tests use meanwhile."""
 _DRIVER = re.compile(r"/dev/(nvidia[^\s]*|dxg|kfd)")
 
 
@@ -36,12 +36,11 @@ def needs_gpu(why: str) -> pytest.MarkDecorator:
 
 
 def own_device() -> torch.device:
-    """Return the device that this process is to compute on."""
     return torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
 
 def run_alone(program: Path, *args: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
-    """Run one rank of a program without a launcher, which must end well; return what it printed."""
+    """Run one rank of a program without a launcher, which must succeed; return its output."""
     variables = {**DETERMINISTIC, **(environment or {})}
     with RankProcesses(program, *args, world_size=1, directory=folder, environment=variables) as ranks:
         codes = ranks.wait_until_gone(PATIENCE_S)
@@ -56,11 +55,12 @@ def read_facts(output: str) -> list[dict[str, Any]]:
 
 
 def driver_files(pid: int) -> set[str]:
-    """Return the files of a GPU's driver that a process has open or mapped; it has them once it has used the driver."""
+    """Return the files of a GPU's driver that a process has open or mapped, which it has once it has used the
+    driver."""
     found = set(_DRIVER.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
             found.update(_DRIVER.findall(os.readlink(entry)))
-        except OSError:  # closed since the listing
+        except OSError:  # closed since it was listed
             continue
     return found

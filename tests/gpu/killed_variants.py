@@ -1,4 +1,4 @@
-"""How tests train a variant of ``programs/train_variants.py``: undisturbed, and with a rank that is killed."""
+"""Train a variant of ``programs/train_variants.py``, undisturbed or with a rank that is killed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PROGRAM = PROGRAMS / "train_variants.py"
 TOTAL, WAIT_AT = 12, 9
 
 
-def words(folder: Path, variant: str, interval: int) -> list[str]:
-    """Return the arguments that disturbed and undisturbed runs share."""
+def shared_arguments(folder: Path, variant: str, interval: int) -> list[str]:
+    """Return the arguments that the runs with and without a fault share."""
     sizes = [f"--iterations={TOTAL}", f"--save-interval={interval}"]
     return [f"--variant={variant}", f"--directory={folder / 'saved'}", f"--out={folder / 'result.json'}", *sizes]
 
 
 def train_undisturbed(folder: Path, variant: str, environment: Mapping[str, str], interval: int) -> dict[str, Any]:
     """Return the result of a variant without a fault."""
-    output = run_alone(PROGRAM, *words(folder, variant, interval), folder=folder, environment=environment)
+    output = run_alone(PROGRAM, *shared_arguments(folder, variant, interval), folder=folder, environment=environment)
     if "compiled by aot_eager" in output:
         (line,) = (line for line in output.splitlines() if line.startswith("compiled by"))
         warnings.warn(f"inductor cannot be used on this machine: {line}", stacklevel=2)
@@ -36,7 +36,6 @@ def train_undisturbed(folder: Path, variant: str, environment: Mapping[str, str]
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return what a run has written."""
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 
@@ -44,12 +43,13 @@ def read_result(folder: Path) -> dict[str, Any]:
 def train_killed(
     folder: Path, variant: str, environment: Mapping[str, str], *, overlap: bool, interval: int
 ) -> dict[str, Any]:
-    """Return the result of a variant whose rank is killed after its newest save is committed, and resumes from it."""
+    """Return the result of a variant whose rank is killed after its newest save is committed, and resumes from that
+    save."""
     newest = newest_save(interval)
     more = [f"--wait-at={WAIT_AT}", *(["--overlap"] * overlap)]
     with Cluster(
         PROGRAM,
-        *words(folder, variant, interval),
+        *shared_arguments(folder, variant, interval),
         *more,
         run_dir=folder / "run",
         num_nodes=1,

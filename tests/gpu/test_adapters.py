@@ -1,4 +1,4 @@
-"""The examples for Hugging Face, Accelerate and Lightning on the device: killed, preempted, and the same weights."""
+"""The examples for Hugging Face, Accelerate and Lightning on the device: bit-identical after a kill or a preemption."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def start(folder: Path, package: str, faults: Sequence[Fault]) -> Cluster:
 
 
 def finish(cluster: Cluster) -> str:
-    """Return the weights' digest that a script prints at its end."""
+    """Return the digest of the weights that a script prints at its end."""
     assert cluster.wait(PATIENCE_S) == [0], cluster.tails()
     output = cluster.agent(0).output()
     ((steps, digest),) = re.findall(r"trained (\d+) steps: ([0-9a-f]{64})", output)
@@ -83,9 +83,9 @@ def undisturbed(package: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("kind", ["kill", "sigterm"])
-def test_a_fault_changes_no_bit(package: str, undisturbed: str, kind: str, tmp_path: Path) -> None:
-    """A rank that is killed resumes from the newest save. After SIGTERM the step is finished and saved, the exit code
-    is 75, and the same command resumes. Either way the weights are those of an undisturbed run."""
+def test_a_kill_or_preemption_changes_no_bit(package: str, undisturbed: str, kind: str, tmp_path: Path) -> None:
+    """A killed rank resumes from the newest save. After SIGTERM the step is finished and saved, the exit code is 75,
+    and the same command resumes. The weights are those of an undisturbed run."""
     fault = Fault(kind=kind, rank=0, iteration=FAULT_AT)
     with start(tmp_path, package, [fault]) as cluster:
         if kind == "sigterm":

@@ -1,4 +1,4 @@
-"""What looks for slow ranks, wrong arithmetic and differing replicas, on the device that it is made for."""
+"""Slow-rank timing, health checks and replica digests on the device for which they are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.straggler import StragglerDetector
 pytestmark = pytest.mark.gpu
 
 SLEEP_CYCLES = 20_000_000
-"""Some 10 ms of a GPU."""
+"""About 10 ms on a GPU."""
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
@@ -42,8 +42,8 @@ print(json.dumps({"results": results, "driver": driver_files(), "torch": "torch"
 # -- slow ranks -------------------------------------------------------------------------------------------------------
 
 
-def own_sleep_s() -> float:
-    """Return the seconds that the device sleeps in a step, as it measures them itself."""
+def measure_sleep_s() -> float:
+    """Return the seconds that the device sleeps in a step, measured with its own events."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(SLEEP_CYCLES)
     begin.record()
@@ -54,16 +54,16 @@ def own_sleep_s() -> float:
 
 
 @needs_gpu("a CPU does not run behind")
-def test_sections_count_the_devices_time_and_wait_for_nothing() -> None:
-    """A section's time is what the device took for it, not what the host took to queue it; sections of the host, hooks
-    of modules and optimizers, and the end of a step wait for nothing: torch raises if something does."""
-    asleep_s = own_sleep_s()
+def test_sections_measure_device_time_without_waiting() -> None:
+    """The time of a section is the device's, not the host's time to queue the work; host sections, hooks of modules and
+    optimizers, and the end of a step never wait for the device: torch raises if one does."""
+    asleep_s = measure_sleep_s()
     found = StragglerDetector(num_warmup_steps=0)
     model = torch.nn.Linear(256, 256, device="cuda")
     optim = torch.optim.SGD(model.parameters(), lr=0.0)
     found.watch({"model": model, "optim": optim})
     inputs = torch.ones(256, 256, device="cuda")
-    model(inputs).sum().backward()  # what is made in the first pass waits for the device
+    model(inputs).sum().backward()  # allocations in the first pass wait for the device
     optim.step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -91,9 +91,9 @@ def test_sections_count_the_devices_time_and_wait_for_nothing() -> None:
 # -- health -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_device_multiplies_right_and_a_flipped_bit_is_seen() -> None:
-    """The matrix product is right to the bit in every number format; one flipped bit of it fails the check, which then
-    names every format."""
+def test_the_compute_check_detects_a_flipped_bit() -> None:
+    """The matrix product is bit-exact in every number format; one flipped bit fails the check, which names every
+    format."""
     number = 0 if ON_GPU else None
     formats = ["float32", "bfloat16", "float16"] if ON_GPU else ["float32", "float64"]
     outcome = ComputeCheck(device=number).run()
@@ -103,17 +103,17 @@ def test_the_device_multiplies_right_and_a_flipped_bit_is_seen() -> None:
     assert [text.partition(":")[0] for text in flipped.facts["wrong"]] == formats
 
 
-def test_the_devices_memory_keeps_what_is_written() -> None:
-    """As much memory of the device as was wished is written and read back, and none of its words is wrong."""
+def test_the_memory_check_passes_on_the_device() -> None:
+    """The requested number of bytes of device memory is written and read back without a wrong word."""
     outcome = DeviceMemoryCheck(device=0 if ON_GPU else None, num_bytes=256 << 20).run()
     assert outcome.status == Status.OK, outcome.reason
     assert (outcome.facts["tested_bytes"], outcome.facts["wrong_words"]) == (256 << 20, 0)
 
 
 @pytest.mark.process
-def test_checking_gpus_leaves_no_context_behind() -> None:
-    """check_gpu() finds the GPU fit: in reach, right to the bit, memory that keeps, and no fault that the driver has
-    recorded, as far as it can be asked. The process that asks has not opened the driver, and has not imported torch."""
+def test_check_gpu_leaves_no_context_behind() -> None:
+    """check_gpu() finds the GPU healthy: present, bit-exact, with reliable memory, and without faults in the driver's
+    records as far as they are available. The calling process has neither opened the driver nor imported torch."""
     ended = subprocess.run(
         [sys.executable, "-c", CHECKS_GPUS],
         timeout=PATIENCE_S,
@@ -138,8 +138,8 @@ def test_checking_gpus_leaves_no_context_behind() -> None:
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def drawn(num_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Return random bytes of the host as numbers of a type."""
+def draw_tensor(num_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Return random bytes on the host as numbers of a type."""
     generator = torch.Generator().manual_seed(3)
     highest = 2 if dtype == torch.bool else 256
     return torch.randint(0, highest, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype)
@@ -147,8 +147,8 @@ def drawn(num_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_digest_is_the_same_on_every_device(dtype: torch.dtype, device: torch.device) -> None:
-    """The device's digest of any element type is the number that the same sum has on the CPU."""
-    tensor = drawn(8 * 1021, dtype)
+    """The device's digest of any element type equals the CPU's."""
+    tensor = draw_tensor(8 * 1021, dtype)
     assert int(weigh(tensor.to(device))) == int(weigh(tensor))
 
 
@@ -157,17 +157,17 @@ def test_a_digest_is_the_same_on_every_device(dtype: torch.dtype, device: torch.
     [0, 1, 2, 3, 5, 4 * BLOCK_WORDS - 1, 4 * BLOCK_WORDS, 4 * BLOCK_WORDS + 3, 4 * BLOCK_WORDS * PIECE_BLOCKS + 8189],
 )
 def test_a_digest_of_any_size_is_the_same_on_every_device(num_bytes: int, device: torch.device) -> None:
-    """So it is for empty tensors, odd numbers of bytes, and tensors of several blocks and pieces."""
-    tensor = drawn(num_bytes)
+    """The digests are equal for empty tensors, odd numbers of bytes, and tensors of several blocks and pieces."""
+    tensor = draw_tensor(num_bytes)
     on_device = tensor.to(device)
     assert int(weigh(on_device)) == int(weigh(tensor))
     if ON_GPU:
         assert digest_tensors([on_device, on_device]) == [int(weigh(tensor)) % 2**64] * 2
 
 
-def test_form_in_memory_does_not_matter_on_the_device(device: torch.device) -> None:
-    """Strides, where a tensor begins in its memory, and conjugates that are made only when read change no digest."""
-    tensor = drawn(6 * 10 * 2, torch.bfloat16).view(6, 10)
+def test_memory_layout_does_not_change_the_device_digest(device: torch.device) -> None:
+    """Strides, the offset of a tensor in its storage, and lazy conjugation do not change the digest."""
+    tensor = draw_tensor(6 * 10 * 2, torch.bfloat16).view(6, 10)
     expected = int(weigh(tensor))
     on_device = tensor.to(device)
     assert int(weigh(on_device.t().contiguous().t())) == expected
@@ -182,10 +182,10 @@ def test_form_in_memory_does_not_matter_on_the_device(device: torch.device) -> N
     assert int(weigh(number.to(device).conj())) == int(weigh(torch.tensor([1 - 2j])))
 
 
-def test_flips_and_swaps_are_noticed_on_the_device(device: torch.device) -> None:
-    """One flipped bit, two flipped signs, and two words in each other's place each change the digest; taken back, it is
-    what it was."""
-    numbers = drawn(4 * (2 * BLOCK_WORDS + 5)).view(torch.int32).to(device)
+def test_the_device_digest_detects_flips_and_swaps(device: torch.device) -> None:
+    """One flipped bit, two flipped signs, and two swapped words each change the digest; undoing the change restores
+    it."""
+    numbers = draw_tensor(4 * (2 * BLOCK_WORDS + 5)).view(torch.int32).to(device)
     before = int(weigh(numbers))
     for places, bit in (((0,), 0), ((BLOCK_WORDS + 3,), 30), ((0, 1), 31), ((7, BLOCK_WORDS + 7), 31)):
         for again in (False, True):
@@ -199,10 +199,10 @@ def test_flips_and_swaps_are_noticed_on_the_device(device: torch.device) -> None
 
 
 @needs_gpu("a CPU does not run behind")
-def test_weighing_waits_for_nothing() -> None:
-    """The device's digests are queued like any other work; torch raises if something waits for the device."""
-    tensors = [drawn(size).cuda() for size in (3, 4096, 4 * BLOCK_WORDS + 5)]
-    sums = [weigh(tensor) for tensor in tensors]  # the weights are made once
+def test_digests_are_queued_without_waiting() -> None:
+    """The device's digests are queued like any other work; torch raises if the host waits for the device."""
+    tensors = [draw_tensor(size).cuda() for size in (3, 4096, 4 * BLOCK_WORDS + 5)]
+    sums = [weigh(tensor) for tensor in tensors]  # the weights are allocated by the first call
     torch.cuda.set_sync_debug_mode("error")
     try:
         again = [weigh(tensor) for tensor in tensors]

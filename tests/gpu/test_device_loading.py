@@ -1,4 +1,4 @@
-"""Loads of a state onto the device: copied there while it is verified, from memory, disk, or through the host."""
+"""Loads of a state onto the device: copied while it is verified, from memory, from disk, or through the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 100.0
 
 
 class Training:
-    """A model on the device with an optimizer of two moments; what it holds is known without the device."""
+    """A model on the device and an optimizer with two moments; its values are known without the device."""
 
     def __init__(self, device: torch.device, *, has_stepped: bool = True) -> None:
         self.model = torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE) for _ in range(NUM_LAYERS))).to(device)
@@ -47,7 +47,7 @@ class Training:
         return found
 
     def set(self, seed: int) -> dict[str, torch.Tensor]:
-        """Give every tensor new values; return the host's copy of them."""
+        """Set every tensor to new values; return the host's copy of the values."""
         generator = torch.Generator().manual_seed(seed)
         expected = {}
         for name, tensor in self.tensors().items():
@@ -56,7 +56,7 @@ class Training:
         return expected
 
     def content(self) -> dict[str, torch.Tensor]:
-        """Return what it holds, on the host."""
+        """Return the values, on the host."""
         return {name: tensor.cpu() for name, tensor in self.tensors().items()}
 
 
@@ -70,7 +70,7 @@ def manage(folder: Path) -> CheckpointManager:
 
 @pytest.fixture(params=["local", "memory"])
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Return from where it is loaded: from files, or from the memory of a writer that outlives the manager."""
+    """Return the tier of the load: files, or the memory of a writer that outlives the manager."""
     if request.param == "local":
         yield "local"
         return
@@ -81,7 +81,7 @@ def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def save(device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
-    """Save a state; return what it holds."""
+    """Save a state; return its values."""
     training, manager = Training(device), manage(folder)
     expected = training.set(5)
     manager.load_latest(training.state)
@@ -91,23 +91,24 @@ def save(device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def landed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return how many tensors each shard that is read puts onto the device on the way, and chunks digested there."""
+def device_counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return how many tensors of each shard are copied to the device during the read, and how many chunks are digested
+    there."""
     found: list[tuple[int, int]] = []
     finish = landing.Landing.finish
 
-    def note(this: landing.Landing) -> Mapping[int, str]:
+    def count(this: landing.Landing) -> Mapping[int, str]:
         digested = finish(this)
         found.append((len(this.tensors), len(digested)))
         return digested
 
-    monkeypatch.setattr(landing.Landing, "finish", note)
+    monkeypatch.setattr(landing.Landing, "finish", count)
     return found
 
 
 @pytest.fixture(params=[True, False], ids=["digested on the device", "on the host"])
 def digests(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Return whether what is loaded is digested on the device: all of a small state, its kernel being compiled."""
+    """Return whether the device digests the loaded data: all of a small state, once its kernel is compiled."""
     is_on_device = request.param and device.type != "cpu"
     if is_on_device:
         assert find_digests(device, CHUNK_BYTES) is not None, "NVRTC comes with torch"
@@ -116,11 +117,16 @@ def digests(request: pytest.FixtureRequest, device: torch.device, monkeypatch: p
 
 
 @pytest.mark.parametrize("has_stepped", [True, False], ids=["stepped", "fresh"])
-def test_what_was_saved_is_loaded(
-    device: torch.device, tmp_path: Path, tier: str, landed: list[tuple[int, int]], has_stepped: bool, digests: bool
+def test_a_load_restores_the_saved_state(
+    device: torch.device,
+    tmp_path: Path,
+    tier: str,
+    device_counts: list[tuple[int, int]],
+    has_stepped: bool,
+    digests: bool,
 ) -> None:
-    """Model and optimizer are what was saved, to the bit, also where the optimizer has not made its state yet; its
-    tensors lie on the device, and all large ones came there while they were verified, by the device where it can."""
+    """Model and optimizer are bit-identical to the saved state, also where the optimizer has no state yet; the tensors
+    are on the device, and all large ones were copied to it during verification, by the device where it can."""
     expected = save(device, tmp_path)
     other, manager = Training(device, has_stepped=has_stepped), manage(tmp_path)
     restored = manager.load_latest(other.state)
@@ -130,14 +136,15 @@ def test_what_was_saved_is_loaded(
     assert is_same(other.content(), expected)
     assert {tensor.device for tensor in other.tensors().values()} == {device}
     if device.type != "cpu":
-        num_tensors, num_digested = landed[0]
+        num_tensors, num_digested = device_counts[0]
         assert num_tensors == 3 * NUM_LAYERS, "weights and two moments; biases are small"
         assert (num_digested > 0) == digests
 
 
 @needs_gpu("there is no memory of a device")
-def test_nothing_of_it_stays_beside_the_state(device: torch.device, tmp_path: Path) -> None:
-    """What lay on the device beside the live state is given back to the driver, not only to the allocator's cache."""
+def test_a_load_returns_its_device_memory_to_the_driver(device: torch.device, tmp_path: Path) -> None:
+    """Device memory that the load used in addition to the live state is returned to the driver, not only to the
+    allocator's cache."""
     save(device, tmp_path)
     other, manager = Training(device), manage(tmp_path)
     torch.cuda.empty_cache()
@@ -149,10 +156,10 @@ def test_nothing_of_it_stays_beside_the_state(device: torch.device, tmp_path: Pa
     assert reserved <= before[1] + (64 << 20)
 
 
-def test_a_device_without_room_is_loaded_through_the_host(
+def test_a_full_device_is_loaded_through_the_host(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the device has no memory to spare, the state comes by way of the host's memory, and is right."""
+    """Where the device has no spare memory, the state is loaded through host memory, and is correct."""
     expected = save(device, tmp_path)
     monkeypatch.setattr("outlast.runtime.device_copies.DeviceCopies.make_room", lambda *_, **__: [])
     other, manager = Training(device), manage(tmp_path)
@@ -162,8 +169,9 @@ def test_a_device_without_room_is_loaded_through_the_host(
 
 
 @pytest.mark.usefixtures("digests")
-def test_a_damaged_copy_touches_nothing_on_the_device(device: torch.device, tmp_path: Path) -> None:
-    """One flipped bit is found before the live state is touched: it is refused, and the device holds what it held."""
+def test_a_damaged_copy_never_reaches_the_live_state(device: torch.device, tmp_path: Path) -> None:
+    """One flipped bit is detected before the live state is changed: the copy is rejected, and the device keeps its
+    values."""
     save(device, tmp_path)
     path = max((tmp_path / "saves").rglob("step-7/*"), key=lambda one: one.stat().st_size)
     with open(path, "r+b") as file:
@@ -180,9 +188,9 @@ def test_a_damaged_copy_touches_nothing_on_the_device(device: torch.device, tmp_
 
 
 @needs_gpu("its kernel is CUDA's")
-def test_a_device_digests_chunks_as_the_host_does(device: torch.device) -> None:
-    """Random chunks have the digests that the host computes, in whatever order they lie; one changed bit changes that
-    of its chunk alone, wherever it is, and what is copied besides is right."""
+def test_device_and_host_digests_of_chunks_are_equal(device: torch.device) -> None:
+    """Random chunks in any order have the digests that the host computes; one changed bit changes the digest of its
+    chunk alone, and the data that is copied at the same time is correct."""
     digests, number = find_digests(device, CHUNK_BYTES), 40
     assert digests is not None
     generator = torch.Generator().manual_seed(3)

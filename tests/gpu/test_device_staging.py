@@ -1,4 +1,5 @@
-"""Saves of a state that lies on the device: pinned once, copied in a stream of its own, held back for, and whole."""
+"""Saves of a state on the device: pinned buffers, a separate copy stream, held-back optimizer steps, consistent
+copies."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.process]
 SIDE, NUM_LAYERS = 1024, 6
 TIMEOUT_S = 100.0
 SLEEP_CYCLES = 400_000_000
-"""Some 0.2 s of a GPU."""
+"""About 0.2 s on a GPU."""
 ENDS_AT_ONCE = """
 import os, threading, torch
 from outlast.checkpoint.arena import Arena
@@ -39,7 +40,7 @@ arena.close()
 
 
 class Training:
-    """A model on the device, and its optimizer; what it holds is known without the device."""
+    """A model on the device, and its optimizer; its values are known without the device."""
 
     def __init__(self, device: torch.device) -> None:
         layers = [torch.nn.Linear(SIDE, SIDE) for _ in range(NUM_LAYERS)]
@@ -51,7 +52,7 @@ class Training:
         self.set(0)
 
     def expected(self, seed: int) -> dict[str, torch.Tensor]:
-        """Return the host's copy of what :meth:`set` gives."""
+        """Return the host's copy of the values that :meth:`set` sets."""
         generator = torch.Generator().manual_seed(seed)
         return {
             name: torch.randint(-128, 128, tensor.shape, generator=generator).to(tensor.dtype)
@@ -59,7 +60,7 @@ class Training:
         }
 
     def set(self, seed: int) -> dict[str, torch.Tensor]:
-        """Give every tensor new values, in the current stream; return the host's copy of them."""
+        """Set every tensor to new values, in the current stream; return the host's copy of the values."""
         expected = self.expected(seed)
         live = {**self.model.state_dict(), "odd": self.odd}
         for name, tensor in expected.items():
@@ -67,7 +68,7 @@ class Training:
         return expected
 
     def content(self) -> dict[str, torch.Tensor]:
-        """Return what it holds, on the host."""
+        """Return the values, on the host."""
         return {name: tensor.cpu() for name, tensor in {**self.model.state_dict(), "odd": self.odd}.items()}
 
 
@@ -80,7 +81,7 @@ def manage(folder: Path, **settings: Any) -> CheckpointManager:
 
 
 def begin_overlapped(device: torch.device, folder: Path) -> tuple[Training, CheckpointManager]:
-    """Return a training whose optimizer has stepped since its second save, so that the third is copied late."""
+    """Return a training whose optimizer has stepped since its second save, so that the third save is copied late."""
     training, manager = Training(device), manage(folder, overlap_staging=True)
     manager.load_latest(training.state)
     for iteration in (1, 2):
@@ -102,9 +103,9 @@ def load(folder: Path, device: torch.device) -> tuple[int, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at_once", "beside_training"])
-def test_every_save_is_the_state_of_its_call(device: torch.device, tmp_path: Path, overlap: bool) -> None:
-    """Whatever the device is given right after each save, what is loaded is what was at the call, to the bit: also if
-    save() has returned before it was copied, as the optimizer's step is held back on the device."""
+def test_every_save_has_the_state_of_its_call(device: torch.device, tmp_path: Path, overlap: bool) -> None:
+    """Whatever work follows a save, the loaded state is bit-identical to the state at the call, also if save() returns
+    before the copy while the optimizer's step is held back on the device."""
     training, manager = Training(device), manage(tmp_path / "saves", overlap_staging=overlap)
     manager.load_latest(training.state)
     expected = {}
@@ -112,7 +113,7 @@ def test_every_save_is_the_state_of_its_call(device: torch.device, tmp_path: Pat
         expected[iteration] = training.set(iteration)
         training.optimizer.step()
         manager.save(training.state, iteration)
-        training.optimizer.step()  # does nothing, but what follows it in the stream comes after the copy
+        training.optimizer.step()  # changes no value, but makes later work of the stream follow the copy
         training.set(-iteration)
         manager.wait(TIMEOUT_S)
     manager.close()
@@ -122,9 +123,9 @@ def test_every_save_is_the_state_of_its_call(device: torch.device, tmp_path: Pat
 
 
 @needs_gpu("a CPU does not run behind")
-def test_a_save_takes_what_the_device_is_yet_to_compute(device: torch.device, tmp_path: Path) -> None:
-    """A save that is called while the device is far behind has the values that the work given before it will have
-    made, and nothing of the work that is given after it."""
+def test_a_save_includes_work_queued_before_it(device: torch.device, tmp_path: Path) -> None:
+    """A save that is called while the device is far behind has the results of all work queued before the call, and of
+    no work queued after it."""
     training, manager = begin_overlapped(device, tmp_path / "saves")
     torch.cuda._sleep(SLEEP_CYCLES)
     training.optimizer.step()
@@ -141,9 +142,9 @@ def test_a_save_takes_what_the_device_is_yet_to_compute(device: torch.device, tm
 
 
 @needs_gpu("a CPU does not run behind")
-def test_a_step_waits_on_the_device_and_not_on_the_host(device: torch.device, tmp_path: Path) -> None:
-    """With overlap_staging neither save() nor the optimizer's step has the host wait for the device, for the large
-    tensors: torch raises where it is asked to synchronise, but for the small ones that save() copies at once."""
+def test_a_step_waits_on_the_device_not_on_the_host(device: torch.device, tmp_path: Path) -> None:
+    """With overlap_staging neither save() nor the optimizer's step makes the host wait for large tensors: torch raises
+    on a synchronisation, except for the small tensors that save() copies at once."""
     training, manager = begin_overlapped(device, tmp_path / "saves")
     handle = manager.save(training.state, 3)
     torch.cuda.set_sync_debug_mode("error")
@@ -156,9 +157,9 @@ def test_a_step_waits_on_the_device_and_not_on_the_host(device: torch.device, tm
 
 
 @needs_gpu("the CPU's allocator counts nothing")
-def test_nothing_is_allocated_after_the_first_saves(device: torch.device, tmp_path: Path) -> None:
-    """Once both buffers have been used, a save takes no new memory of the device from the driver, and none that is
-    pinned on the host."""
+def test_saves_allocate_no_memory_after_the_first_two(device: torch.device, tmp_path: Path) -> None:
+    """Once both buffers have been used, a save allocates neither device memory from the driver nor pinned host
+    memory."""
     training, manager = Training(device), manage(tmp_path / "saves")
     manager.load_latest(training.state)
 
@@ -175,30 +176,30 @@ def test_nothing_is_allocated_after_the_first_saves(device: torch.device, tmp_pa
     manager.close()
 
 
-def spied(patch: pytest.MonkeyPatch, device: torch.device) -> dict[str, list[Any]]:
-    """Note what is pinned and released; return the notes."""
+def record_pins(patch: pytest.MonkeyPatch, device: torch.device) -> dict[str, list[Any]]:
+    """Record which memory is pinned and released; return the records."""
     copies = copies_of(device)
     assert copies is not None
-    notes: dict[str, list[Any]] = {"pin": [], "unpin": []}
-    for name in notes:
+    calls: dict[str, list[Any]] = {"pin": [], "unpin": []}
+    for name in calls:
         call: Callable[..., Any] = getattr(copies, name)
 
-        def note(*arguments: Any, name: str = name, call: Callable[..., Any] = call) -> Any:
+        def record(*arguments: Any, name: str = name, call: Callable[..., Any] = call) -> Any:
             found = call(*arguments)
-            notes[name].append((arguments[0], found))
+            calls[name].append((arguments[0], found))
             return found
 
-        patch.setattr(copies, name, note)
-    return notes
+        patch.setattr(copies, name, record)
+    return calls
 
 
 @needs_gpu("there is nothing to pin for")
-def test_the_buffers_are_pinned_once_and_released(
+def test_buffers_are_pinned_once_and_released(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver registers the memory that the writer owns, each buffer once; torch then takes it for pinned. Closing
-    undoes it, after which the same addresses can be registered again."""
-    notes = spied(monkeypatch, device)
+    """The driver registers each buffer of the writer once, and torch treats it as pinned. Closing unregisters it, after
+    which the same addresses can be registered again."""
+    calls = record_pins(monkeypatch, device)
     training, manager = Training(device), manage(tmp_path / "saves")
     manager.load_latest(training.state)
     for iteration in range(1, 6):
@@ -207,15 +208,15 @@ def test_the_buffers_are_pinned_once_and_released(
     pinned = [torch.from_numpy(arena.array).is_pinned() for arena in arenas]
     manager.close()
     await_release()
-    assert 1 <= len(notes["pin"]) <= 2
-    assert all(is_pinned for _, is_pinned in notes["pin"]), "this machine's driver pins no shared memory"
+    assert 1 <= len(calls["pin"]) <= 2
+    assert all(is_pinned for _, is_pinned in calls["pin"]), "this machine's driver pins no shared memory"
     assert all(pinned)
-    assert sorted(address for address, _ in notes["unpin"]) == sorted(address for address, _ in notes["pin"])
+    assert sorted(address for address, _ in calls["unpin"]) == sorted(address for address, _ in calls["pin"])
 
 
 @needs_gpu("there is nothing to pin for")
-def test_a_refused_pin_leaves_no_error_behind(device: torch.device) -> None:
-    """The driver refuses to register an address twice; the next kernel does not report that as its own failure."""
+def test_a_rejected_pin_leaves_no_error_behind(device: torch.device) -> None:
+    """The driver rejects a second registration of an address; the next kernel does not report that error as its own."""
     copies = copies_of(device)
     assert copies is not None
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
@@ -228,8 +229,9 @@ def test_a_refused_pin_leaves_no_error_behind(device: torch.device) -> None:
 
 
 @needs_gpu("there is nothing to pin for")
-def test_a_process_ends_well_while_its_memory_is_released() -> None:
-    """A process that ends right after it has closed its buffers is not aborted: no thread is cut off in the driver."""
+def test_a_process_can_exit_while_memory_is_released() -> None:
+    """A process that exits right after it has closed its buffers is not aborted: no thread is interrupted in the
+    driver."""
     ended = subprocess.run(
         [sys.executable, "-c", ENDS_AT_ONCE], timeout=TIMEOUT_S, check=False, text=True, capture_output=True
     )
@@ -237,9 +239,9 @@ def test_a_process_ends_well_while_its_memory_is_released() -> None:
 
 
 @needs_gpu("graphs are the GPU's")
-def test_a_graph_can_be_captured_while_a_save_is_copied(device: torch.device, tmp_path: Path) -> None:
-    """Neither the threads that wait for a copy nor the optimizer's hook end a capture; an optimizer that is captured is
-    held back on the host, and its tensors are copied at once from then on."""
+def test_a_graph_can_be_captured_during_a_save(device: torch.device, tmp_path: Path) -> None:
+    """Neither the threads that wait for a copy nor the optimizer's hook end a capture; a captured optimizer is held
+    back on the host, and its tensors are copied at once from then on."""
     training, manager = begin_overlapped(device, tmp_path / "saves")
     expected = training.set(3)
     numbers = torch.ones(1024, device=device)
@@ -260,7 +262,7 @@ def test_a_graph_can_be_captured_while_a_save_is_copied(device: torch.device, tm
 
 
 def delay_late_copies(patch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Make the device begin with copies some 0.2 s late, except for the first ones, for which a save waits."""
+    """Make the device begin copies about 0.2 s late, except for the first ones, for which a save waits."""
     copies = copies_of(device)
     assert copies is not None
     queue, num_queued = copies.queue, 0
@@ -279,11 +281,11 @@ def delay_late_copies(patch: pytest.MonkeyPatch, device: torch.device) -> None:
 
 @needs_gpu("graphs are the GPU's")
 @pytest.mark.parametrize("is_watched", [True, False], ids=["captured_after_the_load", "captured_before_it"])
-def test_the_first_replay_of_a_graph_changes_no_save(
+def test_the_first_graph_replay_changes_no_save(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_watched: bool
 ) -> None:
-    """A graph that contains the optimizer's step is captured early, steps run without it, and its first replay follows
-    an overlapped save at once, while the device is late with copies: the save holds the state of its call."""
+    """A graph with the optimizer's step is captured early, steps run without it, and its first replay directly follows
+    an overlapped save while the device is late with copies: the save has the state of its call."""
     training, manager = Training(device), manage(tmp_path / "saves", overlap_staging=True)
     for group in training.optimizer.param_groups:
         group["lr"] = 0.125
@@ -319,8 +321,8 @@ def test_the_first_replay_of_a_graph_changes_no_save(
 def test_a_change_during_the_copy_fails_the_save(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parameter that changes between an overlapped save and the next step fails the save, if the device has not
-    copied the state by then; the next save is committed."""
+    """A parameter that changes between an overlapped save and the next step fails the save if the device has not copied
+    the state yet; the next save is committed."""
     training, manager = begin_overlapped(device, tmp_path / "saves")
     delay_late_copies(monkeypatch, device)
     handle = manager.save(training.state, 3)

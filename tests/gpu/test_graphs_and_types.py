@@ -13,29 +13,29 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 @needs_gpu("graphs are the GPU's")
 @pytest.mark.parametrize("overlap", [False, True], ids=["at_once", "overlapped"])
-def test_compiled_graphs(
+def test_a_kill_under_compiled_cuda_graphs_changes_no_bit(
     overlap: bool, deterministic: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Model and optimizer are compiled with mode="reduce-overhead": torch runs, captures, and then replays CUDA graphs,
-    and every step ends with a save, so that one of them precedes the first replay."""
+    """Model and optimizer are compiled with mode="reduce-overhead": torch runs, captures, and then replays CUDA graphs.
+    Every step ends with a save, so that one save precedes the first replay."""
     check_no_bit_changes("reduce-overhead", deterministic, tmp_path_factory, overlap=overlap, interval=1)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at_once", "overlapped"])
-def test_states_in_float8_and_bfloat16(
+def test_a_kill_with_float8_and_bfloat16_changes_no_bit(
     overlap: bool, deterministic: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Parameters and optimizer state in bfloat16, and float8 copies of the weights, which each step makes again and the
-    next one computes with."""
+    """Parameters and optimizer state are bfloat16; each step makes float8 copies of the weights with which the next one
+    computes."""
     check_no_bit_changes("float8", deterministic, tmp_path_factory, overlap=overlap, interval=4)
 
 
 @pytest.mark.parametrize("variant", ["fused", *(["graph"] if ON_GPU else [])])
-def test_expandable_segments(
+def test_a_kill_with_expandable_segments_changes_no_bit(
     variant: str, deterministic: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The run with the fault uses torch's allocator with expandable segments, whose memory the driver maps in parts:
-    overlapped saves and the load are the same as without them."""
+    overlapped saves and the load have the same result."""
     check_no_bit_changes(
         variant, deterministic, tmp_path_factory, overlap=True, interval=4, killed_environment=EXPANDABLE
     )

@@ -1,4 +1,4 @@
-"""The launcher beside a GPU: only workers use it, each sees the right one, and a dead one's memory is free."""
+"""The launcher and the GPU: only workers use it, each has the right one, and memory of an ended worker is free."""
 
 from __future__ import annotations
 
@@ -81,24 +81,23 @@ forward()
 """
 
 
-def write(folder: Path, code: str) -> Path:
-    """Return a script with this code."""
+def write_script(folder: Path, code: str) -> Path:
     script = folder / "script.py"
     script.write_text(code)
     return script
 
 
-def places(folder: Path) -> list[Any]:
-    """Return what the ranks have left in a folder, in the order of their ranks."""
+def read_places(folder: Path) -> list[Any]:
+    """Return the records of the ranks in a folder, in the order of their ranks."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*"))]
 
 
 @pytest.mark.parametrize("options", [[], LAUNCHED], ids=["checked", "unchecked"])
 def test_only_workers_use_the_driver(tmp_path: Path, options: list[str]) -> None:
-    """While a worker computes on the GPU, neither the agent (whether it has checked the node's health or not) nor the
-    process from which workers are forked has opened the GPU's driver: they have no context there, and take no memory of
-    it. Nor was CUDA touched before the fork: the worker can use it."""
-    script = write(tmp_path, COMPUTES)
+    """While a worker computes on the GPU, neither the agent (with or without a health check of the node) nor the fork
+    server has opened the GPU's driver: they have no context and use no GPU memory. CUDA was not initialised before the
+    fork: the worker can use it."""
+    script = write_script(tmp_path, COMPUTES)
     with Cluster(
         script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options
     ) as cluster:
@@ -117,13 +116,13 @@ def test_only_workers_use_the_driver(tmp_path: Path, options: list[str]) -> None
 
 
 @needs_gpu("there are no GPUs to count")
-def test_gpu_means_one_worker_for_each(tmp_path: Path) -> None:
-    """With --nproc-per-node=gpu as many workers start as there are GPUs, each on one of its own."""
-    script = write(tmp_path, SHOWS_DEVICES)
+def test_nproc_gpu_starts_one_worker_per_gpu(tmp_path: Path) -> None:
+    """With --nproc-per-node=gpu as many workers start as there are GPUs, each on its own GPU."""
+    script = write_script(tmp_path, SHOWS_DEVICES)
     options = ["--nproc-per-node=gpu", *LAUNCHED]
     with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=1, options=options) as cluster:
         assert cluster.wait(PATIENCE_S) == [0], cluster.tails()
-    found = places(tmp_path)
+    found = read_places(tmp_path)
     assert len(found) == torch.cuda.device_count()
     assert {place["world_size"] for place in found} == {torch.cuda.device_count()}
     assert len({place["device"] for place in found}) == len(found)
@@ -131,9 +130,9 @@ def test_gpu_means_one_worker_for_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("visible", [None, "3,5"], ids=["all", "some"])
 @pytest.mark.parametrize("virtual", [False, True], ids=["own_number", "virtual"])
-def test_ranks_see_the_devices_that_torchrun_shows_them(tmp_path: Path, virtual: bool, visible: str | None) -> None:
-    """LOCAL_RANK and CUDA_VISIBLE_DEVICES of every worker are those that torchrun gives it, with --virtual-local-rank
-    and without, whether the node's own CUDA_VISIBLE_DEVICES is set or not."""
+def test_workers_see_the_same_devices_as_under_torchrun(tmp_path: Path, virtual: bool, visible: str | None) -> None:
+    """LOCAL_RANK and CUDA_VISIBLE_DEVICES of every worker equal those under torchrun, with and without
+    --virtual-local-rank, whether or not the node sets CUDA_VISIBLE_DEVICES."""
     options = ["--nproc-per-node=2", *(["--virtual-local-rank"] * virtual)]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"OMP_NUM_THREADS": "1"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
@@ -145,7 +144,7 @@ def test_ranks_see_the_devices_that_torchrun_shows_them(tmp_path: Path, virtual:
     for name, (module, *words) in launchers.items():
         folder = tmp_path / name
         folder.mkdir()
-        command = [sys.executable, "-m", module, *words, *options, str(write(folder, SHOWS_PLACE)), str(folder)]
+        command = [sys.executable, "-m", module, *words, *options, str(write_script(folder, SHOWS_PLACE)), str(folder)]
         ended = subprocess.run(
             command,
             env=environment,
@@ -156,17 +155,17 @@ def test_ranks_see_the_devices_that_torchrun_shows_them(tmp_path: Path, virtual:
             stderr=subprocess.STDOUT,
         )
         assert ended.returncode == 0, ended.stdout
-        found[name] = places(folder)
+        found[name] = read_places(folder)
     assert len(found["torchrun"]) == 2
     assert found["outlast"] == found["torchrun"]
 
 
 @needs_gpu("there is no memory of a device")
-def test_memory_of_a_killed_rank_is_free_again(tmp_path: Path) -> None:
-    """A rank that is killed while it holds half of the GPU's free memory leaves it to the next cycle's rank, which
-    finds it free from its first line on and allocates as much again."""
-    script = write(tmp_path, HOLDS_MEMORY)
-    options = ["--no-health-check", "--ft-gpu-memory-reclaim-timeout=20"]  # in vain, where other tests use the GPU
+def test_memory_of_a_killed_rank_is_free_for_the_next(tmp_path: Path) -> None:
+    """A rank is killed while it uses half of the GPU's free memory; the rank of the next cycle finds that memory free
+    at its start and allocates as much."""
+    script = write_script(tmp_path, HOLDS_MEMORY)
+    options = ["--no-health-check", "--ft-gpu-memory-reclaim-timeout=20"]  # never reached where other tests use the GPU
     run_dir = tmp_path / "run"
     with Cluster(script, str(tmp_path), run_dir=run_dir, num_nodes=1, nproc_per_node=1, options=options) as cluster:
         assert cluster.wait(PATIENCE_S) == [0], cluster.tails()
@@ -177,10 +176,10 @@ def test_memory_of_a_killed_rank_is_free_again(tmp_path: Path) -> None:
 
 
 @needs_gpu("there is no memory of a device")
-def test_a_rank_that_exceeds_the_memory_is_reported_with_its_line(tmp_path: Path) -> None:
-    """A rank that exceeds the GPU's memory is the cause of the failure: the last line has torch's exception with the
-    bytes it asked for, the rank, and the line of the script."""
-    script = write(tmp_path, EXCEEDS_MEMORY)
+def test_out_of_memory_is_reported_with_rank_and_line(tmp_path: Path) -> None:
+    """A rank that exceeds the GPU's memory is the root cause: the last line has torch's exception with the requested
+    bytes, the rank, and the line of the script."""
+    script = write_script(tmp_path, EXCEEDS_MEMORY)
     options = ["--max-restarts=1", *LAUNCHED]
     run_dir = tmp_path / "run"
     with Cluster(script, run_dir=run_dir, num_nodes=1, nproc_per_node=1, options=options) as cluster:

@@ -1,4 +1,4 @@
-"""Restarts in process with collectives on a GPU: NCCL is aborted and made anew, and the process stays."""
+"""In-process restarts with collectives on a GPU: NCCL is aborted and recreated, and the process stays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BALLAST_BYTES = 512 << 20
 
 
 def check_recovered(output: str) -> list[dict[str, Any]]:
-    """Check that the second call succeeded in the process of the first; return what each of them printed."""
+    """Check that the second call succeeded in the process of the first; return the output of each."""
     facts = read_facts(output)
     calls, (end,) = [one for one in facts if "call" in one], [one for one in facts if "returned" in one]
     assert [one["call"] for one in calls] == [0, 1], output
@@ -37,9 +37,9 @@ def check_recovered(output: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fault", ["exception", "stuck", "running"])
-def test_a_fault_is_recovered_in_process(tmp_path: Path, fault: str) -> None:
-    """After an exception, a host that is stuck, and an exception while collectives are still queued on the GPU, the
-    same process calls the function again; a default group and two more were aborted and work anew."""
+def test_a_fault_with_nccl_is_recovered_in_process(tmp_path: Path, fault: str) -> None:
+    """After an exception, a stuck host, and an exception while collectives are queued on the GPU, the same process
+    calls the function again; the default group and two others were aborted and work again."""
     output = run_alone(RESTARTING, fault, "on", folder=tmp_path)
     first, second, end = check_recovered(output)
     assert end["aborted"] == [3 if ON_GPU else 0], "not all three groups were aborted, once"
@@ -47,8 +47,8 @@ def test_a_fault_is_recovered_in_process(tmp_path: Path, fault: str) -> None:
         assert first["variables"] == second["variables"] == DOCUMENTED
 
 
-def test_under_the_launcher_too(tmp_path: Path) -> None:
-    """Under outlast run the variable that it sets for every worker is replaced for the wrapper; the cycle goes on."""
+def test_recovery_works_under_the_launcher(tmp_path: Path) -> None:
+    """The variable that outlast run sets for every worker is replaced for the wrapper; the cycle continues."""
     with Cluster(
         RESTARTING, "exception", "on", run_dir=tmp_path, num_nodes=1, nproc_per_node=1, options=LAUNCHED
     ) as cluster:
@@ -63,9 +63,9 @@ def test_under_the_launcher_too(tmp_path: Path) -> None:
 
 @needs_gpu("the CPU's allocator keeps no cache")
 @pytest.mark.parametrize("empties", [True, False], ids=["on", "off"])
-def test_cached_memory_goes_back(tmp_path: Path, empties: bool) -> None:
-    """With empty_cuda_cache what the failed call left in the allocator's cache is given back before the function is
-    called again; without it the cache stays for the next call."""
+def test_empty_cuda_cache_returns_cached_memory(tmp_path: Path, empties: bool) -> None:
+    """With empty_cuda_cache the memory that the failed call left in the allocator's cache is returned before the next
+    call; without it the cache stays."""
     output = run_alone(RESTARTING, "exception", "on" if empties else "off", folder=tmp_path)
     first, second, _ = check_recovered(output)
     assert first["reserved_bytes"] < BALLAST_BYTES
@@ -75,14 +75,14 @@ def test_cached_memory_goes_back(tmp_path: Path, empties: bool) -> None:
 @needs_gpu("NCCL is for GPUs alone")
 @pytest.mark.parametrize("init", ["lazy", "eager"])
 def test_all_communicators_are_aborted(tmp_path: Path, init: str) -> None:
-    """abort_collectives() returns the number of all NCCL groups, whether their communicators were made by the first
-    collective or with device_id; they can be destroyed, then there is nothing more to abort, and new ones work."""
+    """abort_collectives() returns the number of all NCCL groups, whether the first collective or device_id created
+    their communicators; afterwards they can be destroyed, a second abort finds none, and new groups work."""
     (facts,) = read_facts(run_alone(PROGRAMS / "aborting_rank.py", init, folder=tmp_path))
     assert facts == {"aborted": [3, 0, 3, 0], "sums": [7.0] * 6}
 
 
 def train_pair(folder: Path, fault: str, *, world_size: int) -> tuple[list[int], list[list[dict[str, Any]]]]:
-    """Run the pair, and spares beside it; return the exit codes and what each rank printed."""
+    """Run the pair and its spares; return the exit codes and the output of each rank."""
     with RankProcesses(
         PAIR, str(folder), fault, "2", world_size=world_size, directory=folder, environment=DETERMINISTIC
     ) as ranks:
@@ -94,19 +94,19 @@ def train_pair(folder: Path, fault: str, *, world_size: int) -> tuple[list[int],
 
 
 def results(facts: list[list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Return what the function returned, by rank."""
+    """Return the function's results by rank."""
     returned = [one["returned"] for of_process in facts for one in of_process if one.get("returned")]
     return {one["rank"]: one for one in returned}
 
 
 def restored_from(folder: Path) -> dict[int | None, str]:
-    """Return from which tier each rank resumed."""
+    """Return the tier from which each rank resumed."""
     return {event.rank: event.data["tier"] for event in read(folder / "run") if event.kind == EventKind.RESTORED}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Return what two ranks return to which nothing happens."""
+    """Return the results of two ranks without a fault."""
     codes, facts = train_pair(tmp_path_factory.mktemp("undisturbed"), "none", world_size=2)
     assert codes == [0, 0]
     found = results(facts)
@@ -114,9 +114,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str,
     return found
 
 
-def test_two_ranks_on_one_device_outlive_an_exception(tmp_path: Path, undisturbed: dict[int, dict[str, Any]]) -> None:
-    """When one of two ranks that share a GPU (over gloo) raises, both continue in their processes and with what they
-    have in memory; weights and losses end bit-identical to those of an undisturbed run."""
+def test_two_ranks_on_one_device_survive_an_exception(tmp_path: Path, undisturbed: dict[int, dict[str, Any]]) -> None:
+    """When one of two ranks that share a GPU (over gloo) raises, both continue in their processes with their state in
+    memory; weights and losses are bit-identical to those of an undisturbed run."""
     codes, facts = train_pair(tmp_path, "raise", world_size=2)
     assert codes == [0, 0]
     for of_process in facts:
@@ -127,11 +127,9 @@ def test_two_ranks_on_one_device_outlive_an_exception(tmp_path: Path, undisturbe
     assert results(facts) == undisturbed
 
 
-def test_a_spare_on_the_device_takes_a_killed_ranks_place(
-    tmp_path: Path, undisturbed: dict[int, dict[str, Any]]
-) -> None:
-    """When one of them is killed, a spare process takes its rank and gets weights and optimizer state from the other,
-    which stays; weights and losses, drawn from the device's random numbers, end bit-identical."""
+def test_a_spare_on_the_device_replaces_a_killed_rank(tmp_path: Path, undisturbed: dict[int, dict[str, Any]]) -> None:
+    """When one of the ranks is killed, a spare process takes the rank and receives weights and optimizer state from the
+    surviving process; weights and losses, drawn from the device's random numbers, are bit-identical."""
     codes, facts = train_pair(tmp_path, "kill", world_size=3)
     assert codes == [0, -signal.SIGKILL, 0]
     assert [one["call"] for one in facts[0] if "call" in one] == [0, 1]

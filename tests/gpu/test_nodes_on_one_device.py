@@ -1,4 +1,4 @@
-"""Two nodes of one rank each, and a spare, on one device: checkpoints go from the device to another node's memory."""
+"""Two nodes of one rank each, and a spare, on one device: checkpoints are copied from the device to another node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
 PROGRAM = PROGRAMS / "nodes_on_one_device.py"
 NEWEST = 8
-"""The newest save before the ranks wait."""
+"""The iteration of the newest save before the ranks wait."""
 
 
 def start(folder: Path, fault: str) -> Cluster:
@@ -36,15 +36,14 @@ def start(folder: Path, fault: str) -> Cluster:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Return the result of a run."""
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
 
 
-def test_a_lost_node_is_replaced_with_the_copy_in_another_nodes_memory(tmp_path: Path) -> None:
-    """A node whose agent is killed loses its rank and its checkpoints in memory. The spare gets the rank's checkpoint
-    from the other node's memory and verifies it; no checkpoint of that iteration is on disk. Weights and losses are
-    those of an undisturbed run. The state is on the GPU, and saves copy it while the next step computes."""
+def test_a_spare_loads_a_lost_nodes_state_from_a_replica(tmp_path: Path) -> None:
+    """A killed agent's node loses its rank and its checkpoints in memory. The spare receives the rank's checkpoint from
+    the other node's memory and verifies it; no checkpoint of that iteration is on disk. Weights and losses are those of
+    an undisturbed run. The state is on the GPU, and saves copy it while the next step computes."""
     with start(tmp_path / "undisturbed", "none") as cluster:
         assert cluster.wait(PATIENCE_S / 2) == [0, 0, 0], cluster.tails()
     with start(tmp_path / "lost", "lose") as cluster:

@@ -1,4 +1,4 @@
-"""The example trains on the GPU to the same bits, whatever befalls it on the way."""
+"""The example trains on the GPU to bit-identical results, with and without faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async_save = false
 
 
 def train_undisturbed(folder: Path) -> dict[str, Any]:
-    """Return what the example writes when nothing happens to it."""
+    """Return the result of the example without a fault."""
     out = folder / "undisturbed.json"
     words = [f"--iterations={TOTAL}", f"--save-interval={SAVE_INTERVAL}", f"--checkpoint-dir={folder / 'undisturbed'}"]
     run_alone(EXAMPLE, *words, f"--out={out}", folder=folder / "undisturbed-output")
@@ -38,12 +38,11 @@ def train_undisturbed(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return it."""
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def check_equal(found: dict[str, Any], undisturbed: dict[str, Any], folder: Path) -> None:
-    """Check that two results are the same bits; if not, say whether two undisturbed runs are."""
+    """Check that two results are bit-identical; if not, report whether two undisturbed runs are."""
     if found != undisturbed:
         repeats = train_undisturbed(folder) == undisturbed
         why = "the restart changes the result" if repeats else "this device repeats not even an undisturbed run"
@@ -67,7 +66,7 @@ def start(folder: Path, plan: FaultPlan) -> Cluster:
 
 
 def restored(folder: Path) -> list[int | None]:
-    """Return at which iterations the run resumed."""
+    """Return the iterations at which the run resumed."""
     return [event.iteration for event in read(folder / "run") if event.kind == EventKind.RESTORED]
 
 
@@ -83,8 +82,8 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, undisturbed: dict[str, Any
 
 
 def test_a_preemption_changes_no_bit(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    """After SIGTERM the step is finished and saved, and the exit code says so; started again, the run resumes at that
-    iteration and ends as an undisturbed one."""
+    """After SIGTERM the step is finished and saved, and the exit code reports the preemption; the restarted run resumes
+    at that iteration and ends like an undisturbed one."""
     plan = FaultPlan(faults=[Fault(kind="sigterm", rank=0, iteration=FAULT_AT)])
     with start(tmp_path, plan) as cluster:
         assert cluster.wait(PATIENCE_S / 2) == [ExitReason.PREEMPTED], cluster.tails()
@@ -97,9 +96,9 @@ def test_a_preemption_changes_no_bit(tmp_path: Path, undisturbed: dict[str, Any]
     check_equal(json.loads((tmp_path / "result.json").read_text()), undisturbed, tmp_path)
 
 
-def test_a_restart_in_process_changes_no_bit(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    """An exception between backward and the optimizer's step is recovered in the same process, from what the device has
-    in memory, at the iteration in which it came; the result is that of the example, which has no wrapper."""
+def test_an_in_process_restart_changes_no_bit(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """An exception between backward and the optimizer's step is recovered in the same process, from the state in device
+    memory, at the same iteration; the result is that of the example, which has no wrapper."""
     program = PROGRAMS / "gpt_in_process.py"
     output = run_alone(program, str(EXAMPLE), str(tmp_path), str(TOTAL), str(FAULT_AT), folder=tmp_path)
     calls = read_facts(output)

@@ -23,7 +23,7 @@ OVERLAPPED = ["fused", "fsdp2", *(["graph"] if ON_GPU else [])]
 def test_a_killed_rank_changes_no_bit(
     variant: str, overlap: bool, deterministic: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """torch.compile, float16 with a scaled loss, a fused optimizer, FSDP2, and a CUDA graph of forward and backward:
-    a rank that is killed resumes, and weights, optimizer state, losses and the loss's scale are those of an undisturbed
-    run; also where the state of the run with the fault is copied while the next step computes (overlap_staging)."""
+    """With torch.compile, float16 with a scaled loss, a fused optimizer, FSDP2, and a CUDA graph of forward and
+    backward, a killed rank resumes, and weights, optimizer state, losses and the loss scale are those of an undisturbed
+    run, also with overlap_staging in the run with the fault."""
     check_no_bit_changes(variant, deterministic, tmp_path_factory, overlap=overlap, interval=SAVE_INTERVAL)

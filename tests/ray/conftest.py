@@ -1,4 +1,4 @@
-"""One Ray cluster for all tests, and nothing of it left behind."""
+"""One Ray cluster for all tests; its processes are ended after them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ray_machines import run_ray
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> None:
-    """Leave alone what Ray keeps between tests; ``ray_cluster`` ends all of it."""
+    """Do not end Ray's processes after each test; ``ray_cluster`` ends all of them."""
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Cluster]:
-    """Run a cluster with room for 16 actors on its first node; tests may add nodes, and remove those again."""
+    """Run a cluster with room for 16 actors on its first node; tests may add nodes and remove them again."""
     with run_ray() as cluster:
         yield cluster

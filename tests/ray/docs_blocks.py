@@ -1,4 +1,4 @@
-"""The Python blocks of the page about Ray, by what marks each."""
+"""The Python blocks of the documentation page about Ray, selected by a text in each."""
 
 from __future__ import annotations
 

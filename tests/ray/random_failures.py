@@ -1,7 +1,7 @@
-"""Seeded random sequences of failures, each played by a group of real actors that recovers from them.
+"""Seeded random sequences of failures, each run on a group of real actors that recovers from them.
 
-Run as a script with seeds as arguments: it starts one Ray cluster of two nodes, plays one sequence after the other and
-prints a line of JSON for each. A group serves several sequences: each goes on training from where the last one ended.
+Run as a script with seeds as arguments: starts one Ray cluster of two nodes, runs one sequence after the other and
+prints a line of JSON for each. A group serves several sequences: each continues the training of the previous one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outlast.ray import ActorGroup, RecoveryConfig
 NUM_STEPS = 6
 NUM_SPARES = 2
 LIMIT_S = 120.0
-"""Within this a sequence must have ended; undisturbed it takes less than a second."""
+"""Time limit of a sequence, which takes less than a second without failures."""
 RECOVERY = RecoveryConfig(
     ping_interval=0.2,
     ping_timeout=3.0,
@@ -52,12 +52,12 @@ class Event:
     kind: str
     """``kill``, ``stop``, ``sleep``, ``exception``, or ``node``: all actors of the second node, and the node."""
     where: str
-    """A place of ``Trainer.train_step``; ``setup`` or ``regroup``: within a recovery; ``spare``, or ``outside``."""
+    """A place in ``Trainer.train_step``; ``setup`` or ``regroup``: during a recovery; ``spare``, or ``outside``."""
     step: int
-    """Of the sequence, from 1."""
+    """Step of the sequence, from 1."""
     rank: int = 0
     after_s: float = 0.0
-    """After the begin of the step, for what comes from outside."""
+    """Seconds after the begin of the step, for failures from outside."""
 
 
 def draw(seed: int) -> tuple[Event, ...]:
@@ -83,14 +83,14 @@ def draw(seed: int) -> tuple[Event, ...]:
 
 
 class Stage:
-    """The cluster and the group on which sequences are played."""
+    """The cluster and the group on which sequences run."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
         self.node: Any = None
         self.group: ActorGroup | None = None
         self.pids: set[int] = set()
-        """Of all actors of the group that were seen."""
+        """Pids of all actors that the group has had."""
 
     def prepare(self) -> ActorGroup:
         """Return a group of 4 actors and their spares on two nodes."""
@@ -119,13 +119,13 @@ class Stage:
         return self.group
 
     def lose_node(self) -> None:
-        """Kill the second node with all that runs there."""
+        """Kill the second node with all of its processes."""
         node, self.node = self.node, None
         if node is not None:
             self.cluster.remove_node(node, allow_graceful=False)
 
-    def give_up(self) -> list[str]:
-        """Close the group; return what is left of it."""
+    def close_group(self) -> list[str]:
+        """Close the group; return its leaked resources."""
         group, self.group = self.group, None
         if group is None:
             return []
@@ -135,22 +135,22 @@ class Stage:
         return leaked(pids)
 
     def note_pids(self, group: ActorGroup) -> None:
-        """Remember who works and who waits."""
+        """Record the pids of actors and spares."""
         self.pids |= {*group.pids.values(), *group.spares}
 
 
-def play(seed: int, stage: Stage) -> dict[str, Any]:
-    """Play one sequence and judge how it ended."""
+def run_sequence(seed: int, stage: Stage) -> dict[str, Any]:
+    """Run one sequence and classify its end."""
     events = draw(seed)
     group = stage.prepare()
     for path in stage.folder.glob("*.fault"):
-        path.unlink()  # of a rank or a recovery that the last sequence did not come to
+        path.unlink()  # unused faults of the previous sequence
     begin_s, first, num_recoveries = clock.now_s(), group.iteration or 0, len(group.recoveries)
     found: dict[str, Any] = {"verdict": "converged", "why": ""}
     try:
         outside = plan(stage, events, first)
         weights = None
-        while weights is None:  # a failure after the last step may lead back, too
+        while weights is None:  # a failure after the last step may roll back, too
             train(group, stage, outside, first, begin_s + LIMIT_S)
             pending = group.submit("weights", dispatch="pass_through")
             with contextlib.suppress(RolledBack):
@@ -167,7 +167,7 @@ def play(seed: int, stage: Stage) -> dict[str, Any]:
     seconds = clock.now_s() - begin_s
     left: list[str] = []
     if found["verdict"] != "converged" or any(event.kind == "node" for event in events):
-        left = stage.give_up()
+        left = stage.close_group()
     else:
         stage.note_pids(group)
     if left:
@@ -184,7 +184,7 @@ def play(seed: int, stage: Stage) -> dict[str, Any]:
 
 
 def plan(stage: Stage, events: tuple[Event, ...], first: int) -> list[Event]:
-    """Tell the actors when to fail; return the failures that come from outside."""
+    """Plan the faults that actors inject; return the failures that come from outside."""
     for event in events:
         if event.where not in ("outside", "spare"):
             at = -1 if event.where in ("setup", "regroup") else first + event.step
@@ -193,10 +193,10 @@ def plan(stage: Stage, events: tuple[Event, ...], first: int) -> list[Event]:
 
 
 def train(group: ActorGroup, stage: Stage, outside: list[Event], first: int, deadline_s: float) -> None:
-    """Train for the sequence's steps, going back where the group does; failures come once each."""
+    """Train for the sequence's steps, repeating steps after a rollback; each failure occurs once."""
     while (iteration := (group.iteration or 0) + 1) <= first + NUM_STEPS:
         due = [event for event in outside if first + event.step <= iteration]
-        timers = [threading.Timer(event.after_s, strike, (group, stage, event)) for event in due]
+        timers = [threading.Timer(event.after_s, cause_failure, (group, stage, event)) for event in due]
         outside[:] = [event for event in outside if event not in due]
         for timer in timers:
             timer.start()
@@ -210,8 +210,8 @@ def train(group: ActorGroup, stage: Stage, outside: list[Event], first: int, dea
                 timer.join()
 
 
-def strike(group: ActorGroup, stage: Stage, event: Event) -> None:
-    """Fail from outside."""
+def cause_failure(group: ActorGroup, stage: Stage, event: Event) -> None:
+    """Cause a failure from outside."""
     if event.kind == "node":
         stage.lose_node()
         return
@@ -222,18 +222,18 @@ def strike(group: ActorGroup, stage: Stage, event: Event) -> None:
 
 
 def main() -> None:
-    """Play the sequences of the seeds that are given; exit code 1 if one ended as none may."""
+    """Run the sequences of the given seeds; exit with 1 if one ended in a way that is not allowed."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster is to be ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the cluster, too
     logging.basicConfig(level=os.environ.get("LEVEL", "ERROR"))
     is_well = True
     with run_ray() as cluster, TemporaryDirectory(prefix="outlast-failures-") as name:
         stage = Stage(cluster, Path(name))
         for seed in map(int, sys.argv[1:]):
-            outcome = play(seed, stage)
+            outcome = run_sequence(seed, stage)
             is_well &= outcome["verdict"] in ("converged", "stopped")
             print(json.dumps(outcome), flush=True)
-        left = stage.give_up()
+        left = stage.close_group()
         print(json.dumps({"seed": None, "verdict": "leaked" if left else "clean", "why": "; ".join(left)}), flush=True)
     sys.exit(0 if is_well and not left else 1)
 

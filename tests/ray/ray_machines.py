@@ -1,4 +1,4 @@
-"""A Ray cluster of its own for tests, with nothing left behind."""
+"""A separate Ray cluster for tests, with a check for leaked resources."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from outlast.testing.ranks import TOKEN, end_processes
 
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
 _PYTHONPATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-"""Actors import their classes from the tests' own modules."""
+"""Lets actors import their classes from the modules of the tests."""
 _SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,
     "health_check_period_ms": 1000,
     "health_check_failure_threshold": 5,
     "worker_niceness": 0,
 }
-"""No worker is started before somebody needs it, as two cores have enough to do; a lost node is noticed soon;
-actors get their share of a busy machine."""
+"""Start workers only on demand, to save CPU time; detect a lost node soon; give actors their share of a busy
+machine."""
 
 
 _NUM_STARTS = 5
@@ -38,7 +38,7 @@ _NUM_STARTS = 5
 
 @contextmanager
 def run_ray(num_cpus: int = 16) -> Iterator[Cluster]:
-    """Run a cluster with room for so many actors on its first node; more nodes may be added, and removed again."""
+    """Run a cluster with room for ``num_cpus`` actors on its first node; more nodes may be added and removed."""
     token, temp_dir = uuid.uuid4().hex, tempfile.mkdtemp(prefix="olr-", dir="/tmp")
     environment = _ENVIRONMENT | {TOKEN: token, "RAY_TMPDIR": temp_dir, "PYTHONPATH": _PYTHONPATH}
     before = {name: os.environ.get(name) for name in environment}
@@ -62,12 +62,12 @@ def run_ray(num_cpus: int = 16) -> Iterator[Cluster]:
                 else:
                     os.environ[name] = value
             deadline = clock.now_s() + 10
-            while os.path.exists(temp_dir) and clock.now_s() < deadline:  # Ray's own processes write until they end
+            while os.path.exists(temp_dir) and clock.now_s() < deadline:  # Ray's processes write until they end
                 shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def _start(num_cpus: int, token: str) -> Cluster:
-    """Start the first node; Ray itself gives up after 30 s, which a very busy machine may need."""
+    """Start the first node, repeatedly: Ray itself gives up after 30 s, which a very busy machine may exceed."""
     arguments = {
         "num_cpus": num_cpus,
         "num_gpus": 0,
@@ -86,7 +86,7 @@ def _start(num_cpus: int, token: str) -> Cluster:
 
 
 def leaked(pids: Collection[int] = ()) -> list[str]:
-    """Return what is still in use although all groups are closed; empty when nothing is, within some seconds.
+    """Return resources that are still in use some seconds after all groups are closed; empty if there are none.
 
     Args:
         pids: Processes that were actors.

@@ -1,4 +1,4 @@
-"""A small pipeline that is trained by groups of actors over real sends, and what its weights must be.
+"""A small pipeline that groups of actors train with real sends, and the expected weights.
 
 Its stages are numbered through all actors. An actor has several, interleaved as Megatron does it (the last stage is
 on the last actor) or folded back (it is on the first). Sequences are cut over ``cp``: a stage adds the mean over the
@@ -21,7 +21,7 @@ RATE = 0.05
 
 
 def sequences_of(iteration: int) -> torch.Tensor:
-    """Return the sequences of an iteration, the same wherever it is asked for."""
+    """Return the sequences of an iteration, which depend on the iteration alone."""
     made = torch.Generator().manual_seed(iteration)
     return torch.randn(SAMPLES, LENGTH, WIDTH, generator=made, dtype=torch.float64)
 
@@ -37,7 +37,8 @@ def owner_of(stage: int, pp: int, shape: str = "interleaved") -> int:
 
 
 class Slices:
-    """The slices of a stage's sequences, and how they are summed up: of all at once, or of one beside its peers."""
+    """The slices of a stage's sequences and their reduction, of all slices in one process, or of one slice and its
+    peers."""
 
     def sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all slices."""
@@ -55,7 +56,7 @@ class Slices:
     def backward(
         self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], grads: list[torch.Tensor], weight: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the gradients of a stage's inputs, and that of its weight over all slices."""
+        """Return the gradients of a stage's inputs, and the gradient of its weight over all slices."""
         through = [grad * (1 - output.square()) for grad, output in zip(grads, outputs, strict=True)]
         mean = self.sum([one.sum(dim=1, keepdim=True) for one in through]) / LENGTH
         hidden = [one + mean for one in through]
@@ -64,7 +65,7 @@ class Slices:
 
 
 class OwnSlice(Slices):
-    """One slice; the others are its peers'."""
+    """One slice; its peers have the others."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -81,7 +82,7 @@ def undisturbed(iterations: int, *, pp: int = 2, cp: int = 2) -> tuple[list[torc
     for iteration in range(1, iterations + 1):
         grads, loss = [torch.zeros_like(weight) for weight in weights], 0.0
         for microbatch in sequences_of(iteration).chunk(MICROBATCHES):
-            # As the actors have their slices: a product of other strides may be summed up in another order.
+            # Contiguous like the slices of the actors: products with other strides may be summed in another order.
             values = [[one.contiguous() for one in microbatch.chunk(cp, dim=1)]]
             for weight in weights:
                 values.append(slices.forward(values[-1], weight))
@@ -121,7 +122,7 @@ class PipelineTrainer(Trainer):
                 self.strike("middle", iteration)
                 losses.append(self._loss(values, iteration))
                 self._backward(values, grads, iteration)
-            dist.barrier(group=self.peers("pp", iteration))  # nobody begins its update before all have their gradients
+            dist.barrier(group=self.peers("pp", iteration))  # no rank begins its update before all have their gradients
             dist.barrier(group=self.peers("cp", iteration))
             self.strike("before_update", iteration)
             with self.update(iteration):

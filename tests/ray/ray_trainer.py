@@ -1,4 +1,4 @@
-"""A small model that is trained by groups of actors, how it fails on purpose, and what its weights must be."""
+"""A small model that groups of actors train, its injected faults, and the expected weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = 0.05
 
 
 def batch_of(iteration: int) -> torch.Tensor:
-    """Return the samples of an iteration, the same wherever it is asked for."""
+    """Return the samples of an iteration, which depend on the iteration alone."""
     return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(iteration), dtype=torch.float64)
 
 
@@ -29,7 +29,7 @@ def first_weights() -> torch.Tensor:
 
 
 def weights_after(iterations: int, *, dp: int = 2, tp: int = 2) -> list[torch.Tensor]:
-    """Return what each tensor-parallel slice is after so many undisturbed steps, computed in one process."""
+    """Return each tensor-parallel slice after a number of undisturbed steps, computed in one process."""
     slices = list(first_weights().chunk(tp))
     for iteration in range(1, iterations + 1):
         shards = batch_of(iteration).chunk(dp)
@@ -62,7 +62,7 @@ class Trainer(TrainActor):
     """Train a row of weights: its columns are cut over tp, the samples over dp.
 
     Args:
-        folder: Where it is noted which faults were caused, each once.
+        folder: Has a file for each fault, which is injected once.
     """
 
     def __init__(self, folder: str) -> None:
@@ -72,11 +72,11 @@ class Trainer(TrainActor):
         self.shards: list[float] = []
 
     def setup(self) -> None:
-        self.strike("setup", -1)
+        self.inject_fault("setup", -1)
         self.weight = first_weights().chunk(self.place.tp_size)[self.place.tp].clone()
 
     def regroup(self) -> None:
-        self.strike("regroup", -1)
+        self.inject_fault("regroup", -1)
 
     def state(self) -> Mapping[str, Any]:
         return {"weight": self.weight}
@@ -85,20 +85,20 @@ class Trainer(TrainActor):
         """Make a step; return the sum of its shard."""
         self.num_calls += 1
         with self.section("step"):
-            self.strike("begin", iteration)
+            self.inject_fault("begin", iteration)
             inputs = batch.chunk(self.place.tp_size, dim=1)[self.place.tp]
             outputs = _partial(inputs, self.weight)
             dist.all_reduce(outputs, group=self.group("tp"))
-            self.strike("middle", iteration)
+            self.inject_fault("middle", iteration)
             grad = _gradient(inputs, outputs)
             dist.all_reduce(grad, group=self.group("dp"))
-            self.strike("before_update", iteration)
+            self.inject_fault("before_update", iteration)
             with self.update(iteration):
-                self.strike("update", iteration)
+                self.inject_fault("update", iteration)
                 self.weight -= RATE * grad
-            self.strike("after_update", iteration)
+            self.inject_fault("after_update", iteration)
         self.save(iteration)
-        self.strike("end", iteration)
+        self.inject_fault("end", iteration)
         return float(batch.sum())
 
     def weights(self) -> torch.Tensor:
@@ -118,26 +118,27 @@ class Trainer(TrainActor):
         for _ in range(int(seconds / 0.05)):
             time.sleep(0.05)
 
-    def strike(self, where: str, iteration: int) -> None:
-        """Fail as a file in the folder says, once: ``<where>-<iteration>-<rank>-<kind>``, -1 = any iteration."""
+    def inject_fault(self, where: str, iteration: int) -> None:
+        """Inject the fault that a file in the folder plans, once: ``<where>-<iteration>-<rank>-<kind>``, -1 = any
+        iteration."""
         for number in {iteration, -1}:
             for path in self.folder.glob(f"{where}-{number}-{self.place.rank}-*.fault"):
                 try:
                     path.with_suffix(".pid").write_text(str(os.getpid()))
                     path.rename(path.with_suffix(".done"))
                 except FileNotFoundError:
-                    continue  # somebody else was faster
+                    continue  # another process was faster
                 kind = path.stem.rpartition("-")[2]
                 if kind == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 elif kind == "killtogether":
                     while list(self.folder.glob(f"{where}-{number}-*-{kind}.fault")):
-                        time.sleep(0.001)  # others have not come to it; who comes last ends all
+                        time.sleep(0.001)  # wait for the other ranks; the last one ends all
                     pids = {int(one.read_text()) for one in self.folder.glob(f"{where}-{number}-*-{kind}.pid")}
                     for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
                         os.kill(pid, signal.SIGKILL)
                 elif kind == "stop":
-                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: this is not the main thread
+                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once, in this thread
                 elif kind == "sleep":
                     time.sleep(600)
                 elif kind == "exception":
@@ -147,12 +148,12 @@ class Trainer(TrainActor):
 
 
 def plan_fault(folder: Path, where: str, iteration: int, rank: int, kind: str) -> None:
-    """Have a rank fail once: see :meth:`Trainer.strike`."""
+    """Make a rank fail once: see :meth:`Trainer.inject_fault`."""
     (folder / f"{where}-{iteration}-{rank}-{kind}.fault").touch()
 
 
 class Counter:
-    """Count calls, without state that is kept; a class that knows nothing of outlast."""
+    """Counts calls, without state that is kept; a class without any outlast code."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -165,14 +166,14 @@ class Counter:
         return int(total)
 
     def die(self) -> None:
-        """End the first rank while the others wait for it."""
+        """Kill the first rank while the others wait for it."""
         if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1))
 
 
 class Unable:
-    """Fail in the constructor."""
+    """Fails in the constructor."""
 
     def __init__(self) -> None:
         raise FileNotFoundError("no data here")

@@ -1,4 +1,4 @@
-"""Shells driven by hand, in place of a driver, and the actors that they host."""
+"""Actor shells that tests control directly, without an ActorGroup, and the actors that they host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT_S = 240.0
 
 
 class Trainer(TrainActor):
-    """A small model, trained alike by all ranks of a data shard."""
+    """A small model; all ranks of a data shard train it identically."""
 
     def setup(self) -> None:
         torch.manual_seed(0)
@@ -44,7 +44,7 @@ class Trainer(TrainActor):
         return {"model": self.model, "optimizer": self.optimizer, "seen": self.seen}
 
     def train(self, iteration: int, *, save: bool = True, tear: bool = False) -> tuple[float, int]:
-        """Do one step; random numbers are part of it."""
+        """Do one step, which uses random numbers."""
         with self.section("step"):
             inputs = torch.randn(4, 8) + self.place.dp
             self.optimizer.zero_grad()
@@ -64,7 +64,7 @@ class Trainer(TrainActor):
         return float(sum(parameter.detach().sum() for parameter in self.model.parameters())), self.seen
 
     def save_without(self, root_cause: int, iteration: int) -> None:
-        """Have all ranks but the root cause wait for the commit of a save."""
+        """Make all ranks but the root cause wait for the commit of a save."""
         with self.section("step"):
             if self.place.rank == root_cause:
                 time.sleep(1000)
@@ -86,7 +86,7 @@ class Trainer(TrainActor):
         return found
 
     def hang(self, how: str, root_cause: int) -> str:
-        """Have all ranks but the root cause wait for it."""
+        """Make all ranks but the root cause wait for the root cause."""
         with self.section("step"):
             if self.place.rank == root_cause:
                 time.sleep(1000)
@@ -116,7 +116,7 @@ class Trainer(TrainActor):
             time.sleep(seconds)
 
     def fail(self, who: int) -> None:
-        """Raise what cannot be pickled, on one rank."""
+        """Raise an exception that cannot be pickled, on one rank."""
         if self.place.rank == who:
             error = ValueError("on purpose")
             error.lock = time.get_clock_info  # type: ignore[attr-defined]
@@ -124,14 +124,14 @@ class Trainer(TrainActor):
             raise error
 
     def resources(self) -> tuple[int, int, int]:
-        """Return the number of descriptors and of threads, and the resident memory in KiB."""
+        """Return the number of descriptors, the number of threads, and the resident memory in KiB."""
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[1])
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * 4
 
 
 class Wrapped(Trainer):
-    """The same, by ``DistributedDataParallel``."""
+    """The same model in ``DistributedDataParallel``."""
 
     def regroup(self) -> None:
         self.wrapped = torch.nn.parallel.DistributedDataParallel(self.model, process_group=self.group("dp"))
@@ -155,7 +155,7 @@ class Wrapped(Trainer):
 
 
 class Plain:
-    """No :class:`TrainActor`: of its state nothing is known."""
+    """A class that is not a :class:`TrainActor`, with unknown state."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -167,8 +167,8 @@ class Plain:
         return float(total), self.calls
 
 
-class Crew:
-    """Drive shells as a driver does, one incarnation after the other."""
+class ShellDriver:
+    """Controls shells as an ActorGroup does, one incarnation after the other."""
 
     def __init__(
         self,
@@ -193,11 +193,11 @@ class Crew:
         try:
             self.identities(self.spares)
         except BaseException:
-            self.close()  # nobody else can
+            self.close()  # the caller has no object to close
             raise
 
     def make(self, node: str | None = None) -> Any:
-        """Start one more shell, on a node."""
+        """Start another shell, on a given node."""
         options: dict[str, Any] = {"num_cpus": 1}
         runtime_env = {"env_vars": self._environment} if self._environment else None
         if node is not None:
@@ -207,7 +207,7 @@ class Crew:
         return create_shell(self._actor, (), {}, self._settings, runtime_env, options)
 
     def identities(self, shells: Sequence[Any] | None = None) -> list[ActorIdentity]:
-        """Return who the actors are, those with slots by default."""
+        """Return the identities of actors, by default of those with slots."""
         shells = self.slots if shells is None else shells
         return list(ray.get([shell.identity.remote() for shell in shells], timeout=LIMIT_S))
 
@@ -272,12 +272,12 @@ class Crew:
         return list(ray.get(aborting, timeout=LIMIT_S))
 
     def replace(self, rank: int) -> None:
-        """End the actor of a rank, whatever it does, and give its slot to a spare."""
+        """End the actor of a rank, whatever its state, and give its slot to a spare."""
         ray.kill(self.slots[rank])
         self.slots[rank] = self.spares.pop(0) if self.spares else self.make()
 
     def restore(self) -> None:
-        """Have everybody out of the incarnation, who does not come replaced, and a spare."""
+        """Abort the incarnation, replace the actors that do not return from it, and provide a spare."""
         for rank, aborted in enumerate(self.abort(range(self.mesh.size), 2.0)):
             if not aborted.call_ended:
                 self.replace(rank)

@@ -1,4 +1,4 @@
-"""A group of actors keeps who lives, replaces who is lost, and comes to the weights of an undisturbed run."""
+"""A group of actors keeps survivors, replaces lost actors, and reaches the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outlast.ray.watch import LossKind
 pytestmark = [pytest.mark.process, pytest.mark.extended]
 SECTION_S = 6.0
 RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=3)
-"""Patient enough for a busy machine; nobody who only has to wait is to be taken for lost."""
+"""Long enough for a busy machine, so that an actor that only waits is never declared lost."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group(ray_cluster: object, folder: Path) -> Iterator[ActorGroup]:
-    """Run dp2 x tp2 with two spares; each test goes on from where the one before left it."""
+    """Run dp2 x tp2 with two spares; each test continues the training of the previous one."""
     with ActorGroup(
         Trainer,
         mesh={"dp": 2, "tp": 2},
@@ -56,7 +56,7 @@ def group(ray_cluster: object, folder: Path) -> Iterator[ActorGroup]:
 
 
 def train(group: ActorGroup, num_steps: int) -> None:
-    """Make steps, and see that their results come from the right shards, in order."""
+    """Make steps, and check that the results come from the right shards, in order."""
     for _ in range(num_steps):
         iteration = (group.iteration or 0) + 1
         batch = batch_of(iteration)
@@ -73,9 +73,9 @@ def assert_undisturbed(group: ActorGroup) -> None:
 
 
 def recover_from(group: ActorGroup, folder: Path, faults: dict[int, str], where: str = "middle") -> RecoveryReport:
-    """Have ranks fail in the next step, see that only these are replaced, and return the report."""
+    """Make ranks fail in the next step, check that only these are replaced, and return the report."""
     if not group.iteration:
-        train(group, 1)  # there is something to load
+        train(group, 1)  # there is a checkpoint to load
     before, iteration = group.pids, (group.iteration or 0) + 1
     num_recoveries = len(group.recoveries)
     for rank, kind in faults.items():
@@ -97,7 +97,7 @@ def recover_from(group: ActorGroup, folder: Path, faults: dict[int, str], where:
 
 
 @pytest.mark.extended
-def test_undisturbed_steps_give_the_weights_of_one_process(group: ActorGroup) -> None:
+def test_a_group_trains_to_the_weights_of_one_process(group: ActorGroup) -> None:
     """Four actors train to exactly the weights that one process computes."""
     train(group, 3)
     assert_undisturbed(group)
@@ -105,7 +105,8 @@ def test_undisturbed_steps_give_the_weights_of_one_process(group: ActorGroup) ->
 
 
 def test_only_the_killed_actor_is_replaced(group: ActorGroup, folder: Path) -> None:
-    """One is killed while its peers are in an all-reduce: they keep processes and state, and it alone is made anew."""
+    """When an actor is killed during an all-reduce, its peers keep their processes and state, and only that actor is
+    replaced."""
     report = recover_from(group, folder, {2: "kill"}, "begin")
     assert [one.kind for one in report.lost] == [LossKind.DIED]
     assert report.loaded == (2,)
@@ -114,21 +115,22 @@ def test_only_the_killed_actor_is_replaced(group: ActorGroup, folder: Path) -> N
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_an_actor_that_sleeps_in_a_section_is_found(group: ActorGroup, folder: Path) -> None:
-    """One sleeps within its step while its peers wait for it: it is named, not they, and it alone is replaced."""
+def test_an_actor_that_hangs_in_a_section_is_replaced(group: ActorGroup, folder: Path) -> None:
+    """An actor that sleeps in its step while its peers wait is identified as the root cause, and only that actor is
+    replaced."""
     report = recover_from(group, folder, {1: "sleep"}, "begin")
     lost = report.lost[0]
     assert lost.kind == LossKind.HUNG
     assert "step" in lost.evidence
-    assert "strike" in lost.evidence  # where its code stands
+    assert "strike" in lost.evidence  # the line at which it sleeps
     assert lost.detected_after_s is not None
     assert lost.detected_after_s >= SECTION_S
     assert report.loaded == (1,)
 
 
 @pytest.mark.slow
-def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
-    """One is stopped within its step: it does not answer while its peers do, and it alone is replaced."""
+def test_a_stopped_actor_is_replaced(group: ActorGroup, folder: Path) -> None:
+    """An actor that is stopped in its step does not respond while its peers do, and only that actor is replaced."""
     report = recover_from(group, folder, {3: "stop"}, "begin")
     assert report.lost[0].kind == LossKind.SILENT
     assert report.loaded == (3,)
@@ -137,28 +139,30 @@ def test_a_stopped_actor_is_found(group: ActorGroup, folder: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.campaign
 @pytest.mark.slow
-def test_several_at_once_need_not_be_neighbours(group: ActorGroup, folder: Path) -> None:
-    """Ranks 0 and 3 die together: 1 and 2 go on in their processes and slots, with another first rank."""
+def test_several_actors_are_replaced_at_once(group: ActorGroup, folder: Path) -> None:
+    """When ranks 0 and 3 die together, 1 and 2 continue in their processes and slots, with another first rank."""
     report = recover_from(group, folder, {0: "killtogether", 3: "killtogether"}, "begin")
     assert report.loaded == (0, 3)
 
 
-def test_an_exception_costs_no_process(group: ActorGroup, folder: Path) -> None:
-    """One raises while its peers wait for it: all processes are kept, it loads, and the call is repeated."""
+def test_an_exception_replaces_no_actor(group: ActorGroup, folder: Path) -> None:
+    """When an actor raises while its peers wait, all processes are kept, it loads the state, and the call is
+    repeated."""
     report = recover_from(group, folder, {2: "exception"}, "begin")
     assert [one.kind for one in report.lost] == [LossKind.RAISED]
     assert "a fault on purpose in rank 2" in report.lost[0].evidence
     assert report.loaded == (2,)
 
 
-def test_a_state_torn_in_the_update_is_loaded_again(group: ActorGroup, folder: Path) -> None:
-    """Who dies in its update leaves peers with newer state than the checkpoint: all come back to the same."""
+def test_a_death_in_the_update_reloads_the_checkpoint(group: ActorGroup, folder: Path) -> None:
+    """An actor that dies in its update leaves peers with newer state than the checkpoint: all return to the same
+    state."""
     report = recover_from(group, folder, {1: "kill"}, "update")
     assert 1 in report.loaded
 
 
 @pytest.mark.campaign
-def test_a_survivor_may_die_within_the_recovery(group: ActorGroup, folder: Path) -> None:
+def test_a_survivor_that_dies_in_the_recovery_is_replaced(group: ActorGroup, folder: Path) -> None:
     """A survivor that dies while the group is formed again is replaced in the same recovery."""
     plan_fault(folder, "regroup", -1, 0, "kill")
     before = group.pids
@@ -169,7 +173,7 @@ def test_a_survivor_may_die_within_the_recovery(group: ActorGroup, folder: Path)
 
 
 def recover_from_two(group: ActorGroup, folder: Path, rank: int) -> RecoveryReport:
-    """Have a rank die in the next step, another failure being planned already."""
+    """Make a rank die in the next step, with another failure already planned."""
     num_recoveries, iteration = len(group.recoveries), (group.iteration or 0) + 1
     plan_fault(folder, "begin", iteration, rank, "kill")
     train(group, 2)
@@ -180,8 +184,8 @@ def recover_from_two(group: ActorGroup, folder: Path, rank: int) -> RecoveryRepo
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_spare_may_die_when_it_takes_its_slot(group: ActorGroup, folder: Path) -> None:
-    """A spare that dies in its set-up is replaced by another one in the same recovery."""
+def test_a_spare_that_dies_in_setup_is_replaced(group: ActorGroup, folder: Path) -> None:
+    """Another spare takes the slot in the same recovery."""
     plan_fault(folder, "setup", -1, 1, "kill")
     report = recover_from_two(group, folder, 1)
     assert report.rounds == 2
@@ -191,7 +195,7 @@ def test_a_spare_may_die_when_it_takes_its_slot(group: ActorGroup, folder: Path)
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_what_is_lost_comes_back_as_spares(group: ActorGroup) -> None:
+def test_spares_are_replenished_after_losses(group: ActorGroup) -> None:
     """After all these losses there are two spares again, and no more actors than slots and spares."""
     wait_for_spares(group, 2)
     assert len(set(group.pids.values()) | set(group.spares)) == 6
@@ -204,8 +208,8 @@ def wait_for_spares(group: ActorGroup, num: int) -> None:
         group.run("calls")
 
 
-def test_the_journal_has_each_loss(group: ActorGroup, folder: Path) -> None:
-    """Every loss is an incident of the journal, with rank, process and evidence, and each recovery an event."""
+def test_the_journal_has_each_loss_and_recovery(group: ActorGroup, folder: Path) -> None:
+    """Every loss is an incident of the journal, with rank, process and evidence, and each recovery is an event."""
     events = list(read(folder / "run"))
     incidents = [event.data["incident"] for event in events if event.kind == EventKind.INCIDENT]
     assert [(one["rank"], one["pid"]) for one in incidents] == [
@@ -215,19 +219,19 @@ def test_the_journal_has_each_loss(group: ActorGroup, folder: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_keeper_that_dies_costs_no_save(group: ActorGroup, folder: Path) -> None:
-    """It is killed between two steps: without any recovery another one takes its place, the saves that follow are
-    committed, and there is one incident."""
+def test_a_killed_keeper_is_replaced_without_losing_saves(group: ActorGroup, folder: Path) -> None:
+    """A keeper that is killed between two steps is replaced without a recovery, later saves are committed, and there is
+    one incident."""
     before, num_recoveries = journal_of(folder, EventKind.INCIDENT), len(group.recoveries)
     alive = (one for one in actors().values() if one["State"] == "ALIVE")
     (pid,) = (one["Pid"] for one in alive if one["ActorClassName"] == "NodeKeeper")
     writers = psutil.Process(pid).children()
     os.kill(pid, signal.SIGKILL)
-    assert not psutil.wait_procs(writers, timeout=300)[1]  # the keeper's writer ends with it
+    assert not psutil.wait_procs(writers, timeout=300)[1]  # the writer ends with its keeper
     train(group, 2)
     deadline_s = clock.now_s() + 60
     while len(journal_of(folder, EventKind.INCIDENT)) == len(before):
-        assert clock.now_s() < deadline_s, "nobody notices the keeper's death"
+        assert clock.now_s() < deadline_s, "the killed keeper is not replaced"
         time.sleep(0.05)
     train(group, 1)
     (incident,) = journal_of(folder, EventKind.INCIDENT)[len(before) :]
@@ -242,8 +246,8 @@ def journal_of(folder: Path, kind: EventKind) -> list[Event]:
     return [event for event in read(folder / "run") if event.kind == kind]
 
 
-def test_an_exception_that_comes_again_is_the_callers(group: ActorGroup) -> None:
-    """What raises twice is raised to the caller, with its cause; the group stays as it was and can be used."""
+def test_a_repeated_exception_is_raised_to_the_caller(group: ActorGroup) -> None:
+    """An exception that is raised twice is raised to the caller, with its cause; the group is unchanged and usable."""
     before, iteration = group.pids, group.iteration
     with pytest.raises(ActorFailed, match="'fail' failed again") as raised:
         group.run("fail", dispatch="pass_through")
@@ -254,8 +258,8 @@ def test_an_exception_that_comes_again_is_the_callers(group: ActorGroup) -> None
     assert_undisturbed(group)
 
 
-def test_wrong_calls_reach_no_actor(group: ActorGroup) -> None:
-    """An unknown method or dispatch, and arguments that cannot be divided, are the caller's mistakes."""
+def test_invalid_calls_reach_no_actor(group: ActorGroup) -> None:
+    """An unknown method or dispatch, and arguments that cannot be divided, are errors in the caller."""
     num_recoveries = len(group.recoveries)
     with pytest.raises(ConfigError, match="no method 'train_stop'"):
         group.run("train_stop")
@@ -267,10 +271,10 @@ def test_wrong_calls_reach_no_actor(group: ActorGroup) -> None:
 
 
 @pytest.mark.campaign
-def test_an_actor_that_hangs_outside_of_sections_is_found(group: ActorGroup, folder: Path) -> None:
-    """The time outside of sections counts within a call, from its begin. Here the step was saved already, so nothing is
-    done twice: the caller is told where the group stands."""
-    time.sleep(SECTION_S + 0.5)  # an idle group has all the time in the world
+def test_an_actor_that_hangs_outside_sections_is_replaced(group: ActorGroup, folder: Path) -> None:
+    """The time outside of sections counts within a call, from its begin. Where the step was already saved, it is not
+    repeated: the caller receives the group's iteration."""
+    time.sleep(SECTION_S + 0.5)  # an idle group has no timeout
     train(group, 1)
     before, iteration, num_recoveries = group.pids, (group.iteration or 0) + 1, len(group.recoveries)
     plan_fault(folder, "end", iteration, 1, "sleep")
@@ -288,8 +292,9 @@ def test_an_actor_that_hangs_outside_of_sections_is_found(group: ActorGroup, fol
 @pytest.mark.extended
 @pytest.mark.campaign
 @pytest.mark.slow
-def test_equal_slowness_costs_no_actor(group: ActorGroup) -> None:
-    """All actors are too slow at the same place: none is replaced, the call is repeated once, and its error says so."""
+def test_equally_slow_actors_are_not_replaced(group: ActorGroup) -> None:
+    """When all actors are too slow at the same place, none is replaced, the call is repeated once, and its error
+    reports it."""
     before, iteration, num_recoveries = group.pids, group.iteration, len(group.recoveries)
     with pytest.raises(ActorFailed, match="ranks 0, 1, 2, 3 are indistinguishable") as raised:
         group.run("dawdle", 600.0)
@@ -300,11 +305,11 @@ def test_equal_slowness_costs_no_actor(group: ActorGroup) -> None:
     assert_undisturbed(group)
 
 
-def test_ctrl_c_ends_the_wait_only(group: ActorGroup) -> None:
-    """Whoever interrupts a wait finds the group as it was: the call goes on, and the next one begins after it."""
+def test_ctrl_c_ends_only_the_wait(group: ActorGroup) -> None:
+    """After an interrupted wait the group is unchanged: the call continues, and the next one begins after it."""
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     num_recoveries = len(group.recoveries)
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores SIGINT
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -318,8 +323,8 @@ def test_ctrl_c_ends_the_wait_only(group: ActorGroup) -> None:
 
 
 def test_calls_can_be_awaited(group: ActorGroup) -> None:
-    """Submitted calls are carried out in their order, with the arguments as they were when the call was submitted; an
-    event loop may await them, a thread may wait for a while."""
+    """Submitted calls run in order, with the arguments as they were at submission; an event loop may await them, and a
+    thread may wait with a timeout."""
 
     async def train_two() -> list[object]:
         first = (group.iteration or 0) + 1

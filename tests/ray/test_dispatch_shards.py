@@ -1,4 +1,4 @@
-"""Which samples of a call each actor gets, and whose results come back."""
+"""Which samples of a call each actor receives, and which results are returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outlast.ray.dispatch import copy_for_later, find_dispatch, takes_weights
 
 
 def meshes(max_actors: int = 16) -> Iterator[Mesh]:
-    """Yield every mesh of up to so many actors, all factorisations."""
+    """Yield every factorisation of every mesh size up to ``max_actors``."""
     for pp in range(1, max_actors + 1):
         for dp in range(1, max_actors // pp + 1):
             for cp in range(1, max_actors // (pp * dp) + 1):
@@ -30,7 +30,7 @@ def meshes(max_actors: int = 16) -> Iterator[Mesh]:
 
 
 def received(mesh: Mesh, *args: Any, **kwargs: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
-    """Return what each rank gets: the parcel's bytes as they would come out of an object store."""
+    """Return what each rank receives: the parcel's bytes as they leave the Ray object store."""
     dispatch = MeshDispatch()
     parcels = dispatch.split(mesh, args, kwargs, takes_weights=True)
     stored = [pickle.dumps(parcel) for parcel in parcels]
@@ -40,7 +40,8 @@ def received(mesh: Mesh, *args: Any, **kwargs: Any) -> dict[int, tuple[Any, dict
 @pytest.mark.extended
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 27])
 def test_every_sample_is_in_exactly_one_data_shard(num_samples: int) -> None:
-    """On all meshes up to 16 actors each sample is real once, padding weighs 0, and peers get the same bytes."""
+    """On all meshes of up to 16 actors each sample is real once, padding has weight 0, and peers receive the same
+    bytes."""
     for mesh in meshes():
         got = received(mesh, torch.arange(num_samples))
         shards = collections.defaultdict(set)
@@ -60,23 +61,23 @@ def test_every_sample_is_in_exactly_one_data_shard(num_samples: int) -> None:
         assert real == list(range(num_samples))
 
 
-def test_results_come_in_order_from_the_right_ranks() -> None:
+def test_results_come_in_order_from_the_last_stage() -> None:
     """On all meshes the list has one result for each data shard, from slice 0 of the last stage."""
     dispatch = MeshDispatch()
     for mesh in meshes():
-        wanted = {rank: rank for rank in range(mesh.size) if dispatch.wants_result(mesh.place(rank))}
-        assert set(wanted) == set(mesh.ranks(tp=0, cp=0, pp=mesh.pp - 1))
-        assert dispatch.collect(mesh, wanted) == [
+        expected_ranks = {rank: rank for rank in range(mesh.size) if dispatch.wants_result(mesh.place(rank))}
+        assert set(expected_ranks) == set(mesh.ranks(tp=0, cp=0, pp=mesh.pp - 1))
+        assert dispatch.collect(mesh, expected_ranks) == [
             mesh.ranks(tp=0, cp=0, pp=mesh.pp - 1, dp=shard)[0] for shard in range(mesh.dp)
         ]
 
 
-def test_results_may_come_from_another_stage() -> None:
-    """With a schedule that goes back and forth the first actor has the last virtual stage: its results are taken."""
+def test_results_follow_the_last_virtual_stage() -> None:
+    """With a folded schedule the first actor has the last virtual stage, and its results are returned."""
     first = MeshDispatch(result_stage=0)
     for mesh in meshes():
-        wanted = {rank: rank for rank in range(mesh.size) if first.wants_result(mesh.place(rank))}
-        assert first.collect(mesh, wanted) == [mesh.ranks(tp=0, cp=0, pp=0, dp=dp)[0] for dp in range(mesh.dp)]
+        expected_ranks = {rank: rank for rank in range(mesh.size) if first.wants_result(mesh.place(rank))}
+        assert first.collect(mesh, expected_ranks) == [mesh.ranks(tp=0, cp=0, pp=0, dp=dp)[0] for dp in range(mesh.dp)]
     with pytest.raises(ConfigError, match="invalid result_stage=2: a mesh with pp=2 has the stages -2 to 1"):
         MeshDispatch(result_stage=2).split(Mesh(pp=2), (), {}, takes_weights=False)
 
@@ -84,7 +85,8 @@ def test_results_may_come_from_another_stage() -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("num_samples", [3, 16, 21])
 def test_gradients_are_those_of_one_process(num_samples: int) -> None:
-    """Weighted gradients summed over the shards, over the sum of weights, equal the whole batch's on all meshes."""
+    """Weighted gradients summed over the shards, divided by the sum of weights, equal those of the entire batch on all
+    meshes."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1).double()
     inputs, targets = torch.randn(num_samples, 4).double(), torch.randn(num_samples, 1).double()
@@ -96,7 +98,7 @@ def test_gradients_are_those_of_one_process(num_samples: int) -> None:
         for rank, ((shard,), kwargs) in received(mesh, {"inputs": inputs, "targets": targets}).items():
             if MeshDispatch().wants_result(mesh.place(rank)):
                 losses = (model(shard["inputs"]) - shard["targets"]).square().mean(dim=1)
-                (losses * kwargs["weights"]).sum().backward()  # adds up in .grad, as an all-reduce would
+                (losses * kwargs["weights"]).sum().backward()  # sums in .grad, as an all-reduce would
                 total += kwargs["weights"].sum().item()
         assert total == num_samples
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -112,10 +114,11 @@ def test_gradients_are_those_of_one_process(num_samples: int) -> None:
     as_keywords=st.booleans(),
     nested=st.booleans(),
 )
-def test_any_arguments_come_together_again(
+def test_joined_shards_equal_the_arguments(
     mesh: Mesh, num_samples: int, kinds: list[str], as_keywords: bool, nested: bool
 ) -> None:
-    """Whatever kinds of arguments are mixed and nested, joined shards are the arguments, and the rest came whole."""
+    """For any mixture and nesting of argument kinds, joined shards equal the arguments, and other values arrive
+    complete."""
     make: Mapping[str, Any] = {
         "tensor": torch.arange(num_samples * 2).reshape(num_samples, 2),
         "array": np.arange(num_samples, dtype=np.int16),
@@ -144,8 +147,8 @@ def test_any_arguments_come_together_again(
             assert all(value == plain for value in column)
 
 
-def test_a_shard_brings_only_its_own_bytes() -> None:
-    """A shard is stored without the batch that it was cut from, in lists and for single samples too."""
+def test_a_shard_contains_only_its_own_bytes() -> None:
+    """A shard is stored without the rest of its batch, in lists and for single samples too."""
     batch = torch.zeros(64, 1024)
     for value in (batch, list(batch), {"x": (batch, list(batch))}):
         parcels = MeshDispatch().split(Mesh(dp=64), (value,), {}, takes_weights=False)
@@ -154,8 +157,8 @@ def test_a_shard_brings_only_its_own_bytes() -> None:
     assert all(len(pickle.dumps(parcel)) < 8192 for parcel in parcels)
 
 
-def test_gradients_do_not_travel() -> None:
-    """A batch that hangs in a graph is cut without it."""
+def test_shards_are_detached_from_the_graph() -> None:
+    """A batch that is part of an autograd graph is cut without the graph."""
     weight = torch.ones(4, requires_grad=True)
     (args, _), *_ = MeshDispatch().split(Mesh(dp=2), (weight * 2,), {}, takes_weights=False)
     assert not args[0].requires_grad
@@ -163,15 +166,15 @@ def test_gradients_do_not_travel() -> None:
 
 
 def test_a_call_without_a_batch_is_one_parcel() -> None:
-    """Arguments that all get alike are one object, to be stored once, and no weights are made up."""
+    """Arguments that all ranks receive are one object, which is stored once, and no weights are added."""
     parcels = MeshDispatch().split(Mesh(dp=8), (3, "a"), {"flag": None, "w": Whole([1])}, takes_weights=True)
     assert len(parcels) == 8
     assert len({id(parcel) for parcel in parcels}) == 1
     assert parcels[0] == ((3, "a"), {"flag": None, "w": [1]})
 
 
-def test_weights_of_the_callers_own_are_cut_and_padded() -> None:
-    """A caller's weights go with their samples; what is added weighs 0."""
+def test_the_callers_weights_are_cut_and_padded() -> None:
+    """A caller's weights stay with their samples; padding has weight 0."""
     parcels = MeshDispatch().split(
         Mesh(dp=2), ([1, 2, 3],), {"weights": torch.tensor([0.5, 2.0, 4.0]), "iteration": 9}, takes_weights=True
     )
@@ -179,8 +182,8 @@ def test_weights_of_the_callers_own_are_cut_and_padded() -> None:
     assert [kwargs["iteration"] for _, kwargs in parcels] == [9, 9]
 
 
-def test_padding_without_weights_is_refused() -> None:
-    """A batch that does not fit is never padded behind the back of a method that could not tell."""
+def test_padding_without_weights_is_rejected() -> None:
+    """A batch that cannot be divided is never padded for a method that takes no weights."""
     with pytest.raises(ConfigError, match=r"5 samples cannot be divided among dp=2: .*'weights'"):
         MeshDispatch().split(Mesh(dp=2), (torch.zeros(5),), {}, takes_weights=False)
     assert len(MeshDispatch().split(Mesh(dp=2), (torch.zeros(4),), {}, takes_weights=False)) == 2
@@ -196,8 +199,8 @@ def test_padding_without_weights_is_refused() -> None:
         (([1, 2],), {"weights": [1.0, 2.0]}, "weights must be a tensor"),
     ],
 )
-def test_what_cannot_be_cut_alike_is_named(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    """Batches of different lengths are refused with both names, and fields in a list with the remedy."""
+def test_batches_of_different_lengths_are_rejected(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    """The error has both names; for fields in a list it has the remedy."""
     with pytest.raises(ConfigError, match=message):
         MeshDispatch().split(Mesh(dp=2), args, kwargs, takes_weights=True)
 
@@ -207,8 +210,8 @@ class Pair(NamedTuple):
     y: Any
 
 
-def test_containers_keep_their_kind() -> None:
-    """Named tuples and mappings of other classes arrive as what they were."""
+def test_containers_keep_their_class() -> None:
+    """Named tuples and mappings of other classes arrive as the same class."""
     default = collections.defaultdict(functools.partial(int), x=torch.arange(4))
     ordered = collections.OrderedDict(b=[1, 2, 3, 4], a=torch.arange(4))
     user = collections.UserDict({"x": [1, 2, 3, 4]})
@@ -222,8 +225,8 @@ def test_containers_keep_their_kind() -> None:
     assert user["x"] == [1, 2, 3, 4]
 
 
-def test_pass_through_gives_all_the_same() -> None:
-    """Nothing is cut, there is one parcel, and every rank's result comes in the order of ranks."""
+def test_pass_through_sends_all_ranks_the_same() -> None:
+    """Nothing is cut, there is one parcel, and the results of all ranks are returned in the order of ranks."""
     dispatch, mesh = PassThroughDispatch(), Mesh(dp=2, tp=2)
     parcels = dispatch.split(mesh, ([1, 2, 3], Whole(4)), {"x": 5}, takes_weights=True)
     assert list(parcels) == [(([1, 2, 3], 4), {"x": 5})]
@@ -233,7 +236,7 @@ def test_pass_through_gives_all_the_same() -> None:
 
 
 class FirstStageDispatch(Dispatch):
-    """One of a user's own: the argument to all, the results of the first stage."""
+    """A user's dispatch: the argument to all ranks, the results of the first stage."""
 
     def split(
         self, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], *, takes_weights: bool
@@ -250,8 +253,8 @@ class FirstStageDispatch(Dispatch):
         return sum(results.values())
 
 
-def test_a_dispatch_of_ones_own_is_found_by_name() -> None:
-    """What was registered, class or object, is what calls get; unknown names are told the nearest."""
+def test_a_registered_dispatch_is_found_by_name() -> None:
+    """A registered class or object is used for calls; the error for an unknown name has the nearest name."""
     register_dispatch("first_stage", FirstStageDispatch)
     found = find_dispatch("first_stage")
     assert isinstance(found, FirstStageDispatch)
@@ -267,15 +270,15 @@ def test_a_dispatch_of_ones_own_is_found_by_name() -> None:
 
 
 def test_only_a_dispatch_can_be_registered() -> None:
-    """Built-in names keep their meaning, and what has not the methods is refused at once."""
+    """Built-in names cannot be replaced, and an object without the required methods is rejected."""
     with pytest.raises(ConfigError, match="built in"):
         register_dispatch("mesh", PassThroughDispatch())
     with pytest.raises(ConfigError, match="not a subclass"):
         register_dispatch("mine", object())  # type: ignore[arg-type]
 
 
-def test_a_method_says_whether_it_takes_weights() -> None:
-    """Only a parameter of that name that can be given by name counts."""
+def test_the_signature_decides_whether_weights_are_passed() -> None:
+    """Only a parameter named ``weights`` that accepts a keyword counts."""
 
     class Methods:
         def with_default(self, batch: Any, weights: Any = None) -> None: ...
@@ -289,8 +292,8 @@ def test_a_method_says_whether_it_takes_weights() -> None:
     assert not takes_weights(Methods.swallows)
 
 
-def test_what_is_sent_later_is_a_copy() -> None:
-    """Values that a thread sends later are independent of the caller's; an object reference is the same object."""
+def test_deferred_arguments_are_copies() -> None:
+    """Values that a thread sends later are independent of the caller's; an object reference stays the same object."""
     reference = ray.ObjectRef(b"\x01" * 28)
     batch, names = torch.zeros(2), ["a"]
     kept = copy_for_later((batch, {"names": names, "reference": reference}))

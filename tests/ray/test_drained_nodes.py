@@ -1,4 +1,4 @@
-"""Actors leave a node that Ray drains before it goes, with their state, and none comes back to it."""
+"""Actors move away from a node that Ray drains before its end, with their state, and none is started there again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT_S = 120.0
 
 @contextmanager
 def nodes_with_room(cluster: Cluster, *sizes: int) -> Iterator[list[Any]]:
-    """Add nodes with room for so many actors of the tests each; remove what is left of them."""
+    """Add nodes with room for the given numbers of test actors; remove those that remain."""
     added = [
         cluster.add_node(num_cpus=size, num_gpus=0, resources={"spot": size}, object_store_memory=100 << 20)
         for size in sizes
@@ -47,7 +47,8 @@ def nodes_with_room(cluster: Cluster, *sizes: int) -> Iterator[list[Any]]:
 
 
 def drain(cluster: Cluster, node_id: str, within_s: float) -> None:
-    """Do what an autoscaler does when a spot node is reclaimed, and ``ray drain-node``; infinite = no deadline."""
+    """Drain a node as an autoscaler does for a reclaimed spot node, or as ``ray drain-node`` does; infinite = no
+    deadline."""
     deadline_ms = 0 if math.isinf(within_s) else (time.time_ns() // 1_000_000) + int(within_s * 1000)
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     client = ray._raylet.GcsClient(address=cluster.address)
@@ -89,16 +90,16 @@ def make_group(folder: Path, checkpoint: CheckpointConfig, **recovery: Any) -> A
 
 
 @pytest.mark.campaign
-def test_actors_leave_a_drained_node_before_it_goes(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """A spot node gets its notice while the group waits for calls: without a spare, another actor is started elsewhere,
-    takes the rank with the state as it is, and the node's end disturbs nobody."""
+def test_actors_leave_a_drained_node_before_its_end(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """A spot node is drained while the group waits for calls: without a spare, a new actor is started elsewhere and
+    takes the rank with its current state, and the node's end causes no recovery."""
     checkpoint = CheckpointConfig(local_directory=str(tmp_path / "local"), save_interval=100)
     with nodes_with_room(ray_cluster, 1, 3) as (spot, other), make_group(tmp_path, checkpoint) as group:
-        train(group, 3)  # none of them is saved
+        train(group, 3)  # none of these steps is saved
         before = group.pids
         (rank,) = (rank for rank, node in group.nodes.items() if node == spot.node_id)
         drain(ray_cluster, spot.node_id, 600.0)
-        wait_until(lambda: bool(group.recoveries), "nobody leaves the drained node")
+        wait_until(lambda: bool(group.recoveries), "no actor moves away from the drained node")
         (report,) = group.recoveries
         assert [(one.rank, one.kind) for one in report.lost] == [(rank, LossKind.DRAINED)]
         assert "its node is drained, and goes in" in report.lost[0].evidence
@@ -120,9 +121,9 @@ def test_actors_leave_a_drained_node_before_it_goes(ray_cluster: Cluster, tmp_pa
 
 
 @pytest.mark.campaign
-def test_a_call_that_does_not_end_is_interrupted_in_time(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """A step hangs when the notice comes: shortly before the deadline it is interrupted, the node left, and the step
-    repeated. Who is lost afterwards is not replaced on the drained node, which still lives."""
+def test_a_hanging_call_is_interrupted_before_the_deadline(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """A step hangs when the node is drained: shortly before the deadline it is interrupted, the actors move, and the
+    step is repeated. An actor that is lost afterwards is not replaced on the drained node, which still runs."""
     checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
     with (
         nodes_with_room(ray_cluster, 2, 3) as (spot, other),
@@ -145,9 +146,9 @@ def test_a_call_that_does_not_end_is_interrupted_in_time(ray_cluster: Cluster, t
 
 
 @pytest.mark.campaign
-def test_both_nodes_are_drained_at_once(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """All nodes of the group get their notice together: it leaves one after the other, a step apart, with all of its
-    state, although each held the other's copies."""
+def test_two_nodes_drained_at_once_lose_no_state(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """Both nodes of the group are drained together: the group leaves one node after the other, a step apart, with all
+    of its state, although each node has the other's copies."""
     checkpoint = CheckpointConfig(local_directory=str(tmp_path / "local"), save_interval=100)
     with nodes_with_room(ray_cluster, 1, 1) as (first, second), make_group(tmp_path, checkpoint) as group:
         train(group, 3)
@@ -155,7 +156,7 @@ def test_both_nodes_are_drained_at_once(ray_cluster: Cluster, tmp_path: Path) ->
             for node in (first, second):
                 drain(ray_cluster, node.node_id, math.inf)
             wait_until(lambda: len(group.recoveries) == 1, "the first drained node is not left")
-            train(group, 1)  # whose copies go to nodes that stay
+            train(group, 1)  # its copies are stored on nodes that stay
             wait_until(lambda: len(group.recoveries) == 2, "the second drained node is not left")
             assert [report.iteration for report in group.recoveries] == [3, 4]
             assert set(group.nodes.values()) == {node.node_id for node in others}
@@ -169,8 +170,9 @@ def test_both_nodes_are_drained_at_once(ray_cluster: Cluster, tmp_path: Path) ->
 
 
 @pytest.mark.campaign
-def test_state_that_cannot_be_carried_stays_until_the_end(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """Where no other node can have the state the actor works on until its node goes; that is a loss like any other."""
+def test_an_actor_whose_state_cannot_move_stays_to_the_end(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """Where no other node can receive the state, the actor works until its node ends, which is then an ordinary
+    loss."""
     checkpoint = CheckpointConfig(local_directory=str(tmp_path / "local"), save_interval=1, replication=False)
     with nodes_with_room(ray_cluster, 1, 3) as (spot, _), make_group(tmp_path, checkpoint) as group:
         train(group, 2)

@@ -1,4 +1,4 @@
-"""A group of actors saves to GCS; the next group goes on from there."""
+"""A group of actors saves to Google Cloud Storage; the next group resumes from there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def gcs_server(bucket: str) -> Any:
     return module.GCSServer(bucket)
 
 
-def test_a_second_group_continues_from_gcs(ray_cluster: object, tmp_path: Path) -> None:
-    """Two groups after one another, of other sizes, train on one directory in a bucket, to the weights of one run."""
+def test_a_second_group_resumes_from_gcs(ray_cluster: object, tmp_path: Path) -> None:
+    """Two consecutive groups of different sizes train on one directory in a bucket, to the weights of one run."""
     server = gcs_server("actors")
     try:
         for life, dp in enumerate((2, 1)):

@@ -1,4 +1,4 @@
-"""What a group of actors does when it cannot go on as before: it shrinks, or gives up with a reason."""
+"""A group of actors that lacks actors shrinks, starts others, or stops with a reason."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ sys.stdin.read()
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """With nobody in a lost one's place the data axis gets shorter, and what comes back later is a spare."""
+def test_a_group_without_spares_shrinks(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """Without a replacement for a lost actor the data axis gets shorter, and an actor that is available later becomes a
+    spare."""
     recovery = RecoveryConfig(spare_wait=0.0, allow_shrink=True, **PATIENT)
     checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
     with ActorGroup(Trainer, {"dp": 2}, args=(str(tmp_path),), checkpoint=checkpoint, recovery=recovery) as group:
@@ -74,8 +75,9 @@ def test_without_spares_a_group_may_shrink(ray_cluster: Cluster, tmp_path: Path)
 
 
 @pytest.mark.campaign
-def test_without_spares_another_actor_is_started(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """Each save is committed without a spare that waits; a lost actor's successor is started, and goes on from it."""
+def test_a_group_without_spares_starts_another_actor(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """Each save is committed without an idle spare; a lost actor's successor is started, and resumes from the newest
+    save."""
     checkpoint = CheckpointConfig(local_directory=str(tmp_path), save_interval=1, async_save=False)
     recovery = RecoveryConfig(spare_wait=90.0, **PATIENT)
     with ActorGroup(Trainer, {"dp": 2}, args=(str(tmp_path),), checkpoint=checkpoint, recovery=recovery) as group:
@@ -92,8 +94,9 @@ def test_without_spares_another_actor_is_started(ray_cluster: Cluster, tmp_path:
 
 
 @pytest.mark.campaign
-def test_without_room_for_another_the_group_gives_up(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """When a whole node is lost and nobody can be started elsewhere, the caller is told so, and nothing is left."""
+def test_a_group_without_room_stops_with_an_error(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """When a node is lost and no actor can be started elsewhere, the caller receives the error, and no process is
+    left."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=0, resources={"extra": 2}, object_store_memory=100 << 20)
     recovery = RecoveryConfig(spare_wait=1.0, ping_timeout=15.0, abort_timeout=20.0)
     with ActorGroup(Counter, {"dp": 2}, resources={"extra": 1}, recovery=recovery) as group:
@@ -112,7 +115,7 @@ def test_without_room_for_another_the_group_gives_up(ray_cluster: Cluster, tmp_p
 
 
 def wait_for_death(node_id: str) -> None:
-    """Wait until Ray knows that a node is gone, and places nothing there."""
+    """Wait until Ray has declared a node dead, and places no actor there."""
     deadline = clock.now_s() + 60
     while any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes()):
         assert clock.now_s() < deadline
@@ -120,11 +123,12 @@ def wait_for_death(node_id: str) -> None:
 
 
 @pytest.mark.campaign
-def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """When a node dies with half the actors and a spare, others start where there is room; those elsewhere are kept."""
-    taken = placement_group([{"CPU": 14}])  # only the first node has so many; what is left there holds two actors
+def test_actors_of_a_lost_node_start_elsewhere(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """When a node dies with half the actors and a spare, others start where there is room; actors elsewhere are
+    kept."""
+    taken = placement_group([{"CPU": 14}])  # only the first node has so many CPUs; the rest has room for two actors
     assert taken.wait(60)
-    node = ray_cluster.add_node(num_cpus=3, num_gpus=0, object_store_memory=100 << 20)  # three of five must be here
+    node = ray_cluster.add_node(num_cpus=3, num_gpus=0, object_store_memory=100 << 20)  # for 3 of 5 actors
     checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
     with ActorGroup(
         Trainer,
@@ -138,9 +142,9 @@ def test_a_lost_node_is_made_up_for_elsewhere(ray_cluster: Cluster, tmp_path: Pa
         for iteration in (1, 2, 3):
             group.run("train_step", batch_of(iteration), iteration)
         before, there = group.pids, {rank for rank, name in group.nodes.items() if name == node.node_id}
-        assert len(there) in (2, 3)  # the spare is on either node
+        assert len(there) in (2, 3)  # the spare may be on either node
         by_node = [name == node.node_id for _, name in sorted(group.nodes.items())]
-        assert by_node in (sorted(by_node), sorted(by_node, reverse=True))  # ranks of a node are neighbours
+        assert by_node in (sorted(by_node), sorted(by_node, reverse=True))  # the ranks of a node are consecutive
         remove_placement_group(taken)
         ray_cluster.remove_node(node, allow_graceful=False)
         group.run("train_step", batch_of(4), 4)
@@ -163,10 +167,10 @@ def take_turns(group: ActorGroup, method: str) -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_steps_continue_from_where_the_group_went_back_to(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """A loop over ``steps()`` catches nothing: after the loss of an actor whose state was saved nowhere the turn ends,
-    and the next one begins at the iteration that the group went back to. Another error passes through, and so does a
-    turn that takes the group no further."""
+def test_steps_continue_after_a_rollback(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """A loop over ``steps()`` catches no exception: after the loss of an actor without saved state the turn ends, and
+    the next turn begins at the iteration to which the group rolled back. Other errors pass through, and so does a turn
+    without progress."""
     checkpoint = CheckpointConfig(local_directory=str(tmp_path / "kept"), save_interval=100)
     recovery = RecoveryConfig(**PATIENT)
     with ActorGroup(
@@ -191,8 +195,8 @@ def test_steps_continue_from_where_the_group_went_back_to(ray_cluster: Cluster, 
 
 
 @pytest.mark.campaign
-def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
-    """A class of one's own, without state, uses the default group; after a loss all begin at 0, and that is said."""
+def test_a_plain_class_starts_over_after_a_loss(ray_cluster: Cluster) -> None:
+    """A user's class without state uses the default group; after a loss all actors start at 0, which is logged."""
     recovery = RecoveryConfig(max_recoveries=2, **PATIENT)
     with ActorGroup(Counter, {"dp": 2}, num_spares=1, recovery=recovery) as group:
         assert group.run("count_all") == [2, 2]
@@ -202,7 +206,7 @@ def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
         first, second = group.submit("count_all"), group.submit("count_all")
         with pytest.raises(RolledBack) as raised:
             first.result()
-        with pytest.raises(RolledBack):  # it was made in the belief that the first would end
+        with pytest.raises(RolledBack):  # it was submitted before the first one failed
             second.result()
         assert raised.value.iteration == group.iteration == 0
         assert group.run("count_all") == [2, 2]
@@ -218,15 +222,16 @@ def test_a_plain_class_begins_anew(ray_cluster: Cluster) -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_constructor_that_raises_is_the_callers(ray_cluster: Cluster) -> None:
-    """A class whose constructor raises makes no group; its exception is the cause, and nothing is left."""
+def test_an_exception_in_a_constructor_is_raised(ray_cluster: Cluster) -> None:
+    """A class whose constructor raises yields no group; its exception is the cause of the error, and no process is
+    left."""
     with pytest.raises(ActorFailed, match="no data here"):
         ActorGroup(Unable, {"dp": 2})
     assert not leaked()
 
 
-def test_wrong_settings_start_nothing(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """What cannot be a group is refused before anything is started."""
+def test_invalid_settings_start_no_actor(ray_cluster: Cluster, tmp_path: Path) -> None:
+    """Invalid settings of a group are rejected before an actor is started."""
     for settings, message in (
         ({"mesh": {"dq": 2}}, "unknown axis"),
         ({"mesh": {"dp": 2}, "num_spares": -1}, "num_spares"),

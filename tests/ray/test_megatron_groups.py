@@ -1,4 +1,4 @@
-"""A mesh with its experts' axes lays its groups as Megatron-Core does."""
+"""The groups of a mesh with expert axes are those of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def parallel_state() -> Any:
-    """Import Megatron-Core, which warns of everything that it does not find."""
+    """Import Megatron-Core, which warns about each missing optional package."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
@@ -26,9 +26,9 @@ def parallel_state() -> Any:
 
 
 def generators(parallel_state: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Return Megatron-Core's generators of ranks for a mesh, made as ``initialize_model_parallel`` makes them."""
+    """Return Megatron-Core's generators of ranks for a mesh, constructed as in ``initialize_model_parallel``."""
     order = inspect.signature(parallel_state.initialize_model_parallel).parameters["order"].default
-    etp = mesh.etp or mesh.tp  # its default: None means as tp
+    etp = mesh.etp or mesh.tp  # its default: None means the size of tp
     edp = mesh.size // (etp * mesh.ep * mesh.pp)
     return (
         parallel_state.RankGenerator(tp=mesh.tp, ep=1, dp=mesh.dp, pp=mesh.pp, cp=mesh.cp, order=order),
@@ -37,8 +37,8 @@ def generators(parallel_state: Any, mesh: Mesh) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-def test_groups_are_those_of_megatron_core(parallel_state: Any) -> None:
-    """On every mesh of up to 16 actors the peers along each axis, experts' axes included, are the members of
+def test_groups_equal_those_of_megatron_core(parallel_state: Any) -> None:
+    """On every mesh of up to 16 actors the peers along each axis, expert axes included, are the members of
     Megatron-Core's groups in its default order."""
     num_meshes = 0
     for mesh in expert_meshes():

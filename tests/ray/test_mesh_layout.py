@@ -1,4 +1,4 @@
-"""Where ranks lie in a mesh of actors."""
+"""The positions of ranks in a mesh of actors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.ray.protocol import AXES, EXPERT_AXES, shrunk
 
 
 def meshes(max_actors: int = 16) -> Iterator[Mesh]:
-    """Yield every mesh of up to so many actors, all factorisations."""
+    """Yield every factorisation of every mesh size up to ``max_actors``."""
     for pp in range(1, max_actors + 1):
         for dp in range(1, max_actors // pp + 1):
             for cp in range(1, max_actors // (pp * dp) + 1):
@@ -24,8 +24,8 @@ def meshes(max_actors: int = 16) -> Iterator[Mesh]:
                     yield Mesh(pp=pp, dp=dp, cp=cp, tp=tp)
 
 
-def test_ranks_lie_as_in_a_device_mesh_of_torch() -> None:
-    """Every rank of every mesh has the coordinates that ``init_device_mesh`` with the same sizes gives it."""
+def test_rank_coordinates_equal_those_of_torch() -> None:
+    """Every rank of every mesh has the coordinates that ``init_device_mesh`` with the same sizes assigns."""
     for mesh in meshes():
         layout = torch.arange(mesh.size).reshape(mesh.sizes)
         for rank in range(mesh.size):
@@ -35,8 +35,8 @@ def test_ranks_lie_as_in_a_device_mesh_of_torch() -> None:
             assert tuple(getattr(place, f"{axis}_size") for axis in AXES) == mesh.sizes
 
 
-def test_peers_are_the_ranks_of_torchs_subgroups() -> None:
-    """Ranks that differ along one axis only are the same as a row of torch's mesh along that axis."""
+def test_peers_equal_torchs_submesh_ranks() -> None:
+    """The ranks that differ along one axis only are a row of torch's mesh along that axis."""
     for mesh in meshes():
         layout = torch.arange(mesh.size).reshape(mesh.sizes)
         for number, axis in enumerate(AXES):
@@ -47,8 +47,8 @@ def test_peers_are_the_ranks_of_torchs_subgroups() -> None:
                 assert mesh.ranks(**others) == row
 
 
-def test_shrinking_takes_whole_data_shards() -> None:
-    """A smaller mesh is the largest that the actors can fill, and cuts the model as before."""
+def test_shrinking_removes_complete_data_shards() -> None:
+    """A smaller mesh is the largest that the actors can fill, with an unchanged model parallelism."""
     for mesh in meshes():
         for num_actors in range(mesh.size):
             smaller = shrunk(mesh, num_actors)
@@ -60,16 +60,16 @@ def test_shrinking_takes_whole_data_shards() -> None:
             assert smaller.dp == mesh.dp - 1 or smaller.size + mesh.size // mesh.dp > num_actors
 
 
-def test_a_mesh_reads_as_its_axes() -> None:
-    """Log lines show only the axes that there are."""
+def test_a_mesh_is_printed_as_its_axes() -> None:
+    """Log lines have only the axes in use."""
     assert str(Mesh(dp=2, tp=2)) == "dp2 x tp2"
     assert str(Mesh()) == "1 actor"
     assert str(Mesh(dp=2, tp=2).place(3)) == "rank 3 (dp 1, tp 1)"
     assert str(Mesh().place(0)) == "rank 0"
 
 
-def test_sizes_can_be_given_by_axis() -> None:
-    """A dict means a mesh, axes that are left out have size 1, and a mesh means itself."""
+def test_a_mesh_can_be_a_dict_of_sizes() -> None:
+    """Axes that a dict omits have size 1, and a mesh is returned unchanged."""
     assert Mesh.of({"tp": 2, "dp": 4}) == Mesh(dp=4, tp=2)
     assert Mesh.of(Mesh(pp=3)) == Mesh(pp=3)
 
@@ -89,14 +89,14 @@ def test_sizes_can_be_given_by_axis() -> None:
         ({"dp": 2, "edp": 2}, "edp is what ep and etp leave"),
     ],
 )
-def test_what_is_no_mesh_is_refused_by_name(sizes: object, message: str) -> None:
-    """A wrong axis or size is named with what to write instead."""
+def test_an_invalid_mesh_is_rejected(sizes: object, message: str) -> None:
+    """The error names the invalid axis or size and what is accepted."""
     with pytest.raises(ConfigError, match=message):
         Mesh.of(sizes)  # type: ignore[arg-type]
 
 
-def test_there_is_no_rank_outside() -> None:
-    """Ranks and axes that a mesh does not have are errors, not empty answers."""
+def test_unknown_ranks_and_axes_are_errors() -> None:
+    """Ranks and axes outside a mesh are errors, not empty results."""
     with pytest.raises(IndexError, match="rank 4"):
         Mesh(dp=2, tp=2).place(4)
     with pytest.raises(IndexError, match="rank -1"):
@@ -106,7 +106,7 @@ def test_there_is_no_rank_outside() -> None:
 
 
 def expert_meshes(max_actors: int = 16) -> Iterator[Mesh]:
-    """Yield every mesh of up to so many actors with expert axes that fit."""
+    """Yield every mesh of up to ``max_actors`` actors with all possible expert axes."""
     for mesh in meshes(max_actors):
         model = mesh.size // mesh.pp
         for ep in range(1, model + 1):
@@ -117,16 +117,17 @@ def expert_meshes(max_actors: int = 16) -> Iterator[Mesh]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_peers_along_expert_axes_are_found_by_coordinates(data: st.DataObject) -> None:
-    """Ranks by coordinates of any axes are those that lie there, and every rank lies at one place of either mesh."""
+def test_expert_axes_have_consistent_coordinates(data: st.DataObject) -> None:
+    """Looking up ranks by coordinates inverts the coordinates of ranks, and every rank has one position in both
+    meshes."""
     mesh = data.draw(st.sampled_from(list(expert_meshes(12))))
     for axes, sizes in ((AXES, mesh.sizes), (EXPERT_AXES, mesh.expert_sizes)):
         for rank, point in enumerate(itertools.product(*map(range, sizes))):
             assert mesh.ranks(**dict(zip(axes, point, strict=True))) == [rank]
 
 
-def test_a_mesh_without_experts_has_no_expert_axes() -> None:
-    """Expert axes are there once one of them is given; the other then has Megatron-Core's default."""
+def test_expert_axes_exist_only_when_given() -> None:
+    """Giving one expert axis creates both; the other has Megatron-Core's default size."""
     assert not Mesh(dp=4, tp=2).has_experts
     assert Mesh(dp=4, tp=2).by_axis == {"pp": 1, "dp": 4, "cp": 1, "tp": 2}
     mesh = Mesh.of({"dp": 4, "tp": 2, "ep": 2})
@@ -136,8 +137,8 @@ def test_a_mesh_without_experts_has_no_expert_axes() -> None:
     assert Mesh(dp=2, tp=2, etp=1).expert_sizes == (1, 4, 1, 1)
 
 
-def test_shrinking_leaves_room_for_all_experts() -> None:
-    """A smaller mesh keeps the expert axes; what does not fit them is skipped."""
+def test_shrinking_keeps_the_expert_axes() -> None:
+    """Sizes that do not fit the expert axes are skipped."""
     mesh = Mesh(dp=8, ep=4)
     assert shrunk(mesh, 7) == Mesh(dp=4, ep=4)
     assert shrunk(mesh, 3) is None

@@ -1,4 +1,5 @@
-"""A submitted call's result can be waited for in a thread or an event loop, and to stop waiting does not stop it."""
+"""The result of a submitted call can be awaited in a thread or an event loop; to stop waiting does not stop the
+call."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def pending() -> tuple[Pending, Future[Any]]:
     return Pending("train_step", future), future
 
 
-def test_a_wait_may_end_before_the_call() -> None:
-    """A timeout names the method and leaves the call alone; its result is there later."""
+def test_a_wait_timeout_does_not_end_the_call() -> None:
+    """The timeout error names the method; the call's result is available later."""
     one, future = pending()
     with pytest.raises(DeadlineExceeded, match="'train_step' has not ended"):
         one.result(0.0)
@@ -32,8 +33,8 @@ def test_a_wait_may_end_before_the_call() -> None:
     assert one.is_done
 
 
-def test_a_timeout_of_the_call_itself_is_told_apart() -> None:
-    """A TimeoutError that the call raised is not taken for the end of the wait."""
+def test_a_timeout_error_of_the_call_is_distinguished() -> None:
+    """A TimeoutError that the call raised does not count as the timeout of the wait."""
     one, future = pending()
     future.set_exception(TimeoutError("of the user's own"))
     with pytest.raises(TimeoutError, match="own") as raised:
@@ -41,8 +42,8 @@ def test_a_timeout_of_the_call_itself_is_told_apart() -> None:
     assert not isinstance(raised.value, DeadlineExceeded)
 
 
-def test_a_cancelled_await_leaves_the_call_alone() -> None:
-    """An event loop may give up waiting, and wait again."""
+def test_a_cancelled_await_does_not_cancel_the_call() -> None:
+    """An event loop may cancel an await, and await the call again."""
     one, future = pending()
 
     async def wait_twice() -> Any:
@@ -55,8 +56,8 @@ def test_a_cancelled_await_leaves_the_call_alone() -> None:
     assert asyncio.run(wait_twice()) == "there"
 
 
-def test_a_death_is_told_in_few_words() -> None:
-    """Of what Ray says about a dead actor the reason is kept, not its advice."""
+def test_a_dead_actor_is_described_by_its_reason() -> None:
+    """Of Ray's text about a dead actor the reason is kept, not the advice."""
     error = RayActorError(
         error_msg="The actor died unexpectedly before finishing this task.\n\tclass_name: A\n"
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
@@ -67,8 +68,9 @@ def test_a_death_is_told_in_few_words() -> None:
     assert describe_error(None) == "no response"
 
 
-def test_a_report_says_who_why_and_what_was_kept() -> None:
-    """The line for people names the lost with their evidence, the kept, the replaced, who loaded, and the times."""
+def test_a_recovery_report_lists_every_actor() -> None:
+    """The log line has the lost actors with their evidence, the kept and replaced ones, which ones loaded, and the
+    times."""
     lost = LostActor(rank=3, node="abcdefghijkl", pid=12, kind=LossKind.DIED, evidence="its process ended")
     report = RecoveryReport(
         incarnation=1,

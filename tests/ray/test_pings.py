@@ -1,4 +1,4 @@
-"""Questions whether an actor lives: one at a time, and again where one did not reach it."""
+"""Pings of an actor: one at a time, and repeated where one was not delivered."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from outlast.ray.replies import ActorPing, Reply, ReplyFault
 
 @pytest.fixture
 def replies(monkeypatch: pytest.MonkeyPatch) -> list[Reply | None]:
-    """What the next polls find, in this order."""
+    """Return a list from which the next polls take their results, in order."""
     coming: list[Reply | None] = []
     monkeypatch.setattr(replies_module, "reply_if_ready", lambda _: coming.pop(0))
     monkeypatch.setattr(replies_module, "_AGAIN_S", 0.0)
     return coming
 
 
-def test_one_question_is_open_at_a_time_and_the_next_waits_for_its_time(replies: list[Reply | None]) -> None:
-    """Nothing is asked while a reply is waited for, nor before the next question is due."""
+def test_pings_are_sent_one_at_a_time_when_due(replies: list[Reply | None]) -> None:
+    """No ping is sent while a reply is outstanding, nor before the next ping is due."""
     method: Any = Mock()
     ping, answer = ActorPing(), Reply(value="well")
     replies += [None, answer]
@@ -35,24 +35,25 @@ def test_one_question_is_open_at_a_time_and_the_next_waits_for_its_time(replies:
     assert ping.asked_s == math.inf
 
 
-def test_question_that_did_not_arrive_is_asked_again_and_silence_counts_from_the_first(
+def test_an_undelivered_ping_is_repeated(
     replies: list[Reply | None],
 ) -> None:
-    """An actor that could not be reached for a moment may live: the next question finds out."""
+    """An actor that is briefly unreachable may be alive: the next ping decides, and the silence counts from the first
+    one."""
     method: Any = Mock()
     ping, answer = ActorPing(), Reply(value="well")
     replies += [Reply(fault=ReplyFault.UNREACHABLE), answer]
     assert ping.poll(method) is None
     first_s = ping.asked_s
     assert ping.poll(method) is None
-    assert ping.ref is None  # a reply that has come would end every wait at once
+    assert ping.ref is None  # a received reply would end every wait at once
     assert ping.poll(method) is None
     assert (method.remote.call_count, ping.asked_s) == (2, first_s)
     assert ping.poll(method) is answer
 
 
 def test_death_and_errors_are_replies(replies: list[Reply | None]) -> None:
-    """What the actor raised, and that it is dead, are for whoever asks."""
+    """An exception of the actor, and its death, are replies."""
     for fault in (ReplyFault.DIED, ReplyFault.RAISED):
         ping = ActorPing(ref="asked", asked_s=0.0)
         replies.append(Reply(fault=fault))

@@ -1,4 +1,4 @@
-"""Pipeline and context parallel actors are killed and recovered, over their own groups and over Megatron-Core's."""
+"""Pipeline and context parallel actors recover from kills, with their own groups and with Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = [
     pytest.mark.extended,
     pytest.mark.process,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # Megatron-Core warns of everything that it does not find
+    pytest.mark.filterwarnings("ignore"),  # Megatron-Core warns about each missing optional package
 ]
 RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=3)
 MESH = {"pp": 2, "cp": 2, "ep": 2}
 
 
 def megatron_trainer() -> type[PipelineTrainer]:
-    """Return the trainer whose groups are Megatron-Core's in every other step; made as the page of the docs says."""
+    """Return the trainer that uses Megatron-Core's groups in every other step; constructed as the docs page shows."""
     namespace: dict[str, Any] = {"__name__": "page"}
     exec(block_of("ray.md", MEGATRON), namespace)
     base = namespace["MegatronActor"]
@@ -49,7 +49,7 @@ def megatron_trainer() -> type[PipelineTrainer]:
             return parallel_state.get_context_parallel_group()
 
         def view(self) -> dict[str, Any]:
-            """Return what Megatron-Core knows of this actor's place."""
+            """Return Megatron-Core's view of this actor's position."""
             import torch.distributed as dist
             from megatron.core import parallel_state
 
@@ -75,7 +75,7 @@ def megatron_trainer() -> type[PipelineTrainer]:
 
 
 @contextmanager
-def running(trainer: type[PipelineTrainer], folder: Path, mesh: dict[str, int]) -> Iterator[ActorGroup]:
+def running_group(trainer: type[PipelineTrainer], folder: Path, mesh: dict[str, int]) -> Iterator[ActorGroup]:
     local = CheckpointConfig(local_directory=str(folder / "local"), non_persistent_save_interval=1, async_save=False)
     with ActorGroup(
         trainer,
@@ -90,7 +90,7 @@ def running(trainer: type[PipelineTrainer], folder: Path, mesh: dict[str, int]) 
 
 
 def train(group: ActorGroup, num_steps: int) -> None:
-    """Make steps; the loss of each comes from the last virtual stage, and is that of one process."""
+    """Make steps, and check that the loss of each is that of one process and comes from the last virtual stage."""
     for _ in range(num_steps):
         iteration = (group.iteration or 0) + 1
         _, losses = undisturbed(iteration)
@@ -106,7 +106,7 @@ def assert_undisturbed(group: ActorGroup) -> None:
 
 
 def recover_from(group: ActorGroup, folder: Path, where: str, rank: int, kind: str, expected: LossKind) -> None:
-    """Have a rank fail in the next step: it alone is replaced, all others keep their state."""
+    """Make a rank fail in the next step; check that only this rank is replaced and all others keep their state."""
     before, iteration, num_recoveries = group.pids, (group.iteration or 0) + 1, len(group.recoveries)
     plan_fault(folder, where, iteration, rank, kind)
     train(group, 1)
@@ -119,18 +119,19 @@ def recover_from(group: ActorGroup, folder: Path, where: str, rank: int, kind: s
 
 
 def assert_views(group: ActorGroup) -> None:
-    """See that Megatron-Core's groups have the members of ours, and who has the last virtual stage gives results."""
+    """Check that Megatron-Core's groups have the members of the mesh's groups, and that the actor with the last virtual
+    stage returns the results."""
     for view in group.run("view", dispatch="pass_through"):
         assert view["groups"] == view["ours"]
         assert view["has_last_stage"] or not view["gives_result"]
 
 
 @pytest.mark.campaign
-def test_megatron_groups_are_made_again_after_faults(ray_cluster: object, tmp_path: Path) -> None:
-    """With pp2 x cp2 and two virtual stages each an actor of the last stage is killed while its peers receive, and one
-    of the first while they send gradients: Megatron-Core's groups are made again, and weights and losses are those of
-    one process. Expert axes lie over cp, as Megatron-Core has them."""
-    with running(megatron_trainer(), tmp_path, MESH) as group:
+def test_megatron_groups_are_rebuilt_after_faults(ray_cluster: object, tmp_path: Path) -> None:
+    """With pp2 x cp2 and two virtual stages per actor, one actor of the last stage is killed while its peers receive,
+    and one of the first stage while its peers send gradients. Megatron-Core's groups are rebuilt, and weights and
+    losses are those of one process. Expert axes extend over cp, as in Megatron-Core."""
+    with running_group(megatron_trainer(), tmp_path, MESH) as group:
         assert_views(group)
         train(group, 2)
         assert_undisturbed(group)
@@ -153,7 +154,7 @@ def test_a_pipeline_recovers_from_hangs_and_torn_updates(
     ray_cluster: object, tmp_path: Path, where: str, rank: int, kind: str
 ) -> None:
     """An actor of the pipeline hangs between forward and backward, dies in its update, or is stopped."""
-    with running(PipelineTrainer, tmp_path, {"pp": 2, "cp": 2}) as group:
+    with running_group(PipelineTrainer, tmp_path, {"pp": 2, "cp": 2}) as group:
         train(group, 2)
         before, num_recoveries = group.pids, len(group.recoveries)
         plan_fault(tmp_path, where, 3, rank, kind)
@@ -165,11 +166,11 @@ def test_a_pipeline_recovers_from_hangs_and_torn_updates(
 
 
 @pytest.mark.campaign
-def test_eight_actors_with_all_axes(ray_cluster: object, tmp_path: Path) -> None:
-    """With every axis of size 2 but the data axis, each group of Megatron-Core has the members of ours, before and
-    after an actor was killed; its tensor parallel peers compute the same."""
+def test_groups_with_all_axes_survive_a_kill(ray_cluster: object, tmp_path: Path) -> None:
+    """With every axis but the data axis of size 2, each group of Megatron-Core has the members of the mesh's group,
+    before and after an actor is killed; its tensor parallel peers compute the same values."""
     mesh = {"pp": 2, "cp": 2, "tp": 2, "ep": 2, "etp": 1}
-    with running(megatron_trainer(), tmp_path, mesh) as group:
+    with running_group(megatron_trainer(), tmp_path, mesh) as group:
         assert_views(group)
         train(group, 2)
         plan_fault(tmp_path, "begin", 3, 5, "kill")
@@ -179,6 +180,6 @@ def test_eight_actors_with_all_axes(ray_cluster: object, tmp_path: Path) -> None
         assert_undisturbed(group)
 
 
-def test_the_mesh_of_this_test_has_experts() -> None:
-    """Expert axes over context slices of a stage: two actors with other experts each, no replica."""
+def test_the_tested_mesh_has_two_experts_without_replicas() -> None:
+    """Expert axes extend over the context slices of a stage: two actors with different experts, no replica."""
     assert Mesh.of(MESH).expert_sizes == (2, 1, 2, 1)

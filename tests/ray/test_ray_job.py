@@ -1,4 +1,4 @@
-"""``examples/ray_job`` is submitted to a cluster as a job, twice; the second continues where the first ended."""
+"""``examples/ray_job`` is submitted to a cluster as a job, twice; the second job continues the first."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SUBMIT = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
 
 
 def submit(name: str, port: int, folder: Path, checkpoints: Path, iterations: int, environment: dict[str, str]) -> str:
-    """Submit the example with its runtime environment, and return what the job wrote once it has succeeded.
+    """Submit the example with its runtime environment, and return the job's output once it has succeeded.
 
-    That is read from the job's own log: what the command prints of it lacks the last lines where the job ends first.
+    The output is read from the job's log: the output of the command may lack the last lines.
     """
     job = ["python", "train.py", "--checkpoints", str(checkpoints), "--iterations", str(iterations)]
     place = ["--address", f"http://127.0.0.1:{port}", "--runtime-env", "runtime_env.yaml", "--working-dir", "."]
@@ -50,7 +50,7 @@ def submit(name: str, port: int, folder: Path, checkpoints: Path, iterations: in
             timeout=LIMIT_S,
             check=False,
         )
-        # The head is ready some time before its agent that starts jobs is; nothing of the job was begun then.
+        # The head is ready some time before the agent that starts jobs; the job has not begun at this point.
         if "No available agent" not in done.stderr or time.monotonic() > ends_s:
             break
     logs = folder.glob("session_latest/logs/dashboard_agent.*")
@@ -59,7 +59,7 @@ def submit(name: str, port: int, folder: Path, checkpoints: Path, iterations: in
 
 
 def submit_by_script(port: int, folder: Path, checkpoints: Path, iterations: int, environment: dict[str, str]) -> str:
-    """The same with the example's ``run.sh``, from another folder."""
+    """Submit the example with its ``run.sh``, from another folder."""
     command = [EXAMPLE / "run.sh", f"http://127.0.0.1:{port}", checkpoints, f"--iterations={iterations}"]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -69,9 +69,9 @@ def submit_by_script(port: int, folder: Path, checkpoints: Path, iterations: int
     return (folder / "session_latest" / "logs" / f"job-driver-{name}.log").read_text()
 
 
-def test_a_job_that_is_submitted_again_continues(tmp_path: Path) -> None:
+def test_a_resubmitted_job_continues(tmp_path: Path) -> None:
     """Both jobs succeed; the second begins at the iteration that the first one saved last."""
-    port, folder = free_port(), Path(f"/tmp/olj-{os.getpid()}/ray")  # short: sockets lie in it
+    port, folder = free_port(), Path(f"/tmp/olj-{os.getpid()}/ray")  # short, because it contains sockets
     folder.mkdir(parents=True)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(folder.parent)}

@@ -1,4 +1,4 @@
-"""The files that submit ``examples/ray_job`` name what is there."""
+"""The files that submit ``examples/ray_job`` refer to existing files and options."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_job"
-# Of https://docs.anyscale.com/reference/job-api, what a job of ours may need.
+# Of https://docs.anyscale.com/reference/job-api, fields that the example may need.
 FIELDS = {"name", "entrypoint", "working_dir", "requirements", "env_vars", "max_retries", "compute_config", "image_uri"}
 
 
-def test_the_job_for_anyscale_is_the_job_of_ray() -> None:
-    """``job.yaml`` has Anyscale's fields alone, starts the script with arguments that it takes, and sets the variables
-    of ``runtime_env.yaml``."""
+def test_the_anyscale_job_equals_the_ray_job() -> None:
+    """``job.yaml`` has only Anyscale's fields, starts the script with valid arguments, and sets the variables of
+    ``runtime_env.yaml``."""
     job = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
     assert job.keys() <= FIELDS
     assert job["env_vars"] == yaml.safe_load((EXAMPLE / "runtime_env.yaml").read_text())["env_vars"]
@@ -26,8 +26,8 @@ def test_the_job_for_anyscale_is_the_job_of_ray() -> None:
 
 
 @pytest.mark.process
-def test_run_sh_says_how_it_is_used() -> None:
-    """Without an address and a place for checkpoints nothing is submitted: exit code 2 and one line."""
+def test_run_sh_prints_its_usage() -> None:
+    """Without an address and a location for checkpoints no job is submitted: exit code 2 and one line."""
     done = subprocess.run([EXAMPLE / "run.sh", "http://x"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: ")

@@ -1,4 +1,4 @@
-"""Every Python block of the page about Ray runs."""
+"""Every Python block of the documentation page about Ray runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LIMIT_S = 300.0
 
 
 def test_every_block_is_executed(tmp_path: Path) -> None:
-    """Blocks of settings are executed here; the loop and Megatron-Core's actor are, by other tests, which name them."""
+    """Blocks of settings are executed here; the loop and Megatron-Core's actor are executed by the tests that select
+    them."""
     executed = 0
     for block in blocks_of("ray.md"):
         if LOOP in block or MEGATRON in block:
@@ -35,7 +36,7 @@ def test_every_block_is_executed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_the_loop_of_the_page_runs(ray_cluster: Cluster, tmp_path: Path) -> None:
-    """The page's first script trains on this cluster as it stands there, but for fewer steps and another folder."""
+    """The page's first script trains on this cluster unchanged, but for fewer steps and another folder."""
     (script,) = [block for block in blocks_of("ray.md") if LOOP in block]
     for text, instead in ((LOOP, LOOP.replace("1000", "3")), ("/local/ckpt", str(tmp_path / "ckpt"))):
         assert text in script

@@ -1,5 +1,4 @@
-"""Ray Train with outlast: hung workers are found and ended, what is loaded is verified, and nothing goes on for
-ever."""
+"""Ray Train with outlast: hung workers are identified and ended, loads are verified, and runs without progress end."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ WORKERS = 2
 
 
 def train_function():
-    """Return the train function; one made here travels by value, so that workers need no module of the tests."""
+    """Return the train function; a nested function is pickled by value, so that workers need no module of the tests."""
 
     def train(config):
         import json
@@ -54,7 +53,7 @@ def train_function():
                     if fault["attempt"] in (cycle, None) and [fault["rank"], fault["iteration"]] == [rank, iteration]:
                         if fault["kind"] == "sleep":
                             time.sleep(600)
-                        while fault["kind"] == "stop":  # it is woken for a moment, for its stacks
+                        while fault["kind"] == "stop":  # it is continued for a moment, for its stacks
                             os.kill(os.getpid(), signal.SIGSTOP)
                 torch.manual_seed(1000 * iteration + rank)
                 loss = (model(torch.randn(4, 8)) ** 2).mean()
@@ -69,9 +68,9 @@ def train_function():
 
 
 def undisturbed(total):
-    """Return the weights after so many steps of an undisturbed run, computed in this process."""
+    """Return the weights after ``total`` undisturbed steps, computed in this process."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the workers: sums are made in the same order
+    torch.set_num_threads(1)  # as in the workers, for the same order of sums
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -91,7 +90,7 @@ def undisturbed(total):
 
 
 def fit(folder, *, total, faults, max_no_progress_cycles=3):
-    """Train in ``folder`` until ``total``, however often Ray Train has to restart the workers."""
+    """Train in ``folder`` until ``total``, with any number of worker restarts by Ray Train."""
     callback = TrainCallback(
         fault_tolerance=FaultToleranceConfig(
             rank_section_timeouts={"step": STEP_TIMEOUT_S}, max_no_progress_cycles=max_no_progress_cycles
@@ -119,7 +118,7 @@ def fit(folder, *, total, faults, max_no_progress_cycles=3):
 
 
 def steps(folder, rank):
-    """Return what a rank did: the iterations of each attempt, and its process there."""
+    """Return the iterations of each attempt of a rank, and its process in each."""
     lines = [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
     attempts = sorted({line["attempt"] for line in lines})
     return {
@@ -139,7 +138,7 @@ def incidents(folder):
 
 @pytest.fixture(scope="module", autouse=True)
 def train_environment():
-    """Have Ray Train look at its workers more often than every two seconds."""
+    """Let Ray Train poll its workers more often than every two seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
         yield
@@ -147,7 +146,7 @@ def train_environment():
 
 @pytest.fixture(scope="module")
 def disturbed(ray_cluster, train_environment, tmp_path_factory):
-    """Return the folder of a run of ten iterations, in which two workers hung."""
+    """Return the folder of a run of ten iterations in which two workers hung."""
     folder = tmp_path_factory.mktemp("disturbed")
     faults = [
         {"attempt": 0, "rank": 1, "iteration": 5, "kind": "sleep"},
@@ -159,8 +158,9 @@ def disturbed(ray_cluster, train_environment, tmp_path_factory):
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_hung_workers_are_replaced_and_training_ends_as_if_undisturbed(disturbed):
-    """A worker that sleeps in a step and one that is stopped are named, and each time training goes on where it was."""
+def test_hung_workers_are_replaced_and_training_completes(disturbed):
+    """A worker that sleeps in a step and one that is stopped are each identified, training resumes from the last save,
+    and the weights are those of an undisturbed run."""
     for rank in range(WORKERS):
         did = steps(disturbed, rank)
         assert [iterations for _, iterations in did.values()] == [[0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8], [8, 9]]
@@ -185,9 +185,8 @@ def test_hung_workers_are_replaced_and_training_ends_as_if_undisturbed(disturbed
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_damaged_checkpoint_is_passed_over_and_a_hopeless_run_is_stopped(disturbed, tmp_path):
-    """The newest directory is loaded only if every byte is verified; a run that gets no further ends, with the
-    reason."""
+def test_damaged_checkpoints_and_stalled_runs_are_handled(disturbed, tmp_path):
+    """The newest directory is loaded only if every byte is verified; a run without progress ends, with the reason."""
     shutil.copytree(disturbed / "checkpoints", tmp_path / "checkpoints")
     shard = max((tmp_path / "checkpoints" / "step-10").glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
@@ -201,30 +200,30 @@ def test_damaged_checkpoint_is_passed_over_and_a_hopeless_run_is_stopped(disturb
     assert [iterations for _, iterations in steps(tmp_path, 1).values()] == [[8, 9], [8, 9]]
 
 
-def test_session_outside_of_a_run_says_where_it_belongs():
-    """Without a TrainCallback there is no session to be had, and the message says what is missing."""
+def test_a_session_without_a_callback_is_an_error():
+    """Without a TrainCallback the error names the missing callback."""
     with pytest.raises(OutlastError, match="TrainCallback"):
         session()
 
 
-def test_settings_that_cannot_work_are_refused():
-    """What Ray Train leaves no room for is refused when the callback is made, not ignored."""
+def test_unusable_settings_are_rejected():
+    """Settings that have no effect under Ray Train are rejected when the callback is constructed, not ignored."""
     with pytest.raises(ConfigError, match="calc_ft_timeouts"):
         TrainCallback(fault_tolerance=FaultToleranceConfig(calc_ft_timeouts=True))
     with pytest.raises(ConfigError, match="in_process_restart"):
         TrainCallback(Config(in_process_restart=InProcessRestartConfig(enabled=True)))
 
 
-def test_arguments_come_before_the_config():
-    """Settings can be given in one Config, or by name, and the name wins."""
+def test_arguments_override_the_config():
+    """Settings can be given in one Config or by name, and the name takes precedence."""
     config = Config(seed=3, checkpoint=CheckpointConfig(directory="/one"), run_dir="/run")
     callback = TrainCallback(config, checkpoint=CheckpointConfig(directory="/other"))
     assert callback.config.checkpoint.directory == "/other"
     assert (callback.config.seed, callback.config.run_dir) == (3, "/run")
 
 
-def test_a_reported_loss_that_is_nan_is_logged_once(caplog):
-    """Without a session a reported loss is all that outlast sees: the first one that is not finite is a WARNING."""
+def test_a_reported_nan_loss_is_logged_once(caplog):
+    """Without a session outlast receives only the reported loss: the first value that is not finite is a WARNING."""
     callback = TrainCallback()
     callback.after_report(None, [{"loss": 1.0, "note": "x"}, {"accuracy": float("nan")}])
     assert not caplog.records

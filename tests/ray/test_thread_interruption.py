@@ -1,4 +1,4 @@
-"""Getting a thread that is not the main one out of the user's code."""
+"""Interruption of user code in a thread that is not the main one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT_S = 100.0
 
 @pytest.fixture
 def worker() -> Iterator[ThreadPoolExecutor]:
-    """One thread, as an actor's methods run in."""
+    """Provide one thread, like the one in which an actor's methods run."""
     with ThreadPoolExecutor(1) as pool:
         yield pool
 
@@ -26,7 +26,7 @@ def worker() -> Iterator[ThreadPoolExecutor]:
 def begin(
     worker: ThreadPoolExecutor, interruption: AsyncInterruption, function: Callable[[], Any]
 ) -> Future[CallOutcome]:
-    """Run a function of incarnation 0; return once it is inside."""
+    """Run a function of incarnation 0; return once the function has begun."""
     inside = threading.Event()
 
     def run() -> Any:
@@ -38,7 +38,7 @@ def begin(
     return running
 
 
-def get_out(interruption: AsyncInterruption, number: int = 0) -> None:
+def interrupt(interruption: AsyncInterruption, number: int = 0) -> None:
     interruption.order(number)
     for _ in range(int(LIMIT_S / 0.01)):
         interruption.poke()
@@ -70,24 +70,24 @@ def spin_and_swallow_all() -> None:
 
 
 @pytest.mark.parametrize("function", [spin, spin_and_swallow, spin_and_swallow_all])
-def test_a_loop_is_left(worker: ThreadPoolExecutor, function: Callable[[], None]) -> None:
-    """A loop of Python ends with the order, also if it catches exceptions; the thread then serves the next call."""
+def test_a_loop_is_interrupted(worker: ThreadPoolExecutor, function: Callable[[], None]) -> None:
+    """A Python loop ends with the order, also if it catches exceptions; the thread then serves the next call."""
     interruption = AsyncInterruption()
     running = begin(worker, interruption, function)
-    get_out(interruption)
+    interrupt(interruption)
     assert isinstance(running.result(LIMIT_S).error, Abandoned)
     for number in range(1, 200):
         outcome = worker.submit(interruption.run, number, lambda: "fine").result(LIMIT_S)
         assert (outcome.value, outcome.error) == ("fine", None)
     sys.settrace(lambda *_: None)
     try:
-        (lambda: None)()  # which never begins while CPython 3.11 looks for an exception that is left
+        (lambda: None)()  # does not run while CPython 3.11 has an undelivered exception
     finally:
         sys.settrace(None)
 
 
-def test_what_comes_after_the_order_is_not_believed(worker: ThreadPoolExecutor) -> None:
-    """A function that returns after the order brings nothing: it may have taken a cut wait for a message."""
+def test_a_result_after_the_order_is_discarded(worker: ThreadPoolExecutor) -> None:
+    """A function that returns after the order has no result: it may have mistaken an aborted wait for a message."""
     interruption, gate = AsyncInterruption(), threading.Event()
     running = begin(worker, interruption, lambda: gate.wait(LIMIT_S) and "garbage")
     interruption.order(0)
@@ -97,8 +97,8 @@ def test_what_comes_after_the_order_is_not_believed(worker: ThreadPoolExecutor) 
     assert isinstance(outcome.error, Abandoned)
 
 
-def test_nothing_of_a_given_up_incarnation_begins(worker: ThreadPoolExecutor) -> None:
-    """Once ordered, functions of that incarnation and older ones are not called; newer ones are."""
+def test_functions_of_an_aborted_incarnation_never_run(worker: ThreadPoolExecutor) -> None:
+    """After an order, functions of that incarnation and older ones are not called; newer ones are."""
     interruption = AsyncInterruption()
     interruption.order(3)
     called: list[int] = []
@@ -107,8 +107,8 @@ def test_nothing_of_a_given_up_incarnation_begins(worker: ThreadPoolExecutor) ->
     assert called == [4, 5]
 
 
-def test_an_update_comes_to_its_end_first(worker: ThreadPoolExecutor) -> None:
-    """What is an update is not interrupted within its first second; it ends, and then the call is left."""
+def test_an_update_completes_before_the_interruption(worker: ThreadPoolExecutor) -> None:
+    """An update is not interrupted within its first second; it completes, and then the call is abandoned."""
     interruption, within, gate = AsyncInterruption(), threading.Event(), threading.Event()
     done = []
 
@@ -129,8 +129,8 @@ def test_an_update_comes_to_its_end_first(worker: ThreadPoolExecutor) -> None:
     assert done == ["whole"]
 
 
-def test_exceptions_of_the_function_are_its_own(worker: ThreadPoolExecutor) -> None:
-    """What the function raises is what it ended with, whatever kind of exception it is."""
+def test_exceptions_of_the_function_are_returned(worker: ThreadPoolExecutor) -> None:
+    """An exception that the function raises is its outcome, whatever its type."""
     interruption = AsyncInterruption()
     for kind in (ValueError, SystemExit, KeyboardInterrupt):
 
@@ -140,8 +140,8 @@ def test_exceptions_of_the_function_are_its_own(worker: ThreadPoolExecutor) -> N
         assert type(worker.submit(interruption.run, 0, fail).result(LIMIT_S).error) is kind
 
 
-def test_many_orders_at_any_moment_never_reach_beyond_the_call(worker: ThreadPoolExecutor) -> None:
-    """However a call and its interruption meet, the thread goes on, and what follows is not interrupted."""
+def test_an_order_never_interrupts_later_code(worker: ThreadPoolExecutor) -> None:
+    """In any interleaving of a call and its interruption the thread continues, and later code is not interrupted."""
     interruption = AsyncInterruption()
 
     def step() -> int:

@@ -1,4 +1,4 @@
-"""Ledgers of runs that never were: small ones with one of everything, and a large one."""
+"""Constructed ledgers of runs: small ones with one record of each type, and a large one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_ledger(*, num_nodes: int = 2, ranks_each: int = 2, num_cycles: int = 3,
         num_nodes: Nodes, each in every cycle.
         ranks_each: Ranks of a node.
         num_cycles: Cycles of 10 minutes.
-        hostile: What stands in every text that a journal may hold.
+        hostile: Appended to every text that a journal may contain.
     """
     ranks = num_nodes * ranks_each
     segments: list[Segment] = []
@@ -86,7 +86,7 @@ def make_ledger(*, num_nodes: int = 2, ranks_each: int = 2, num_cycles: int = 3,
             )
         )  # fmt: skip
         if number < num_cycles - 1:
-            incidents.append(_incident(number, start_s + 595, ranks, ranks_each, hostile))
+            incidents.append(_make_incident(number, start_s + 595, ranks, ranks_each, hostile))
         for save in range(4):
             saved_s = start_s + 130 + 100 * save
             saves.append(
@@ -171,7 +171,7 @@ def make_ledger(*, num_nodes: int = 2, ranks_each: int = 2, num_cycles: int = 3,
     )  # fmt: skip
 
 
-def _incident(number: int, at_s: float, ranks: int, ranks_each: int, hostile: str) -> IncidentCost:
+def _make_incident(number: int, at_s: float, ranks: int, ranks_each: int, hostile: str) -> IncidentCost:
     rank = (13 * number + 1) % ranks
     node = f"node-{rank // ranks_each:03}{hostile}"
     text = f"rank {rank} on node {node} (pid 4711) hangs in section 'step'{hostile}"
@@ -216,7 +216,7 @@ def _incident(number: int, at_s: float, ranks: int, ranks_each: int, hostile: st
 
 
 def write_run_files(run_dir: Path, *, cycle: int = 0, rank: int = 1, text: str = "", pid: int = 4711) -> None:
-    """Write stacks and a traceback of a cycle as the agents do."""
+    """Write the stacks and the traceback of a cycle as the agents do."""
     stacks, failures = run_dir / "stacks" / f"cycle-{cycle}", run_dir / "failures" / f"job-1-cycle-{cycle}"
     diagnoses = run_dir / "diagnoses"
     for folder in (stacks, failures, diagnoses):

@@ -1,4 +1,4 @@
-"""A journal that somebody wrote to is reported on as far as it can be read; nothing in it ends a command."""
+"""A damaged or hostile journal is reported as far as it can be read; no content of it ends a command."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ DATA = {
 }  # fmt: skip
 
 
-def story() -> list[dict[str, Any]]:
-    """Return one event of each kind, in an order in which they may happen, with every value that a kind may have."""
+def make_events() -> list[dict[str, Any]]:
+    """Return one event of each kind, in a possible order, with every value that a kind may have."""
     return [
         {
             "kind": str(kind), "wall_ns": 1_800_000_000_000_000_000 + number * 10**9, "mono_ns": number * 10**9,
@@ -49,8 +49,8 @@ def story() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def look(run_dir: Path) -> list[str]:
-    """Do what ``report`` and ``status`` do with a run directory; return the report's notes."""
+def read_all(run_dir: Path) -> list[str]:
+    """Read a run directory as ``report`` and ``status`` do; return the report's notes."""
     list(journal.read(run_dir))
     with contextlib.suppress(ConfigError):
         list(render(judge(gather(run_dir), 1_800_000_100_000_000_000)))
@@ -63,27 +63,27 @@ def look(run_dir: Path) -> list[str]:
     return list(ledger.notes)
 
 
-def write(run_dir: Path, lines: list[bytes]) -> None:
+def write_journal_file(run_dir: Path, lines: list[bytes]) -> None:
     (run_dir / "journal").mkdir(exist_ok=True)
     (run_dir / "journal" / "j-n0-agent.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
 
-def test_a_line_that_is_nested_or_huge_is_left_out_with_a_note(tmp_path: Path) -> None:
-    """Nesting of 100,000 and a rank of a billion cost their line, and the report says so."""
-    events = story()
+def test_nested_and_huge_lines_are_dropped_with_a_note(tmp_path: Path) -> None:
+    """Only the line with 100,000 nested lists or a rank of a billion is dropped, and the report has a note about it."""
+    events = make_events()
     huge = copy.deepcopy(events[4])
     huge["data"]["ranks"] = [1e9]
     nested = b'{"kind":"incident","data":{"a":' + b"[" * 100_000
-    write(tmp_path, [nested, json.dumps(huge).encode(), *(json.dumps(event).encode() for event in events)])
-    assert any("2 lines of j-n0-agent.jsonl cannot be read" in note for note in look(tmp_path))
+    write_journal_file(tmp_path, [nested, json.dumps(huge).encode(), *(json.dumps(event).encode() for event in events)])
+    assert any("2 lines of j-n0-agent.jsonl cannot be read" in note for note in read_all(tmp_path))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_value_in_a_journal_ends_a_command(seed: int, tmp_path: Path) -> None:
-    """Values of other types and sizes, anywhere in any event, are no reason for a traceback."""
+def test_invalid_journal_values_never_end_a_command(seed: int, tmp_path: Path) -> None:
+    """Values of other types and sizes, anywhere in any event, cause no traceback."""
     draw = random.Random(seed)
     for _ in range(60):
-        events = story()
+        events = make_events()
         for _ in range(draw.randint(1, 6)):
             event = draw.choice(events)
             node = draw.choice(
@@ -93,5 +93,5 @@ def test_no_value_in_a_journal_ends_a_command(seed: int, tmp_path: Path) -> None
                 node[draw.choice(list(node))] = copy.deepcopy(draw.choice(JUNK))
             if not isinstance(event["data"], dict) or not isinstance(event["data"].get("incident"), dict):
                 event["data"] = copy.deepcopy(DATA)
-        write(tmp_path, [json.dumps(event).encode() for event in events])
-        look(tmp_path)
+        write_journal_file(tmp_path, [json.dumps(event).encode() for event in events])
+        read_all(tmp_path)

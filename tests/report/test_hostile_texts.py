@@ -1,4 +1,4 @@
-"""Texts of a journal, a checkpoint, a config or a path do not control the terminal of whoever looks at them."""
+"""Texts from a journal, a checkpoint, a config or a path cannot control the terminal of the reader."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ FILES |= {"items": [], "ranks": [{"tree": [0, 0, 16, 4, 8], "tensors": []}]}
 OWNER = {"token": "t", "process": {"host": "h", "machine": "m", "pid": 1, "started": 1}, "run": "r"}
 
 
-def spoil(value: Any) -> Any:
-    """Return a value with every text of it spoiled, but those that say what it is."""
+def make_hostile(value: Any) -> Any:
+    """Return a value with control characters in all of its texts but those of its type fields."""
     if isinstance(value, dict):
-        return {key: one if key in ("kind", "proc") else spoil(one) for key, one in value.items()}
+        return {key: one if key in ("kind", "proc") else make_hostile(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [spoil(one) for one in value]
+        return [make_hostile(one) for one in value]
     return value + HOSTILE if isinstance(value, str) else value
 
 
-def sealed(value: Any) -> bytes:
-    body = json.dumps(spoil(value)).encode()
+def seal(value: Any) -> bytes:
+    body = json.dumps(make_hostile(value)).encode()
     return b'{"manifest":%s,"sha256":"%s"}' % (body, hashlib.sha256(body).hexdigest().encode())
 
 
-def put(path: Path, data: bytes | str) -> Path:
+def write_json(path: Path, data: bytes | str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return path
@@ -62,27 +62,27 @@ def put(path: Path, data: bytes | str) -> Path:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Return a run directory, and its content, in which every text is hostile."""
+    """Return a run directory in which every text, also in its checkpoints, is hostile."""
     root = tmp_path / NAME
     events = (
         {"kind": str(kind), "wall_ns": 1_800_000_000_000_000_000 + number * 10**9, "mono_ns": number * 10**9,
          "run_id": "r", "job": "j", "node": "n0", "proc": "agent", "cycle": 0, "rank": 1, "iteration": 3, "data": DATA}
         for number, kind in enumerate(EventKind)
     )  # fmt: skip
-    put(root / "journal" / "j-n0-agent.jsonl", "\n".join(json.dumps(spoil(event)) for event in events))
+    write_json(root / "journal" / "j-n0-agent.jsonl", "\n".join(json.dumps(make_hostile(event)) for event in events))
     (root / "journal" / f"j-{NAME}-rank-0.jsonl").symlink_to("nowhere")
-    put(root / "ladder.json", json.dumps({"job": HOSTILE, "num_cycles": HOSTILE}))
-    put(root / "local" / "step-5" / "manifest.json", sealed(MANIFEST))
-    put(root / "local" / f".step-4.{NAME}", b"")
-    put(root / "global" / "step-6" / "manifest.json", sealed(FILES))
-    put(root / "global" / "step-6" / NAME, b"")
-    put(root / "empty" / "owner" / "1.json", json.dumps(spoil(OWNER)))
-    put(root / "keys.json", json.dumps({HOSTILE: 1}))
-    put(root / "foreign.json", json.dumps({"train": {HOSTILE: 1}, "run_dir": str(tmp_path / NAME)}))
-    put(root / "values.json", json.dumps({"seed": HOSTILE}))
-    put(root / "bad.toml", "a = " + "\x1b[2J")
-    put(root / "plan.json", json.dumps({"faults": [{"kind": HOSTILE}]}))
-    put(root / "trace.json", json.dumps([{"time": 0, "kind": HOSTILE}]))
+    write_json(root / "ladder.json", json.dumps({"job": HOSTILE, "num_cycles": HOSTILE}))
+    write_json(root / "local" / "step-5" / "manifest.json", seal(MANIFEST))
+    write_json(root / "local" / f".step-4.{NAME}", b"")
+    write_json(root / "global" / "step-6" / "manifest.json", seal(FILES))
+    write_json(root / "global" / "step-6" / NAME, b"")
+    write_json(root / "empty" / "owner" / "1.json", json.dumps(make_hostile(OWNER)))
+    write_json(root / "keys.json", json.dumps({HOSTILE: 1}))
+    write_json(root / "foreign.json", json.dumps({"train": {HOSTILE: 1}, "run_dir": str(tmp_path / NAME)}))
+    write_json(root / "values.json", json.dumps({"seed": HOSTILE}))
+    write_json(root / "bad.toml", "a = " + "\x1b[2J")
+    write_json(root / "plan.json", json.dumps({"faults": [{"kind": HOSTILE}]}))
+    write_json(root / "trace.json", json.dumps([{"time": 0, "kind": HOSTILE}]))
     return root
 
 
@@ -98,11 +98,11 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_no_text_from_outside_controls_the_terminal(
+def test_foreign_text_cannot_control_the_terminal(
     words: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each command that reads a run, checkpoints or settings prints their texts without control characters, and none of
-    them begins a line of the command's own."""
+    the texts begins a line of the command's output."""
     own = {".": run_dir, "missing": run_dir / "missing"} | {path.name: path for path in run_dir.iterdir()}
     monkeypatch.setattr(sys, "argv", ["outlast", *(str(own.get(word, word)) for word in words.split())])
     with pytest.raises(SystemExit):
@@ -114,8 +114,8 @@ def test_no_text_from_outside_controls_the_terminal(
     assert not re.search(r"^state      finished", shown, re.MULTILINE), shown
 
 
-def test_a_warning_of_a_command_without_a_log_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    """What Python prints where no log was set up is escaped, too."""
+def test_warnings_without_a_log_handler_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Warnings that Python prints where no logging is configured are escaped, too."""
     assert logging.lastResort is not None
     record = logging.LogRecord("outlast", logging.WARNING, "", 0, "\x1b[2J%s", ("\x9b",), None)
     with pytest.raises(SystemExit):
@@ -131,7 +131,7 @@ def table(text: str) -> Table:
 
 
 @pytest.mark.parametrize("make", [Text, str, lambda text: Group(Text(text)), table])
-def test_a_console_escapes_and_keeps_its_own_colours(make: Callable[[str], Any]) -> None:
+def test_a_console_escapes_text_and_keeps_its_colours(make: Callable[[str], Any]) -> None:
     """Control characters in texts, tables and live screens are escaped; the console's own sequences are not."""
     file = io.StringIO()
     console = PrintableConsole(file=file, force_terminal=True, color_system="standard", width=200)

@@ -1,4 +1,5 @@
-"""``report.html`` in Chromium, from ``file://``: what a person sees and does, with the pointer and with keys alone."""
+"""``report.html`` in Chromium from ``file://``: the display, and its use with the pointer and with the keyboard
+alone."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ pytestmark = [
 
 
 class Browser:
-    """Chromium with a page in it.
+    """A Chromium process with one page.
 
     Args:
-        folder: Where pages are written.
+        folder: Receives the pages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +55,7 @@ class Browser:
         self.driver.set_script_timeout(LONG_S)
 
     def show(self, ledger: Ledger, *, run_dir: Path | None = None, width: int = 1280, dark: bool = False) -> None:
-        """Open the page of a ledger in a window of a width, and wait until it is there."""
+        """Open the page of a ledger in a window of a given width, and wait until it is loaded."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -64,46 +65,44 @@ class Browser:
         path.write_bytes(make_page(ledger, run_dir=run_dir))
         self.driver.get_log("browser")
         self.driver.get(path.as_uri())
-        self.until("return document.documentElement.dataset.ready === 'yes'")
-        self.until("return document.getElementById('timeline-canvas').dataset.to !== undefined")
+        self.wait_until("return document.documentElement.dataset.ready === 'yes'")
+        self.wait_until("return document.getElementById('timeline-canvas').dataset.to !== undefined")
 
     def run(self, script: str, *values: Any) -> Any:
-        """Run a script in the page."""
         return self.driver.execute_script(script, *values)
 
-    def until(self, script: str, *values: Any) -> Any:
-        """Wait until a script returns something true; return that."""
-        return WebDriverWait(self.driver, LONG_S, poll_frequency=0.02).until(lambda _: self.run(script, *values))
+    def wait_until(self, script: str, *values: Any) -> Any:
+        """Wait until a script returns a true value; return that value."""
+        return WebDriverWait(self.driver, LONG_S, poll_frequency=0.02).wait_until(lambda _: self.run(script, *values))
 
     def find(self, selector: str) -> Any:
-        """Return the first element of a selector."""
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def click(self, selector: str) -> None:
-        """Click an element, in the middle of the window."""
+        """Click an element in the middle of the window."""
         self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
         self.find(selector).click()
 
     def view(self) -> tuple[float, float]:
-        """Return which seconds of the run the timeline shows."""
+        """Return the seconds of the run that the timeline shows."""
         data = self.run("return {...document.getElementById('timeline-canvas').dataset}")
         return float(data["from"]), float(data["to"])
 
-    def until_view(self, condition: str) -> tuple[float, float]:
-        """Wait until a condition on ``from`` and ``to`` holds; return them."""
+    def wait_for_view(self, condition: str) -> tuple[float, float]:
+        """Wait until a condition on ``from`` and ``to`` holds; return both."""
         script = "const c = document.getElementById('timeline-canvas').dataset; const [from, to] = [+c.from, +c.to];"
-        self.until(f"{script} return {condition}")
+        self.wait_until(f"{script} return {condition}")
         return self.view()
 
     def messages(self) -> list[Any]:
-        """Return what the page wrote to the console, errors of loading included."""
+        """Return the messages that the page wrote to the console, loading errors included."""
         found: list[Any] = self.driver.get_log("browser")
         return found
 
 
 @pytest.fixture
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Chromium for one test: it makes and ends processes as it likes, and all are gone after the test."""
+    """Start Chromium for one test; all of its processes are ended after the test."""
     opened = Browser(tmp_path_factory.mktemp("pages"))
     try:
         yield opened
@@ -113,8 +112,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         opened.driver.quit()
 
 
-def test_the_page_shows_every_section_that_has_data_in_the_order_in_which_it_is_read(browser: Browser) -> None:
-    """Headline, tiles, timeline, incidents, goodput, slow ranks, checkpoints, training, notes."""
+def test_sections_with_data_are_shown_in_reading_order(browser: Browser) -> None:
+    """The order is headline, tiles, timeline, incidents, goodput, slow ranks, checkpoints, training, notes."""
     ledger = make_ledger()
     browser.show(ledger)
     assert browser.find("h1").text == ledger.headline
@@ -128,14 +127,14 @@ def test_the_page_shows_every_section_that_has_data_in_the_order_in_which_it_is_
     assert "1.5 s ahead" in browser.find("#notes").text
 
 
-def test_nothing_is_loaded(browser: Browser) -> None:
-    """The page asks for no other file and no address."""
+def test_the_page_requests_nothing(browser: Browser) -> None:
+    """The page requests no other file and no address."""
     browser.show(make_ledger())
     names = browser.run("return performance.getEntriesByType('resource').map((one) => one.name)")
     assert [name for name in names if not name.startswith("data:")] == []
 
 
-def test_sections_without_data_are_left_out(browser: Browser) -> None:
+def test_sections_without_data_are_omitted(browser: Browser) -> None:
     """A run without incidents, saves and scores has a page without their sections."""
     bare = msgspec.structs.replace(
         make_ledger(num_cycles=1), incidents=(), warned=(), saves=(), loads=(), slow_ranks=(), steps=(), ettr=None
@@ -146,8 +145,8 @@ def test_sections_without_data_are_left_out(browser: Browser) -> None:
     assert "not known" in browser.find(".tile").text
 
 
-def test_an_incident_opens_by_click_and_shows_its_stack(browser: Browser, tmp_path: Path) -> None:
-    """A click on an incident shows the stack, what was decided and why, the cost by parts, rejected copies."""
+def test_a_click_opens_an_incident_with_its_stack(browser: Browser, tmp_path: Path) -> None:
+    """A click shows the stack, the decision and its reason, the cost by parts, and rejected copies."""
     write_run_files(tmp_path)
     browser.show(make_ledger(), run_dir=tmp_path)
     browser.click("#incident-0 .what")
@@ -162,7 +161,7 @@ def test_an_incident_opens_by_click_and_shows_its_stack(browser: Browser, tmp_pa
     assert not browser.run("return document.getElementById('incident-0-detail')")
 
 
-def test_an_incident_opens_by_keyboard_alone(browser: Browser, tmp_path: Path) -> None:
+def test_the_keyboard_opens_an_incident(browser: Browser, tmp_path: Path) -> None:
     """Tab reaches the incident with a visible focus; Enter opens it, Space closes it."""
     write_run_files(tmp_path)
     browser.show(make_ledger(), run_dir=tmp_path)
@@ -179,8 +178,8 @@ def test_an_incident_opens_by_keyboard_alone(browser: Browser, tmp_path: Path) -
     assert not browser.run("return document.getElementById('incident-0-detail')")
 
 
-def test_the_table_of_incidents_is_sorted_by_cost_and_by_what_is_asked_for(browser: Browser) -> None:
-    """The costliest is first; a click on a head sorts by it, a second one the other way."""
+def test_incidents_are_sorted_by_cost_or_by_a_clicked_column(browser: Browser) -> None:
+    """The costliest incident is first; a click on a column head sorts by it, a second click reverses the order."""
     browser.show(make_ledger(num_cycles=6))
     order = "return [...document.querySelectorAll('#incidents tr.entry')].map((one) => one.id)"
     assert browser.run(order)[0] == "incident-4"
@@ -192,27 +191,27 @@ def test_the_table_of_incidents_is_sorted_by_cost_and_by_what_is_asked_for(brows
     assert browser.find("#incidents thead th:nth-child(2)").get_attribute("aria-sort") == "descending"
 
 
-def test_the_timeline_zooms_and_pans_by_keys_and_esc_resets_it(browser: Browser) -> None:
-    """``+`` shows less of the run, arrows move, Esc shows all of it again."""
+def test_keys_zoom_pan_and_reset_the_timeline(browser: Browser) -> None:
+    """``+`` shows less of the run, arrow keys pan, and Esc shows the entire run again."""
     browser.show(make_ledger())
     wall_s = browser.view()[1]
     canvas = browser.find("#timeline-canvas")
     browser.run("arguments[0].focus()", canvas)
     canvas.send_keys("++")
-    begin, end = browser.until_view(f"to - from < {wall_s / 2}")
+    begin, end = browser.wait_for_view(f"to - from < {wall_s / 2}")
     canvas.send_keys(Keys.ARROW_RIGHT)
-    moved, _ = browser.until_view(f"from > {begin}")
+    moved, _ = browser.wait_for_view(f"from > {begin}")
     canvas.send_keys(Keys.ARROW_LEFT)
-    browser.until_view(f"from < {moved}")
+    browser.wait_for_view(f"from < {moved}")
     canvas.send_keys("-")
-    browser.until_view(f"to - from > {1.1 * (end - begin)}")
+    browser.wait_for_view(f"to - from > {1.1 * (end - begin)}")
     canvas.send_keys(Keys.ESCAPE)
-    assert browser.until_view(f"from === 0 && to === {wall_s}") == (0.0, wall_s)
+    assert browser.wait_for_view(f"from === 0 && to === {wall_s}") == (0.0, wall_s)
     assert "of 30 min" in browser.find("#range").text
 
 
-def test_the_timeline_zooms_by_wheel_and_by_drag(browser: Browser) -> None:
-    """The wheel over the times zooms; a drag zooms to what it covers; a button shows the whole run again."""
+def test_wheel_and_drag_zoom_the_timeline(browser: Browser) -> None:
+    """The wheel over the times zooms; a drag zooms to the dragged range; a button shows the entire run again."""
     browser.show(make_ledger())
     wall_s = browser.view()[1]
     box = browser.run(
@@ -220,47 +219,47 @@ def test_the_timeline_zooms_by_wheel_and_by_drag(browser: Browser) -> None:
     )
     wheel = {"type": "mouseWheel", "x": box[0] + 600, "y": box[1] + 30, "deltaX": 0, "deltaY": -300}
     browser.driver.execute_cdp_cmd("Input.dispatchMouseEvent", wheel)
-    browser.until_view(f"to - from < {wall_s * 0.9}")
+    browser.wait_for_view(f"to - from < {wall_s * 0.9}")
     browser.click("#reset-view")
-    browser.until_view(f"from === 0 && to === {wall_s}")
+    browser.wait_for_view(f"from === 0 && to === {wall_s}")
     canvas = browser.find("#timeline-canvas")
     left = int(-box[2] / 2)
     chain = ActionChains(browser.driver).move_to_element_with_offset(canvas, left + 400, 30).click_and_hold()
     chain.move_by_offset(150, 0).move_by_offset(150, 0).release().perform()
-    begin, end = browser.until_view(f"to - from < {wall_s * 0.5}")
+    begin, end = browser.wait_for_view(f"to - from < {wall_s * 0.5}")
     assert 0 < begin < end < wall_s
 
 
-def test_a_node_opens_to_its_ranks_and_a_number_on_the_timeline_opens_the_incident(browser: Browser) -> None:
-    """Enter on a node shows a row for each rank; ``n`` goes to the next incident, and Enter opens it."""
+def test_nodes_expand_and_timeline_marks_open_incidents(browser: Browser) -> None:
+    """Enter on a node shows a row for each rank; ``n`` selects the next incident, and Enter opens it."""
     browser.show(make_ledger(num_nodes=4, ranks_each=3))
     canvas = browser.find("#timeline-canvas")
     rows = "return document.getElementById('timeline-canvas').dataset.rows === arguments[0]"
-    browser.until(rows, "4")
+    browser.wait_until(rows, "4")
     browser.run("arguments[0].focus()", canvas)
     canvas.send_keys(Keys.ARROW_DOWN, Keys.ENTER)
-    browser.until(rows, "7")
+    browser.wait_until(rows, "7")
     canvas.send_keys(Keys.SPACE)
-    browser.until(rows, "4")
+    browser.wait_until(rows, "4")
     browser.click("#all-ranks")
-    browser.until(rows, "16")
+    browser.wait_until(rows, "16")
     browser.run("arguments[0].focus()", canvas)
     canvas.send_keys("n", "n", Keys.ENTER)
     assert browser.find("#incident-1-detail").is_displayed()
     assert browser.run("return document.activeElement.getAttribute('aria-controls')") == "incident-1-detail"
 
 
-def test_the_pointer_gets_an_explanation(browser: Browser) -> None:
-    """Over a row the tip names the time, node, ranks, part and cycle."""
+def test_a_tooltip_explains_the_row_under_the_pointer(browser: Browser) -> None:
+    """The tooltip has the time, node, ranks, part and cycle."""
     browser.show(make_ledger(num_nodes=4))
     ActionChains(browser.driver).move_to_element_with_offset(browser.find("#timeline-canvas"), 0, 10).perform()
-    text = browser.until("const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.innerText")
+    text = browser.wait_until("const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.innerText")
     for part in ("node-00", "ranks ", "productive", "cycle 1 of job-1"):
         assert part in text
 
 
-def test_the_theme_follows_the_system_and_a_switch(browser: Browser) -> None:
-    """Dark where the system is dark; the switch overrules that; the timeline is painted anew."""
+def test_the_theme_follows_the_system_or_the_switch(browser: Browser) -> None:
+    """The page is dark where the system is dark; the switch overrides the system; the timeline is redrawn."""
     theme = "return document.documentElement.dataset.theme"
     browser.show(make_ledger(), dark=True)
     browser.run("localStorage.clear()")
@@ -278,8 +277,8 @@ def test_the_theme_follows_the_system_and_a_switch(browser: Browser) -> None:
     assert browser.run(theme) == "light"
 
 
-def test_texts_have_contrast_in_both_themes(browser: Browser) -> None:
-    """Text, soft text and links have a contrast of at least 4.5 to 1, parts at least 2.4 to 1, as WCAG counts it."""
+def test_both_themes_have_enough_contrast(browser: Browser) -> None:
+    """Text, muted text and links have a contrast of at least 4.5 to 1, parts at least 2.4 to 1, as WCAG defines it."""
     script = """
     const light = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255)
       .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
@@ -298,8 +297,8 @@ def test_texts_have_contrast_in_both_themes(browser: Browser) -> None:
             assert contrast >= (2.4 if name.startswith("--p-") else 4.5), (name, dark)
 
 
-def test_the_keys_are_shown_on_request(browser: Browser) -> None:
-    """``?`` shows them, Esc closes them."""
+def test_the_list_of_keys_is_shown_on_request(browser: Browser) -> None:
+    """``?`` shows the list, Esc closes it."""
     browser.show(make_ledger())
     ActionChains(browser.driver).send_keys("?").perform()
     assert "zoom in" in browser.find("#keys").text
@@ -321,13 +320,13 @@ def test_the_page_fits_into_the_window(browser: Browser, tmp_path: Path, width: 
     assert table[0] == table[1]
 
 
-def test_a_run_of_1024_ranks_and_100_cycles_is_painted_and_answers(browser: Browser) -> None:
-    """All nodes and ranks are rows, only those in sight are painted, and keys work."""
+def test_the_page_of_a_large_run_stays_responsive(browser: Browser) -> None:
+    """With 1,024 ranks and 100 cycles all nodes and ranks are rows, only visible rows are drawn, and keys work."""
     browser.show(make_ledger(num_nodes=128, ranks_each=8, num_cycles=100))
     data = "return {...document.getElementById('timeline-canvas').dataset}"
     assert browser.run(data)["rows"] == "128"
     browser.click("#all-ranks")
-    browser.until("return document.getElementById('timeline-canvas').dataset.rows === '1152'")
+    browser.wait_until("return document.getElementById('timeline-canvas').dataset.rows === '1152'")
     assert 5 < int(browser.run(data)["painted"]) < 60
     colors = """
     const canvas = document.getElementById("timeline-canvas");
@@ -345,16 +344,16 @@ def test_a_run_of_1024_ranks_and_100_cycles_is_painted_and_answers(browser: Brow
     canvas = browser.find("#timeline-canvas")
     browser.run("arguments[0].focus()", canvas)
     canvas.send_keys(Keys.PAGE_DOWN * 8)
-    browser.until("return document.querySelector('.scroller').scrollTop > 500")
+    browser.wait_until("return document.querySelector('.scroller').scrollTop > 500")
     canvas.send_keys("+++")
-    browser.until_view("to - from < 20000")
+    browser.wait_for_view("to - from < 20000")
     assert browser.run("return document.querySelectorAll('#incidents tr.entry').length") == 99
     heat = "const c = document.getElementById('heat'); return c.width > 500 && c.height > 300"
     assert browser.run(heat)
 
 
-def test_texts_that_are_markup_are_shown_and_do_nothing(browser: Browser, tmp_path: Path) -> None:
-    """Names, reasons, log lines and stacks that hold scripts appear as they are; no script of theirs runs."""
+def test_markup_in_texts_is_shown_and_never_runs(browser: Browser, tmp_path: Path) -> None:
+    """Names, reasons, log lines and stacks that contain scripts are shown literally; no script in them runs."""
     write_run_files(tmp_path, text=HOSTILE)
     browser.show(make_ledger(hostile=HOSTILE), run_dir=tmp_path)
     browser.run(
@@ -368,11 +367,11 @@ def test_texts_that_are_markup_are_shown_and_do_nothing(browser: Browser, tmp_pa
     assert HOSTILE in stack
     assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
     ActionChains(browser.driver).move_to_element_with_offset(browser.find("#timeline-canvas"), 0, 10).perform()
-    assert "img src=x" in browser.until("return document.getElementById('tip').textContent")
+    assert "img src=x" in browser.wait_until("return document.getElementById('tip').textContent")
 
 
-def test_a_print_is_light_and_has_no_buttons(browser: Browser) -> None:
-    """Paper gets the light colours, whatever the screen has, and afterwards the screen is as before."""
+def test_print_output_is_light_and_has_no_buttons(browser: Browser) -> None:
+    """Print uses the light colours whatever the theme of the screen, which afterwards is unchanged."""
     browser.show(make_ledger(), dark=True)
     browser.run("window.dispatchEvent(new Event('beforeprint'))")
     assert browser.run("return document.documentElement.dataset.theme") == "light"
@@ -382,8 +381,8 @@ def test_a_print_is_light_and_has_no_buttons(browser: Browser) -> None:
     assert len(printed["data"]) > 20_000
 
 
-def test_the_page_of_a_journal_is_shown(browser: Browser, tmp_path: Path) -> None:
-    """What was read from a journal, with nothing made by hand, is shown without a fault."""
+def test_the_page_of_a_real_journal_is_shown(browser: Browser, tmp_path: Path) -> None:
+    """A ledger that is read from a journal, not constructed, is shown without an error."""
     run_dir = write_journal(tmp_path / "run")
     browser.show(Ledger.read(run_dir), run_dir=run_dir)
     browser.click("#incident-0 .what")

@@ -1,4 +1,4 @@
-"""``outlast report`` on the command line: the summary, the files, JSON, a live run, a full disk; mistakes."""
+"""``outlast report`` on the command line: summary, files, JSON, live runs, read-only disks, and usage errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_S = 100.0
 
 
 class Caller:
-    """Calls the command line in this process."""
+    """Runs ``outlast report`` in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
@@ -40,10 +40,9 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return Caller(monkeypatch, capsys)
 
 
-def test_the_summary_has_the_headline_the_parts_the_incident_and_the_paths_of_both_files(
-    call: Caller, tmp_path: Path
-) -> None:
-    """One call shows what a run's time went into, and writes a page and a trace into the run directory."""
+def test_the_command_prints_a_summary_and_writes_both_files(call: Caller, tmp_path: Path) -> None:
+    """One call prints the headline, parts, incident and file paths, and writes a page and a trace into the run
+    directory."""
     run_dir = write_journal(tmp_path / "run")
     code, out, err = call(run_dir)
     ledger = Ledger.read(run_dir)
@@ -62,15 +61,15 @@ def test_the_summary_has_the_headline_the_parts_the_incident_and_the_paths_of_bo
     assert sorted(path.name for path in run_dir.iterdir()) == ["journal", "report.html", "trace.json"]
 
 
-def test_the_files_can_be_read_by_their_owner_alone(call: Caller, tmp_path: Path) -> None:
-    """A page holds command lines and output: others may not read it."""
+def test_only_the_owner_can_read_the_files(call: Caller, tmp_path: Path) -> None:
+    """A page contains command lines and output, so other users cannot read it."""
     run_dir = write_journal(tmp_path / "run")
     call(run_dir)
     assert {(run_dir / name).stat().st_mode & 0o077 for name in ("report.html", "trace.json")} == {0}
 
 
-def test_a_second_call_replaces_the_files(call: Caller, tmp_path: Path) -> None:
-    """Both files are those of the last call, whole, and nothing else is left behind."""
+def test_a_second_call_replaces_both_files(call: Caller, tmp_path: Path) -> None:
+    """Both files are complete and those of the last call, and no other file remains."""
     run_dir = write_journal(tmp_path / "run")
     (run_dir / "report.html").write_text("old")
     call(run_dir)
@@ -78,8 +77,8 @@ def test_a_second_call_replaces_the_files(call: Caller, tmp_path: Path) -> None:
     assert len(list(run_dir.iterdir())) == 3
 
 
-def test_json_is_the_ledger_without_its_segments_and_writes_nothing(call: Caller, tmp_path: Path) -> None:
-    """``--json`` prints the ledger's fields and no others; ``--segments`` adds those; no file appears."""
+def test_json_prints_the_ledger_and_writes_no_file(call: Caller, tmp_path: Path) -> None:
+    """``--json`` prints the ledger's fields but its segments, which ``--segments`` adds; no file is written."""
     run_dir = write_journal(tmp_path / "run")
     code, out, err = call(run_dir, "--json")
     printed = json.loads(out)
@@ -93,8 +92,8 @@ def test_json_is_the_ledger_without_its_segments_and_writes_nothing(call: Caller
     assert msgspec.convert(json.loads(out), Ledger) == Ledger.read(run_dir)
 
 
-def test_json_writes_a_file_that_is_named(call: Caller, tmp_path: Path) -> None:
-    """With ``--json`` only what is named is written."""
+def test_json_writes_only_requested_files(call: Caller, tmp_path: Path) -> None:
+    """With ``--json`` only files that an option gives are written."""
     run_dir = write_journal(tmp_path / "run")
     code, out, _ = call(run_dir, "--json", "--html", tmp_path / "page.html")
     assert (code, json.loads(out)["run_id"]) == (0, "written")
@@ -102,16 +101,16 @@ def test_json_writes_a_file_that_is_named(call: Caller, tmp_path: Path) -> None:
     assert [path.name for path in run_dir.iterdir()] == ["journal"]
 
 
-def test_files_can_be_left_out_or_named(call: Caller, tmp_path: Path) -> None:
-    """``--no-html`` and ``--trace`` do what they say."""
+def test_options_omit_or_locate_the_files(call: Caller, tmp_path: Path) -> None:
+    """``--no-html`` writes no page, and ``--trace`` sets the path of the trace."""
     run_dir = write_journal(tmp_path / "run")
     code, out, _ = call(run_dir, "--no-html", "--trace", tmp_path / "t.json")
     assert (code, "page  " in out, (tmp_path / "t.json").exists()) == (0, False, True)
     assert [path.name for path in run_dir.iterdir()] == ["journal"]
 
 
-def test_a_live_run_is_accounted_for_up_to_now(call: Caller, tmp_path: Path) -> None:
-    """A run that goes on, and a torn last line, are no mistakes."""
+def test_a_live_run_is_reported_up_to_now(call: Caller, tmp_path: Path) -> None:
+    """A run that is not over, and a torn last line, are not errors."""
     run_dir = write_journal(tmp_path / "run", is_over=False)
     with open(run_dir / "journal" / "job-1-n0-rank-0.jsonl", "ab") as file:
         file.write(b'{"kind":"progress","wall_ns":17')
@@ -122,7 +121,7 @@ def test_a_live_run_is_accounted_for_up_to_now(call: Caller, tmp_path: Path) -> 
 
 
 @pytest.mark.process
-def test_a_run_directory_that_is_not_writable_costs_one_line(tmp_path: Path) -> None:
+def test_a_read_only_run_directory_is_one_log_line(tmp_path: Path) -> None:
     """On a read-only disk the summary is printed, one line says why there are no files, and ``--html`` works."""
     run_dir = write_journal(tmp_path / "run")
     read_only = f"mount --bind {run_dir} {run_dir} && mount -o remount,bind,ro {run_dir} && exec "
@@ -130,7 +129,7 @@ def test_a_run_directory_that_is_not_writable_costs_one_line(tmp_path: Path) -> 
     prefix = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", read_only + '"$@"', "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True, timeout=LONG_S, check=False).returncode:
         if os.geteuid() == 0:
-            pytest.skip("root may write everywhere, and this machine lets nobody mount a folder for reading only")
+            pytest.skip("root may write everywhere, and this machine does not allow read-only mounts")
         run_dir.chmod(0o500)
         prefix = []
     try:
@@ -167,8 +166,8 @@ def test_a_run_directory_that_is_not_writable_costs_one_line(tmp_path: Path) -> 
         (["{run}", "--page"], "no such option"),
     ],
 )
-def test_a_mistake_costs_one_line_and_exit_code_2(call: Caller, tmp_path: Path, words: list[str], part: str) -> None:
-    """Each mistake of use is one line that names it, and nothing is printed or written besides."""
+def test_usage_errors_are_one_line_and_exit_code_2(call: Caller, tmp_path: Path, words: list[str], part: str) -> None:
+    """Each usage error is one line that names the cause; nothing else is printed or written."""
     run_dir = write_journal(tmp_path / "run")
     (tmp_path / "empty" / "journal").mkdir(parents=True)
     code, out, err = call(*(word.format(run=run_dir, empty=tmp_path / "empty") for word in words))
@@ -178,8 +177,8 @@ def test_a_mistake_costs_one_line_and_exit_code_2(call: Caller, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("num_cycles", [1, 2, 500])
-def test_the_summary_stays_small(num_cycles: int) -> None:
-    """It has at most 40 lines of 100 columns, and marks the costliest of the newest incidents."""
+def test_the_summary_fits_one_screen(num_cycles: int) -> None:
+    """The summary has at most 40 lines of 100 columns, and marks the costliest of the newest incidents."""
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  the console is its user
     ledger = msgspec.structs.replace(make_ledger(num_cycles=num_cycles), notes=tuple("x" * 300 for _ in range(9)))
     render_to_console(console, ledger)
@@ -192,8 +191,8 @@ def test_the_summary_stays_small(num_cycles: int) -> None:
         assert "costliest" in "\n".join(lines)
 
 
-def test_texts_of_the_journal_cannot_change_the_terminal(call: Caller, tmp_path: Path) -> None:
-    """No control character of a log line reaches the terminal, and none of rich's markup counts."""
+def test_journal_texts_cannot_control_the_terminal(call: Caller, tmp_path: Path) -> None:
+    """No control character of a log line reaches the terminal, and rich markup in it is not interpreted."""
     ledger = make_ledger(num_cycles=3, hostile="\x1b[31m\x07\r[bold]x[/bold]")
     console = Console(width=300, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     render_to_console(console, ledger)
@@ -204,8 +203,8 @@ def test_texts_of_the_journal_cannot_change_the_terminal(call: Caller, tmp_path:
 
 
 @pytest.mark.process
-def test_the_summary_needs_no_unicode(tmp_path: Path) -> None:
-    """A terminal that knows only ASCII gets the summary, too."""
+def test_the_summary_works_in_ascii(tmp_path: Path) -> None:
+    """A terminal that supports only ASCII gets the complete summary."""
     run_dir = write_journal(tmp_path / "run", text=" ünicode 日本")
     ended = subprocess.run(
         [sys.executable, "-m", "outlast", "report", str(run_dir), "--no-html", "--no-trace"],

@@ -1,4 +1,4 @@
-"""``report.html`` as a file: self-contained, safe, bounded; what it shows of the run directory's own files."""
+"""``report.html`` as a file: self-contained, safe and bounded, with the files of the run directory that it shows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', 
 
 
 def contents(made: bytes) -> dict[str, Any]:
-    """Return what a page shows."""
+    """Return the data that a page shows."""
     match = _DATA.search(made.decode())
     assert match is not None
     found: dict[str, Any] = json.loads(match[1])
     return found
 
 
-def test_the_page_is_one_file_that_loads_nothing() -> None:
-    """Its policy forbids whatever is not in it, and it names no address at all."""
+def test_the_page_is_self_contained() -> None:
+    """Its content security policy forbids everything that is not in the file, and it has no external address."""
     made = make_page(make_ledger()).decode()
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in made
@@ -44,8 +44,8 @@ def test_the_page_is_one_file_that_loads_nothing() -> None:
     assert "document.write" not in made
 
 
-def test_whatever_a_text_holds_stays_in_the_data() -> None:
-    """Markup, ends of scripts, line separators and places of the template are data, each as it was."""
+def test_any_text_stays_in_the_data() -> None:
+    """Markup, script end tags, line separators and template placeholders in texts are data, each unchanged."""
     made = make_page(make_ledger(hostile=HOSTILE))
     assert made.count(b"</script>") == make_page(make_ledger()).count(b"</script>")
     data = _DATA.search(made.decode())
@@ -57,8 +57,8 @@ def test_whatever_a_text_holds_stays_in_the_data() -> None:
     assert json.loads(embed({"<&>": HOSTILE})) == {"<&>": HOSTILE}
 
 
-def test_a_large_run_makes_a_page_below_ten_megabytes(tmp_path: Path) -> None:
-    """1,024 ranks and 100 cycles, with stacks of each incident, fit into a page that opens at once."""
+def test_the_page_of_a_large_run_is_below_ten_megabytes(tmp_path: Path) -> None:
+    """1,024 ranks and 100 cycles, with stacks of each incident, fit into a page that opens quickly."""
     ledger = make_ledger(num_nodes=128, ranks_each=8, num_cycles=100)
     for cost in ledger.incidents:
         write_run_files(tmp_path, cycle=cost.cycle, rank=cost.rank or 0, text="x" * 30_000)
@@ -74,8 +74,8 @@ def test_a_large_run_makes_a_page_below_ten_megabytes(tmp_path: Path) -> None:
     assert left_out
 
 
-def test_what_is_too_much_is_thinned_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the limits stretches, incidents and nodes are left out of the page, not of the sums; notes say so."""
+def test_data_above_the_limits_is_thinned_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments, incidents and nodes above the limits are omitted from the page, not from the sums; notes report it."""
     monkeypatch.setattr(page, "MAX_SEGMENTS", 20)
     monkeypatch.setattr(page, "MAX_INCIDENTS", 5)
     monkeypatch.setattr(page, "MAX_NODE_SPANS", 10)
@@ -93,7 +93,7 @@ def test_what_is_too_much_is_thinned_and_noted(monkeypatch: pytest.MonkeyPatch) 
         assert any(part in note for note in shown["notes"]), part
 
 
-def test_thinning_keeps_the_extremes_and_the_order() -> None:
+def test_thinning_keeps_extremes_and_order() -> None:
     """A curve of a long run keeps its highest and lowest points."""
     points = [(float(place), 1.0 if place != 77_777 else 99.0, place) for place in range(100_000)]
     kept = thin(points)
@@ -103,8 +103,8 @@ def test_thinning_keeps_the_extremes_and_the_order() -> None:
     assert thin(points[:10]) == points[:10]
 
 
-def test_a_heat_map_of_many_ranks_and_windows_keeps_each_lowest_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many scores there are, a slow rank is seen, and its window is still framed."""
+def test_a_thinned_heat_map_keeps_the_lowest_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any number of scores a slow rank stays visible, and its window is still framed."""
     monkeypatch.setattr(page, "MAX_CELLS", 10_000)
     monkeypatch.setattr(page, "MAX_RANK_ROWS", 400)
     fast = dict.fromkeys(range(1_000), 1.0)
@@ -126,16 +126,16 @@ def test_a_heat_map_of_many_ranks_and_windows_keeps_each_lowest_score(monkeypatc
     assert framed["scores"].count("A") == 1
 
 
-def test_each_part_and_kind_is_explained_by_the_text_in_its_source() -> None:
-    """What a part means is said once, in the source."""
+def test_meanings_come_from_the_docstrings_of_the_source() -> None:
+    """The meaning of each part is written once, in the source."""
     texts = meanings(Part)
     assert list(texts) == [str(part) for part in Part]
     assert texts["save_stall"] == "Training waited for a save."
     assert all(text.endswith(".") for text in texts.values())
 
 
-def test_evidence_of_any_shape_is_cut_to_a_size() -> None:
-    """Long texts, long lists, deep nesting and numbers that JSON has no word for are shown in part."""
+def test_evidence_is_cut_to_a_bounded_size() -> None:
+    """Long texts, long lists, deep nesting and numbers without a JSON form are shown in part."""
     value = {
         "text": "x" * 100_000,
         "list": list(range(1_000)),
@@ -148,8 +148,8 @@ def test_evidence_of_any_shape_is_cut_to_a_size() -> None:
     assert cut["list"][-1] == "and 800 more"
 
 
-def test_an_incident_has_its_stack_those_of_others_its_traceback_and_its_diagnosis(tmp_path: Path) -> None:
-    """Ranks that are at the same place are one entry; the rank itself comes first."""
+def test_an_incident_has_stacks_traceback_and_diagnosis(tmp_path: Path) -> None:
+    """Other ranks at the same place are one entry; the incident's own rank comes first."""
     write_run_files(tmp_path)
     files = contents(make_page(make_ledger(), run_dir=tmp_path))["incidents"][0]["files"]
     titles = [one["title"] for one in files]
@@ -161,16 +161,16 @@ def test_an_incident_has_its_stack_those_of_others_its_traceback_and_its_diagnos
     assert files[0]["path"] == "stacks/cycle-0/rank-1.txt"
 
 
-def test_stacks_of_a_later_job_are_not_taken_for_the_incidents(tmp_path: Path) -> None:
-    """The names of stacks do not hold the job: those of another process are left out."""
+def test_stacks_of_a_later_job_are_not_shown(tmp_path: Path) -> None:
+    """The names of stack files lack the job, so stacks of other processes are omitted by their pid."""
     write_run_files(tmp_path, pid=999)
     files = contents(make_page(make_ledger(), run_dir=tmp_path))["incidents"][0]["files"]
     assert not [one for one in files if one["title"].startswith("Stack")]
     assert [one for one in files if one["title"].startswith("Traceback")]
 
 
-def test_nothing_outside_the_run_directory_is_read(tmp_path: Path) -> None:
-    """Neither a path in the evidence, nor a link, nor a job's name leads out of the run directory."""
+def test_no_file_outside_the_run_directory_is_read(tmp_path: Path) -> None:
+    """A path in the evidence, a symbolic link and a job's name cannot lead out of the run directory."""
     run_dir = tmp_path / "run"
     write_run_files(run_dir)
     secret = tmp_path / "secret.txt"
@@ -186,8 +186,8 @@ def test_nothing_outside_the_run_directory_is_read(tmp_path: Path) -> None:
     assert b"TOP-SECRET" not in made
 
 
-def test_a_long_file_shows_its_begin_and_its_end(tmp_path: Path) -> None:
-    """Of a traceback with megabytes of output both ends are there."""
+def test_a_long_file_shows_its_first_and_last_lines(tmp_path: Path) -> None:
+    """Of a traceback with megabytes of output the beginning and the end are shown."""
     write_run_files(tmp_path)
     path = tmp_path / "failures/job-1-cycle-0/rank-1.txt"
     path.write_text("BEGIN" + "\n".join(["filler"] * 1_000_000) + "END")
@@ -199,8 +199,8 @@ def test_a_long_file_shows_its_begin_and_its_end(tmp_path: Path) -> None:
     assert len(one["text"]) < 30_000
 
 
-def test_a_run_with_next_to_nothing_makes_a_page() -> None:
-    """No cycle, no incident, no save, no rank that reports: each is optional."""
+def test_a_run_without_data_makes_a_page() -> None:
+    """Cycles, incidents, saves and reporting ranks are each optional."""
     ledger = make_ledger(num_cycles=1)
     bare = msgspec.structs.replace(
         ledger, wall_s=0.0, ettr=None, cycles=(), incidents=(), warned=(), segments=(), saves=(), loads=(),
@@ -211,8 +211,8 @@ def test_a_run_with_next_to_nothing_makes_a_page() -> None:
     assert [part["seconds"] for part in shown["parts"]] == [0.0] * len(Part)
 
 
-def test_an_unfinished_incident_and_an_uncommitted_save_are_shown_as_such() -> None:
-    """What is not known is null, not 0."""
+def test_unknown_values_are_null() -> None:
+    """An unfinished incident and an uncommitted save have null, not 0, for values that are not known."""
     ledger = make_ledger()
     cost = IncidentCost(
         index=0, kind="node_lost", text="node x is lost", recovery_level="", job="job-1", cycle=0, at_s=5.0
@@ -225,7 +225,7 @@ def test_an_unfinished_incident_and_an_uncommitted_save_are_shown_as_such() -> N
     assert shown["saves"]["duration"] == []
 
 
-def test_the_docs_name_every_part_and_every_field() -> None:
+def test_the_docs_cover_every_part_and_field() -> None:
     """``docs/report.md`` has each part with its meaning, and each field of the JSON."""
     text = DOCS.joinpath("report.md").read_text()
     for name, meaning in meanings(Part).items():

@@ -1,4 +1,4 @@
-"""``trace.json``: a trace that Perfetto and chrome://tracing read."""
+"""``trace.json``: a trace that Perfetto and chrome://tracing can read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ Event = dict[str, Any]
 
 
 def events_of(made: bytes) -> list[Event]:
-    """Return the events of a trace."""
     events: list[Event] = json.loads(made)["traceEvents"]
     return events
 
 
-def check(events: list[Event]) -> None:
-    """Check what the format asks of each event, and that spans of a thread nest."""
+def check_format(events: list[Event]) -> None:
+    """Check the required fields of each event, and that the spans of a thread nest."""
     threads: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     pairs: dict[tuple[str, int], list[str]] = defaultdict(list)
     for event in events:
@@ -56,13 +55,13 @@ def check(events: list[Event]) -> None:
             ends.append(end)
 
 
-def test_every_event_has_what_the_format_asks_for() -> None:
+def test_every_event_has_the_required_fields() -> None:
     """All have ``ph``, ``ts``, ``pid`` and ``tid``; durations are not negative; spans of a thread nest."""
-    check(events_of(make_trace(make_ledger(num_nodes=3, num_cycles=4))))
+    check_format(events_of(make_trace(make_ledger(num_nodes=3, num_cycles=4))))
 
 
 def test_nodes_are_processes_and_ranks_are_threads() -> None:
-    """Each rank of each node has a thread with the cycles in which it ran, by name."""
+    """Each rank of each node is a named thread with the cycles in which it ran."""
     events = events_of(make_trace(make_ledger(num_nodes=2, ranks_each=2, num_cycles=3)))
     processes = {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"}
     assert processes == {"run made": RUN_PID, "node-000": 1, "node-001": 2}
@@ -77,8 +76,9 @@ def test_nodes_are_processes_and_ranks_are_threads() -> None:
     assert [name for name in on_rank_3 if name.startswith("cycle")] == ["cycle 0", "cycle 1", "cycle 2"]
 
 
-def test_the_runs_parts_are_a_track_and_incidents_are_instants_where_they_happened() -> None:
-    """The parts add up to the wall time; an incident stands on its rank, with its cost and why it was decided so."""
+def test_parts_are_a_track_and_incidents_are_instants() -> None:
+    """The parts add up to the wall time; an incident is an instant on its rank, with its cost and the reason of the
+    decision."""
     ledger = make_ledger()
     events = events_of(make_trace(ledger))
     parts = [one for one in events if (one["ph"], one["pid"], one["tid"]) == ("X", RUN_PID, 0)]
@@ -91,20 +91,20 @@ def test_the_runs_parts_are_a_track_and_incidents_are_instants_where_they_happen
     assert len(saves) == len(ledger.saves)
 
 
-def test_a_run_with_very_many_ranks_has_a_thread_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_many_ranks_has_one_thread_per_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above a limit the ranks of a node share a thread, so that a viewer can still open the trace."""
     ledger = make_ledger(num_nodes=4, ranks_each=8, num_cycles=3)
-    whole = events_of(make_trace(ledger))
+    full = events_of(make_trace(ledger))
     monkeypatch.setattr(trace, "MAX_RANK_SPANS", 10)
     small = events_of(make_trace(ledger))
-    check(small)
-    assert len(small) < len(whole) / 2
+    check_format(small)
+    assert len(small) < len(full) / 2
     assert not [one for one in small if one["name"] == "thread_name" and one["args"]["name"].startswith("rank")]
     assert [one["tid"] for one in small if one["ph"] == "i" and one["pid"] == 1]
 
 
-def test_a_loss_that_is_no_number_is_left_out() -> None:
-    """JSON has no NaN: a trace with a loss that was NaN or infinite stays valid."""
+def test_losses_that_are_not_finite_are_omitted() -> None:
+    """JSON has no NaN: a trace of a run with a NaN or infinite loss stays valid."""
     steps = tuple(StepSample(at_s=1.0, iteration=1, loss=loss) for loss in (math.nan, math.inf, 2.0))
     events = events_of(make_trace(msgspec.structs.replace(make_ledger(), steps=steps)))
     assert [one["args"]["value"] for one in events if one["ph"] == "C"] == [2.0]

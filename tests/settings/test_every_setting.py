@@ -103,9 +103,10 @@ ELSEWHERE: dict[type, dict[str, str]] = {
             "launch/test_device_memory.py::test_memory_that_is_not_released_is_awaited_once",
         ),
         **dict.fromkeys(
-            ("simulate_fault", "simulated_fault_type", "simulated_fault_rank"), f"{SIMULATED}it_comes_once_a_run"
+            ("simulate_fault", "simulated_fault_type", "simulated_fault_rank"),
+            f"{SIMULATED}the_simulated_fault_occurs_once_per_run",
         ),
-        "simulated_fault_base_delay": f"{SIMULATED}it_waits_for_its_delay_and_for_something_to_come_back_from",
+        "simulated_fault_base_delay": f"{SIMULATED}the_fault_waits_for_its_delay_and_a_checkpoint",
     },
     HealthConfig: {
         "check_timeout": f"{UNHEALTHY}check_that_hangs_is_answered_for_and_ended",
@@ -127,7 +128,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "soft_timeout": f"{STUCK}a_hanging_rank_restarts_after_the_soft_timeout",
         "hard_timeout": f"{STUCK}a_stopped_rank_is_killed_after_the_hard_timeout",
         "barrier_timeout": f"{STUCK}a_rank_that_is_not_ready_in_time_is_expelled",
-        "empty_cuda_cache": "gpu/test_nccl_in_process.py::test_cached_memory_goes_back",
+        "empty_cuda_cache": "gpu/test_nccl_in_process.py::test_empty_cuda_cache_returns_cached_memory",
     },
     PreemptionConfig: {
         "preempt_time": f"{LEAVING}the_slurm_time_limit_is_a_preemption_notice",
@@ -135,11 +136,11 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "notice_file": f"{LEAVING}a_notice_file_stops_all_ranks",
     },
     RecoveryConfig: {
-        "start_timeout": f"{GROUPS}without_room_for_another_the_group_gives_up",
-        "spare_wait": f"{GROUPS}without_spares_another_actor_is_started",
-        "drain_margin": "ray/test_drained_nodes.py::test_a_call_that_does_not_end_is_interrupted_in_time",
-        "allow_shrink": f"{GROUPS}without_spares_a_group_may_shrink",
-        "max_recoveries": f"{GROUPS}a_plain_class_begins_anew",
+        "start_timeout": f"{GROUPS}a_group_without_room_stops_with_an_error",
+        "spare_wait": f"{GROUPS}a_group_without_spares_starts_another_actor",
+        "drain_margin": "ray/test_drained_nodes.py::test_a_hanging_call_is_interrupted_before_the_deadline",
+        "allow_shrink": f"{GROUPS}a_group_without_spares_shrinks",
+        "max_recoveries": f"{GROUPS}a_plain_class_starts_over_after_a_loss",
     },
     ReplicaDigestConfig: {"interval": EVERYTHING_ON},
     RerunStateMachineConfig: {

@@ -1,4 +1,4 @@
-"""The simulation against reality: a run whose ranks are really killed has the goodput that it predicts."""
+"""The simulation compared with a real run: it predicts the goodput of a run whose ranks are killed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MEAN_S = 2.0
 """Mean time between two kills."""
 
 
-def suffer(folder: Path, num_kills: int, seed: int) -> Ledger:
-    """Train on two nodes of one rank while ranks are killed; return the account."""
+def train_under_kills(folder: Path, num_kills: int, seed: int) -> Ledger:
+    """Train on two nodes of one rank while ranks are killed; return the ledger."""
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    dice = Random(seed)
+    draw = Random(seed)
     options = [f"--max-restarts={MANY}", f"--ft-max-no-progress-cycles={MANY}", "--ft-max-node-faults=0"]
     with Cluster(
         script, str(folder / "ckpt"), run_dir=folder / "run", num_nodes=2, nproc_per_node=1, options=options
@@ -51,10 +51,10 @@ def suffer(folder: Path, num_kills: int, seed: int) -> Ledger:
         assert cluster.wait_for(lambda event: event.kind == EventKind.PROGRESS, 120.0) is not None
         next_s = clock.now_s()
         for _ in range(num_kills):
-            next_s += dice.expovariate(1 / MEAN_S)
-            time.sleep(max(0.0, next_s - clock.now_s()))  # the pace of the storm; nothing is waited for
+            next_s += draw.expovariate(1 / MEAN_S)
+            time.sleep(max(0.0, next_s - clock.now_s()))  # the time between two kills, not a wait for an event
             with contextlib.suppress(ProcessLookupError):
-                os.kill(cluster.worker_pid(dice.randrange(2)), signal.SIGKILL)
+                os.kill(cluster.worker_pid(draw.randrange(2)), signal.SIGKILL)
         return Ledger.read(folder / "run")
 
 
@@ -62,22 +62,23 @@ def suffer(folder: Path, num_kills: int, seed: int) -> Ledger:
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-def test_two_hundred_kills_cost_what_the_simulation_says(tmp_path: Path) -> None:
-    """With costs measured over 25 kills it predicts the share of productive time under 200 others within 5 points."""
-    known = suffer(tmp_path / "known", 25, seed=1)
-    told = [one.parts for one in known.incidents if one.recovered_s is not None]
-    costs = {name: fmean(parts.get(name, 0.0) for parts in told) for name in PARTS}
+def test_the_simulation_predicts_the_goodput_under_kills(tmp_path: Path) -> None:
+    """With costs measured over 25 kills the simulation predicts the share of productive time under 200 other kills
+    within 5 percentage points."""
+    known = train_under_kills(tmp_path / "known", 25, seed=1)
+    incident_parts = [one.parts for one in known.incidents if one.recovered_s is not None]
+    costs = {name: fmean(parts.get(name, 0.0) for parts in incident_parts) for name in PARTS}
     stalls = [save.stall_s for save in known.saves]
     durations = [save.duration_s for save in known.saves if save.duration_s is not None]
     steps = [step.step_s for step in known.steps if step.step_s]
-    real = suffer(tmp_path / "real", 200, seed=2)
+    real = train_under_kills(tmp_path / "real", 200, seed=2)
     scenario = Scenario(
         num_ranks=2,
         ranks_per_node=1,
         num_spares=0,
         duration_s=real.wall_s,
         step_s=fmean(steps),
-        failure_every_s=real.wall_s / len(real.incidents),  # a kill that hits a dead worker is none
+        failure_every_s=real.wall_s / len(real.incidents),  # a kill of a dead worker is not an incident
         process_share=1.0,
         hang_share=0.0,
         node_share=0.0,

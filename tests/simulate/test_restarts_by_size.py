@@ -1,4 +1,4 @@
-"""How many failures in a row stop a job by default: it depends on the number of nodes."""
+"""The default number of consecutive failures that stop a job depends on the number of nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.simulate.scenario import Scenario
 
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 16))
 def test_more_nodes_never_allow_fewer_failures(num_nodes: int, more: int) -> None:
-    """Three at least, as always on up to 4,096 nodes, and never fewer on more nodes."""
+    """The default is 3 on up to 4,096 nodes, and never decreases with more nodes."""
     assert 3 <= failures_in_a_row(num_nodes) <= failures_in_a_row(num_nodes + more)
     assert num_nodes > 4096 or failures_in_a_row(num_nodes) == 3
 
@@ -28,8 +28,8 @@ def test_more_nodes_never_allow_fewer_failures(num_nodes: int, more: int) -> Non
         (["--nnodes=16384", "--ft-max-no-progress-cycles=1"], 6, 1),
     ],
 )
-def test_what_is_given_comes_before_the_size(options: list[str], restarts: int, cycles: int) -> None:
-    """The limits of a command line follow from the number of nodes, unless it or the script's config gives them."""
+def test_explicit_limits_override_the_size_defaults(options: list[str], restarts: int, cycles: int) -> None:
+    """The limits follow from the number of nodes unless the command line or the script's config sets them."""
     checked = check_values([*options, "--rdzv-endpoint=10.0.0.1:29400", "train.py"])
     assert checked.command.args.max_restarts == restarts
     assert checked.layers.config.max_no_progress_cycles == cycles
@@ -38,8 +38,8 @@ def test_what_is_given_comes_before_the_size(options: list[str], restarts: int, 
 
 
 @pytest.mark.slow
-def test_a_large_run_is_not_stopped_by_chance() -> None:
-    """A month of 16,384 nodes: failures that come in a row by chance do not stop it; a limit of three would."""
+def test_random_failures_do_not_stop_a_large_run() -> None:
+    """In a month of 16,384 nodes consecutive random failures do not stop the run; a limit of three would."""
     scenario = Scenario(num_ranks=131072)
     assert scenario.limits_in_force == Limits(max_restarts=6, max_no_progress_cycles=6)
     few = scenario.change(max_restarts=3, max_no_progress_cycles=3)

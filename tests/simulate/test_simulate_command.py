@@ -1,4 +1,4 @@
-"""``outlast simulate``: what it prints, and what it says to mistakes."""
+"""``outlast simulate``: its output and its usage errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(sys, "argv", ["outlast", "simulate", *words])
         with pytest.raises(SystemExit) as ended:
             main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
 
     return call
 
 
-def test_its_json_has_what_programs_need(run: Any) -> None:
-    """The JSON form holds the figures, the settings that were used, and how long it took."""
+def test_json_has_results_and_settings(run: Any) -> None:
+    """The JSON form has the results, the settings, and the duration of the simulation."""
     code, out, err = run(*SMALL, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -43,8 +43,8 @@ def test_its_json_has_what_programs_need(run: Any) -> None:
     assert found["settings"]["limits"]["max_restarts"] == 3
 
 
-def test_it_is_read_by_people(run: Any) -> None:
-    """Without --json the figures, the parts of the time and a sweep are lines."""
+def test_text_output_has_results_and_sweep(run: Any) -> None:
+    """Without --json the results, the parts of the time and a sweep are printed as lines."""
     code, out, _ = run(*SMALL, "--spares", "0", "--sweep", "spares=0:4:2")
     assert code == 0
     for text in (
@@ -59,7 +59,7 @@ def test_it_is_read_by_people(run: Any) -> None:
 
 
 def test_every_option_reaches_the_scenario(run: Any) -> None:
-    """Options are settings, in the units of people; those of costs and limits, too."""
+    """Options, also those of costs and limits, set the scenario, in their documented units."""
     words = [
         "--ranks=8",
         "--ranks-per-node=1",
@@ -87,8 +87,8 @@ def test_every_option_reaches_the_scenario(run: Any) -> None:
     assert (used["costs"]["restart_s"], used["costs"]["start_up_s"], used["limits"]["max_restarts"]) == (1.5, 0.4, 9)
 
 
-def test_costs_from_a_file_give_way_to_options(run: Any, tmp_path: Path) -> None:
-    """A file's figures take the place of the defaults, and an option's that of the file's."""
+def test_options_override_costs_from_a_file(run: Any, tmp_path: Path) -> None:
+    """Values from a file replace the defaults, and an option replaces the value from the file."""
     bars = [
         {"name": "stall_vs_memcpy", "value": 2.0, "unit": "x", "bar": 1.0, "peer": "copy (s)", "peer_value": 2.0},
         {"name": "durable_vs_dcp_save", "value": 2.0, "unit": "x", "bar": 1, "peer": "dcp.save (s)", "peer_value": 4.5},
@@ -100,8 +100,8 @@ def test_costs_from_a_file_give_way_to_options(run: Any, tmp_path: Path) -> None
     assert (costs["save_stall_s"], costs["save_s"]) == (4.0, 7.0)
 
 
-def test_a_trace_replaces_what_is_drawn(run: Any, tmp_path: Path) -> None:
-    """A trace's faults are those of the run."""
+def test_a_trace_replaces_drawn_failures(run: Any, tmp_path: Path) -> None:
+    """With a trace the failures of the run are exactly those of the trace."""
     path = tmp_path / "trace.csv"
     path.write_text("time,kind\n3600,process\n7200,node\n")
     _, out, _ = run("--ranks=64", "--hours=3", "--trace", str(path), "--repeats=2", "--json")
@@ -123,8 +123,8 @@ def test_a_trace_replaces_what_is_drawn(run: Any, tmp_path: Path) -> None:
         ("max-no-progress-cycles=3,9", [3.0, 9.0]),
     ],
 )
-def test_a_sweep_gives_an_option_several_values(run: Any, sweep: str, values: list[Any]) -> None:
-    """A sweep lists the values, or gives from, to and step, of any option that takes a number, in its unit."""
+def test_a_sweep_varies_an_option(run: Any, sweep: str, values: list[Any]) -> None:
+    """A sweep lists the values of any numeric option, or gives start, end and step, in the unit of the option."""
     for more in ((), ("--interval-iterations", "5")):
         code, out, _ = run(*SMALL, "--repeats", "2", *more, "--sweep", sweep, "--json")
         assert code == 0
@@ -133,7 +133,7 @@ def test_a_sweep_gives_an_option_several_values(run: Any, sweep: str, values: li
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--days", "0"], "--days=0 must be above 0"),
         (["--hours", "-1"], "--hours=-1 must be above 0"),
@@ -181,17 +181,17 @@ def test_a_sweep_gives_an_option_several_values(run: Any, sweep: str, values: li
         (["extra"], "unexpected extra argument"),
     ],
 )
-def test_a_mistake_is_one_line(run: Any, words: list[str], says: str) -> None:
-    """A mistake of use ends with exit code 2 and one line that names the option as it was given."""
+def test_usage_errors_are_one_line(run: Any, words: list[str], message: str) -> None:
+    """A usage error ends with exit code 2 and one line that names the option as it was given."""
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert err.startswith("outlast: ")
     assert err.count("\n") == 1
-    assert says in err
+    assert message in err
 
 
-def test_help_has_examples_that_parse(run: Any) -> None:
-    """The help shows examples, and every option in them is one."""
+def test_the_help_has_valid_examples(run: Any) -> None:
+    """The help has examples, and every option in them exists."""
     code, out, _ = run("--help")
     assert code == 0
     examples = [line.split() for line in out.partition("Examples:")[2].splitlines() if "outlast simulate" in line]

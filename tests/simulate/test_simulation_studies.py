@@ -1,4 +1,4 @@
-"""Many runs of a scenario, costs from files, traces."""
+"""Studies of many simulated runs, costs from benchmark files, and failure traces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ONE_TIER: dict[str, Any] = {
 
 
 def one_tier(**values: Any) -> Scenario:
-    """Return a run that Meta's formula is about: one tier, failures that a restart cures."""
+    """Return a run to which Meta's formula applies: one tier, and failures that a restart recovers."""
     costs = RecoveryCosts(
         save_stall_s=1.0, save_s=0.0, detection_s=5.0, restart_s=5.0, start_up_s=30.0, load_memory_s=5.0
     )
@@ -44,8 +44,8 @@ def one_tier(**values: Any) -> Scenario:
 
 
 @pytest.mark.parametrize(("interval", "every_s"), [(20, 10_000.0), (60, 10_000.0), (200, 20_000.0), (60, 40_000.0)])
-def test_the_simulation_agrees_with_the_closed_form(interval: int, every_s: float) -> None:
-    """Where failures are rare, the ETTR is the one of Young's formula as Meta gives it (A. Kokolis et al., 2024)."""
+def test_the_simulation_matches_the_closed_form(interval: int, every_s: float) -> None:
+    """With rare failures the ETTR is that of Young's formula as published by Meta (A. Kokolis et al., 2024)."""
     one = one_tier(interval_iterations=interval, failure_every_s=every_s)
     study = run_study(one, repeats=16, seed=1)
     overhead_s = 5.0 + 5.0 + 30.0 + 5.0 + one.costs.rendezvous_of(one.num_nodes)
@@ -57,16 +57,17 @@ def test_the_simulation_agrees_with_the_closed_form(interval: int, every_s: floa
 
 
 @pytest.mark.extended
-def test_youngs_interval_is_about_the_best() -> None:
-    """Of intervals around Young's optimum none gives clearly more, and those far away clearly less."""
+def test_youngs_interval_is_close_to_the_optimum() -> None:
+    """No interval close to Young's optimum is clearly better, and distant ones are clearly worse."""
     one, young_s = one_tier(failure_every_s=3000.0), optimal_interval_s(1.0, 1 / 3000.0)
     found = [run_study(one.change(interval_s=young_s * by), repeats=10).ettr for by in (1 / 8, 1 / 3, 1, 3, 8)]
     assert found[2] > max(found) - 0.002
     assert max(found[0], found[4]) < found[2] - 0.01
 
 
-def test_a_run_that_is_stopped_has_the_reason() -> None:
-    """Where the recovery policy stops the run again and again, the study has its reason; a higher limit lets it run."""
+def test_a_stopped_run_has_a_reason() -> None:
+    """Where the recovery policy stops the run repeatedly, the study has its reason; a higher limit causes fewer
+    stops."""
     one = Scenario(num_ranks=131072, num_spares=200, failure_every_s=300.0, duration_s=3 * 86400.0, limits=Limits())
     study = run_study(one, repeats=3)
     assert study.num_stops > 1
@@ -74,8 +75,8 @@ def test_a_run_that_is_stopped_has_the_reason() -> None:
     assert run_study(one.change(max_no_progress_cycles=6, max_restarts=6), repeats=3).num_stops < study.num_stops
 
 
-def test_a_study_is_repeatable_and_becomes_json() -> None:
-    """The same seed gives the same study; all of it is plain JSON, and the parts of the time add up."""
+def test_a_study_is_reproducible_and_serialisable() -> None:
+    """The same seed gives the same study; the study is plain JSON, and the parts of the time add up."""
     one = Scenario(num_ranks=4096, duration_s=10 * 86400.0)
     fields = [run_study(one, repeats=4, seed=7).to_fields() for _ in range(2)]
     for each in fields:
@@ -85,8 +86,8 @@ def test_a_study_is_repeatable_and_becomes_json() -> None:
     assert sum(json.loads(text)["partition"].values()) == pytest.approx(10 * 86400.0)
 
 
-def test_a_large_world_takes_seconds() -> None:
-    """A month of 131,072 ranks is as many events as it has failures: none is made for a rank or a step."""
+def test_a_large_world_has_one_event_per_failure() -> None:
+    """A month of 131,072 ranks has as many events as failures, and none per rank or step."""
     run = simulate(Scenario(num_ranks=131072, restart_stopped_s=0.0), 0)
     assert run.num_failures > 2500
     assert sum(run.decisions.values()) <= run.num_failures
@@ -96,7 +97,7 @@ def test_a_large_world_takes_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({"duration_s": 0.0}, "duration_s=0.0 must be above 0"),
         ({"num_spares": -1}, "num_spares=-1 must be 0 or more"),
@@ -112,14 +113,14 @@ def test_a_large_world_takes_seconds() -> None:
         ({"rank_mttf_hours": 0.0}, "must be above 0 hours"),
     ],
 )
-def test_a_scenario_that_cannot_be_is_refused(values: dict[str, Any], says: str) -> None:
-    """A value out of range, or one that contradicts another, is refused in one line."""
-    with pytest.raises(ConfigError, match=says):
+def test_an_invalid_scenario_is_rejected(values: dict[str, Any], message: str) -> None:
+    """A value out of range, or one that contradicts another, is rejected in one line."""
+    with pytest.raises(ConfigError, match=message):
         Scenario(**values)
 
 
-def test_metas_figures_follow_from_the_default() -> None:
-    """The default time to a failure gives what Meta saw on 16,384 GPUs and expects on 131,072."""
+def test_the_default_mttf_matches_published_failure_rates() -> None:
+    """The default time to failure gives the rate that Meta measured on 16,384 GPUs and expects on 131,072."""
     assert 1 / Scenario(num_ranks=16384).failures_per_s == pytest.approx(1.8 * 3600, rel=0.01)
     assert 1 / Scenario(num_ranks=131072).failures_per_s == pytest.approx(14 * 60, rel=0.05)
     assert 1 / Scenario(num_ranks=1024, rank_mttf_hours=8090).failures_per_s == pytest.approx(7.9 * 3600, rel=0.01)
@@ -133,8 +134,9 @@ def write_result(path: Path, bench: str, *bars: dict[str, Any]) -> Path:
     return path
 
 
-def test_costs_come_from_bench_files(tmp_path: Path) -> None:
-    """Figures of several files become costs: ratios through their peer's figure, times without what is in another."""
+def test_costs_are_read_from_benchmark_files(tmp_path: Path) -> None:
+    """Results of several files become costs: ratios are multiplied by the peer's value, and times exclude what another
+    cost includes."""
     stall = {"name": "stall_vs_memcpy", "value": 0.5, "unit": "x", "peer": "copy (s)", "peer_value": 0.2}
     durable = {"name": "durable_vs_dcp_save", "value": 0.5, "unit": "x", "peer": "dcp.save (s)", "peer_value": 3.0}
     unknown = {"name": "of_tomorrow", "value": 5, "unit": "s"}
@@ -155,7 +157,7 @@ def test_costs_come_from_bench_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "has no value that a simulation uses"),
         ("nonsense", "is not a result of a benchmark"),
@@ -170,16 +172,16 @@ def test_costs_come_from_bench_files(tmp_path: Path) -> None:
         ("[1, 2]", "is not a result of a benchmark"),
     ],
 )
-def test_a_file_without_costs_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    """A file that holds nothing to use is refused in one line, whatever it is."""
+def test_a_file_without_costs_is_rejected(tmp_path: Path, text: str, message: str) -> None:
+    """A file without a usable value is rejected in one line, whatever its content."""
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         read_costs([path])
 
 
-def test_the_defaults_are_what_was_measured() -> None:
-    """The committed results can be read; what they have is of the defaults' order of magnitude."""
+def test_default_costs_are_close_to_measured_ones() -> None:
+    """The committed benchmark results can be read, and the defaults have their order of magnitude."""
     names = [name for name in ("restart", "save", "load", "rendezvous") if (RESULTS / f"{name}.json").exists()]
     found, defaults = read_costs([RESULTS / f"{name}.json" for name in names]), RecoveryCosts()
     for field in ("detection_s", "restart_s", "save_stall_s", "save_s", "load_local_s", "load_memory_s"):
@@ -190,8 +192,8 @@ def test_the_defaults_are_what_was_measured() -> None:
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 
-def test_traces_are_csv_or_json(tmp_path: Path) -> None:
-    """Both forms give the same faults; dates count from the first, names of nodes are numbered."""
+def test_csv_and_json_traces_are_equivalent(tmp_path: Path) -> None:
+    """Both forms give the same faults; dates count from the first one, and node names become numbers."""
     table, objects, dated = tmp_path / "t.csv", tmp_path / "t.json", tmp_path / "dated.csv"
     table.write_text("time,kind,node\n60,node_lost,b\n10.5,process,a\n90,hang,\n95,worker_died,b\n")
     rows = [{"time": 60, "kind": "node", "node": 0}, {"time": 10.5, "kind": "process", "node": 1}]
@@ -208,7 +210,7 @@ def test_traces_are_csv_or_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("time,kind\n5,nodes\n", "did you mean 'node'"),
         ("time,node\n5,a\n", "has no kind"),
@@ -220,18 +222,18 @@ def test_traces_are_csv_or_json(tmp_path: Path) -> None:
         ("[{]", "is not JSON"),
     ],
 )
-def test_a_wrong_trace_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    """What is no trace is refused in one line that names the fault."""
+def test_an_invalid_trace_is_rejected(tmp_path: Path, text: str, message: str) -> None:
+    """An invalid trace is rejected in one line that names the error."""
     path = tmp_path / "trace.csv"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         read_trace(path)
 
 
 @pytest.mark.extended
-def test_a_run_directory_is_a_trace(tmp_path: Path) -> None:
-    """The incidents that ended the cycles of a run are its faults, each when it happened; what followed from them, and
-    what ended no cycle, is none."""
+def test_a_run_directory_can_be_a_trace(tmp_path: Path) -> None:
+    """The faults are the incidents that ended a cycle, at the time of each; consequences of an incident, and incidents
+    that ended no cycle, are not faults."""
     with pytest.raises(ConfigError, match="is not a run directory"):
         read_trace(tmp_path)
 

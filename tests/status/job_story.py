@@ -1,4 +1,4 @@
-"""The events of a job as its processes would write them, told step by step."""
+"""The events of a job as its processes would write them, added one after the other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outlast.status.evidence import Evidence, JobProcess, processes_in
 from outlast.status.facts import judge
 from outlast.status.report import StatusReport
 
-__all__ = ["HERE", "Story", "died", "names_of"]
+__all__ = ["HERE", "JobHistory", "make_death", "names_of"]
 
 HERE = "this-boot/pid:[1]"
 
 
-class Story:
-    """Collect events; each is a tenth of a second after the one before, unless :attr:`now_s` is moved.
+class JobHistory:
+    """Collects events; each is a tenth of a second after the one before, unless :attr:`now_s` is moved.
 
     Args:
         job: The job's name.
@@ -44,8 +44,7 @@ class Story:
         rank: int | None = None,
         iteration: int | None = None,
         **data: Any,
-    ) -> Story:
-        """Add an event."""
+    ) -> JobHistory:
         self.now_s += 0.1
         ns = round(self.now_s * 1e9)
         event = Event(
@@ -64,7 +63,7 @@ class Story:
         self.events.append(event)
         return self
 
-    def start_agents(self, *names: str, machine: str = HERE) -> Story:
+    def start_agents(self, *names: str, machine: str = HERE) -> JobHistory:
         """Start agents; the first one hosts the coordinator."""
         for name in names:
             self._next_pid += 1
@@ -84,7 +83,7 @@ class Story:
             self.add(EventKind.NODE_JOINED, names[0], proc="coordinator", cycle=0, name=name, spare=False)
         return self
 
-    def start_cycle(self, number: int, *names: str) -> Story:
+    def start_cycle(self, number: int, *names: str) -> JobHistory:
         """Start a cycle with one rank a node."""
         for node_rank, name in enumerate(names):
             self._next_pid += 1
@@ -99,7 +98,7 @@ class Story:
             )
         return self
 
-    def start_sessions(self, number: int, *names: str, machine: str = HERE) -> Story:
+    def start_sessions(self, number: int, *names: str, machine: str = HERE) -> JobHistory:
         """Start each node's session."""
         for rank, name in enumerate(names):
             self._next_pid += 1
@@ -120,42 +119,40 @@ class Story:
             )
         return self
 
-    def tell(
+    def add_rank_event(
         self, kind: EventKind, iteration: int, *, cycle: int = 0, rank: int = 0, on: str = "a", **data: Any
-    ) -> Story:
-        """Add what a rank writes."""
+    ) -> JobHistory:
+        """Add an event that a rank writes."""
         return self.add(kind, on, proc=f"rank-{rank}", cycle=cycle, rank=rank, iteration=iteration, **data)
 
-    def see(self, incident: Incident, *, on: str = "a", proc: str = "agent") -> Story:
-        """Add an incident."""
+    def add_incident(self, incident: Incident, *, on: str = "a", proc: str = "agent") -> JobHistory:
         return self.add(EventKind.INCIDENT, on, proc=proc, cycle=incident.cycle, incident=as_dict(incident))
 
-    def rule(
+    def add_decision(
         self,
         incident: Incident,
         recovery_level: RecoveryLevel = RecoveryLevel.RESTART_WORKERS,
         reason: str = "restarting",
-    ) -> Story:
-        """Add a decision on an incident."""
+    ) -> JobHistory:
         decision = as_dict(Decision(recovery_level=recovery_level, reason=f"{incident.describe()}; {reason}"))
         found = as_dict(incident)
         return self.add(EventKind.DECISION, proc="coordinator", cycle=incident.cycle, verdict=decision, incident=found)
 
-    def end_cycle(self, number: int, *names: str, reason: str = "rank 0 died", **iterations: int) -> Story:
+    def end_cycle(self, number: int, *names: str, reason: str = "rank 0 died", **iterations: int) -> JobHistory:
         """End a cycle on some nodes; ``iterations`` by rank as ``r0=57``."""
-        told = {name.removeprefix("r"): iteration for name, iteration in iterations.items()}
+        by_rank = {name.removeprefix("r"): iteration for name, iteration in iterations.items()}
         for name in names:
-            self.add(EventKind.CYCLE_ENDED, name, cycle=number, reason=reason, iterations=told)
+            self.add(EventKind.CYCLE_ENDED, name, cycle=number, reason=reason, iterations=by_rank)
         return self
 
-    def end_agents(self, *names: str, code: int = 0, reason: str = "the run is finished") -> Story:
-        """End agents in order."""
+    def end_agents(self, *names: str, code: int = 0, reason: str = "the run is finished") -> JobHistory:
+        """End agents, in order."""
         for name in names:
             self.add(EventKind.JOB_ENDED, name, exit_code=code, reason=reason)
         return self
 
     def evidence(self, *, alive: bool | None = True, **given: Any) -> Evidence:
-        """Return the events as evidence; ``alive``: whether the processes run, or whether those of a node do."""
+        """Return the events as evidence; ``alive``: whether the processes run; ``nodes``: the same for single nodes."""
         view = RunView.of([*given.pop("earlier", ()), *self.events])
         living: dict[JobProcess, bool | None] = dict.fromkeys(processes_in(view.job(self.job)), alive)
         living |= {one: given["nodes"][one.node] for one in living if one.node in given.get("nodes", {})}
@@ -164,17 +161,19 @@ class Story:
         return Evidence(run_dir="/runs/r", job=self.job, view=view, living=living, **given)
 
     def judge(self, *, after_s: float = 0.0, alive: bool | None = True, **given: Any) -> StatusReport:
-        """Return the report, so many seconds after the newest event."""
+        """Return the report that is made ``after_s`` seconds after the newest event."""
         return judge(self.evidence(alive=alive, **given), round((self.now_s + after_s) * 1e9))
 
 
 def as_dict(value: Incident | Decision) -> dict[str, Any]:
-    """Return what the journal holds of it."""
+    """Return the journal's form of an incident or a decision."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
     return found
 
 
-def died(rank: int = 0, *, cycle: int = 0, on: str = "a", kind: IncidentKind = IncidentKind.WORKER_DIED) -> Incident:
+def make_death(
+    rank: int = 0, *, cycle: int = 0, on: str = "a", kind: IncidentKind = IncidentKind.WORKER_DIED
+) -> Incident:
     """Return an incident of a rank."""
     return Incident(kind=kind, job="job-1", cycle=cycle, node=on, rank=rank, exit_code=-9, iteration=12)
 

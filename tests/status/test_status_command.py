@@ -1,4 +1,4 @@
-"""``outlast status`` on the command line: of a real run from its first second to its end, and of what is none."""
+"""``outlast status`` on the command line: a real run from its first second to its end, and invalid targets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ for iteration in run.steps(state, total=8):
 
 @pytest.fixture
 def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process; return its exit code, output and error output."""
+    """Return a function that runs a command in this process and returns exit code, output and error output."""
 
     def command(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["outlast", *map(str, words)])
@@ -70,68 +70,68 @@ def write_job(run_dir: Path) -> None:
     agent.close()
 
 
-def look_until(outlast: Command, target: object, is_met: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Look again and again until a report is as it is to be."""
+def wait_for_report(outlast: Command, target: object, is_met: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Repeat ``outlast status`` until its report meets a condition."""
     deadline_s = clock.now_s() + LONG_S
     while True:
         code, out, err = outlast("status", target, "--json")
-        told: dict[str, Any] = json.loads(out) if code == 0 else {"code": code, "error": err}
-        if code == 0 and is_met(told):
-            return told
-        assert clock.now_s() < deadline_s, told
+        shown: dict[str, Any] = json.loads(out) if code == 0 else {"code": code, "error": err}
+        if code == 0 and is_met(shown):
+            return shown
+        assert clock.now_s() < deadline_s, shown
         time.sleep(0.05)
 
 
-def saved_in(told: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(one["tier"], one["iteration"]) for one in told["checkpoints"]]
+def checkpoints_of(shown: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(one["tier"], one["iteration"]) for one in shown["checkpoints"]]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_run_is_told_from_its_first_second_to_its_violent_end(tmp_path: Path, outlast: Command) -> None:
-    """Waiting, running, after the loss of a rank, and after a SIGKILL of everything; its directory and its coordinator
-    say the same while it lives."""
-    script, run_dir, saves, go_on = tmp_path / "train.py", tmp_path / "run", tmp_path / "saves", tmp_path / "go"
+def test_status_follows_a_run_to_its_end(tmp_path: Path, outlast: Command) -> None:
+    """The states are waiting, running, running after the loss of a rank, and ended after a SIGKILL of all processes;
+    the run directory and the coordinator give the same report."""
+    script, run_dir, saves, release = tmp_path / "train.py", tmp_path / "run", tmp_path / "saves", tmp_path / "go"
     script.write_text(SCRIPT)
-    cluster = Cluster(script, str(saves), str(go_on), run_dir=run_dir, num_started=1, nproc_per_node=1)
+    cluster = Cluster(script, str(saves), str(release), run_dir=run_dir, num_started=1, nproc_per_node=1)
     with cluster:
         for target in (cluster.endpoint, run_dir):
-            told = look_until(outlast, target, lambda told: bool(told["waiting"] and told["waiting"]["have"]))
-            assert (told["state"], told["waiting"]["have"]) == ("waiting", ["node-0"])
-            assert re.fullmatch(r"waiting for 1 of 2 nodes \(have: node-0\); gives up in \d+ s", told["summary"])
+            shown = wait_for_report(outlast, target, lambda shown: bool(shown["waiting"] and shown["waiting"]["have"]))
+            assert (shown["state"], shown["waiting"]["have"]) == ("waiting", ["node-0"])
+            assert re.fullmatch(r"waiting for 1 of 2 nodes \(have: node-0\); gives up in \d+ s", shown["summary"])
         cluster.add_node()
         for target in (run_dir, cluster.endpoint):
-            told = look_until(outlast, target, lambda told: ("local", 4) in saved_in(told))
-            assert (told["state"], told["cycle"], told["run_dir"]) == ("running", 0, str(run_dir))
-            assert [(node["state"], node["ranks"]) for node in told["nodes"]] == [
+            shown = wait_for_report(outlast, target, lambda shown: ("local", 4) in checkpoints_of(shown))
+            assert (shown["state"], shown["cycle"], shown["run_dir"]) == ("running", 0, str(run_dir))
+            assert [(node["state"], node["ranks"]) for node in shown["nodes"]] == [
                 ("training", [0]),
                 ("training", [1]),
             ]
-            assert told["nodes"][1]["pids"] == [cluster.worker_pid(1)]
-            assert told["nodes"][0]["agent_pid"] == cluster.agent(0).pid
-            assert told["iteration"] == 4
-            assert told["budgets"]["restarts_in_a_row"] == {"used": 0, "limit": 3, "left": 3}
-            assert told["local_directory"] == str(saves)
+            assert shown["nodes"][1]["pids"] == [cluster.worker_pid(1)]
+            assert shown["nodes"][0]["agent_pid"] == cluster.agent(0).pid
+            assert shown["iteration"] == 4
+            assert shown["budgets"]["restarts_in_a_row"] == {"used": 0, "limit": 3, "left": 3}
+            assert shown["local_directory"] == str(saves)
         psutil.Process(cluster.worker_pid(1)).kill()
-        told = look_until(outlast, run_dir, lambda told: told["cycle"] == 1 and told["iteration"] == 5)
-        (episode,) = told["incidents"]
+        shown = wait_for_report(outlast, run_dir, lambda shown: shown["cycle"] == 1 and shown["iteration"] == 5)
+        (episode,) = shown["incidents"]
         assert (episode["kind"], episode["rank"], episode["remedy"]) == ("worker_died", 1, "restart_workers")
         assert "was ended by SIGKILL" in episode["text"]
-        assert told["budgets"]["restarts_in_a_row"]["left"] == 2
+        assert shown["budgets"]["restarts_in_a_row"]["left"] == 2
         cluster.close()
-    told = look_until(outlast, run_dir, lambda _: True)
-    assert told["state"] == "no_process"
-    assert told["summary"].startswith("no live process: last seen")
-    assert ("local", 4) in saved_in(told)
-    assert ("memory", 4) not in saved_in(told)
+    shown = wait_for_report(outlast, run_dir, lambda _: True)
+    assert shown["state"] == "no_process"
+    assert shown["summary"].startswith("no live process: last seen")
+    assert ("local", 4) in checkpoints_of(shown)
+    assert ("memory", 4) not in checkpoints_of(shown)
     code, out, err = outlast("status", cluster.endpoint)
     assert (code, out) == (2, "")
     assert err.startswith(f"outlast: no coordinator responds at {cluster.endpoint} (connection refused)")
 
 
 @pytest.mark.process
-def test_finished_run_is_told_with_its_times(tmp_path: Path, outlast: Command) -> None:
-    """After the end: the exit code, the reason, and times that people can read in the journal and ladder.json."""
+def test_a_finished_run_is_reported_with_times(tmp_path: Path, outlast: Command) -> None:
+    """The report has the exit code and the reason; the journal and ladder.json have readable times."""
     script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text("import os\nraise SystemExit(7 if os.environ['OUTLAST_CYCLE'] == '0' else 0)\n")
     with Cluster(script, run_dir=run_dir, num_nodes=1, nproc_per_node=1) as cluster:
@@ -150,8 +150,9 @@ def test_finished_run_is_told_with_its_times(tmp_path: Path, outlast: Command) -
             assert event["time"] == clock.as_iso(event["wall_ns"])
 
 
-def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Command) -> None:
-    """No such directory, no run directory, nobody at the endpoint, no such host, a store without a coordinator."""
+def test_invalid_targets_are_one_line_and_exit_code_2(tmp_path: Path, outlast: Command) -> None:
+    """A missing directory, another directory, an endpoint without a listener, an unknown host, a TCPStore without a
+    coordinator, and an invalid port are each one error line."""
     store = stores.host(Endpoint("localhost", 0), timeout_s=10)
     for target, words in {
         tmp_path / "missing": "there is no ",
@@ -167,11 +168,11 @@ def test_what_cannot_be_told_is_one_line_and_two(tmp_path: Path, outlast: Comman
         assert words in err
 
 
-def test_foreign_program_at_the_endpoint_is_named(outlast: Command) -> None:
-    """A program that greets otherwise costs no wait and one line."""
+def test_another_program_at_the_endpoint_is_detected(outlast: Command) -> None:
+    """A program with another greeting is reported at once, without waiting for a timeout."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        _greeting(
+        _serve_greeting(
             listener, b"220 mail.example ESMTP; this is no coordinator of outlast, and it greets at length\r\n" * 9
         ),
     ):
@@ -181,7 +182,7 @@ def test_foreign_program_at_the_endpoint_is_named(outlast: Command) -> None:
 
 
 @contextlib.contextmanager
-def _greeting(listener: socket.socket, words: bytes) -> Iterator[None]:
+def _serve_greeting(listener: socket.socket, words: bytes) -> Iterator[None]:
     import threading
 
     def greet() -> None:
@@ -196,19 +197,19 @@ def _greeting(listener: socket.socket, words: bytes) -> Iterator[None]:
 
 
 def test_json_has_the_documented_fields(tmp_path: Path, outlast: Command) -> None:
-    """Every field of the object, and of those within, stands in docs/status.md."""
+    """docs/status.md describes every field of the object."""
     write_job(tmp_path)
     code, out, _ = outlast("status", "--json", tmp_path)
     assert code == 0
-    told = json.loads(out)
+    shown = json.loads(out)
     fields = {field.name for field in msgspec.structs.fields(StatusReport)}
-    assert set(told) == fields
+    assert set(shown) == fields
     documented = set(re.findall(r"`(\w+)`", (DOCS / "status.md").read_text()))
     assert fields <= documented
 
 
-def test_watch_takes_its_number_or_none(tmp_path: Path, outlast: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--watch may stand before the directory, with or without seconds; each look is printed below the last."""
+def test_watch_accepts_an_optional_interval(tmp_path: Path, outlast: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--watch may precede the directory, with or without seconds; each report is printed below the previous one."""
     write_job(tmp_path)
     waits: list[float] = []
 
@@ -230,21 +231,21 @@ def test_watch_takes_its_number_or_none(tmp_path: Path, outlast: Command, monkey
 
 
 @pytest.mark.process
-def test_watch_ends_by_ctrl_c_without_a_traceback(tmp_path: Path) -> None:
-    """Ctrl-C ends it with 130, while it waits as while it looks."""
+def test_ctrl_c_ends_watch_without_a_traceback(tmp_path: Path) -> None:
+    """Ctrl-C ends the command with exit code 130, at any moment."""
     write_job(tmp_path)
     code = "from outlast.cli.main import main; main()"
     command = [sys.executable, "-c", code, "status", str(tmp_path), "--watch=0.1"]
     environment = {**os.environ, "TERM": "dumb", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as watching:
-        assert watching.stdout is not None
-        assert watching.stderr is not None
-        for line in watching.stdout:
+    ) as status_process:
+        assert status_process.stdout is not None
+        assert status_process.stderr is not None
+        for line in status_process.stdout:
             if line.startswith("incidents"):
                 break
-        watching.send_signal(signal.SIGINT)
-        out, err = watching.communicate(timeout=300)
-    assert watching.returncode == 130
+        status_process.send_signal(signal.SIGINT)
+        out, err = status_process.communicate(timeout=300)
+    assert status_process.returncode == 130
     assert "Traceback" not in out + err

@@ -1,4 +1,4 @@
-"""`outlast status` asks a run whose key lies elsewhere."""
+"""`outlast status` queries a run whose key is stored elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 """
 
 
-def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_status(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != env.RUN_KEY}
     command = [sys.executable, "-m", "outlast", "status", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
@@ -33,20 +33,21 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_key_of_a_run_that_is_asked_can_come_from_a_file(tmp_path: Path) -> None:
-    """Without it the coordinator is not believed, and one line says what is missing; a wrong key hides no right one."""
-    key_file, go_on, script = tmp_path / "key", tmp_path / "go-on", tmp_path / "train.py"
+def test_the_run_key_can_come_from_a_file(tmp_path: Path) -> None:
+    """Without the key the coordinator is not trusted, and one line names the missing option; a wrong key does not hide
+    the right one."""
+    key_file, release, script = tmp_path / "key", tmp_path / "go-on", tmp_path / "train.py"
     key_file.write_text("sixteen bytes or more")
     script.write_text(WAITS)
     options = [f"--run-key-file={key_file}"]
-    with Cluster(script, str(go_on), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as job:
+    with Cluster(script, str(release), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as job:
         job.wait_for("it waits", timeout_s=200)
-        told = ask(job.endpoint, f"--run-key-file={key_file}")
-        assert told.returncode == 0, told.stderr
-        assert "running" in told.stdout
-        refused = ask(job.endpoint)
-        assert refused.returncode == 2
-        assert "give --run-key-file or OUTLAST_RUN_KEY" in refused.stderr
+        accepted = run_status(job.endpoint, f"--run-key-file={key_file}")
+        assert accepted.returncode == 0, accepted.stderr
+        assert "running" in accepted.stdout
+        rejected = run_status(job.endpoint)
+        assert rejected.returncode == 2
+        assert "give --run-key-file or OUTLAST_RUN_KEY" in rejected.stderr
         events = job.events()
         key = find_run_key("", None, key_file=str(key_file), is_one_machine=True)
         live, _ = ask_job(RunView.of(events).job(events[0].job), [RunKey.of_run_id("other"), key])
@@ -55,5 +56,5 @@ def test_the_key_of_a_run_that_is_asked_can_come_from_a_file(tmp_path: Path) -> 
         assert nothing is None
         assert why is not None
         assert "its run key is another one" in why
-        go_on.touch()
+        release.touch()
         assert job.wait(timeout_s=200) == [0], job.tails()

@@ -1,6 +1,6 @@
-"""One rank that aborts all its NCCL groups and makes new ones, twice; its argument is ``eager`` or ``lazy``.
+"""Run one rank that aborts all its NCCL groups and makes new ones, twice; the argument is ``eager`` or ``lazy``.
 
-It prints a JSON object: how many groups each abort found, and what the collectives gave.
+Prints a JSON object: the number of groups that each abort found, and the results of the collectives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train the model of ``examples/train_gpt.py`` in a wrapped function, which fails once.
 
-Arguments: the example's path, a folder, the number of iterations, and before which the exception comes. It prints a
-JSON object for each call; the result is a file in the folder, as the example's ``--out`` writes it.
+Arguments: the example's path, a folder, the number of iterations, and the iteration before which the exception is
+raised. Prints a JSON object for each call; the result is a file in the folder, as the example's ``--out`` writes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIG = outlast.InProcessRestartConfig(soft_timeout=60, hard_timeout=90)
 
 @inprocess.Wrapper(CONFIG)
 def train(call: inprocess.Handle) -> None:
-    """Train as the example does, with what is kept over the exception."""
+    """Train as the example does, with state that is kept across the exception."""
     saves = outlast.CheckpointConfig(directory=str(FOLDER / "saved"), save_interval=4)
     config = outlast.Config(checkpoint=saves, in_process=True, run_dir=str(FOLDER / "run"))
     with outlast.init(config) as run:

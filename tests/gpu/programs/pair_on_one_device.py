@@ -1,6 +1,6 @@
-"""Two ranks that train on the same device, over gloo, in a wrapped function; one of them fails once.
+"""Train two ranks on the same device, over gloo, in a wrapped function; one of them fails once.
 
-NCCL refuses two ranks on one GPU, so the group is made before the session. Arguments: a folder, what happens (``none``,
+NCCL rejects two ranks on one GPU, so the group is made before the session. Arguments: a folder, the fault (``none``,
 ``raise`` or ``kill``), and how many ranks are active. Each rank prints a JSON object for each call, and one at the end.
 """
 
@@ -28,8 +28,7 @@ CONFIG = outlast.InProcessRestartConfig(
 )
 
 
-def say(**facts: Any) -> None:
-    """Print facts as one line."""
+def print_facts(**facts: Any) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -63,20 +62,20 @@ def train(call: inprocess.Handle) -> dict[str, Any]:
     with outlast.init(config) as run:
         model = call.keep("model", make_model)
         optim = call.keep("optim", lambda: torch.optim.AdamW(model.parameters(), lr=0.01))
-        torch.manual_seed(100 + run.global_rank)  # each rank drops other units
+        torch.manual_seed(100 + run.global_rank)  # each rank drops different units
         losses: list[float] = []
         state = {"model": model, "optim": optim, "losses": losses}
         first = None
         for iteration in run.steps(state, total=TOTAL):
             if first is None:
                 first = iteration
-                say(call=call.iteration, begins=iteration, rank=run.global_rank, pid=os.getpid())
+                print_facts(call=call.iteration, begins=iteration, rank=run.global_rank, pid=os.getpid())
             numbers = torch.Generator().manual_seed(1000 * run.global_rank + iteration)
             inputs = torch.randn(16, 64, generator=numbers).to(DEVICE)
             optim.zero_grad()
             loss = model(inputs).square().mean()
             if iteration == FAULT_AT and call.iteration == 0 and FAULT != "none":
-                dist.barrier()  # nobody is still in the iteration before
+                dist.barrier()  # no rank is still in the previous iteration
                 if run.global_rank == VICTIM and FAULT == "raise":
                     raise ValueError("planned")
                 if run.global_rank == VICTIM:
@@ -89,13 +88,13 @@ def train(call: inprocess.Handle) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train, and print the result; a spare that was not needed has none."""
+    """Train and print the result; an unused spare has none."""
     torch.set_num_threads(1)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
-        torch.cuda.synchronize()  # the context is made here: peers wait for it in no collective
+        torch.cuda.synchronize()  # create the context here, so that peers do not wait for it in a collective
     returned = train()
-    say(returned=returned, pid=os.getpid())
+    print_facts(returned=returned, pid=os.getpid())
 
 
 if __name__ == "__main__":

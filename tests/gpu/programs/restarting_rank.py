@@ -1,6 +1,6 @@
-"""One rank with several groups for collectives on its device, in a wrapped function that fails in its first call.
+"""Run one rank with several groups for collectives on its device, in a wrapped function whose first call fails.
 
-Arguments: what happens (``exception``, ``stuck`` or ``running``), and whether the cache is emptied (``on`` or ``off``).
+Arguments: the fault (``exception``, ``stuck`` or ``running``), and whether the cache is emptied (``on`` or ``off``).
 It prints a JSON object for each call, and one at the end.
 """
 
@@ -29,37 +29,38 @@ SOFT_S, HARD_S = (12.0, 40.0) if FAULT == "stuck" else (60.0, 90.0)
 CONFIG = InProcessRestartConfig(soft_timeout=SOFT_S, hard_timeout=HARD_S, empty_cuda_cache=EMPTIES)
 
 aborted: list[int] = []
-"""How many groups each abort found, in the order of the aborts."""
+"""The number of groups that each abort found, in order."""
 abort_collectives = device_collectives.abort_collectives
 
 
 def abort_and_count() -> int:
-    """Abort, and note what that returns."""
+    """Abort all groups, and record their number."""
     aborted.append(abort_collectives())
     return aborted[-1]
 
 
-def say(**facts: Any) -> None:
-    """Print facts as one line."""
+def print_facts(**facts: Any) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
 def read_variables() -> dict[str, str | None]:
-    """Return what NCCL needs to be aborted, as it is now."""
+    """Return the current variables that an abort of NCCL needs."""
     return {name: os.environ.get(name) for name in VARIABLES}
 
 
 def fill_cache() -> None:
-    """Leave a large block to the allocator's cache."""
+    """Leave a large block in the allocator's cache."""
     torch.zeros(BALLAST_BYTES, dtype=torch.uint8, device=DEVICE)
 
 
 @inprocess.Wrapper(CONFIG)
 def train(call: inprocess.Handle) -> float:
-    """Add up over three groups, and meet with the fault in the first call."""
+    """Reduce over three groups, with the fault in the first call."""
     reserved = torch.cuda.memory_reserved() if ON_GPU else 0
-    say(call=call.iteration, pid=os.getpid(), variables=read_variables(), reserved_bytes=reserved, aborted=aborted)
+    print_facts(
+        call=call.iteration, pid=os.getpid(), variables=read_variables(), reserved_bytes=reserved, aborted=aborted
+    )
     dist.init_process_group(training_backend(), timeout=timedelta(seconds=600))
     groups = [None, dist.new_group([0]), dist.new_group([0])]
     total = torch.zeros(4, device=DEVICE)
@@ -70,11 +71,11 @@ def train(call: inprocess.Handle) -> float:
     if call.iteration == 0:
         fill_cache()
         if FAULT == "running" and ON_GPU:
-            torch.cuda._sleep(1_000_000_000)  # half a second of work, and collectives that wait for it
+            torch.cuda._sleep(1_000_000_000)  # half a second of work, and collectives that wait for the work
             for group in groups:
                 dist.all_reduce(total, group=group, async_op=True)
         if FAULT == "stuck":
-            say(stuck=True)
+            print_facts(stuck=True)
             while True:
                 time.sleep(3600)
         raise ValueError("planned")
@@ -82,14 +83,14 @@ def train(call: inprocess.Handle) -> float:
 
 
 def main() -> None:
-    """Train, and compare the environment with that of before."""
+    """Train, and compare the environment with the original one."""
     if ON_GPU:
         torch.cuda.set_device(0)
-        torch.cuda.synchronize()  # the context is made here: it counts as no progress while it is made
+        torch.cuda.synchronize()  # create the context here: its creation does not count as progress
     device_collectives.abort_collectives = abort_and_count
     before = read_variables()
     returned = train()
-    say(returned=returned, restored=read_variables() == before, aborted=aborted, pid=os.getpid())
+    print_facts(returned=returned, restored=read_variables() == before, aborted=aborted, pid=os.getpid())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a small model in one of several ways to use a device, with checkpoints; the result does not depend on kills.
+"""Train a small model with checkpoints, using a device in one of several ways; kills do not change the result.
 
 ``--variant`` is ``compile`` (torch.compile), ``reduce-overhead`` (model and optimizer compiled to CUDA graphs), ``amp``
 (float16 with GradScaler), ``graph`` (a CUDA graph of forward and backward), ``fused`` (a fused AdamW), ``float8``
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import outlast
 
-WIDTH, BATCH = 640, 64  # so that overlap_staging has matrices to copy late
+WIDTH, BATCH = 640, 64  # large enough for overlap_staging to copy the matrices late
 WAITS_S = 100.0
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Does one optimizer step for inputs and targets; returns the loss."""
@@ -45,7 +45,7 @@ def draw_batch(iteration: int, device: torch.device) -> tuple[torch.Tensor, torc
 
 
 def step_by(forward: Callable[[torch.Tensor], torch.Tensor], optim: torch.optim.Optimizer) -> Step:
-    """Return a step like any other, by this forward."""
+    """Return a plain step with this forward."""
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         optim.zero_grad()
@@ -58,7 +58,7 @@ def step_by(forward: Callable[[torch.Tensor], torch.Tensor], optim: torch.optim.
 
 
 def compiled(model: nn.Module, optim: torch.optim.Optimizer, device: torch.device) -> Step:
-    """Return a step by torch.compile: by inductor on a GPU, where all that it needs is there (a compiler of C, ...)."""
+    """Return a step by torch.compile: by inductor on a GPU where its requirements are met (a C compiler, ...)."""
     backend, why = "eager", "no GPU"
     if device.type == "cuda":
         backend, why = "inductor", "it works here"
@@ -88,12 +88,12 @@ def scaled(model: nn.Module, optim: torch.optim.Optimizer, scaler: torch.amp.Gra
 
 
 def graphed(model: nn.Module, optim: torch.optim.Optimizer, device: torch.device) -> Step:
-    """Return a step that replays forward and backward as one CUDA graph; loading must leave weights where they are."""
+    """Return a step that replays forward and backward as one CUDA graph; a load must keep the weights' addresses."""
     inputs, targets = (part.clone() for part in draw_batch(0, device))
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
-        for _ in range(3):  # what is made in the first passes must not be captured
+        for _ in range(3):  # allocations of the first passes must not be captured
             optim.zero_grad()
             functional.mse_loss(model(inputs), targets).backward()
     torch.cuda.current_stream().wait_stream(aside)
@@ -152,7 +152,7 @@ def make_float8_model() -> nn.Module:
 
 
 def in_float8(model: nn.Module, optim: torch.optim.Optimizer) -> Step:
-    """Return a step in bfloat16 that copies the weights to float8 in the end."""
+    """Return a step in bfloat16 that copies the weights to float8 at its end."""
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         optim.zero_grad()
@@ -181,7 +181,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of the names, numbers and tensors' bytes of a state."""
+    """Return the SHA-256 of the names, numbers and tensor bytes of a state."""
     sha = hashlib.sha256()
 
     def add(part: Any) -> None:
@@ -203,17 +203,17 @@ def digest(value: Any) -> str:
 
 
 def wait_to_be_killed() -> None:
-    """Wait for a SIGKILL from outside, which the first cycle gets once a checkpoint is committed."""
+    """Wait for the SIGKILL that the first cycle receives once a checkpoint is committed."""
     sys.stdout.write("waits to be killed\n")
     sys.stdout.flush()
     end_s = time.monotonic() + WAITS_S
     while time.monotonic() < end_s:
         time.sleep(0.05)
-    raise TimeoutError("nobody has killed this process")
+    raise TimeoutError("this process was not killed in time")
 
 
 def main() -> None:
-    """Train one variant to its end, and write what came of it."""
+    """Train one variant to its end, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     variants = ("compile", "reduce-overhead", "amp", "graph", "fused", "float8", "fsdp2")
     parser.add_argument("--variant", choices=variants, required=True)
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--save-interval", type=int, default=4)
     parser.add_argument("--wait-at", type=int, default=-1, help="in the first cycle wait there to be killed")
-    parser.add_argument("--overlap", action="store_true", help="copy the state beside the next step")
+    parser.add_argument("--overlap", action="store_true", help="copy the state while the next step computes")
     args = parser.parse_args()
 
     torch.use_deterministic_algorithms(True)
