@@ -48,7 +48,7 @@ UNHEALTHY = "health/test_node_health.py::test_"
 ASSIGNED = "policy/test_rank_assignment.py::test_node_without_enough_spares_is_given_up_as_a_whole"
 REFUSALS = "integrations/test_nvrx_inprocess_refusals.py::test_"
 STUCK = "inprocess/test_monitor_process_faults.py::test_"
-LIMITS = "launch/test_settings_in_force.py::test_what_a_script_does_not_set_any_more_is_the_launchers_again"
+LIMITS = "launch/test_settings_in_force.py::test_cleared_script_settings_restore_the_launchers"
 TIMEOUTS = "policy/test_deadlines.py::test_config_gives_the_timeouts"
 SIMULATED = "chaos/test_simulated_fault.py::test_"
 NODES = "launch/test_unhealthy_nodes.py::test_"
@@ -89,7 +89,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "fault_plan": "session/test_own_loop.py::test_a_step_runs_again_after_an_invalid_result",
     },
     FaultToleranceConfig: {
-        "enable_ft_package": "launch/test_settings_in_force.py::test_the_script_can_switch_hang_detection_off",
+        "enable_ft_package": "launch/test_settings_in_force.py::test_script_can_disable_hang_detection",
         "calc_ft_timeouts": "monitor/test_rank_monitor.py::test_timeouts_are_learned_without_an_agent",
         **dict.fromkeys(
             ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"), TIMEOUTS
@@ -99,7 +99,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         **dict.fromkeys(("max_no_progress_cycles", "max_restart_delay", "max_node_faults", "min_nodes"), LIMITS),
         "node_heartbeat_timeout": "launch/test_impersonated_nodes.py::"
         "test_an_agent_gets_its_name_from_one_that_does_nothing",
-        "shutdown_grace": "launch/test_shutdown_in_restore.py::test_a_job_that_is_shut_down_while_it_loads_is_requeued",
+        "shutdown_grace": "launch/test_shutdown_in_restore.py::test_job_that_is_shut_down_during_its_restore_is_requeued",
         **dict.fromkeys(
             ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
             "launch/test_device_memory.py::test_memory_that_stays_is_waited_for_once",
