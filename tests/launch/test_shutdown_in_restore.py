@@ -37,7 +37,7 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_job_that_is_shut_down_during_its_restore_is_requeued(tmp_path: Path) -> None:
+def test_job_shut_down_during_its_restore_is_requeued(tmp_path: Path) -> None:
     """The first job commits checkpoints and fails. SIGTERM ends the next one during its restore: exit code 75,
     although this job has saved nothing."""
     script = tmp_path / "train.py"

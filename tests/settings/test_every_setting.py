@@ -99,7 +99,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         **dict.fromkeys(("max_no_progress_cycles", "max_restart_delay", "max_node_faults", "min_nodes"), LIMITS),
         "node_heartbeat_timeout": "launch/test_impersonated_nodes.py::"
         "test_an_agent_gets_its_name_from_one_that_does_nothing",
-        "shutdown_grace": "launch/test_shutdown_in_restore.py::test_job_that_is_shut_down_during_its_restore_is_requeued",
+        "shutdown_grace": "launch/test_shutdown_in_restore.py::test_job_shut_down_during_its_restore_is_requeued",
         **dict.fromkeys(
             ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
             "launch/test_device_memory.py::test_memory_that_stays_is_waited_for_once",
