@@ -23,7 +23,7 @@ def test_abandoned_check_is_killed_with_its_processes(tmp_path: Path) -> None:
 
         def run_checks() -> None:
             for command in (f"sleep 1000 & echo $! > {pid_file}; wait", "true"):
-                found.append(prober.run_checks(CommandCheck(command=command), "command", "it", timeout_s=1000))
+                found.append(prober.ask(CommandCheck(command=command), "command", "it", timeout_s=1000))
 
         thread = threading.Thread(target=run_checks)
         thread.start()

@@ -135,7 +135,7 @@ def make_cycle(tmp_path: Path) -> Any:
         )
         options: Any = SimpleNamespace(layers=LayeredSettings(**layers), run_dir=tmp_path)
         cycle = Cycle(**parts, options=options, job="job", node="n", postmortem=Postmortem(2))
-        cycle.make_agent(lambda _: None)
+        cycle.watch(lambda _: None)
         cycles.append(cycle)
         return cycle
 

@@ -30,7 +30,7 @@ def test_slots_are_filled_fairly_and_completely(world: tuple[list[Slot], dict[st
     """No node has two slots, no excluded or absent node has one, holders that can stay do, and no slot stays empty
     that a waiting node could fill."""
     slots, ready, excluded = world
-    filled = fill_slots(slots, ready, excluded=excluded)
+    filled = fill_slots(slots, ready, barred=excluded)
     holders = [slot.holder for slot in filled if slot.holder]
     assert len(filled) == len(slots)
     assert len(holders) == len(set(holders))
