@@ -106,12 +106,11 @@ def test_fork_server_death_counts_as_workers_cleared(state: AgentState) -> None:
     agent._health.note_cleared.assert_called_once_with()
 
 
-def exit_worker(state: AgentState, *, all_ended: bool) -> Any:
+def exit_worker(state: AgentState, timers: Timers, *, all_ended: bool) -> Any:
     """Return an agent in ``state`` after a worker of its cycle exited without having saved."""
     cycle = Mock(over=state == AgentState.JOINING, all_ended=all_ended, lacks_a_rank=True)
     cycle.continues_without.return_value = False
-    agent: Any = Mock(_state=state, _cycle=cycle, _timers=Timers())
-    agent._timers.set("grace", 600.0, Mock())
+    agent: Any = Mock(_state=state, _cycle=cycle, _timers=timers)
     NodeAgent._on_exited(agent, Exited(key=0, pid=1, exit_code=1, mono_ns=1))
     return agent
 
@@ -119,20 +118,28 @@ def exit_worker(state: AgentState, *, all_ended: bool) -> Any:
 @pytest.mark.parametrize("all_ended", [True, False])
 def test_grace_period_ends_with_the_last_worker(all_ended: bool) -> None:
     """The next cycle waits for the survivors of a failed cycle until the last of them has exited, and no longer."""
-    agent = exit_worker(AgentState.JOINING, all_ended=all_ended)
+    timers = Timers()
+    timers.set("grace", 600.0, Mock())
+    agent = exit_worker(AgentState.JOINING, timers, all_ended=all_ended)
     assert agent._clear.called is all_ended
-    assert agent._timers.is_set("grace") is not all_ended
+    assert timers.is_set("grace") is not all_ended
 
 
-def test_successive_exits_do_not_prolong_a_shutdown() -> None:
+def test_successive_exits_do_not_prolong_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first exit without a save the other workers get a few seconds, and never more than before; later
     exits do not extend that deadline."""
-    agent = exit_worker(AgentState.LEAVING, all_ended=False)
-    agent._timers.set("grace", 0.0, killing := Mock())
-    until_s = agent._timers._deadlines["alone"][0]
-    NodeAgent._on_exited(agent, Exited(key=0, pid=1, exit_code=1, mono_ns=1))
-    assert agent._timers._deadlines["alone"][0] == until_s
-    agent._timers.fire()
+    now_s, timers = 1000.0, Timers()
+    monkeypatch.setattr("outlast.clock.now_s", lambda: now_s)
+    timers.set("grace", 600.0, killing := Mock())
+    exit_worker(AgentState.LEAVING, timers, all_ended=False)
+    first_s = timers.until_next_s()
+    assert first_s is not None
+    assert first_s < 600.0
+    now_s += 1.0
+    exit_worker(AgentState.LEAVING, timers, all_ended=False)
+    assert timers.until_next_s() == first_s - 1.0
+    now_s += 600.0
+    timers.fire()
     killing.assert_called_once_with()
 
 
