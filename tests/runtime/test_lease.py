@@ -82,7 +82,7 @@ def _until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         waited.wait(0.01)
-    raise AssertionError("it did not come to that")
+    raise AssertionError("the condition was not reached")
 
 
 def test_directory_has_one_owner_until_its_release(tmp_path: Path, lease: Leases) -> None:

@@ -45,8 +45,12 @@ Pair = tuple[MessageChannel[Any], MessageChannel[Any]]
 
 
 @pytest.fixture(params=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET], ids=["stream", "packets"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    ends = socket.socketpair(socket.AF_UNIX, request.param)
+def ends(request: pytest.FixtureRequest) -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, request.param)
+
+
+@pytest.fixture
+def pair(ends: tuple[socket.socket, socket.socket]) -> Iterator[Pair]:
     one, other = (MessageChannel[Any](end, Any, timeout_s=5) for end in ends)
     with one, other:
         yield one, other
@@ -124,16 +128,17 @@ def test_torn_message_is_an_error() -> None:
             channel.receive()
 
 
-def test_messages_above_the_limit_are_rejected(pair: Pair) -> None:
+def test_messages_above_the_limit_are_rejected(ends: tuple[socket.socket, socket.socket]) -> None:
     """Neither side sends or accepts a message above the limit, and the receiver does not wait for its body."""
-    one, other = pair
-    one._max_bytes = 1 << 20
-    other._max_bytes = 100
-    with pytest.raises(ProtocolError, match="larger than the limit of 100"):
-        other.send(Text("x" * 200))
-    one.send(Text("x" * 200))
-    with pytest.raises(ProtocolError, match=r"announces|announced"):
-        other.receive()
+    with (
+        MessageChannel[Any](ends[0], Any, timeout_s=5, max_bytes=1 << 20) as one,
+        MessageChannel[Any](ends[1], Any, timeout_s=5, max_bytes=100) as other,
+    ):
+        with pytest.raises(ProtocolError, match="larger than the limit of 100"):
+            other.send(Text("x" * 200))
+        one.send(Text("x" * 200))
+        with pytest.raises(ProtocolError, match=r"announces|announced"):
+            other.receive()
 
 
 def test_silent_peer_raises_a_timeout(pair: Pair) -> None:
