@@ -1,4 +1,4 @@
-"""A rank that checks its process group; what it found goes into a file, and what it trains with is used afterwards."""
+"""A rank that checks its process group, writes the results to a file, and uses the training's group afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of devices: products known to the bit, memory, what NVML and the kernel's log say."""
+"""Checks of devices: exact matrix products, memory, and the reports of NVML and the kernel log."""
 
 from __future__ import annotations
 
@@ -24,52 +24,52 @@ from outlast.health.devices import (
 )
 
 
-def test_the_product_is_what_whole_numbers_give() -> None:
-    """The digest that every device must reach is that of arithmetic without rounding, on another path."""
-    left, right = factors(512, 8)
+def test_expected_digest_is_that_of_integer_arithmetic() -> None:
+    """The expected digest of every device is that of exact integer arithmetic."""
+    left, correct = factors(512, 8)
     assert (left.min(), left.max()) == (-8, 8)
-    assert digest_of(left @ right) == EXPECTED[512, 8]
-    assert digest_of(left.astype(np.float32) @ right.astype(np.float32)) == EXPECTED[512, 8]
+    assert digest_of(left @ correct) == EXPECTED[512, 8]
+    assert digest_of(left.astype(np.float32) @ correct.astype(np.float32)) == EXPECTED[512, 8]
 
 
 @pytest.mark.parametrize(("size", "largest"), EXPECTED)
-def test_each_partial_sum_is_exact(size: int, largest: int) -> None:
-    """No order of summation can round: sums stay below what the number formats hold exactly."""
-    left, right = (matrix.astype(np.float32) for matrix in factors(size, largest))
+def test_partial_sums_are_exact(size: int, largest: int) -> None:
+    """No order of summation rounds: all sums are exact in the number format."""
+    left, correct = (matrix.astype(np.float32) for matrix in factors(size, largest))
     peak, total = 0.0, np.zeros((size, size), np.float32)
     for start in range(0, size, 256):
-        total += left[:, start : start + 256] @ right[start : start + 256]
+        total += left[:, start : start + 256] @ correct[start : start + 256]
         peak = max(peak, float(np.abs(total).max()))
     assert digest_of(total) == EXPECTED[size, largest]
     assert peak < (256 if largest == 1 else 2**24), "bfloat16 holds whole numbers up to 256, float32 up to 2**24"
 
 
-def test_one_wrong_bit_is_seen() -> None:
-    """A single flipped bit gives another digest."""
-    left, right = factors(512, 8)
-    product = left @ right
+def test_one_wrong_bit_is_detected() -> None:
+    """A single flipped bit changes the digest."""
+    left, correct = factors(512, 8)
+    product = left @ correct
     product[511, 511] ^= 1
     assert digest_of(product) != EXPECTED[512, 8]
     assert ComputeCheck(flip=True).run().status == Status.FAILED
     assert ComputeCheck().run().status == Status.OK
 
 
-def test_memory_keeps_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each word of the tested memory is written and read back; one that is not kept is counted."""
+def test_memory_check_detects_lost_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each word of the tested memory is written and read back; wrong words are counted."""
     task = DeviceMemoryCheck(num_bytes=1 << 20)
     outcome = task.run()
     assert (outcome.status, outcome.facts["tested_bytes"]) == (Status.OK, 1 << 20)
 
     import torch
 
-    real = torch.Tensor.fill_
+    original = torch.Tensor.fill_
 
-    def forget(words: torch.Tensor, value: int) -> torch.Tensor:
-        real(words, value)
+    def corrupt(words: torch.Tensor, value: int) -> torch.Tensor:
+        original(words, value)
         words[7] = 0
         return words
 
-    monkeypatch.setattr(torch.Tensor, "fill_", forget)
+    monkeypatch.setattr(torch.Tensor, "fill_", corrupt)
     outcome = task.run()
     assert (outcome.status, outcome.facts["wrong_words"]) == (Status.FAILED, 2)
 
@@ -85,33 +85,33 @@ def test_memory_keeps_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"slowdowns": 0x40 | 0x80}, "thermal slowdown, power brake"),
     ],
 )
-def test_what_nvml_says_is_judged(reading: dict[str, Any], finding: str) -> None:
-    """Each recorded fault is named with its remedy; a GPU that says nothing, or that idles or is capped, has none."""
+def test_faults_in_an_nvml_reading_are_reported(reading: dict[str, Any], finding: str) -> None:
+    """Each recorded fault is reported with its remedy."""
     (found,) = judge_reading(NvmlReading(name="H200", **reading))
     assert finding in found
 
 
-def test_sound_gpu_has_no_findings() -> None:
-    """No counter, zero counts, unused links and a power cap are no faults."""
+def test_healthy_gpu_has_no_findings() -> None:
+    """Missing counters, zero counts, unused links and a power cap are not faults."""
     assert judge_reading(NvmlReading(name="A100")) == []
-    sound = NvmlReading(name="A100", ecc_uncorrected=0, links_active=0, links_inactive=12, slowdowns=0x1 | 0x4)
-    assert judge_reading(sound) == []
+    healthy = NvmlReading(name="A100", ecc_uncorrected=0, links_active=0, links_inactive=12, slowdowns=0x1 | 0x4)
+    assert judge_reading(healthy) == []
 
 
 class NVMLError(Exception):
-    """As the library's."""
+    """The error type of pynvml."""
 
 
-def fake_nvml(**answers: Any) -> types.ModuleType:
-    """Return a stand-in for the library that supports the given questions and no others."""
+def fake_nvml(**functions: Any) -> types.ModuleType:
+    """Return a replacement for pynvml that supports only the given functions."""
     module = types.ModuleType("pynvml")
 
     def unsupported(*_: Any) -> None:
         raise NVMLError("Not Supported")
 
-    questions = "RemappedRows NvLinkState NvLinkErrorCounter RetiredPages PciInfo TotalEccErrors "
-    questions += "CurrentClocksThrottleReasons Temperature MemoryInfo"
-    for name in questions.split():
+    supported = "RemappedRows NvLinkState NvLinkErrorCounter RetiredPages PciInfo TotalEccErrors "
+    supported += "CurrentClocksThrottleReasons Temperature MemoryInfo"
+    for name in supported.split():
         setattr(module, f"nvmlDeviceGet{name}", unsupported)
     module.__dict__.update(
         NVMLError=NVMLError,
@@ -124,12 +124,12 @@ def fake_nvml(**answers: Any) -> types.ModuleType:
         NVML_VOLATILE_ECC=0,
         NVML_TEMPERATURE_GPU=0,
     )
-    module.__dict__.update(answers)
+    module.__dict__.update(functions)
     return module
 
 
-def test_reading_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU offers is read, what it does not offer is None; the library is let go of."""
+def test_nvml_reading_has_the_supported_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supported values are read, unsupported ones are None; the library is shut down."""
     closed: list[bool] = []
     module = fake_nvml(
         nvmlShutdown=lambda: closed.append(True),
@@ -147,8 +147,9 @@ def test_reading_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert closed == [True]
 
 
-def test_memory_in_use_is_read_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By UUID, in NVML's order. A GPU that does not give it, and one that is lost, are unknown and keep their place."""
+def test_memory_use_of_every_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is by UUID, in NVML's order. A GPU without a value and a lost GPU are unknown and keep their
+    position."""
 
     def handle(index: int) -> int:
         if index == 1:
@@ -181,8 +182,8 @@ def test_memory_in_use_is_read_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert DeviceMemoryUse().run().status == Status.SKIPPED
 
 
-def test_without_nvml_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing library or driver is a reason, not a failure of the GPU."""
+def test_missing_nvml_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing library or driver is a reason, not a fault of the GPU."""
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
     assert read_nvml("GPU-1") == "NVML is unavailable: nvidia-ml-py is not installed"
 
@@ -193,8 +194,8 @@ def test_without_nvml_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_nvml("GPU-1") == "NVML cannot be used (Driver Not Loaded)"
 
 
-def test_faults_in_the_kernels_log() -> None:
-    """Recent faults of this GPU's hardware count; old ones, other GPUs' and an application's own do not."""
+def test_faults_in_the_kernel_log_are_found() -> None:
+    """Recent hardware faults of this GPU count; old ones, those of other GPUs and application errors do not."""
     records = [
         "4,1,5000000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.",
         "4,2,5000000001,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.",
@@ -208,8 +209,8 @@ def test_faults_in_the_kernels_log() -> None:
 
 
 @pytest.mark.process
-def test_a_node_without_gpus_is_said_to_have_none() -> None:
-    """All GPUs of a node without any: its CPU is checked; one that was asked for by number is missing."""
+def test_node_without_gpus_is_reported() -> None:
+    """Without GPUs the CPU is checked; a GPU requested by number is missing."""
     import torch
 
     if torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""`outlast doctor`: a table or JSON, and an exit code that a scheduler can go by."""
+"""`outlast doctor`: a table or JSON, and an exit code for schedulers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run(*arguments: str) -> tuple[int, str]:
     return int(result.return_value), result.output
 
 
-def test_fit_node(settings: Path) -> None:
-    """A fit node is said to be, with exit code 0, and a run's tiers are what is looked at."""
+def test_healthy_node_exits_with_0(settings: Path) -> None:
+    """A healthy node is reported with exit code 0, and the tiers of the run's settings are checked."""
     code, output = run("--config", str(settings))
     assert code == 0, output
     assert output.splitlines()[-1].endswith("is healthy")
@@ -48,10 +48,10 @@ def test_fit_node(settings: Path) -> None:
     ],
     ids=["nearly full", "unwritable", "wrong product", "own check"],
 )
-def test_unfit_node(
+def test_unhealthy_node_exits_with_1(
     settings: Path, limits: str, arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is wrong with a node is named, and the exit code is 1."""
+    """The fault of a node is reported, and the exit code is 1."""
     monkeypatch.setenv("OUTLAST_NODE", "sick")
     settings.write_text(settings.read_text() + limits.replace("NODE", "sick"))
     code, output = run("--config", str(settings), *arguments)
@@ -60,7 +60,7 @@ def test_unfit_node(
     assert "sick is unhealthy: " in output
 
 
-def test_json(settings: Path) -> None:
+def test_json_has_every_check(settings: Path) -> None:
     """--json prints one object with every check, and nothing else."""
     code, output = run("--config", str(settings), "--json", "--command", "exit 1")
     report = json.loads(output)
@@ -70,7 +70,7 @@ def test_json(settings: Path) -> None:
     assert report["checks"][0].keys() == {"name", "target", "status", "reason", "took_s", "facts"}
 
 
-def test_contradictions_are_refused() -> None:
-    """What contradicts itself is bad input, not a sick node."""
+def test_contradictory_options_are_rejected() -> None:
+    """Contradictory options are bad input, not an unhealthy node."""
     with pytest.raises(ConfigError, match="--no-gpu"):
         run("--gpu", "0")

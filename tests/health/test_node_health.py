@@ -1,4 +1,4 @@
-"""Checks of a node say what is wrong, tell no answer from a wrong one, and never block who asks."""
+"""Node checks report faults with their reason, tell a timeout from a failure, and never block the caller."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def by_name(results: tuple[CheckResult, ...]) -> dict[str, CheckResult]:
     return {result.name: result for result in results}
 
 
-def test_sound_folder_is_left_as_it_was(tmp_path: Path) -> None:
-    """A writable folder with room passes, its room is told, and nothing stays behind in it."""
+def test_disk_check_leaves_no_file(tmp_path: Path) -> None:
+    """A writable folder with room passes with its free bytes, and no file stays in it."""
     outcome = check(DiskCheck(path=str(tmp_path), min_free_bytes=1))
     assert outcome.status == Status.OK
     assert outcome.facts["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    """A tier's folder that a run has still to make is judged by where it will be made, and is not made."""
+def test_missing_folder_is_checked_but_not_created(tmp_path: Path) -> None:
+    """A missing tier folder is checked at its nearest existing parent, and not created."""
     assert check(DiskCheck(path=str(tmp_path / "a" / "b"), min_free_bytes=1)).status == Status.OK
     assert list(tmp_path.iterdir()) == []
 
 
-def test_disk_nearly_full(tmp_path: Path) -> None:
-    """Too little room fails, with both figures and the setting's name."""
+def test_nearly_full_disk_fails(tmp_path: Path) -> None:
+    """Too little room fails, with both sizes and the setting's name."""
     outcome = check(DiskCheck(path=str(tmp_path), min_free_bytes=HUGE))
     assert outcome.status == Status.FAILED
     assert "left" in outcome.reason
     assert "min_free_disk_gib" in outcome.reason
 
 
-def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes no more bytes is said to be full, and the probe's file does not stay."""
+def test_full_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that accepts no more bytes is reported as full, and the probe file is removed."""
 
     def write(fd: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
@@ -75,29 +75,29 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unwritable_tier() -> None:
-    """A place where nothing can be written fails; its clock cannot be compared, which is not a failure of its own."""
+def test_unwritable_tier_fails() -> None:
+    """An unwritable place fails; its clock check is skipped and not a second failure."""
     assert check(DiskCheck(path="/proc/run", min_free_bytes=1)).status == Status.FAILED
     assert check(ClockCheck(path="/proc/run", max_skew_s=30)).status == Status.SKIPPED
 
 
-def test_disk_that_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that gives back other bytes than it was given fails."""
-    real = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, count, offset: real(fd, count, offset)[:-1])
+def test_disk_with_wrong_content_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that returns other bytes than were written fails."""
+    original = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, count, offset: original(fd, count, offset)[:-1])
     assert "different bytes" in check(DiskCheck(path=str(tmp_path), min_free_bytes=1)).reason
 
 
-def test_object_store(tmp_path: Path) -> None:
-    """A store is written to, read and left as it was; one that cannot be reached fails with its own words."""
+def test_object_store_is_checked(tmp_path: Path) -> None:
+    """An object store is written, read and cleaned; an unreachable one fails with its own error."""
     assert check(StoreCheck(url="memory://bucket/run")).status == Status.OK
     outcome = check(StoreCheck(url="file:///proc/none"))
     assert outcome.status == Status.FAILED
     assert "cannot be written" in outcome.reason
 
 
-def test_a_store_that_gives_nothing_back_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that takes a file and cannot be read has failed, and the file is removed from it all the same."""
+def test_unreadable_object_store_fails_and_is_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store that accepts a file but cannot be read fails, and the file is removed."""
     files = fsspec.filesystem("memory")
 
     def fail(*_: object) -> bytes:
@@ -119,37 +119,37 @@ def test_a_store_that_gives_nothing_back_is_left_as_it_was(monkeypatch: pytest.M
         (CommandCheck(command="kill -9 $$"), "signal 9"),
     ],
 )
-def test_what_is_lacking_is_named(task: Check, named: str) -> None:
-    """Each check that fails says what is lacking, and by which setting."""
+def test_failed_check_has_a_reason(task: Check, named: str) -> None:
+    """Each failed check reports the missing resource and its setting."""
     outcome = check(task)
     assert outcome.status == Status.FAILED
     assert named in outcome.reason
 
 
-def test_a_soft_limit_of_open_files_below_the_hard_one_is_raised() -> None:
-    """A node whose soft limit is small is healthy where the hard limit is enough: the soft limit is raised to it."""
+def test_soft_limit_of_open_files_is_raised() -> None:
+    """A node with a small soft limit is healthy if the hard limit is sufficient: the soft limit is raised to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         (files,) = [one for one in check_node(HealthConfig(min_open_files=257)) if one.name == "files"]
         assert (files.status, files.facts["soft"]) == (Status.OK, hard)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256  # the check is made in another process
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256  # the check runs in another process
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("path", ["/dev/shm", "/proc", "/nosuch/shm"], ids=["there", "unwritable", "missing"])
-def test_shared_memory_that_nothing_needs(path: str) -> None:
-    """However small, full or missing /dev/shm is: nothing of outlast's lies there, so no node is kept out for it unless
-    ``min_free_shm_gib`` says what the script needs; nothing is written there either."""
+def test_small_shared_memory_is_accepted_by_default(path: str) -> None:
+    """A small, full or missing /dev/shm is accepted, since outlast does not use it, unless ``min_free_shm_gib``
+    states the script's need; the check writes nothing there."""
     outcome = check(SharedMemoryCheck(min_free_bytes=0, path=path))
     assert outcome.status in (Status.OK, Status.SKIPPED)
     assert "outlast itself uses none" in outcome.reason
     assert check(SharedMemoryCheck(min_free_bytes=HUGE, path=path)).status == Status.FAILED
 
 
-def test_a_tier_in_shared_memory_needs_room_there() -> None:
-    """A tier's folder in /dev/shm is judged like any other, and the remedy is the container's."""
+def test_tier_in_shared_memory_needs_room() -> None:
+    """A tier folder in /dev/shm is checked like any other, and the remedy is the container's option."""
     outcome = check(DiskCheck(path="/dev/shm/outlast-tier", min_free_bytes=HUGE))
     assert outcome.status == Status.FAILED
     assert "min_free_disk_gib" in outcome.reason
@@ -157,8 +157,8 @@ def test_a_tier_in_shared_memory_needs_room_there() -> None:
 
 
 def test_shared_memory_of_outlast_has_no_file() -> None:
-    """A board and a staged image are memory without a name, which no size of /dev/shm bounds: only therefore may it be
-    as small as it likes."""
+    """Heartbeat memory and staged images are unnamed memory, which the size of /dev/shm does not limit: that is why
+    a small /dev/shm is accepted."""
     vault = Vault()
     with contextlib.closing(Board.create(num_ranks=2)) as board, contextlib.closing(vault):
         image = vault.take(0, 1 << 20, (), may_steal=False)
@@ -167,8 +167,8 @@ def test_shared_memory_of_outlast_has_no_file() -> None:
             assert os.readlink(path).startswith("/memfd:outlast-")
 
 
-def test_clocks_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that differs from the file server's is said to be ahead or behind, by how much."""
+def test_clock_skew_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that differs from the file server's is reported as ahead or behind, with the difference."""
     monkeypatch.setattr("outlast.health.node._time_of_new_memory", lambda: 1000.0)
     monkeypatch.setattr("outlast.health.node._time_of_new_file", lambda folder: 1100.0)
     outcome = check(ClockCheck(path=str(tmp_path), max_skew_s=30))
@@ -177,8 +177,8 @@ def test_clocks_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
-def test_sound_node_passes(tmp_path: Path) -> None:
-    """All checks of this machine are made, and none fails; its arithmetic is right to the bit."""
+def test_healthy_node_passes(tmp_path: Path) -> None:
+    """All checks of this machine run, and none fails; its arithmetic is exact."""
     results = check_node(HealthConfig(min_open_files=16), places=[str(tmp_path)])
     assert has_failed(results) is None, results
     assert by_name(results).keys() == {"disk", "clock", "shm", "memory", "files", "network", "compute"}
@@ -186,21 +186,21 @@ def test_sound_node_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_wrong_arithmetic_is_found_on_the_named_node_alone() -> None:
-    """One flipped bit in a matrix product fails the node that it was injected into, with both digests."""
+def test_wrong_arithmetic_is_detected_on_the_injected_node() -> None:
+    """One flipped bit in a matrix product fails only the node of the injection, with both digests."""
     config = HealthConfig(simulate_wrong_gemm="bad", min_open_files=16)
     found = by_name(check_node(config, node="bad"))["compute"]
     assert found.status == Status.FAILED
     assert "instead of d95868279b2af29f" in found.reason
     assert by_name(check_node(config, node="good"))["compute"].status == Status.OK
-    why = has_failed((found,))
-    assert why is not None
-    assert why.startswith("compute cpu: failed: wrong matrix product")
+    reason_of_failure = has_failed((found,))
+    assert reason_of_failure is not None
+    assert reason_of_failure.startswith("compute cpu: failed: wrong matrix product")
 
 
 @pytest.mark.process
-def test_check_that_hangs_is_answered_for_and_ended(tmp_path: Path) -> None:
-    """A check past its time counts as no answer; what it started is ended, and the checks after it are made."""
+def test_hung_check_times_out_and_is_killed(tmp_path: Path) -> None:
+    """A check past its timeout is reported as timed out; its processes are killed, and later checks run."""
     pid_file = tmp_path / "pid"
     config = HealthConfig(commands=(f"sleep 1000 & echo $! > {pid_file}; wait", "true"), check_timeout=0.5)
     with Prober() as prober:
@@ -213,8 +213,8 @@ def test_check_that_hangs_is_answered_for_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_check_that_crashes_its_process_is_answered_for() -> None:
-    """A check whose process is killed, as by a driver's crash, fails with the signal's name; the next one is made."""
+def test_crashed_check_fails() -> None:
+    """A check whose process is killed, as by a driver crash, fails with the signal's name; the next check runs."""
     with Prober() as prober:
         first = prober.ask(CommandCheck(command=f"kill -{int(signal.SIGSEGV)} $PPID"), "command", "it", timeout_s=300)
         second = prober.ask(CommandCheck(command="true"), "command", "it", timeout_s=300)
@@ -226,7 +226,7 @@ def test_check_that_crashes_its_process_is_answered_for() -> None:
     "wrong",
     [{"check_timeout": 0}, {"min_free_disk_gib": -1}, {"commands": ("",)}, {"min_open_files": -1}],
 )
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
-    """A limit below zero, or an empty command, is refused by name."""
+def test_invalid_health_settings_are_rejected(wrong: dict[str, object]) -> None:
+    """A negative limit or an empty command is rejected with its name."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         HealthConfig(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The process group's check tells alive, gone, silent and wrong apart, names who it is, and harms no other group."""
+"""The check of the process group distinguishes responding, dead, silent and wrong ranks, identifies them, and does
+not affect other groups."""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ def run(folder: Path, kind: str, timeout_s: float) -> RankProcesses:
     return RankProcesses(RANKS, str(folder), kind, str(timeout_s), world_size=3, directory=folder)
 
 
-def test_all_alive(tmp_path: Path) -> None:
-    """Ranks that answer are found well, each time."""
+def test_responding_ranks_pass(tmp_path: Path) -> None:
+    """Responding ranks pass each check."""
     with run(tmp_path, "alive", 20) as ranks:
         assert ranks.wait(timeout_s=300) == [0, 0, 0]
     for rank in range(3):
         assert [one[:2] for one in found(tmp_path, rank)] == [["ok", "all 3 ranks responded"]] * 4
 
 
-def test_gone_rank(tmp_path: Path) -> None:
-    """A killed rank is gone, not silent; it is named, long before the timeout, and other groups go on working."""
+def test_dead_rank_is_identified(tmp_path: Path) -> None:
+    """A killed rank is reported as lost, not silent, long before the timeout, and other groups keep working."""
     with run(tmp_path, "killed", 30) as ranks:
         ranks.wait_for("ready", timeout_s=300, ranks=range(3))
         ranks.kill(2)
@@ -51,8 +52,8 @@ def test_gone_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_silent_rank(tmp_path: Path) -> None:
-    """A stopped rank is silent, not gone: all say so, and none takes a peer that gave up for a dead one."""
+def test_silent_rank_is_identified(tmp_path: Path) -> None:
+    """All ranks report a stopped rank as silent, not lost, and do not take a peer that gave up for a dead one."""
     with run(tmp_path, "stopped", 10) as ranks:
         ranks.wait_for("ready", timeout_s=300, ranks=range(3))
         ranks.stop(2)
@@ -64,8 +65,8 @@ def test_silent_rank(tmp_path: Path) -> None:
         assert second[2] == {"absent_ranks": [2]}
 
 
-def test_wrong_answer(tmp_path: Path) -> None:
-    """A rank that computes something else is neither: all others name it."""
+def test_rank_with_a_wrong_response_is_identified(tmp_path: Path) -> None:
+    """All other ranks identify a rank that computes a wrong value."""
     with run(tmp_path, "wrong", 20) as ranks:
         assert ranks.wait(timeout_s=300) == [0, 0, 0]
     for rank in (0, 2):
@@ -76,7 +77,7 @@ def test_wrong_answer(tmp_path: Path) -> None:
         ]
 
 
-def test_without_a_group_it_says_so() -> None:
-    """Asked before torch.distributed is initialised, it says what to do."""
+def test_missing_process_group_is_reported() -> None:
+    """Before torch.distributed is initialised, the error has the remedy."""
     with pytest.raises(ConfigError, match="init_process_group"):
         check_process_group(1.0)

@@ -1,4 +1,4 @@
-"""The workers of a node: events of them that come late, and those that the others continue without."""
+"""The workers of one node: late events, lost workers, the death of their fork server, and in-process restarts."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ from outlast.runtime.fork_server import Clear, Cleared, Exited, Started
 from outlast.runtime.postmortem import Postmortem
 
 
-def cycle_with(*, over: bool, num_workers: int = 1) -> Any:
+def make_cycle(*, over: bool, num_workers: int = 1) -> Any:
     parts: Any = dict.fromkeys(("logs", "spawns", "in_process", "postmortem"))
     parts["workers"] = {key: WorkerProcess(local_rank=key, global_rank=key) for key in range(num_workers)}
     start, options = SimpleNamespace(cycle=3), SimpleNamespace(layers=None)
     return Cycle(**parts, start=start, options=options, board=Mock(), job="j", node="n", over=over)  # type: ignore[arg-type]
 
 
-def test_a_worker_that_started_while_its_cycle_ended_is_ignored() -> None:
-    """The board of a cycle that is over is gone; the late event must not touch it, let alone end the agent."""
-    cycle = cycle_with(over=True)
+def test_late_start_of_a_worker_is_ignored() -> None:
+    """The heartbeat memory of a finished cycle is closed; a late start event does not access it and does not end the
+    agent."""
+    cycle = make_cycle(over=True)
     assert not cycle.note_started(Started(key=0, pid=4711))
     cycle.board.assign.assert_not_called()
 
 
 @pytest.mark.parametrize("key", [1, 7])
-def test_the_cycle_runs_once_all_of_its_workers_do(key: int) -> None:
-    """The last worker's start makes the cycle run; events of workers of no cycle of this node do not."""
-    cycle = cycle_with(over=False, num_workers=2)
+def test_cycle_runs_once_all_workers_have_started(key: int) -> None:
+    """The start of the last worker makes the cycle run; a start event with an unknown key does not."""
+    cycle = make_cycle(over=False, num_workers=2)
     assert not cycle.note_started(Started(key=0, pid=1))
     assert cycle.note_started(Started(key=key, pid=2)) is (key == 1)
 
 
 @pytest.mark.process
-def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
-    """A worker that the others continued without has no part in a later hang: it did not finish before them, and a
-    spare may have its rank."""
+def test_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
+    """A lost worker is excluded from the analysis of a later hang: it did not finish before the others, and a spare
+    may have its rank."""
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
     board, postmortem = Board.create(num_ranks=3), Postmortem(3)
     try:
@@ -79,9 +80,9 @@ def test_a_lost_worker_is_not_examined_in_a_later_hang(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_a_fork_server_that_dies_while_workers_are_ended_leaves_nothing_to_clear() -> None:
-    """The grace period of workers that died with their fork server ends for the new one's workers in nothing: they are
-    not killed, and the next cycle can start."""
+def test_no_clearing_after_the_fork_server_died() -> None:
+    """Workers die with their fork server: the end of their grace period kills no worker of the new fork server, and
+    the next cycle can start."""
     first, second = Mock(pid=1, **{"receive.return_value": None}), Mock(**{"receive.return_value": Cleared()})
     workers = NodeWorkers(first, lambda: second)
     workers.begin_clearing(gently=True)
@@ -97,57 +98,64 @@ def test_a_fork_server_that_dies_while_workers_are_ended_leaves_nothing_to_clear
 
 
 @pytest.mark.parametrize("state", [AgentState.JOINING, AgentState.RUNNING])
-def test_what_waits_for_dying_workers_begins_when_their_fork_server_dies(state: AgentState) -> None:
-    """Workers of a fork server that died are gone: a check of the GPUs which they held, and the wait for their memory,
-    need not wait any more."""
+def test_fork_server_death_counts_as_workers_cleared(state: AgentState) -> None:
+    """Workers of a dead fork server are gone: GPU checks and the wait for their device memory start at once."""
     agent: Any = Mock(_state=state)
     NodeAgent._on_workers_lost(agent)
     assert agent._end_cycle.called is (state == AgentState.RUNNING)
     agent._health.note_cleared.assert_called_once_with()
 
 
-def exit_in(state: AgentState, *, all_ended: bool) -> Any:
-    """Return an agent in a state, after a worker of its cycle ended without having saved."""
+def exit_worker(state: AgentState, timers: Timers, *, all_ended: bool) -> Any:
+    """Return an agent in ``state`` after a worker of its cycle exited without having saved."""
     cycle = Mock(over=state == AgentState.JOINING, all_ended=all_ended, lacks_a_rank=True)
     cycle.continues_without.return_value = False
-    agent: Any = Mock(_state=state, _cycle=cycle, _timers=Timers())
-    agent._timers.set("grace", 600.0, Mock())
+    agent: Any = Mock(_state=state, _cycle=cycle, _timers=timers)
     NodeAgent._on_exited(agent, Exited(key=0, pid=1, exit_code=1, mono_ns=1))
     return agent
 
 
 @pytest.mark.parametrize("all_ended", [True, False])
-def test_a_grace_period_ends_with_the_last_worker(all_ended: bool) -> None:
-    """The next cycle waits no longer for the survivors of a failed one than until the last of them has ended."""
-    agent = exit_in(AgentState.JOINING, all_ended=all_ended)
+def test_grace_period_ends_with_the_last_worker(all_ended: bool) -> None:
+    """The next cycle waits for the survivors of a failed cycle until the last of them has exited, and no longer."""
+    timers = Timers()
+    timers.set("grace", 600.0, Mock())
+    agent = exit_worker(AgentState.JOINING, timers, all_ended=all_ended)
     assert agent._clear.called is all_ended
-    assert agent._timers.is_set("grace") is not all_ended
+    assert timers.is_set("grace") is not all_ended
 
 
-def test_workers_that_end_one_by_one_do_not_prolong_a_shutdown() -> None:
-    """Once one ended without having saved the others have a few seconds, and never more than they had before."""
-    agent = exit_in(AgentState.LEAVING, all_ended=False)
-    agent._timers.set("grace", 0.0, killing := Mock())
-    until_s = agent._timers._deadlines["alone"][0]
-    NodeAgent._on_exited(agent, Exited(key=0, pid=1, exit_code=1, mono_ns=1))
-    assert agent._timers._deadlines["alone"][0] == until_s
-    agent._timers.fire()
+def test_successive_exits_do_not_prolong_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first exit without a save the other workers get a few seconds, and never more than before; later
+    exits do not extend that deadline."""
+    now_s, timers = 1000.0, Timers()
+    monkeypatch.setattr("outlast.clock.now_s", lambda: now_s)
+    timers.set("grace", 600.0, killing := Mock())
+    exit_worker(AgentState.LEAVING, timers, all_ended=False)
+    first_s = timers.until_next_s()
+    assert first_s is not None
+    assert first_s < 600.0
+    now_s += 1.0
+    exit_worker(AgentState.LEAVING, timers, all_ended=False)
+    assert timers.until_next_s() == first_s - 1.0
+    now_s += 600.0
+    timers.fire()
     killing.assert_called_once_with()
 
 
 @pytest.mark.process
-def test_datagrams_of_strangers_neither_end_nor_flood_the_agent(caplog: pytest.LogCaptureFixture) -> None:
-    """Nested MessagePack and garbage on the agent's socket are one line in the log, another user's report is dropped,
+def test_invalid_datagrams_do_not_harm_the_agent(caplog: pytest.LogCaptureFixture) -> None:
+    """Nested MessagePack and garbage on the agent's socket cost one log line, a report from another user is dropped,
     and a worker's own report is received."""
     board = Board.create(num_ranks=1)
     workers = {0: WorkerProcess(local_rank=0, global_rank=0)}
     recovery = InProcessRecovery(board=board, workers=workers, is_alone=True, job="j", cycle=0, node="n")
     mark = InProcessMark(board.path, 0)
     try:
-        sent = (b"\x81\xa1a" * 3000, b"\x91" * 4000, b"\xff" * 9, b"\x91" * 60_000)
+        payloads = (b"\x81\xa1a" * 3000, b"\x91" * 4000, b"\xff" * 9, b"\x91" * 60_000)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
             for number in range(200):
-                stranger.sendto(sent[number % len(sent)], agent_address(board.token))
+                stranger.sendto(payloads[number % len(payloads)], agent_address(board.token))
                 recovery.take_recovered()
         mark.arm(0, patience_s=1.0)
         if os.getuid() == 0:
@@ -173,9 +181,9 @@ def test_datagrams_of_strangers_neither_end_nor_flood_the_agent(caplog: pytest.L
         board.close()
 
 
-def test_each_restart_is_reported_once_what_its_workers_loaded_is_known() -> None:
-    """The newest restart of workers that save waits until they have loaded, as a save may have been committed after the
-    fault. An earlier one is returned at once, and none is skipped, so that each is counted."""
+def test_in_process_restart_is_reported_after_its_load() -> None:
+    """The newest restart of workers that save is reported only after they have loaded, since a save may be committed
+    after the fault. Earlier restarts are reported at once; none is skipped, so that each is counted."""
     board = Board.create(num_ranks=1)
     workers = {0: WorkerProcess(local_rank=0, global_rank=0)}
     recovery = InProcessRecovery(board=board, workers=workers, is_alone=True, job="j", cycle=0, node="n")

@@ -1,4 +1,4 @@
-"""The node's checkpoint writer: it is the agent's, outlives the workers, and is replaced when it dies."""
+"""The checkpoint writer of a node: it belongs to the agent, outlives the workers, and is replaced when it dies."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ def _writer(cluster: Cluster) -> psutil.Process:
     return writer
 
 
-def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Path) -> None:
-    """The workers of a second cycle are given the same writer, in the same process, as those of the first; killed, it
-    is replaced under the same address and its death is in the journal, while training goes on to its end; then nothing
-    is left of it."""
+def test_writer_serves_all_cycles_and_is_replaced_when_it_dies(tmp_path: Path) -> None:
+    """The workers of a second cycle use the same writer process. A killed writer is replaced under the same address
+    and its death is recorded in the journal, while training continues; no process is left after the job."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     go = tmp_path / "go"
@@ -61,18 +60,18 @@ def test_one_writer_serves_every_cycle_and_is_replaced_when_it_dies(tmp_path: Pa
         go.touch()
         assert cluster.wait(timeout_s=300) == [0]
         cluster.assert_no_orphans(within_s=60)
-        said = [
+        reported = [
             line
             for line in cluster.agent(0).output().splitlines()
             if line.startswith("cycle ") and "has the writer" in line
         ]
-        assert len(said) == 4
-        assert len({line.rpartition(" ")[2] for line in said}) == 1
+        assert len(reported) == 4
+        assert len({line.rpartition(" ")[2] for line in reported}) == 1
 
 
-def test_no_signal_to_all_processes_of_a_job_ends_a_helper(tmp_path: Path) -> None:
-    """The checkpoint writer, the fork server and an agent process stay what they are when a terminal or a scheduler
-    signals every process of a job; workers that they start are not immune."""
+def test_helper_processes_ignore_group_signals(tmp_path: Path) -> None:
+    """The checkpoint writer, the fork server and an agent process survive signals that a terminal or a scheduler
+    sends to every process of a job; workers do not inherit this immunity."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     go = tmp_path / "go"
@@ -94,8 +93,8 @@ def test_no_signal_to_all_processes_of_a_job_ends_a_helper(tmp_path: Path) -> No
         assert not [one for one in cluster.events() if one.kind in (EventKind.WRITER_ENDED, EventKind.INCIDENT)][1:]
 
 
-def test_a_lost_agent_takes_its_writer_along(tmp_path: Path) -> None:
-    """An agent that is killed leaves no writer behind."""
+def test_writer_exits_with_its_agent(tmp_path: Path) -> None:
+    """A killed agent leaves no writer process behind."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with Cluster(script, str(tmp_path / "go"), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:

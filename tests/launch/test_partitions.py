@@ -1,4 +1,4 @@
-"""A network that breaks apart, over simulated agents and the real coordinators: never do two worlds train at once."""
+"""Network partitions, with simulated agents and the real coordinators: two worlds never train at the same time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ SILENCE_S = 5.0
 
 @dataclass
 class Agent:
-    """One agent: where it is connected, what it knows, what its workers do."""
+    """A simulated agent: its connection, its knowledge of the job, and its running cycle."""
 
     name: str
     endpoint: int | None
-    """The endpoint that it may host, if any."""
+    """The endpoint at which this agent may host the coordinator, if any."""
     leader: Host | None = None
     obeys: Host | None = None
-    """The coordinator that welcomed it last."""
+    """The coordinator that accepted this agent last."""
     job: tuple[str, int] | None = None
-    """The coordinator's node and term that it obeyed last."""
+    """Node and term of the last coordinator that this agent obeyed."""
     place: m.SlotPlace | None = None
     ran: m.SlotPlace | None = None
     start: m.Start | None = None
     """The cycle whose workers run."""
     ended: m.CycleFacts | None = None
     pending: list[m.ToNode] = field(default_factory=list)
-    """What waits in the kernel of its coordinator's machine."""
+    """Messages that wait in the kernel of the coordinator's machine."""
     silent_s: float = 0.0
     rounds: int = 0
     count: int = 0
@@ -49,7 +49,7 @@ class Agent:
 
 @dataclass(eq=False)
 class Host:
-    """One life of a coordinator."""
+    """One instance of a coordinator."""
 
     agent: Agent
     coordinator: Coordinator
@@ -58,7 +58,7 @@ class Host:
 
 
 class Network:
-    """Agents in groups that reach only their own; time goes by in steps of half a second."""
+    """Agents in groups that reach only their own group; time passes in steps of half a second."""
 
     def __init__(
         self, rng: random.Random, *, num_agents: int, num_slots: int, num_endpoints: int, min_nodes: int
@@ -103,7 +103,7 @@ class Network:
             self._send(host, host.coordinator.handle(m.CoordinatorTick(), self.now_s))
             self._send(host, host.coordinator.judge_beats(beats, self.now_s, since_last_s=self.now_s - before))
         self._yield()
-        self._look()
+        self._check_worlds()
 
     def _connect(self, agent: Agent) -> None:
         if agent.leader is not None:
@@ -154,14 +154,14 @@ class Network:
         agent.job = (host.agent.name, host.coordinator.leadership.term)
         host.linked[agent.name] = agent
         if not is_first:
-            self._tell(
+            self._send_to_host(
                 agent,
                 m.Register(addr=agent.name, nproc=1, place=agent.place, ran=agent.ran, running=agent.start is not None),
             )
         if agent.start is None:
-            self._tell(agent, m.JoinRequest(addr=agent.name, nproc=1, ended=agent.ended))
+            self._send_to_host(agent, m.JoinRequest(addr=agent.name, nproc=1, ended=agent.ended))
 
-    def _tell(self, agent: Agent, message: m.FromAgent) -> None:
+    def _send_to_host(self, agent: Agent, message: m.FromAgent) -> None:
         if agent.leader is not None and self.reach(agent, agent.leader.agent):
             host = agent.leader
             signed = msgspec.structs.replace(message, node=agent.name, epoch=agent.epoch)
@@ -187,7 +187,7 @@ class Network:
     def _take(self, agent: Agent, message: m.ToNode) -> None:
         match message:
             case m.Prepare():
-                self._tell(agent, m.Master(cycle=message.cycle, addr=agent.name, port=next(self.ports)))
+                self._send_to_host(agent, m.Master(cycle=message.cycle, addr=agent.name, port=next(self.ports)))
             case m.Start() if agent.job is not None and message.term >= agent.job[1]:
                 if (
                     agent.place is not None
@@ -197,7 +197,7 @@ class Network:
                     return
                 agent.start, agent.place = message, message.place
                 agent.job = (agent.job[0], message.term)
-                self._tell(agent, m.Running(cycle=message.cycle))
+                self._send_to_host(agent, m.Running(cycle=message.cycle))
             case m.Wait(place=place) if place is not None:
                 if agent.place is None or place.order > agent.place.order:
                     agent.place = place
@@ -215,12 +215,12 @@ class Network:
     def _count(self, agent: Agent) -> None:
         place = agent.place
         assert place is not None
-        self._tell(agent, m.Counted(cycle=place.cycle, term=place.term, num_spares=place.num_spares))
+        self._send_to_host(agent, m.Counted(cycle=place.cycle, term=place.term, num_spares=place.num_spares))
 
     def _end(self, agent: Agent) -> None:
         assert agent.start is not None
         agent.ended, agent.start = m.CycleFacts(cycle=agent.start.cycle), None
-        self._tell(agent, m.JoinRequest(addr=agent.name, nproc=1, ended=agent.ended))
+        self._send_to_host(agent, m.JoinRequest(addr=agent.name, nproc=1, ended=agent.ended))
 
     def _yield(self) -> None:
         for order, host in list(self.hosts.items()):
@@ -230,22 +230,22 @@ class Network:
                 if should_yield(host.coordinator.leadership, other.coordinator.leadership):
                     self.hosts.pop(order, None)
 
-    def _look(self) -> None:
-        """Find the worlds that train: those of which every node runs and reaches the others."""
+    def _check_worlds(self) -> None:
+        """Record the world that trains: one of which every node runs and reaches the others. Fail if there are two."""
         runs: dict[int, list[Agent]] = {}
         for agent in self.agents:
             if agent.start is not None:
                 runs.setdefault(agent.start.master_port, []).append(agent)
-        whole = []
+        complete = []
         for agents in runs.values():
             slots = {agent.start.node_rank for agent in agents if agent.start is not None}
             first = agents[0]
             assert first.start is not None
             if len(slots) == first.start.num_nodes and all(self.reach(first, agent) for agent in agents):
-                whole.append((first.start.term, first.start.cycle))
-        assert len(whole) <= 1, f"two worlds train at once: {whole}"
-        if whole and (not self.worlds or self.worlds[-1] != whole[0]):
-            self.worlds.append(whole[0])
+                complete.append((first.start.term, first.start.cycle))
+        assert len(complete) <= 1, f"two worlds train at once: {complete}"
+        if complete and (not self.worlds or self.worlds[-1] != complete[0]):
+            self.worlds.append(complete[0])
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(int(seconds * 2)):
@@ -253,7 +253,7 @@ class Network:
 
 
 def play(seed: int) -> Network:
-    """Let a job go through divisions at random moments; it ends healed."""
+    """Simulate a job through partitions at random moments; the network is healed at the end."""
     rng = random.Random(seed)
     num_endpoints = rng.randint(2, 3)
     num_agents = rng.randint(num_endpoints, 8)
@@ -282,20 +282,22 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_divided_network(seed: int) -> None:
-    """Never do two worlds train at once; once healed, one does, and every agent obeys its coordinator."""
+def test_partitioned_network(seed: int) -> None:
+    """Two worlds never train at the same time; in the healed network one world trains, and every agent obeys its
+    coordinator."""
     check(seed)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(40, 240))
-def test_divided_network_at_length(seed: int) -> None:
-    """The same, two hundred times more."""
+def test_partitioned_network_with_many_seeds(seed: int) -> None:
+    """The promise of `test_partitioned_network` holds for two hundred more seeds."""
     check(seed)
 
 
-def test_majority_goes_on_and_the_minority_waits() -> None:
-    """Of three nodes two go on without the third, which hosts the coordinator; healed, it takes its slot again."""
+def test_majority_continues_and_the_minority_waits() -> None:
+    """Two of three nodes continue without the third, which hosts the coordinator; once reconnected, that node joins
+    the others' coordinator."""
     network = Network(random.Random(1), num_agents=3, num_slots=3, num_endpoints=2, min_nodes=2)
     network.pass_time(5)
     first = network.worlds[-1]

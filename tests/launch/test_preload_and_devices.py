@@ -1,4 +1,5 @@
-"""What is imported before workers are forked leaves the devices alone: a fork after that could not use them."""
+"""Modules that are imported before workers are forked do not access the devices: forked workers could not use them
+then."""
 
 from __future__ import annotations
 
@@ -47,20 +48,20 @@ print("CUDA is untouched", flush=True)
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.cold
-def test_preloading_asks_no_device() -> None:
-    """Neither the modules that the fork server imports nor those of a session call anything that asks for devices or
-    makes a context, as they are imported; even a count of devices would keep forked workers from using CUDA."""
-    ended = subprocess.run(
+def test_preloading_does_not_access_devices() -> None:
+    """Importing the modules of the fork server and of a session neither queries devices nor creates a context; even
+    counting devices would keep forked workers from using CUDA."""
+    finished = subprocess.run(
         [sys.executable, "-c", PRELOADS], timeout=250, check=False, text=True, stdout=subprocess.PIPE
     )
-    assert ended.returncode == 0
-    told = json.loads(ended.stdout)
-    assert (told["found"], told["failed"], told["initialised"]) == ([], {}, False)
+    assert finished.returncode == 0
+    report = json.loads(finished.stdout)
+    assert (report["found"], report["failed"], report["initialised"]) == ([], {}, False)
 
 
 @pytest.mark.process
-def test_a_forked_worker_finds_cuda_untouched(tmp_path: Path) -> None:
-    """A worker of outlast run can still initialise CUDA: nothing has, or has counted devices, in what it came from."""
+def test_forked_worker_can_initialise_cuda(tmp_path: Path) -> None:
+    """A worker of `outlast run` can initialise CUDA: its fork server has neither initialised it nor counted devices."""
     script = tmp_path / "script.py"
     script.write_text(WORKER)
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:

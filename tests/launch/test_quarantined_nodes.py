@@ -1,5 +1,5 @@
-"""A copy that leads to invalid results is not loaded again, nor what was trained on it: the whole way, with the
-session, the checkpoint tiers and `outlast run`."""
+"""A checkpoint that leads to invalid results is not loaded again, nor are checkpoints trained from it: end to end,
+with the session, the checkpoint tiers and `outlast run`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ with outlast.init(config) as run:
 """
 
 
-def _cluster(tmp_path: Path, what: str, *, has_global: bool) -> Cluster:
+def _cluster(tmp_path: Path, mode: str, *, has_global: bool) -> Cluster:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    args = (str(tmp_path), what, str(has_global))
+    args = (str(tmp_path), mode, str(has_global))
     return Cluster(script, *args, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2)
 
 
@@ -60,10 +60,9 @@ def _restored(cluster: Cluster) -> dict[int | None, Event]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_global", [pytest.param(True, marks=pytest.mark.campaign), False])
-def test_training_goes_on_from_a_copy_that_does_not_descend_from_the_bad_one(has_global: bool, tmp_path: Path) -> None:
-    """Cycle 1 loads iteration 15 from a node-local tier, saves 20 to all tiers, and judges a result invalid at 22.
-    Cycle 2 loads neither of the two, but an older one; the run ends with the state of a training that never saw cycle
-    1."""
+def test_descendants_of_an_excluded_checkpoint_are_not_loaded(has_global: bool, tmp_path: Path) -> None:
+    """Cycle 1 loads iteration 15 from a node-local tier, saves 20 to all tiers, and finds an invalid result at 22.
+    Cycle 2 loads an older checkpoint instead of 15 or 20; the final state is that of a training without cycle 1."""
     with _cluster(tmp_path, "once", has_global=has_global) as cluster:
         assert cluster.wait(timeout_s=300) == [0], cluster.tails()
         restored = _restored(cluster)
@@ -83,9 +82,9 @@ def test_training_goes_on_from_a_copy_that_does_not_descend_from_the_bad_one(has
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_global", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_invalid_results_from_every_copy_end_with_the_diagnosis(has_global: bool, tmp_path: Path) -> None:
-    """Where every copy leads to an invalid result, the run ends with 17 after a bounded number of cycles, none of which
-    loads what an earlier one had loaded from the same kind of tier."""
+def test_invalid_results_from_every_checkpoint_end_with_17(has_global: bool, tmp_path: Path) -> None:
+    """If every checkpoint leads to an invalid result, the run ends with 17 after a bounded number of cycles, and no
+    cycle loads a checkpoint from the same kind of tier as an earlier cycle did."""
     with _cluster(tmp_path, "always", has_global=has_global) as cluster:
         assert cluster.wait(timeout_s=300) == [ExitReason.FAILED_VALIDATION], cluster.tails()
         loads = [(event.iteration, event.data["tier"] == "global") for event in _restored(cluster).values()]

@@ -1,4 +1,4 @@
-"""What a run writes of its own: few lines, all in one form, and only warnings where that is asked for."""
+"""The log of a run: few lines, all in one format, and only warnings with ``--quiet``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d\d\d (INFO|WARNING|ERROR) \[(agent node-0|coordinator|rank 0)\] \S.*$")
 MAX_LINES = 12
-MAX_LINES_OF_A_RESTART = 6
+MAX_LINES_PER_RESTART = 6
 
 TRAIN = """
 import os, signal, sys
@@ -37,8 +37,8 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
 """
 
 
-def lines_of(tmp_path: Path, fault: str, *options: str, **environment: str) -> list[str]:
-    """Return what the agent and two ranks write in a run of 20 iterations with two saves, which ends well."""
+def run_lines(tmp_path: Path, fault: str, *options: str, **environment: str) -> list[str]:
+    """Return the lines of the agent and two ranks in a successful run of 20 iterations with two saves."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     with Cluster(
@@ -57,41 +57,41 @@ def lines_of(tmp_path: Path, fault: str, *options: str, **environment: str) -> l
     return output.splitlines()
 
 
-def test_a_healthy_run_writes_a_dozen_lines_in_one_form(tmp_path: Path) -> None:
-    """Agent and ranks write at most twelve lines, each with time, level and writer; a save is one line, which names all
-    of its tiers, and the last line says how the run ended."""
-    lines = lines_of(tmp_path, "none")
-    shown = "\n".join(lines)
-    assert [line for line in lines if not LINE.match(line)] == [], shown
-    assert len(lines) <= MAX_LINES, shown
+def test_healthy_run_logs_at_most_twelve_lines(tmp_path: Path) -> None:
+    """Agent and ranks write at most twelve lines, each with time, level and process; a save is one line with all of
+    its tiers, and the last line has the exit code."""
+    lines = run_lines(tmp_path, "none")
+    log = "\n".join(lines)
+    assert [line for line in lines if not LINE.match(line)] == [], log
+    assert len(lines) <= MAX_LINES, log
     for iteration in (10, 20):
         (line,) = [line for line in lines if f"iteration {iteration} " in line]
         assert re.search(rf"INFO \[rank 0\] saved iteration {iteration} to memory, local, global in [\d.]+ s$", line)
-    assert "cycle 0: ranks 0 to 1 of 2 run here" in shown
-    assert "exit code 0" in lines[-1], shown
+    assert "cycle 0: ranks 0 to 1 of 2 run here" in log
+    assert "exit code 0" in lines[-1], log
 
 
 @pytest.mark.extended
-def test_a_restart_adds_few_lines(tmp_path: Path) -> None:
-    """A killed worker costs at most six lines: what happened, what was decided, who runs again, and what was loaded;
-    what was said of settings and protection in the first cycle is not repeated."""
-    lines = lines_of(tmp_path, "killed")
-    shown = "\n".join(lines)
-    assert [line for line in lines if not LINE.match(line)] == [], shown
-    assert len(lines) <= MAX_LINES + MAX_LINES_OF_A_RESTART, shown
+def test_restart_adds_at_most_six_lines(tmp_path: Path) -> None:
+    """A killed worker adds at most six lines: the fault, the decision, the restarted ranks, and the loaded
+    checkpoint; the lines on settings and protection of the first cycle are not repeated."""
+    lines = run_lines(tmp_path, "killed")
+    log = "\n".join(lines)
+    assert [line for line in lines if not LINE.match(line)] == [], log
+    assert len(lines) <= MAX_LINES + MAX_LINES_PER_RESTART, log
     died = next(number for number, line in enumerate(lines) if "was ended by SIGKILL" in line)
-    again = next(number for number, line in enumerate(lines) if "saved iteration 20 to" in line)
-    assert again - died <= MAX_LINES_OF_A_RESTART, shown
-    said = [line.partition("] ")[2] for line in lines]
-    assert len(set(said)) == len(said), shown
-    assert any(line.startswith("loaded iteration 10 ") for line in said), shown
+    saved = next(number for number, line in enumerate(lines) if "saved iteration 20 to" in line)
+    assert saved - died <= MAX_LINES_PER_RESTART, log
+    texts = [line.partition("] ")[2] for line in lines]
+    assert len(set(texts)) == len(texts), log
+    assert any(line.startswith("loaded iteration 10 ") for line in texts), log
 
 
 @pytest.mark.parametrize("fault", ["killed", "peer"])
-def test_quiet_leaves_warnings_and_the_last_line(fault: str, tmp_path: Path) -> None:
-    """With ``--quiet`` a run says what went wrong and how it ended, and as JSON if that is asked for: agent,
-    coordinator and workers alike. A rank that only lost a peer leaves that to them."""
-    lines = lines_of(tmp_path, fault, "--quiet", OUTLAST_LOG="json")
+def test_quiet_logs_warnings_and_the_last_line(fault: str, tmp_path: Path) -> None:
+    """With ``--quiet`` agent, coordinator and workers log only faults and the end of the run, as JSON if requested.
+    A rank that only lost its peer leaves the report to the agent and the coordinator."""
+    lines = run_lines(tmp_path, fault, "--quiet", OUTLAST_LOG="json")
     records = [json.loads(line) for line in lines]
     assert {record["level"] for record in records[:-1]} == {"WARNING"}, lines
     assert {record["where"] for record in records} == {"agent node-0", "coordinator"}, lines
@@ -108,10 +108,10 @@ def test_quiet_leaves_warnings_and_the_last_line(fault: str, tmp_path: Path) -> 
         ((), {"OUTLAST_LOG": "xml"}, "OUTLAST_LOG='xml' is not one of text, json"),
     ],
 )
-def test_a_wrong_level_or_form_is_refused_in_one_line(
+def test_invalid_log_level_or_format_is_rejected(
     tmp_path: Path, options: tuple[str, ...], environment: dict[str, str], named: str
 ) -> None:
-    """Before anything starts: one line that names what is known, and exit code 2."""
+    """The command prints one line with the valid values and exits with code 2 before anything starts."""
     with Cluster(sys.executable, run_dir=tmp_path, num_nodes=1, options=options, environment=environment) as cluster:
         assert cluster.wait(timeout_s=300) == [2]
         (line,) = cluster.agent(0).output().splitlines()

@@ -1,5 +1,5 @@
-"""Exit codes 16 and 17 with a diagnosis, on real processes: another device decides where there is one, the tries on
-the same one are counted, and every end says what was found."""
+"""Exit codes 16 and 17 with a diagnosis, on real processes: a replay on another device decides if a spare exists,
+tries on the same device are counted, and the last line has the diagnosis."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ monitor.finish()
 
 
 class Nodes(Cluster):
-    """Nodes whose ranks find an invalid result once all of them have joined."""
+    """Nodes whose ranks find an invalid result after all nodes have joined."""
 
-    def __init__(self, folder: Path, what: str, *, num_nodes: int = 1, num_spares: int = 0, nproc: int = 2) -> None:
+    def __init__(self, folder: Path, mode: str, *, num_nodes: int = 1, num_spares: int = 0, nproc: int = 2) -> None:
         self.folder, self._num_joined = folder, num_nodes + num_spares
         script = folder / "train.py"
         script.write_text(SCRIPT)
         super().__init__(
             script,
-            what,
+            mode,
             str(folder),
             run_dir=folder / "run",
             num_nodes=num_nodes,
@@ -106,34 +106,34 @@ class Nodes(Cluster):
         return self
 
     def run(self) -> list[int]:
-        """Let the ranks go once every node is there; return the agents' exit codes."""
+        """Start the ranks once every node has joined; return the exit codes of the agents."""
         joined: set[str] = set()
-        self.wait_for(lambda event: self._joins(event.data, event.kind, joined), timeout_s=300)
+        self.wait_for(lambda event: self._have_all_joined(event.data, event.kind, joined), timeout_s=300)
         (self.folder / "go").touch()
         return self.wait(timeout_s=300)
 
-    def _joins(self, data: dict[str, Any], kind: EventKind, joined: set[str]) -> bool:
+    def _have_all_joined(self, data: dict[str, Any], kind: EventKind, joined: set[str]) -> bool:
         if kind == EventKind.NODE_JOINED:
             joined.add(data["name"])
         return len(joined) == self._num_joined
 
     def decisions(self) -> list[dict[str, Any]]:
-        """Return what the coordinator wrote about each cycle's end: decision and incident."""
+        """Return the coordinator's record of the end of each cycle: decision and incident."""
         return [event.data for event in self.events() if event.kind == EventKind.DECISION]
 
     def runners(self) -> list[str]:
-        """Return which node ran each cycle of a world of one node."""
+        """Return the node that ran each cycle of a world of one node."""
         return [event.node for event in self.events() if event.kind == EventKind.CYCLE_STARTED]
 
     def output(self) -> str:
-        """Return what all nodes have printed."""
+        """Return the output of all nodes."""
         return "\n".join(agent.output() for agent in self.agents)
 
 
 @pytest.mark.slow
-def test_persistent_fault_of_one_device_costs_its_node_the_slot(tmp_path: Path) -> None:
-    """Reproduced on one node, then replayed on the spare with another result: the first node is held back for the
-    replay, then quarantined, and the run completes on the spare without any replay left."""
+def test_node_with_a_persistent_device_fault_is_quarantined(tmp_path: Path) -> None:
+    """A result is reproduced on one node and differs in the replay on the spare: the first node is held back for the
+    replay, then quarantined, and the run completes on the spare without a pending replay."""
     with Nodes(tmp_path, "persistent", num_spares=1) as nodes:
         assert nodes.run() == [0, 0], nodes.tails()
         first, spare, last = nodes.runners()
@@ -149,17 +149,17 @@ def test_persistent_fault_of_one_device_costs_its_node_the_slot(tmp_path: Path) 
             assert fact in found["verdict"]["reason"]
         assert finished["verdict"]["exit_code"] == 0
         replay = json.loads(nodes.output().split("cycle 1 rank 1 on ")[1].split(" replays ")[1].splitlines()[0])
-        seen = {"what": "loss", "first": "nan", "batch": "5f3a"}
-        assert replay == {"iteration": 7, "device": device, "node": first, "rank": 1, **seen}
+        expected = {"what": "loss", "first": "nan", "batch": "5f3a"}
+        assert replay == {"iteration": 7, "device": device, "node": first, "rank": 1, **expected}
         assert "cycle 2 rank 1" in nodes.output()
-        ends = [line for line in nodes.output().splitlines() if line.endswith("replays nothing")]
-        assert len(ends) == 4
+        lines = [line for line in nodes.output().splitlines() if line.endswith("replays nothing")]
+        assert len(lines) == 4
 
 
 @pytest.mark.slow
-def test_a_correct_result_stops_the_run_with_its_diagnosis(tmp_path: Path) -> None:
-    """Equal on the spare: every agent ends with 17 after the replay, no cycle follows, and the last line names what
-    was found, the batch, rank, node, device and iteration."""
+def test_equal_result_on_the_spare_ends_with_17(tmp_path: Path) -> None:
+    """If the spare computes the same result, every agent exits with 17 after the replay, no further cycle starts,
+    and the last line has the finding, batch, rank, node, device and iteration."""
     with Nodes(tmp_path, "correct", num_spares=1) as nodes:
         assert nodes.run() == [ExitReason.FAILED_VALIDATION] * 2, nodes.tails()
         assert len(nodes.runners()) == 2
@@ -172,8 +172,8 @@ def test_a_correct_result_stops_the_run_with_its_diagnosis(tmp_path: Path) -> No
         assert json.loads((tmp_path / "run" / "ladder.json").read_text())["replay"] is None
 
 
-def test_without_another_device_two_tries_and_no_more(tmp_path: Path) -> None:
-    """No spare waits: the same device replays twice, told which try it is, then the run stops with 17."""
+def test_without_a_spare_the_device_replays_twice(tmp_path: Path) -> None:
+    """Without a spare the same device replays twice, with the number of the try, then the run stops with 17."""
     with Nodes(tmp_path, "never decided") as nodes:
         assert nodes.run() == [ExitReason.FAILED_VALIDATION], nodes.tails()
         replays = [data["verdict"].get("replay") for data in nodes.decisions()]
@@ -183,9 +183,9 @@ def test_without_another_device_two_tries_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_soon_after_a_near_load_the_copy_is_excluded_first(tmp_path: Path) -> None:
-    """Two iterations after a replica was loaded, with a spare waiting: no replay, the second cycle is told not to load
-    that copy, on the same node, and finishes."""
+def test_checkpoint_is_excluded_before_a_replay(tmp_path: Path) -> None:
+    """Two iterations after a load from a replica, with a spare waiting, there is no replay: the second cycle runs on
+    the same node without that checkpoint, and finishes."""
     with Nodes(tmp_path, "near copy", num_spares=1) as nodes:
         assert nodes.run() == [0, 0], nodes.tails()
         assert len(nodes.runners()) == 2
@@ -197,16 +197,16 @@ def test_soon_after_a_near_load_the_copy_is_excluded_first(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_cause_is_the_rank_that_saw_it(tmp_path: Path) -> None:
-    """Two nodes whose ranks all leave with 16 at once: the incident is rank 1's, of its node, whoever was seen to die
-    first; that node alone is held back."""
+def test_root_cause_is_the_rank_with_the_invalid_result(tmp_path: Path) -> None:
+    """All ranks of two nodes exit with 16 at the same time: rank 1 with its node is the root cause, in whatever
+    order the exits are detected, and only that node is held back."""
     with Nodes(tmp_path, "persistent", num_nodes=2, num_spares=1, nproc=1) as nodes:
         assert nodes.run() == [0, 0, 0], nodes.tails()
         started = [event for event in nodes.events() if event.kind == EventKind.CYCLE_STARTED]
-        seer = next(event.node for event in started if event.cycle == 0 and event.data["ranks"] == [1])
+        faulty_node = next(event.node for event in started if event.cycle == 0 and event.data["ranks"] == [1])
         replayed, found, _ = nodes.decisions()
-        assert (replayed["incident"]["rank"], replayed["incident"]["node"]) == (1, seer)
-        assert replayed["verdict"]["hold_back"] == [seer]
-        assert found["verdict"]["quarantine"] == [seer]
+        assert (replayed["incident"]["rank"], replayed["incident"]["node"]) == (1, faulty_node)
+        assert replayed["verdict"]["hold_back"] == [faulty_node]
+        assert found["verdict"]["quarantine"] == [faulty_node]
         other = {event.node for event in started if event.data["ranks"] == [0]}
         assert len(other) == 1

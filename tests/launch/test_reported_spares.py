@@ -1,4 +1,4 @@
-"""Spares as they are reported: those that wait count, and one that is shut down has not ended the job."""
+"""Reported spares: only waiting spares are counted, and the shutdown of a spare does not end the job."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ monitor.finish()
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_only_spares_that_wait_protect_a_run(tmp_path: Path) -> None:
-    """The line on a run's protection counts the spares that are there, and comes again when one joins or leaves; a
-    spare that is shut down reports that it has left the job, without an error and without a word on saves."""
+def test_protection_line_counts_waiting_spares(tmp_path: Path) -> None:
+    """The protection line counts the spares that wait, and is logged again when one joins or exits; a spare that is
+    shut down reports that it has left the job, without an error and without a line on saves."""
     script = tmp_path / "train.py"
     script.write_text(WAITS)
     with Cluster(
@@ -40,11 +40,11 @@ def test_only_spares_that_wait_protect_a_run(tmp_path: Path) -> None:
         cluster.wait_for("node loss yes (1 spare)", timeout_s=300)
         spare.signal(signal.SIGTERM)
         assert spare.wait(300) == 128 + signal.SIGTERM
-        told = spare.output()
-        assert "node spare has left the job" in told
-        assert "this node held no slot, and the job continues without it" in told
-        assert "ERROR" not in told
-        assert "saved" not in told
+        spare_output = spare.output()
+        assert "node spare has left the job" in spare_output
+        assert "this node held no slot, and the job continues without it" in spare_output
+        assert "ERROR" not in spare_output
+        assert "saved" not in spare_output
         (tmp_path / "end").touch()
         assert cluster.agent(0).wait(300) == 0
         lines = [line for line in cluster.agent(0).output().splitlines() if "protected:" in line]

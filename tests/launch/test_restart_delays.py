@@ -1,4 +1,4 @@
-"""What happens while a restart waits: nodes join and are lost, a shutdown is obeyed at once, the budget is kept."""
+"""A delayed restart: nodes join and are lost, a shutdown request ends the delay, and the budget is kept."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _waiting_job() -> Job:
     return job
 
 
-def test_a_restart_waits_until_its_deadline() -> None:
-    """The cycle starts when its deadline has come, not before; nothing is sent meanwhile."""
+def test_restart_waits_until_its_deadline() -> None:
+    """The cycle starts at its deadline and not before; no message is sent in the meantime."""
     job = _waiting_job()
     job.pass_time(4)
     assert not job.running
@@ -49,8 +49,8 @@ def test_a_restart_waits_until_its_deadline() -> None:
     assert job.coordinator.deadline_s is None
 
 
-def test_a_spare_that_joins_meanwhile_takes_the_slot_of_a_node_that_is_lost() -> None:
-    """A node dies while the restart waits, and a new one joins: the cycle starts with it at the deadline."""
+def test_spare_replaces_a_node_lost_during_the_delay() -> None:
+    """A node dies during the delay and a new one joins: the cycle starts with the new node at the deadline."""
     job = _waiting_job()
     job.die("b")
     job.join("s")
@@ -58,8 +58,8 @@ def test_a_spare_that_joins_meanwhile_takes_the_slot_of_a_node_that_is_lost() ->
     assert set(job.running) == {"a", "s"}
 
 
-def test_a_shutdown_request_is_obeyed_while_a_restart_waits() -> None:
-    """The job stops at once, and no cycle starts any more."""
+def test_shutdown_request_ends_a_delayed_restart() -> None:
+    """The job stops at once, and no further cycle starts."""
     job = _waiting_job()
     job.say(m.Leave(node="a", epoch="a-1", saved=False, signal=signal.SIGTERM, facts=None, whole_job=True))
     assert job.coordinator.stop is not None
@@ -69,8 +69,8 @@ def test_a_shutdown_request_is_obeyed_while_a_restart_waits() -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_script_that_fails_at_once_restarts_at_growing_intervals(tmp_path: Path) -> None:
-    """Three restarts take six seconds and not a fraction of one; each delay is in the log and in the journal."""
+def test_restart_delays_grow(tmp_path: Path) -> None:
+    """A script that fails at once restarts after 0, 1 and 5 s; each delay is logged and recorded in the journal."""
     (script := tmp_path / "train.py").write_text(SCRIPT)
     with Cluster(
         script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=["--max-restarts=3"]
@@ -89,16 +89,16 @@ def test_a_script_that_fails_at_once_restarts_at_growing_intervals(tmp_path: Pat
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_sigterm_ends_a_job_whose_restart_waits(tmp_path: Path) -> None:
-    """An agent that receives SIGTERM while the job waits for 15 s exits within that time."""
+def test_sigterm_ends_a_job_during_a_restart_delay(tmp_path: Path) -> None:
+    """An agent that receives SIGTERM during a delay of 15 s exits within that time."""
     (script := tmp_path / "train.py").write_text(SCRIPT)
     options: dict[str, Any] = {"num_nodes": 1, "nproc_per_node": 1, "options": ["--max-restarts=9"]}
     with Cluster(script, run_dir=tmp_path / "run", **options) as cluster:
         cluster.wait_for("restarting in 15 s", timeout_s=WITHIN_S)
         cluster.agent(0).signal(signal.SIGTERM)
         cluster.wait_for("received SIGTERM: shutting down", timeout_s=WITHIN_S)
-        asked_s = clock.now_s()
+        began_s = clock.now_s()
         assert cluster.wait(WITHIN_S) == [128 + signal.SIGTERM]
-        took_s = clock.now_s() - asked_s
+        took_s = clock.now_s() - began_s
         assert "cycle 5 began" not in cluster.agent(0).output()
         assert took_s < 60.0, took_s

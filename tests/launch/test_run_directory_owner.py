@@ -1,4 +1,5 @@
-"""A run directory has one live job: a second one is refused before anything is begun, a dead one's is taken over."""
+"""A run directory belongs to one live job: a second job is rejected before it begins, and a dead job's directory is
+taken over."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def _cluster(folder: Path, *args: str, run: str = "run") -> Cluster:
 
 
 def _run(*options: str) -> tuple[int, str]:
-    """Start `outlast run` and wait for its end."""
+    """Run `outlast run` to its end; return exit code and output."""
     done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -77,10 +78,9 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_the_same_run_twice_at_once(tmp_path: Path) -> None:
-    """The second launch ends with 2 and one line, and changes nothing; one with a run directory of its own but the
-    same checkpoint directory ends with 93. The first does not notice: its result is bit by bit that of an undisturbed
-    run."""
+def test_second_launch_of_a_live_run_is_rejected(tmp_path: Path) -> None:
+    """A second launch exits with 2 and one line, and changes no file; one with another run directory but the same
+    checkpoint directory exits with 93. The result of the first is bit-identical to that of an undisturbed run."""
     with _cluster(tmp_path, "10", "5") as first:
         first.wait_for("waits", PATIENCE_S)
         before = _content(tmp_path / "run"), _content(tmp_path / "ckpt")
@@ -99,19 +99,19 @@ def test_the_same_run_twice_at_once(tmp_path: Path) -> None:
         assert (_content(tmp_path / "run"), _content(tmp_path / "ckpt")) == before
         (tmp_path / "go").touch()
         assert first.wait(PATIENCE_S) == [0], first.tails()
-        (said,) = [line for line in first.agent(0).output().splitlines() if "finished with" in line]
+        (line_with_result,) = [line for line in first.agent(0).output().splitlines() if "finished with" in line]
     torch.manual_seed(7)
     weight = torch.zeros(10)
     for _ in range(10):
         weight += torch.rand(10)
-    assert json.loads(said.partition("finished with ")[2]) == weight.tolist()
+    assert json.loads(line_with_result.partition("finished with ")[2]) == weight.tolist()
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_killed_job_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts the run again, with the directory that it had, is told in one line each that the dead one's two
-    directories are taken over, and goes on from what was saved. A run of another name has to ask for that."""
+def test_directories_of_a_killed_job_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new launch with the same run directory takes over both directories of the dead job, with one line each, and
+    resumes from its checkpoint. A run with another name must request that explicitly."""
     with _cluster(tmp_path, "6", "5") as first:
         first.wait_for("waits", PATIENCE_S)
         first.agent(0).kill()
@@ -125,31 +125,31 @@ def test_a_killed_job_is_followed_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert "loaded iteration 4" in output
     assert "finished with" in output
     monkeypatch.chdir(tmp_path)
-    again = (str(_script(tmp_path)), str(tmp_path), "6", "-1")
-    code, output = _run("--rdzv-id=other", *again)
+    arguments = (str(_script(tmp_path)), str(tmp_path), "6", "-1")
+    code, output = _run("--rdzv-id=other", *arguments)
     assert code == ExitReason.NO_PROGRESS, output
     assert (
         f"{tmp_path}/ckpt holds what the run with directory {tmp_path}/run saved; this is the run with id other; "
         in (output)
     )
     assert "set checkpoint.resume_from_other_run = true (--resume-from-other-run), else" in output
-    code, output = _run("--rdzv-id=other", "--resume-from-other-run", *again)
+    code, output = _run("--rdzv-id=other", "--resume-from-other-run", *arguments)
     assert code == 0, output
     assert "training resumes from there, since resume_from_other_run is on" in output
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_killed_job_is_followed_at_once_under_its_id(tmp_path: Path) -> None:
-    """Started again with the command that it had, id included, a run whose agent and ranks were killed goes on from
-    what was saved."""
+def test_killed_job_resumes_under_the_same_run_id(tmp_path: Path) -> None:
+    """A run whose agent and ranks were killed resumes from its checkpoint when the same command, run id included, is
+    given again."""
     with _cluster(tmp_path, "6", "5") as first:
         first.wait_for("waits", PATIENCE_S)
         first.agent(0).kill()
         first.assert_no_orphans(PATIENCE_S)
     (tmp_path / "go").touch()
-    named = (f"--rdzv-id={first.run_id}", f"--run-dir={tmp_path}/run")
-    code, output = _run(*named, str(_script(tmp_path)), str(tmp_path), "6", "-1")
+    run_options = (f"--rdzv-id={first.run_id}", f"--run-dir={tmp_path}/run")
+    code, output = _run(*run_options, str(_script(tmp_path)), str(tmp_path), "6", "-1")
     assert code == 0, output
     assert f"{tmp_path}/ckpt is taken over from run" in output
     assert "loaded iteration 4" in output
@@ -157,9 +157,9 @@ def test_a_killed_job_is_followed_at_once_under_its_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_whose_run_directory_was_taken_over_ends(tmp_path: Path) -> None:
-    """As one that was stopped finds when it wakes up: its workers end, it writes nothing more of what its next job
-    would read, and its last line names the other job. No queue starts it again."""
+def test_job_ends_when_its_run_directory_is_taken_over(tmp_path: Path) -> None:
+    """A job that finds its directory taken over, as after a stop, ends its workers, writes no file that the next job
+    would read, and its last line identifies the other job. The exit code prevents a requeue."""
     script = tmp_path / "train.py"
     script.write_text("import time\nprint('trains now', flush=True)\ntime.sleep(1000)\n")
     with Cluster(script, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as job:
@@ -186,9 +186,8 @@ def _owner(*options: str) -> Iterator[Lease]:
         owner.release()
 
 
-def test_a_refused_second_start_leaves_the_journal_alone(tmp_path: Path) -> None:
-    """The same command again on a node whose agent trains: the second agent exits with 2 and writes nothing to the
-    run's journal, which still shows the first one at work."""
+def test_rejected_second_agent_does_not_write_the_journal(tmp_path: Path) -> None:
+    """A second agent with the name of a live one exits with 2 and writes no event to the run's journal."""
     script = tmp_path / "train.py"
     script.write_text(
         "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
@@ -205,9 +204,9 @@ def test_a_refused_second_start_leaves_the_journal_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_an_agent_that_arrives_after_its_job_starts_no_other(tmp_path: Path) -> None:
-    """An agent that was still starting when the job of its run ended exits with that job's code: the script, which has
-    no session, does not run a second time."""
+def test_late_agent_of_a_finished_job_runs_no_script(tmp_path: Path) -> None:
+    """An agent that was still starting when the job of its run ended exits with that job's code: the script, which
+    has no session, does not run again."""
     script, runs = tmp_path / "train.py", tmp_path / "runs"
     script.write_text("import sys\nopen(sys.argv[1], 'a').write('run\\n')\n")
     options = {"num_nodes": 1, "num_spares": 1, "num_started": 0, "nproc_per_node": 1}
@@ -216,7 +215,7 @@ def test_an_agent_that_arrives_after_its_job_starts_no_other(tmp_path: Path) -> 
         with socket.create_server((host, int(port))) as listener:
             listener.settimeout(PATIENCE_S)
             late = cluster.add_node("late")
-            connection, _ = listener.accept()  # it looks who is there, and waits for an answer
+            connection, _ = listener.accept()  # the agent probes the endpoint and waits for the response
             os.kill(late.pid, signal.SIGSTOP)
             connection.close()
         assert cluster.add_node("first").wait(timeout_s=PATIENCE_S) == 0
@@ -227,9 +226,9 @@ def test_an_agent_that_arrives_after_its_job_starts_no_other(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_removed_run_directory_is_reported(tmp_path: Path) -> None:
-    """The run directory is emptied while a run uses it: the agent reports it, `outlast status` names the run, training
-    continues, and what happens later is recorded in a new journal."""
+def test_removed_run_directory_is_reported(tmp_path: Path) -> None:
+    """If the run directory is emptied during a run, the agent reports it, `outlast status` identifies the run,
+    training continues, and later events are recorded in a new journal."""
     script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(
         "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.02)\n"
@@ -246,8 +245,8 @@ def test_a_removed_run_directory_is_reported(tmp_path: Path) -> None:
         assert EventKind.JOB_ENDED in {event.kind for event in cluster.events()}
 
 
-def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -> None:
-    """Its run directory is empty again, and the next job takes it without a word."""
+def test_job_rejected_before_its_start_leaves_no_files(tmp_path: Path) -> None:
+    """After the withdrawal the run directory is empty, and the next job can take it."""
     options = parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))])
     owner = own_run_directory(options, Mailbox[object]())
     assert FolderRecords(tmp_path / "run").numbers() == [1]
@@ -256,8 +255,9 @@ def test_a_job_that_is_refused_before_it_began_leaves_no_trace(tmp_path: Path) -
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_link_or_a_file_in_place_of_a_folder_is_refused_before_the_job(tmp_path: Path) -> None:
-    """A journal that is a pipe, a file or a link to another folder ends the start with one line that names it."""
+def test_file_or_link_in_place_of_a_folder_is_rejected(tmp_path: Path) -> None:
+    """A pipe, a file or a link in place of the journal folder is rejected before the job starts, in one line with
+    its path."""
     options = parse_options([f"--run-dir={tmp_path}/run", str(_script(tmp_path))])
     for make, kind in (
         (os.mkfifo, "a file"),
@@ -274,8 +274,8 @@ def test_a_link_or_a_file_in_place_of_a_folder_is_refused_before_the_job(tmp_pat
 
 
 def test_agents_of_one_job_share_its_run_directory(tmp_path: Path) -> None:
-    """They meet at the same endpoint under the same id; another id is another job. The one that comes to host the
-    coordinator speaks for the job from then on, also after the first, and who has handed over goes on."""
+    """Agents with the same endpoint and run id belong to one job; another id is another job. The agent that becomes
+    host of the coordinator takes the lease over from the previous one, which continues."""
     script, run_dir = str(_script(tmp_path)), f"--run-dir={tmp_path}/run"
     common = ("--nnodes=2", "--rdzv-endpoint=10.0.0.1:29400", run_dir)
     with (
@@ -295,9 +295,9 @@ def test_agents_of_one_job_share_its_run_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_lease_stays_with_the_job_when_its_coordinator_is_lost(tmp_path: Path) -> None:
-    """The agent that hosts the coordinator is killed; the one that takes over as host leads the run directory, too,
-    and a stranger is refused all the while."""
+def test_job_keeps_its_lease_when_the_coordinator_is_lost(tmp_path: Path) -> None:
+    """After the host of the coordinator is killed, the new host holds the lease of the run directory, and another
+    job is still rejected."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, time\nprint('trains now', flush=True)\n"
@@ -311,7 +311,7 @@ def test_the_lease_stays_with_the_job_when_its_coordinator_is_lost(tmp_path: Pat
         records = FolderRecords(tmp_path / "run")
         os.kill(host.pid, signal.SIGKILL)
         job.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.node == other.name, PATIENCE_S)
-        until_s = time.monotonic() + PATIENCE_S  # it may have trained all the while, and lead only now
+        until_s = time.monotonic() + PATIENCE_S  # it may have trained since before it leads
         while (owner := decode_owner(records.read(max(records.numbers())))) is None or owner.process.pid != other.pid:
             assert time.monotonic() < until_s, owner
             time.sleep(0.05)

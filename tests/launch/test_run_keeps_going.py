@@ -1,4 +1,4 @@
-"""`outlast run` on real processes: what a fault costs, when it ends, and with which exit code."""
+"""`outlast run` on real processes: recovery from faults, the end of a job, and its exit code."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def started_cycles(cluster: Cluster) -> set[int | None]:
     return {event.cycle for event in cluster.events() if event.kind == EventKind.CYCLE_STARTED}
 
 
-def test_crash_before_every_save_stops_with_93(tmp_path: Path) -> None:
-    """A script that reports its saves and crashes before the next one gets 3 cycles, then exit code 93."""
+def test_crash_before_every_save_ends_with_93(tmp_path: Path) -> None:
+    """A script that reports its saves and crashes before each save gets 3 cycles, then the run exits with 93."""
     script = write(tmp_path, SESSION_LIKE)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
         assert cluster.wait(timeout_s=300) == [ExitReason.NO_PROGRESS]
@@ -113,9 +113,9 @@ sys.exit(75)
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_the_node_that_received_the_signal_is_named(tmp_path: Path) -> None:
-    """SIGTERM to one agent ends the job on all nodes: the agent whose workers end first does not count as the one that
-    was shut down, and the last line of each other node names the right one."""
+def test_node_that_received_the_signal_is_identified(tmp_path: Path) -> None:
+    """SIGTERM to one agent ends the job on all nodes. The last line of each other node identifies the node that
+    received it, not the one whose workers ended first."""
     script = write(tmp_path, FOLLOWS_ITS_PEERS)
     args, run = (str(tmp_path / "leave"), "node-1"), tmp_path / "run"
     with Cluster(script, *args, run_dir=run, num_nodes=2, num_spares=1, nproc_per_node=1, num_started=2) as cluster:
@@ -142,8 +142,9 @@ sys.exit(main())
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.cold
-def test_an_agent_of_another_version_is_refused(tmp_path: Path) -> None:
-    """An agent with another version of the package does not join: one line names both versions, and exit code 2."""
+def test_agent_of_another_version_is_rejected(tmp_path: Path) -> None:
+    """An agent with another version of the package does not join: it prints one line with both versions and exits
+    with 2."""
     script = write(tmp_path, UNTIL_TOLD)
     done, run = tmp_path / "done", tmp_path / "run"
     with Cluster(script, str(done), run_dir=run, num_spares=1, num_nodes=1, num_started=1, nproc_per_node=1) as cluster:
@@ -175,7 +176,7 @@ monitor.finish()
 
 
 @pytest.mark.slow
-def test_a_spare_replaces_the_node_of_every_failure_with_default_budgets(tmp_path: Path) -> None:
+def test_spare_replaces_a_failing_node_with_default_budgets(tmp_path: Path) -> None:
     """A node on which the script cannot run is excluded while the default budgets still allow a restart: the spare
     takes its slot, and the run finishes."""
     script = write(tmp_path, FAILS_ON_ONE_NODE)
@@ -193,8 +194,8 @@ def test_a_spare_replaces_the_node_of_every_failure_with_default_budgets(tmp_pat
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
-    """Five crashes with a new durable checkpoint before each are no reason to stop, with --max-restarts=1."""
+def test_crash_after_every_save_does_not_end_the_run(tmp_path: Path) -> None:
+    """Five crashes with a new durable checkpoint before each do not end the run, even with --max-restarts=1."""
     script = write(tmp_path, SESSION_LIKE)
     options = ["--max-restarts=1"]
     with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
@@ -204,8 +205,8 @@ def test_crash_after_every_save_goes_on_to_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_total_budget_bounds_even_progress(tmp_path: Path) -> None:
-    """--max-restarts-total ends a run that does get further, with exit code 1: trying again can help."""
+def test_total_budget_ends_a_run_that_makes_progress(tmp_path: Path) -> None:
+    """--max-restarts-total ends a run that makes progress with exit code 1, since another try can help."""
     script = write(tmp_path, SESSION_LIKE)
     options = ["--max-restarts-total=2"]
     with Cluster(script, "saves", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
@@ -236,10 +237,10 @@ torch.save(result, f"{folder}-{run.global_rank}.pt")
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_finished_run_trains_on_if_it_is_given_more_iterations(tmp_path: Path) -> None:
-    """Two ranks train to 20; launched again with the same --run-dir, they end at once with 0 and one line that says how
-    to train on; with a total of 40 they train on, to weights and optimizer states that are bit-identical with those of
-    an undisturbed run. The account and the status are those of one run."""
+def test_finished_run_resumes_with_more_iterations(tmp_path: Path) -> None:
+    """Two ranks train to 20. A relaunch with the same --run-dir exits at once with 0 and one line on how to train
+    further; with a total of 40, weights and optimizer states are bit-identical to those of an undisturbed run.
+    Goodput and status cover one run."""
     script = write(tmp_path, TOTAL)
 
     def train(name: str, total: int) -> list[str]:
@@ -273,27 +274,28 @@ def test_a_finished_run_trains_on_if_it_is_given_more_iterations(tmp_path: Path)
     assert json.loads(report.stdout)["reason"] == "the run is finished", report.stdout
 
 
-def test_the_account_begins_with_the_agent(tmp_path: Path) -> None:
-    """Imports and checks come before the journal's first event; the report's time holds them, as the last line's."""
+def test_goodput_report_begins_with_the_agent(tmp_path: Path) -> None:
+    """Imports and checks come before the journal's first event; the wall time of the report and of the last line
+    includes them."""
     with Cluster(write(tmp_path, ""), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
         assert cluster.wait(timeout_s=300) == [0]
         (began,) = [event for event in cluster.events() if event.kind == EventKind.JOB_STARTED]
         assert began.data["start_up_s"] > 0
         ledger = Ledger.read(tmp_path / "run")
         assert ledger.began_wall_ns / 1e9 <= began.wall_ns / 1e9 - began.data["start_up_s"] + 0.01
-        assert ledger.partition["start_up"] > 0  # the rest until the event is the rendezvous, which begins before it
-        (told,) = re.findall(r"job over after ([\d.]+) s", cluster.agent(0).output())
-        assert began.data["start_up_s"] < ledger.wall_s <= float(told) + 0.1
+        assert ledger.partition["start_up"] > 0  # until the event: the rendezvous, which begins earlier
+        (printed,) = re.findall(r"job over after ([\d.]+) s", cluster.agent(0).output())
+        assert began.data["start_up_s"] < ledger.wall_s <= float(printed) + 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["sleeps", "holds the GIL", pytest.param("is stopped", marks=pytest.mark.campaign)])
-def test_hang_names_the_one_root_cause(how: str, tmp_path: Path) -> None:
-    """Of 4 ranks that all exceed the timeout the one that the others wait for is named, with its section, its
-    iteration and the line it hangs on; its stacks are kept; the next cycle runs to its end."""
+@pytest.mark.parametrize("mode", ["sleeps", "holds the GIL", pytest.param("is stopped", marks=pytest.mark.campaign)])
+def test_root_cause_of_a_hang_is_identified(mode: str, tmp_path: Path) -> None:
+    """Of 4 ranks that all exceed the timeout, the one that the others wait for is identified, with its section, its
+    iteration and the line where it hangs; its stacks are kept, and the next cycle finishes."""
     script = write(tmp_path, HANGING)
     options = ["--ft-rank-section-timeouts=step:5"]
-    with Cluster(script, how, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
+    with Cluster(script, mode, run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=2, options=options) as cluster:
         assert cluster.wait(timeout_s=300) == [0, 0]
         first = decisions(cluster)[0]
         incident = first["incident"]
@@ -308,9 +310,9 @@ def test_hang_names_the_one_root_cause(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
-    """When the agent that hosts the coordinator is killed, another one takes over, the spare takes its ranks, the
-    other node keeps its own, and the budget remembers what was used."""
+def test_lost_coordinator_host_is_replaced(tmp_path: Path) -> None:
+    """After the agent that hosts the coordinator is killed, another one takes over, the spare takes its ranks, the
+    other node keeps its own, and the restart still counts against the budget."""
     leave = tmp_path / "leave"
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(
@@ -342,7 +344,7 @@ def test_lost_control_store_host_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dead_fork_server_is_replaced(tmp_path: Path) -> None:
-    """When the process that starts workers is killed, its workers die with it and a new one starts the next cycle."""
+    """If the fork server is killed, its workers die with it and a new one starts the next cycle."""
     leave = tmp_path / "leave"
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(script, str(leave), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
@@ -359,8 +361,9 @@ def test_dead_fork_server_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_a_plain_script_with_the_signals_code(number: signal.Signals, tmp_path: Path) -> None:
-    """A script that saves nothing ends at the first signal; the exit code says which; nobody is left."""
+def test_signal_ends_a_plain_script_with_its_exit_code(number: signal.Signals, tmp_path: Path) -> None:
+    """A script that saves nothing ends at the first signal; the exit code is that of the signal, and no process is
+    left."""
     script = write(tmp_path, UNTIL_TOLD)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1) as cluster:
         cluster.wait_for("rank 0 runs", timeout_s=300)
@@ -372,8 +375,9 @@ def test_signal_ends_a_plain_script_with_the_signals_code(number: signal.Signals
 
 
 @pytest.mark.slow
-def test_signal_that_is_not_to_be_handled_ends_the_job_at_once(tmp_path: Path) -> None:
-    """Ctrl-C where `--signals-to-handle` names SIGTERM alone: the line tells it from one before the training."""
+def test_unhandled_signal_ends_the_job_at_once(tmp_path: Path) -> None:
+    """After Ctrl-C with `--signals-to-handle=SIGTERM`, the line on the end differs from the one for a signal before
+    the training."""
     script, options = write(tmp_path, UNTIL_TOLD), ["--signals-to-handle=SIGTERM"]
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options) as cluster:
         cluster.wait_for("rank 0 runs", timeout_s=300)
@@ -385,8 +389,9 @@ def test_signal_that_is_not_to_be_handled_ends_the_job_at_once(tmp_path: Path) -
     assert "before the training began" not in output
 
 
-def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None:
-    """A worker that ignores the notice is killed at the second signal, long before the grace is over."""
+def test_second_signal_kills_slow_workers(tmp_path: Path) -> None:
+    """A worker that ignores the preemption notice is killed at the second signal, long before the grace period is
+    over."""
     code = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('noticed', flush=True))\n" + UNTIL_TOLD
     script = write(tmp_path, code)
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1) as cluster:
@@ -397,8 +402,9 @@ def test_second_signal_ends_workers_that_take_their_time(tmp_path: Path) -> None
         assert cluster.wait(timeout_s=300) == [128 + signal.SIGTERM]
 
 
-def test_second_signal_leaves_what_was_saved_before(tmp_path: Path) -> None:
-    """Workers that are killed at the second signal had saved before: the run is one to go on with, which 75 says."""
+def test_second_signal_keeps_an_earlier_checkpoint(tmp_path: Path) -> None:
+    """If workers that are killed at the second signal have saved before, the exit code is 75: the run can be
+    resumed."""
     code = """
 import sys, time
 import torch
@@ -427,9 +433,9 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
         assert "shutdown requested; a saved checkpoint exists" in cluster.agent(0).output()
 
 
-def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
-    """A notice that comes while the first workers are still being prepared ends the job, long before the grace is over:
-    nobody would tell them any more."""
+def test_signal_before_the_workers_run_ends_the_job(tmp_path: Path) -> None:
+    """A signal during the preparation of the first workers ends the job long before the grace period is over, since
+    the workers would not receive a preemption notice later."""
     script = write(tmp_path, UNTIL_TOLD)
     options = ["--log-level=debug"]
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2, options=options) as cluster:
@@ -440,8 +446,9 @@ def test_notice_before_the_workers_run_starts_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_is_left_alone_by_a_notice_is_ended(tmp_path: Path) -> None:
-    """A rank that ended without having saved leaves the others nothing to wait for: they do not get the whole grace."""
+def test_remaining_ranks_end_after_an_exit_without_a_save(tmp_path: Path) -> None:
+    """After a rank exited without having saved, the others cannot complete a save: they do not get the whole grace
+    period."""
     code = """
 import os, signal
 if os.environ["RANK"] == "0":
@@ -459,8 +466,8 @@ if os.environ["RANK"] == "0":
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.cold
-def test_programs_and_modules_and_fresh_interpreters_run_too(tmp_path: Path) -> None:
-    """What is no Python script, --module and --no-warm-start get the same environment and restarts."""
+def test_programs_modules_and_new_interpreters_run(tmp_path: Path) -> None:
+    """Programs that are not Python scripts, --module and --no-warm-start get the same environment and restarts."""
     program = tmp_path / "train.sh"
     program.write_text("#!/bin/sh\necho program rank $RANK cycle $OUTLAST_CYCLE\n[ $OUTLAST_CYCLE = 1 ]\n")
     program.chmod(0o755)
@@ -476,7 +483,7 @@ def test_programs_and_modules_and_fresh_interpreters_run_too(tmp_path: Path) -> 
         assert "False" in cluster.agent(0).output()
 
 
-def test_output_goes_where_torchrun_puts_it(tmp_path: Path) -> None:
+def test_output_files_match_torchrun(tmp_path: Path) -> None:
     """--redirects writes files per attempt and rank, --tee also prints with torch's prefix."""
     script = write(tmp_path, "import sys; print('to stdout'); print('to stderr', file=sys.stderr)")
     options = ["--redirects=2", "--tee=1", f"--log-dir={tmp_path / 'logs'}"]
@@ -490,9 +497,9 @@ def test_output_goes_where_torchrun_puts_it(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.slow
-def test_stopped_coordinator_is_waited_for_and_then_given_up_on(tmp_path: Path) -> None:
-    """A host that is stopped, not dead, answers nothing: a node whose cycle ended waits its bounded time and then
-    ends with the reason, instead of waiting for ever."""
+def test_wait_for_a_stopped_coordinator_is_bounded(tmp_path: Path) -> None:
+    """A stopped host does not respond: a node whose cycle ended waits its bounded time and then exits with the
+    reason."""
     script = write(tmp_path, UNTIL_TOLD)
     options = ["--rdzv-conf=join_timeout=5"]  # also for lining up, on a busy machine
     with Cluster(script, "never", run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1, options=options) as cluster:

@@ -1,4 +1,5 @@
-"""`outlast run`'s options: torchrun's, ours, and one clear line for each mistake before anything starts."""
+"""The options of `outlast run`: torchrun's, those of outlast, and one clear line for each mistake before anything
+starts."""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "train.py"
 
 
-def test_every_option_of_torchrun_is_there() -> None:
-    """The installed torchrun's options are all accepted, in each of its spellings and with its defaults, but for those
-    that depend on other options here."""
+def test_every_option_of_torchrun_is_accepted() -> None:
+    """All options of the installed torchrun are accepted, in each spelling and with the same defaults, except for
+    defaults that depend on other options here."""
     from torch.distributed.run import get_args_parser
 
     actions = [action for action in get_args_parser()._actions if action.option_strings]
-    ours = names_of(RunParser().options)
+    options_of_outlast = names_of(RunParser().options)
     for action in actions:
         for name in action.option_strings:
-            (option,) = find_options(ours, name)
+            (option,) = find_options(options_of_outlast, name)
             assert option.name == action.dest
     assert {option.name for option in list_torchrun_options()} | {"help"} == {action.dest for action in actions}
     args = parse_command(["train.py"]).args
@@ -48,10 +49,11 @@ def test_every_option_of_torchrun_is_there() -> None:
             assert getattr(args, action.dest) == action.default
 
 
-def test_option_that_prints_completion_is_made_without_torch(
+def test_completion_option_of_newer_torch_is_rejected(
     tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parser of torch 2.15, which prints torchrun's completion, is made from its text; that option is refused."""
+    """The parser of torch 2.15, which has an option that prints torchrun's completion, is built from its source
+    text; that option is rejected with the equivalent command."""
     (tmp_path / "distributed").mkdir()
     torch = run_parser._torch()
     text = (torch / "distributed" / "run.py").read_text()
@@ -77,8 +79,8 @@ def test_option_that_prints_completion_is_made_without_torch(
 
 
 @pytest.mark.cold
-def test_parsing_imports_no_torch(script: str) -> None:
-    """A mistyped option is answered without the second that torch's import takes, and without what else is slow."""
+def test_parsing_does_not_import_torch(script: str) -> None:
+    """Options are parsed without the import of torch, which takes a second, or of other slow modules."""
     code = (
         "import sys; import outlast.cli.run; from outlast.launch.options import parse_options; "
         f"parse_options(['{script}']); print(*{{'torch', 'numpy', 'rich', 'fsspec', 'asyncio'}} & set(sys.modules))"
@@ -87,8 +89,8 @@ def test_parsing_imports_no_torch(script: str) -> None:
     assert done.stdout.split() == []
 
 
-def test_reference_launch_line_is_understood(script: str) -> None:
-    """The launch line that users of the reference know works as it is."""
+def test_ft_launcher_command_line_is_accepted(script: str) -> None:
+    """A command line of NVRx's ft_launcher works unchanged."""
     options = parse_options(
         [
             "--rdzv_backend=c10d",
@@ -109,7 +111,7 @@ def test_reference_launch_line_is_understood(script: str) -> None:
 
 
 def test_defaults(script: str) -> None:
-    """One node, fault tolerance on, three restarts, a run directory of its own."""
+    """The defaults are one node, fault tolerance on, three restarts, and a new run directory."""
     options = parse_options([script])
     assert options.endpoints == "localhost:0"
     assert options.fault_tolerance.enable_ft_package
@@ -147,8 +149,8 @@ def test_defaults(script: str) -> None:
         ([], "there is no script to run", "train.py"),
     ],
 )
-def test_mistakes_name_the_fault_and_the_remedy(argv: list[str], fault: str, remedy: str, script: str) -> None:
-    """Bad input is one line that names what is wrong and what to do."""
+def test_mistakes_are_reported_with_fault_and_remedy(argv: list[str], fault: str, remedy: str, script: str) -> None:
+    """Bad input is reported in one line with the fault and what to do."""
     with pytest.raises(ConfigError) as caught:
         parse_options(argv)
     assert fault in str(caught.value)
@@ -157,8 +159,8 @@ def test_mistakes_name_the_fault_and_the_remedy(argv: list[str], fault: str, rem
 
 
 @pytest.mark.process
-def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
-    """The command prints the one line, exits with 2 and leaves no run directory behind."""
+def test_bad_input_exits_with_2_and_starts_nothing(script: str) -> None:
+    """The command prints one line, exits with 2 and leaves no run directory behind."""
     code = "import sys; from outlast.cli.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "run", "--nnodes=0", script],
@@ -174,7 +176,7 @@ def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "built_for", "files", "environment", "why"),
+    ("argv", "built_for", "files", "environment", "reason"),
     [
         ("--nproc-per-node=gpu", set(), [], {}, "built without CUDA and ROCm"),
         ("--nproc-per-node=gpu", {"cuda"}, [], {}, "there is no NVIDIA driver"),
@@ -183,7 +185,7 @@ def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
         ("--nproc-per-node=xpu", {"cuda"}, ["/dev/nvidiactl"], {}, "not built for Intel GPUs"),
         ("--nproc-per-node=xpu", {"xpu"}, [], {}, "there is no Intel GPU"),
         ("--numa-binding=node", set(), [], {}, "--numa-binding=node needs GPUs"),
-        # it may be there: torch is asked
+        # a device may exist: torch decides later
         ("--nproc-per-node=gpu", {"cuda"}, ["/dev/nvidiactl"], {}, None),
         ("--nproc-per-node=gpu", {"cuda"}, ["/dev/dxg"], {}, None),
         ("--nproc-per-node=gpu", {"cuda"}, ["libcuda.so.1"], {}, None),
@@ -193,16 +195,16 @@ def test_bad_input_ends_with_2_and_starts_nothing(script: str) -> None:
         ("--nproc-per-node=auto", set(), [], {}, None),
     ],
 )
-def test_devices_that_are_certainly_not_there_are_refused_at_once(
+def test_missing_devices_are_rejected_at_once(
     argv: str,
     built_for: set[str] | None,
     files: list[str],
     environment: dict[str, str],
-    why: str | None,
+    reason: str | None,
     script: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """GPUs need a torch that is built for them, a driver, and a device in sight; what is not certain passes."""
+    """GPUs need a torch that is built for them, a driver, and a visible device; uncertain cases are accepted."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -211,16 +213,16 @@ def test_devices_that_are_certainly_not_there_are_refused_at_once(
     monkeypatch.setattr(device, "_has_driver", lambda: "libcuda.so.1" in files)
     if "--numa-binding" in argv and "--numa-binding" not in names_of(list_torchrun_options()):
         pytest.skip("this torch has no --numa-binding")
-    if why is None:
+    if reason is None:
         assert parse_options([argv, script])
         return
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=reason):
         parse_options([argv, script])
     assert os.listdir() == [script]
 
 
-def test_what_torch_is_built_for_is_read_from_its_files() -> None:
-    """The installed torch's version file says whether it computes on GPUs, as torch itself does."""
+def test_device_support_is_read_from_torchs_version_file() -> None:
+    """The version file of the installed torch lists the device types that torch supports."""
     import torch
 
     assert device._torch_built_for() == {
@@ -228,16 +230,16 @@ def test_what_torch_is_built_for_is_read_from_its_files() -> None:
     }
 
 
-def test_handlers_of_torchs_events_are_known() -> None:
-    """The names that torch's table of handlers has are read from it without importing it."""
+def test_event_handlers_of_torch_are_found() -> None:
+    """The names in torch's table of event handlers are read without an import of torch."""
     from torch.distributed.elastic.events.handlers import _log_handlers
 
     assert find_event_handlers() == _log_handlers.keys()
 
 
 @pytest.mark.process
-def test_recovery_policy_file_that_cannot_be_read_is_refused(script: str) -> None:
-    """A ladder.json that is none is named before anything starts, not taken for an empty one."""
+def test_unreadable_recovery_policy_file_is_rejected(script: str) -> None:
+    """An invalid ladder.json is reported before anything starts, and not treated as empty."""
     os.mkdir("run")
     Path("run", "ladder.json").write_text("{}x")
     code = "import sys; from outlast.cli.main import main; sys.exit(main())"

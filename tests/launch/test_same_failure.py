@@ -1,4 +1,5 @@
-"""A failure that follows the load of the same copy each time is answered by another tier before the run stops."""
+"""A failure that recurs after each load of the same checkpoint leads to a load from another tier before the run
+stops."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ def _run(tmp_path: Path, kind: str) -> tuple[list[int], str, Cluster]:
         return cluster.wait(timeout_s=500), "".join(agent.output() for agent in cluster.agents), cluster
 
 
-def test_the_last_restart_loads_the_next_tier(tmp_path: Path) -> None:
-    """The near copy of iteration 15 makes every cycle fail at 17. The last restart of the budget loads iteration 10
-    from the global tier, and the run ends as if that copy had never been."""
+def test_last_restart_loads_from_the_next_tier(tmp_path: Path) -> None:
+    """The node-local copy of iteration 15 makes every cycle fail at 17. The last restart of the budget loads
+    iteration 10 from the global tier, and the run finishes with the right state."""
     codes, output, cluster = _run(tmp_path, "heals")
     assert codes == [0], output
     assert output.count("ends with 20.0") == 2
@@ -62,8 +63,8 @@ def test_the_last_restart_loads_the_next_tier(tmp_path: Path) -> None:
     assert (excluded.evidence["generation"], excluded.iteration) == (15, 17)
 
 
-def test_a_failure_of_the_script_stops_the_run_as_before(tmp_path: Path) -> None:
-    """Where the other copy leads to the same exception, the run stops with 93 after as many restarts as are allowed."""
+def test_failure_independent_of_the_tier_ends_with_93(tmp_path: Path) -> None:
+    """If the other copy leads to the same exception, the run stops with 93 after the allowed number of restarts."""
     codes, output, _ = _run(tmp_path, "stays")
     assert codes == [93], output
     assert "IndexError: index 7 is out of range" in output

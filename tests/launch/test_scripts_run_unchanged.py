@@ -1,5 +1,5 @@
-"""A script that runs under torchrun runs under `outlast run` unchanged: the same scripts under both, and what they
-print, write and return is compared."""
+"""A script that runs under torchrun runs under `outlast run` unchanged: output, files and exit codes of the same
+scripts under both are compared."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LAUNCHERS = {
     "outlast": ["-c", "import sys; from outlast.cli.main import main; sys.exit(main())", "run", "--no-health-check"],
 }
 SHADOWS = ("torch", "numpy")
-"""What lies in the working directory under names that only the script's own folder may shadow."""
+"""Packages in the working directory with names that only the script's own folder may shadow."""
 
 
 @dataclass
 class Run:
-    """What is left of a run of a launcher."""
+    """The results of a run under one launcher."""
 
     exit_code: int
     stdout: bytes
@@ -39,7 +39,7 @@ class Run:
     run_dir: Path
 
     def log(self, attempt: int, rank: int, stream: str) -> str:
-        """Return what a rank printed, without addresses of objects."""
+        """Return the output of a rank, without addresses of objects."""
         (path,) = self.logs.glob(f"*/attempt_{attempt}/{rank}/{stream}.log")
         text = path.read_bytes().decode(errors="surrogateescape")
         return re.sub(r"\b0x[0-9a-f]{8,}", "0x", text)
@@ -47,8 +47,8 @@ class Run:
 
 def launch(launcher: str, tmp_path: Path, script: list[str], *, nproc: int = 1, options: tuple[str, ...] = ()) -> Run:
     """Run a script in the working directory ``tmp_path / "cwd"`` to the end."""
-    own = tmp_path / launcher
-    out, logs, run_dir = own / "out", own / "logs", own / "run"
+    folder_of_launcher = tmp_path / launcher
+    out, logs, run_dir = folder_of_launcher / "out", folder_of_launcher / "logs", folder_of_launcher / "run"
     out.mkdir(parents=True)
     command = [sys.executable, "-P", *LAUNCHERS[launcher], f"--nproc-per-node={nproc}", *options]
     if launcher == "outlast":
@@ -74,7 +74,7 @@ def working_directory(tmp_path: Path, *shadows: str) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return what was written; an archive's time of writing aside."""
+    """Return the written files by name, without the timestamp of an archive."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for name, data in found.items():
         if name.endswith(".gz"):
@@ -84,9 +84,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.extended
 def test_scripts_print_and_write_the_same(tmp_path: Path) -> None:
-    """Start, annotations, files left open, children of all kinds, loaders, coroutines, progress bars, much output,
-    signals, a process that is replaced, threads and imports: all as under torchrun; only what has to differ from
-    process to process does, and that always."""
+    """Start, annotations, open files, child processes, data loaders, coroutines, progress bars, long output,
+    signals, exec, threads and imports behave as under torchrun; only values that must differ between processes
+    differ, and always."""
     cwd = working_directory(tmp_path, *SHADOWS)
     script = os.path.relpath(SCRIPTS / "cases.py", cwd)
     text = (SCRIPTS / "cases.py").read_text()
@@ -104,15 +104,15 @@ def test_scripts_print_and_write_the_same(tmp_path: Path) -> None:
             expected, got = (run.log(0, rank, stream) for run in runs)
             assert got == expected, f"{stream} of {name}"
     assert files(ours.out) == files(theirs.out)
-    drawn = [json.loads(path.read_text()) for run in runs for path in sorted(run.out.glob("*/drawn"))]
-    assert len(drawn) == 4
-    for values in zip(*drawn, strict=True):
+    random_values = [json.loads(path.read_text()) for run in runs for path in sorted(run.out.glob("*/drawn"))]
+    assert len(random_values) == 4
+    for values in zip(*random_values, strict=True):
         assert len({str(value) for value in values}) == 4, values
 
 
 def test_scripts_end_the_same(tmp_path: Path) -> None:
-    """Exit codes, signals, tracebacks, hooks, exit handlers and the last bytes of files: start after start, each
-    ends as under torchrun."""
+    """Exit codes, signals, tracebacks, hooks, exit handlers and the last bytes of files are those of torchrun, for
+    each start in turn."""
     working_directory(tmp_path)
     text = (SCRIPTS / "endings.py").read_text()
     names = re.findall(r"^    (\w+),$", text[text.index("ENDINGS = [") :], re.MULTILINE)
@@ -131,7 +131,7 @@ def test_scripts_end_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_modules_run_the_same(tmp_path: Path) -> None:
-    """`-m` finds a package in the working directory, its spawned children too; its traceback and 10 MB of output
+    """`-m` finds a package in the working directory, also in spawned children; its traceback and 10 MB of output
     through a pipe are those of torchrun."""
     cwd = working_directory(tmp_path)
     (cwd / "package").symlink_to(SCRIPTS / "package")

@@ -1,4 +1,4 @@
-"""A script without a session: what it does is reported as unknown, and its own error is not repeated for nothing."""
+"""A script without a session: its state is reported as unknown, and the same error of the script is not repeated."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ labels["dog"]
 
 
 def time_of(text: str, output: str) -> float:
-    """Return when the first line with a text was logged, in seconds of the day."""
+    """Return the time of the first log line with ``text``, in seconds of the day."""
     line = next(line for line in output.splitlines() if text in line)
-    at = datetime.strptime(line.split()[0], "%H:%M:%S.%f")
-    return at.hour * 3600 + at.minute * 60 + at.second
+    moment = datetime.strptime(line.split()[0], "%H:%M:%S.%f")
+    return moment.hour * 3600 + moment.minute * 60 + moment.second
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_script_without_a_session_is_reported_as_it_is(tmp_path: Path) -> None:
-    """The protection line comes soon after the start and claims nothing; the first restart has a line on whose
-    checkpoint counts; the same error at the same place ends the job with 93 after one restart of three; and the last
-    line does not say how many iterations were lost."""
+def test_script_without_a_session_is_reported(tmp_path: Path) -> None:
+    """The protection line is logged soon after the start and reports unknown protection; the first restart explains
+    that the script loads its own checkpoint; the same error at the same place ends the job with 93 after one restart
+    of three; lost iterations are reported as unknown."""
     script = tmp_path / "train.py"
     script.write_text(FAILS)
     with Cluster(

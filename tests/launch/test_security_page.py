@@ -1,4 +1,5 @@
-"""docs/security.md is true: its tables have every socket at which a real job listens, and every file that it writes."""
+"""docs/security.md is complete: its tables have every socket at which a real job listens, and every file that it
+writes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SCRIPT = Path(__file__).parent / "job_that_uses_all.py"
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 PATIENCE_S = 250
 GREETING = b"OLw1"
-"""What a server sends first that has the other side prove a key (runtime/wire.py)."""
+"""The first bytes of a server that requires the proof of a key (runtime/wire.py)."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Listener:
     """A socket at which a process of the job receives."""
 
     role: str
-    """``agent``, ``writer``, ``guard``, ``rank`` or another process's name."""
+    """``agent``, ``writer``, ``rank`` or another process's name."""
     address: str
-    """Of a Unix socket its name, with ``@`` in place of the leading zero."""
+    """For a Unix socket its name, with ``@`` in place of the leading zero."""
     port: int = 0
 
 
 def tables() -> dict[str, list[list[str]]]:
-    """Return the rows of the page's tables, by the first column's title."""
+    """Return the rows of the page's tables, by the title of the first column."""
     found: dict[str, list[list[str]]] = {}
     title = ""
     for line in PAGE.read_text().splitlines():
@@ -69,7 +70,7 @@ def role_of(process: psutil.Process) -> str:
 
 
 def listeners(processes: list[psutil.Process]) -> set[Listener]:
-    """Return where processes listen, from what the kernel knows."""
+    """Return the sockets at which processes listen, from /proc."""
     sockets: dict[str, tuple[str, int]] = {}
     for name in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -98,7 +99,7 @@ def listeners(processes: list[psutil.Process]) -> set[Listener]:
 
 
 def rows_for(one: Listener, endpoint_port: int, store_port: int) -> Iterator[str]:
-    """Yield how the rows begin that may be about a listener."""
+    """Yield the prefixes of the rows that may describe a listener."""
     match one.role:
         case "agent" if one.port == endpoint_port:
             yield "coordinator: the first agent"
@@ -113,8 +114,8 @@ def rows_for(one: Listener, endpoint_port: int, store_port: int) -> Iterator[str
             yield "a call's store: each rank"
 
 
-def greets(one: Listener) -> bool:
-    """Return whether who connects is first asked for the proof of a key."""
+def requires_proof(one: Listener) -> bool:
+    """Return whether a client must prove a key."""
     with socket.create_connection((one.address, one.port), 60) as connection:
         return connection.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
 
@@ -126,9 +127,9 @@ def mode_of(path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(PATIENCE_S + 50)
-def test_what_listens_and_what_is_written_is_on_the_page(tmp_path: Path) -> None:
-    """Two nodes, replication, and a wrapped function: each listening socket has its row, with its owner, an address of
-    this node alone, and a proof where the row has one; each file has the mode of its row."""
+def test_sockets_and_files_match_the_security_page(tmp_path: Path) -> None:
+    """Two nodes with replication and a wrapped function: each listening socket has its row, with its owner, an
+    address of this node only, and a key proof if the row has one; each file has the mode of its row."""
     try:
         address = own_address("192.0.2.1")  # the default route's
     except RendezvousError:
@@ -139,7 +140,7 @@ def test_what_listens_and_what_is_written_is_on_the_page(tmp_path: Path) -> None
     temporary.mkdir()
     (tmp_path / "key").write_text("a key of enough bytes\n")
     run_dir = tmp_path / "run"
-    old_mask = os.umask(0)  # whatever is private is so by itself
+    old_mask = os.umask(0)  # private files must not depend on the umask
     try:
         with Cluster(
             SCRIPT,
@@ -158,8 +159,8 @@ def test_what_listens_and_what_is_written_is_on_the_page(tmp_path: Path) -> None
                 time.sleep(0.05)
             found = listeners(cluster.processes())
             store_port = int((tmp_path / "ready-0-0").read_text())
-            asks = {
-                one: greets(one)
+            proofs = {
+                one: requires_proof(one)
                 for one in found
                 if one.port and (one.role in ("writer", "agent process") or one.port == port)
             }
@@ -180,12 +181,12 @@ def test_what_listens_and_what_is_written_is_on_the_page(tmp_path: Path) -> None
             assert re.fullmatch(names[one.role], one.address), one
             assert any(row[0].split(":")[0].endswith(one.role) or one.role in row[0] for row in page["who receives"])
             continue
-        # Never 0.0.0.0 or ::. Gloo takes what the machine's name leads to.
+        # Never 0.0.0.0 or ::. Gloo takes the address of the machine's name.
         assert one.address == address or (one.role == "rank" and is_loopback(one.address)), one
-        begins = tuple(rows_for(one, port, store_port))
-        rows = [row for row in page["who listens"] if row[0].startswith(begins)]
+        prefixes = tuple(rows_for(one, port, store_port))
+        rows = [row for row in page["who listens"] if row[0].startswith(prefixes)]
         assert rows, f"{one} is not on the page"
-        assert all(("proves" in row[2]) == asks.get(one, False) for row in rows), one
+        assert all(("proves" in row[2]) == proofs.get(one, False) for row in rows), one
     private = {".key", "journal", "logs", "failures", "stacks", "diagnoses", "owner", "ladder.json"}
     (row,) = [row for row in page["what"] if "journal/" in row[0]]
     assert row[1] == "0600, in folders of 0700"

@@ -1,4 +1,5 @@
-"""Under `outlast run` settings hold wherever they are written, hangs are noticed, and the start says what holds."""
+"""Settings of `outlast run` from options, file and script: their precedence, the hang detection they enable, and the
+log line on what is in force."""
 
 from __future__ import annotations
 
@@ -71,9 +72,9 @@ safety_factor = 1000
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_hang_is_noticed_by_the_scripts_own_config_and_timeouts_are_learned(tmp_path: Path) -> None:
-    """The timeouts of the script's config are enforced, those of option and file come before them, one line says which
-    came from where, and what a cycle taught about sections and heartbeats is in force in the next one."""
+def test_hang_is_detected_by_the_scripts_timeouts(tmp_path: Path) -> None:
+    """The timeouts of the script's config are enforced, options and file take precedence, one line has the source of
+    each value, and timeouts learned from a cycle are in force in the next one."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "outlast.toml").write_text(SETTINGS.format(folder=tmp_path))
     (tmp_path / "run.toml").write_text(FILE)
@@ -105,9 +106,9 @@ def test_a_hang_is_noticed_by_the_scripts_own_config_and_timeouts_are_learned(tm
 
 
 @pytest.mark.process
-def test_a_plain_script_that_soon_ends_is_told_nothing_of_hangs(tmp_path: Path) -> None:
-    """A script without a session that ends in order within a minute, such as one that prints its help, gets no warning
-    that its hangs are not noticed."""
+def test_short_plain_script_gets_no_hang_warning(tmp_path: Path) -> None:
+    """A script without a session that exits normally within a minute, such as one that prints its help, gets no
+    warning about missing hang detection."""
     (tmp_path / "train.py").write_text("print('trains')")
     with Cluster(tmp_path / "train.py", run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=2) as cluster:
         assert cluster.wait(timeout_s=300) == [0]
@@ -115,12 +116,12 @@ def test_a_plain_script_that_soon_ends_is_told_nothing_of_hangs(tmp_path: Path) 
     assert "hang no" not in output
 
 
-# -- in process: a cycle and the ranks on its board ----------------------------------------------------------------
+# -- in process: a cycle and the ranks in its heartbeat memory -----------------------------------------------------
 
 
 @pytest.fixture
 def make_cycle(tmp_path: Path) -> Any:
-    """Return a function that makes a cycle of two ranks, watched, with given options and file."""
+    """Return a function that creates a cycle of two ranks with hang detection, from given options and file."""
     cycles = []
 
     def make(**layers: Any) -> Cycle:
@@ -143,26 +144,26 @@ def make_cycle(tmp_path: Path) -> Any:
         cycle.close()
 
 
-def attach_only(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:
-    """Have a rank come and go, as far as the board and the agent's channel show."""
+def connect(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:
+    """Connect a rank and disconnect it, as far as the heartbeat memory and the agent's channel show."""
     place = WorkerEnv(local_rank=local_rank, board=cycle.board.path, config_file="")
     PlacedRankMonitor(place, config).close()
 
 
-def attach(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:
-    """Have a rank come and go, and the agent look."""
-    attach_only(cycle, config, local_rank)
+def connect_and_apply(cycle: Cycle, config: FaultToleranceConfig | None = None, local_rank: int = 0) -> None:
+    """Connect a rank, disconnect it, and apply its settings in the agent."""
+    connect(cycle, config, local_rank)
     cycle.apply_script_settings()
 
 
-class Watching:
-    """An agent whose workers run, and what it sent the coordinator."""
+class SimulatedAgent:
+    """An agent whose workers run, with the messages that it sent to the coordinator."""
 
     def __init__(self, cycle: Cycle) -> None:
         self.sent: list[Any] = []
         self.mailbox, self.fork_server = Mailbox[object](), Mailbox[Exited]()
-        self.on_receive = lambda: None
-        """Called between the wait for news of the workers and the look at it."""
+        self.before_receive = lambda: None
+        """Called between the wait for an event of the workers and its receipt."""
         workers: Any = Mock(fileno=self.fork_server.fileno, receive=self._receive)
         self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
         options: Any = SimpleNamespace(max_nodes=1, num_slots=1, run_dir="", torchrun=SimpleNamespace(max_restarts=3))
@@ -177,34 +178,33 @@ class Watching:
             mailbox=self.mailbox,
             began_s=0.0,
         )
-        self.go_on(cycle)
+        self.use_cycle(cycle)
         self.agent._state = AgentState.RUNNING
 
     def _receive(self) -> Exited:
-        self.on_receive()
+        self.before_receive()
         return self.fork_server.take_all()[0]
 
-    def go_on(self, cycle: Cycle) -> None:
-        """Have another cycle run."""
+    def use_cycle(self, cycle: Cycle) -> None:
         self.agent._cycle = cycle
 
-    def wait_once(self) -> None:
-        """Wait for news, and handle it."""
+    def handle_next(self) -> None:
+        """Wait for an event and handle it."""
         self.agent._wait_and_handle()
 
     @property
-    def told(self) -> list[str]:
-        """What it sent of the script's settings."""
+    def sent_settings(self) -> list[str]:
+        """The script settings that were sent."""
         return [one.fault_tolerance for one in self.sent if isinstance(one, m.ScriptSettings)]
 
 
 @pytest.fixture
-def watch() -> Any:
-    """Return a function that makes an agent of a cycle."""
+def make_agent() -> Any:
+    """Return a function that creates an agent of a cycle."""
     agents = []
 
-    def make(cycle: Cycle) -> Watching:
-        agents.append(Watching(cycle))
+    def make(cycle: Cycle) -> SimulatedAgent:
+        agents.append(SimulatedAgent(cycle))
         return agents[-1]
 
     yield make
@@ -213,65 +213,67 @@ def watch() -> Any:
         one.fork_server.close()
 
 
-def test_a_plain_script_is_told_once_that_its_hangs_are_not_noticed(
-    make_cycle: Any, watch: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Workers that have shown no sign of life for a minute get one WARNING with what is known, and what changes that;
-    those that have attached by then, or have ended, get none."""
+def test_plain_script_gets_one_hang_warning(make_cycle: Any, make_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Workers without a heartbeat for a minute get one WARNING with the cause and the remedy; workers that have
+    connected by then, or have exited, get none."""
     attached, ended, plain = make_cycle(), make_cycle(), make_cycle()
-    attach(attached)
+    connect_and_apply(attached)
     for worker in ended.workers.values():
         worker.exit_code = 0
-    watching = watch(ended)
-    for cycle, num_said in ((ended, 0), (attached, 0), (plain, 1), (plain, 1)):
-        watching.go_on(cycle)
-        watching.agent._log_protection()
-        said = [one for one in caplog.records if "hang no" in one.message]
-        assert len(said) == num_said
-        assert all(one.levelname == "WARNING" for one in said)
+    simulated = make_agent(ended)
+    for cycle, num_warnings in ((ended, 0), (attached, 0), (plain, 1), (plain, 1)):
+        simulated.use_cycle(cycle)
+        simulated.agent._log_protection()
+        warnings = [one for one in caplog.records if "hang no" in one.message]
+        assert len(warnings) == num_warnings
+        assert all(one.levelname == "WARNING" for one in warnings)
     for text in ("outlast.init()", "RankMonitor()"):
         assert text in caplog.text
     assert "enable_ft_package is false" not in caplog.text
 
 
-def test_a_worker_that_attaches_as_another_ends_is_noticed(make_cycle: Any, watch: Any) -> None:
-    """What it sets is in force though its word comes as the agent looks at the end of another worker."""
-    watching = watch(cycle := make_cycle())
-    watching.fork_server.put(Exited(key=1, pid=1, exit_code=0, mono_ns=0))
-    watching.on_receive = lambda: attach_only(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
-    watching.wait_once()
+def test_settings_of_a_worker_apply_as_another_exits(make_cycle: Any, make_agent: Any) -> None:
+    """The settings of a worker are in force even if its message arrives while the agent handles the exit of another
+    worker."""
+    simulated = make_agent(cycle := make_cycle())
+    simulated.fork_server.put(Exited(key=1, pid=1, exit_code=0, mono_ns=0))
+    simulated.before_receive = lambda: connect(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
+    simulated.handle_next()
     assert enforced(cycle).heartbeat_s == 7.0
-    assert watching.told == ['{"rank_heartbeat_timeout": 7.0}']
+    assert simulated.sent_settings == ['{"rank_heartbeat_timeout": 7.0}']
 
 
-def test_the_host_waits_for_no_workers_of_a_node_that_stops(make_cycle: Any, watch: Any) -> None:
-    """An agent says goodbye when it learns that the job is over, once, and then ends its workers."""
-    watching = watch(make_cycle())
+def test_stopped_agent_deregisters_once(make_cycle: Any, make_agent: Any) -> None:
+    """An agent sends one `Bye` when it receives the end of the job, before it ends its workers: the host does not
+    wait for them."""
+    simulated = make_agent(make_cycle())
     for _ in range(2):
-        watching.mailbox.put(m.Stop(exit_code=0, reason="over"))
-        watching.wait_once()
-    assert [one for one in watching.sent if isinstance(one, m.Bye)] == [m.Bye()]
-    assert watching.agent._state == AgentState.STOPPING
+        simulated.mailbox.put(m.Stop(exit_code=0, reason="over"))
+        simulated.handle_next()
+    assert [one for one in simulated.sent if isinstance(one, m.Bye)] == [m.Bye()]
+    assert simulated.agent._state == AgentState.STOPPING
 
 
-def test_what_a_later_cycle_does_not_set_is_told_as_well(make_cycle: Any, watch: Any) -> None:
-    """The coordinator hears of each script's settings once, also that there are none; a new one hears of the last."""
-    watching = watch(first := make_cycle())
-    attach_only(first, FaultToleranceConfig(max_node_faults=7))
-    watching.wait_once()
-    attach_only(first, local_rank=1)
-    watching.wait_once()
+def test_cleared_script_settings_are_sent(make_cycle: Any, make_agent: Any) -> None:
+    """The coordinator receives the settings of each script once, including the absence of settings; a new
+    coordinator receives the last ones."""
+    simulated = make_agent(first := make_cycle())
+    connect(first, FaultToleranceConfig(max_node_faults=7))
+    simulated.handle_next()
+    connect(first, local_rank=1)
+    simulated.handle_next()
     for _ in range(2):
-        watching.go_on(cycle := make_cycle())
-        attach_only(cycle)
-        watching.wait_once()
-    assert watching.told == ['{"max_node_faults": 7}', ""]
-    watching.client.register(is_running=True, is_joining=False, has_finished=False)
-    assert watching.told[2:] == [""]
+        simulated.use_cycle(cycle := make_cycle())
+        connect(cycle)
+        simulated.handle_next()
+    assert simulated.sent_settings == ['{"max_node_faults": 7}', ""]
+    simulated.client.register(is_running=True, is_joining=False, has_finished=False)
+    assert simulated.sent_settings[2:] == [""]
 
 
-def test_what_a_script_does_not_set_any_more_is_the_launchers_again() -> None:
-    """The coordinator goes by the newest script's settings: one that sets nothing leaves those of options and file."""
+def test_cleared_script_settings_restore_the_launchers() -> None:
+    """The coordinator uses the newest script's settings: a script that sets nothing restores those of options and
+    file."""
     layers, job = LayeredSettings(options={"max_no_progress_cycles": 5}), JobSettings(job="job", num_slots=4)
     identity = JobIdentity(run_id="run", key=RunKey.of_run_id("run"))
     server = CoordinatorServer((), job, identity, layers=layers, on_error=lambda _: None)
@@ -290,40 +292,39 @@ def enforced(cycle: Cycle) -> Timeouts:
     return cycle.watchdog._timeouts
 
 
-def test_nothing_given_enforces_the_defaults_for_sessions(make_cycle: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With no setting anywhere the default timeouts of heartbeats are in force, and one line says so."""
+def test_default_timeouts_apply_to_sessions(make_cycle: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Without any setting the default heartbeat timeouts are in force and logged in one line."""
     caplog.set_level(logging.DEBUG)
     cycle = make_cycle()
-    attach(cycle)
-    attach(cycle, local_rank=1)
+    connect_and_apply(cycle)
+    connect_and_apply(cycle, local_rank=1)
     (line,) = [record.getMessage() for record in caplog.records if "watches 2 ranks: section" in record.getMessage()]
     assert "heartbeats: first 1800.0 s (default), later 1800.0 s (default)" in line
     assert enforced(cycle) == Timeouts.from_config(cycle.layers.config, with_defaults=True)
     assert len(enforced(cycle).defaults) == 2
 
 
-def test_the_script_can_switch_hang_detection_off(make_cycle: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """enable_ft_package=False in the script's config is obeyed and said; a yes by option comes before it."""
+def test_script_can_disable_hang_detection(make_cycle: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """enable_ft_package=False in the script's config disables hang detection with a logged reason; an option takes
+    precedence."""
     off = FaultToleranceConfig(enable_ft_package=False, rank_section_timeouts={"step": 1.0})
     cycle = make_cycle()
-    attach(cycle, off)
+    connect_and_apply(cycle, off)
     assert cycle.watchdog is None
     assert cycle.describe_hang_detection() == "no (enable_ft_package is false, script's config)"
     cycle = make_cycle(options={"enable_ft_package": True})
-    attach(cycle, off)
+    connect_and_apply(cycle, off)
     assert enforced(cycle).sections == {"step": 1.0}
 
 
-def test_ranks_that_differ_and_settings_without_effect_are_named(
-    make_cycle: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The first rank's settings hold and another's are said to differ, once; what comes too late for the agents is said
-    with where to give it."""
+def test_differing_or_ineffective_settings_are_reported(make_cycle: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The first rank's settings are in force and a difference of another rank is logged once; a setting that comes
+    too late for the agents is logged with the option to use instead."""
     cycle = make_cycle()
     settings = {"node_heartbeat_timeout": 2.0, "gpu_memory_reclaim_timeout": 3.0}
-    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0, **settings))
-    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=8.0), local_rank=1)
-    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=9.0), local_rank=1)
+    connect_and_apply(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0, **settings))
+    connect_and_apply(cycle, FaultToleranceConfig(rank_heartbeat_timeout=8.0), local_rank=1)
+    connect_and_apply(cycle, FaultToleranceConfig(rank_heartbeat_timeout=9.0), local_rank=1)
     assert enforced(cycle).heartbeat_s == 7.0
     assert caplog.text.count("local rank 1 differ from another rank's") == 1
     for name in settings:
@@ -331,41 +332,36 @@ def test_ranks_that_differ_and_settings_without_effect_are_named(
         assert f"--ft-{name.replace('_', '-')}" in caplog.text
 
 
-def test_a_script_that_contradicts_an_option_keeps_the_options(
-    make_cycle: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A script's value that cannot stand beside an option's is not used, and the line says which and why."""
+def test_option_wins_over_a_contradicting_script(make_cycle: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A script's value that contradicts an option is not used, and the line has both and the reason."""
     cycle = make_cycle(options={"initial_rank_heartbeat_timeout": 100.0})
-    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=300.0))
+    connect_and_apply(cycle, FaultToleranceConfig(rank_heartbeat_timeout=300.0))
     assert "of the script's config are not used" in caplog.text
     assert enforced(cycle).initial_heartbeat_s == 100.0
 
 
-def test_calculated_timeouts_that_cannot_be_read_name_their_rank(
+def test_unreadable_calculated_timeouts_are_reported(
     make_cycle: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line says which rank wrote them, whichever rank's config is in force."""
+    """The line identifies the rank that wrote them, whichever rank's config is in force."""
     cycle = make_cycle()
-    attach(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
+    connect_and_apply(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
     monkeypatch.setattr(cycle.board, "timeouts", ["", "{"].__getitem__)
     cycle.apply_calculated_timeouts()
     assert "the timeouts that local rank 1 calculated are not enforced" in caplog.text
     assert enforced(cycle).heartbeat_s == 7.0
 
 
-def test_learned_timeouts_take_the_place_of_defaults(
-    make_cycle: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """With calc_ft_timeouts in the script's config, what ft_state.json holds of sections and of heartbeats is enforced,
-    and said to be learned; one that learned sections alone leaves heartbeats as they are. Half of a default is the
-    least."""
+def test_learned_timeouts_replace_defaults(make_cycle: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """With calc_ft_timeouts in the script's config, the section and heartbeat timeouts in ft_state.json are enforced
+    and logged as learned; learned sections alone leave heartbeats unchanged. Half of a default is the minimum."""
     caplog.set_level(logging.DEBUG)
     learns = FaultToleranceConfig(calc_ft_timeouts=True)
     learned = LearnedTimeouts.load(tmp_path)
     learned._state = msgspec.structs.replace(learned._state, learned=Learned(sections={"step": 12.0}))
     learned.save()
     cycle = make_cycle()
-    attach(cycle, learns)
+    connect_and_apply(cycle, learns)
     assert enforced(cycle).sections == {"step": 12.0}
     assert enforced(cycle).heartbeat_s == 1800.0
     learned._state = msgspec.structs.replace(
@@ -373,18 +369,18 @@ def test_learned_timeouts_take_the_place_of_defaults(
     )
     learned.save()
     cycle = make_cycle()
-    attach(cycle, learns)
+    connect_and_apply(cycle, learns)
     assert (enforced(cycle).initial_heartbeat_s, enforced(cycle).heartbeat_s) == (1200.0, 900.0)
     assert "heartbeats: first 1200.0 s (learned), later 900.0 s (learned)" in caplog.text
 
 
-# -- the file of outlast run ---------------------------------------------------------------------------------------
+# -- the config file of outlast run --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["--config", "--health-config", "--ft-cfg-path", "--ft_cfg_path"])
-def test_the_file_has_all_its_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's file may be given under our names and that of ft_launcher; its fault tolerance comes after options,
-    its health limits and run directory count too. It needs no [checkpoint], which is the script's."""
+def test_config_file_option_has_aliases(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's file may be given under the names of outlast and of ft_launcher; its fault tolerance settings come
+    after options, its health limits and run directory apply. It needs no [checkpoint], which belongs to the script."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     Path("run.toml").write_text(

@@ -37,9 +37,9 @@ with outlast.init(outlast.Config(checkpoint=checkpoint)) as run:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_job_that_is_shut_down_while_it_loads_is_requeued(tmp_path: Path) -> None:
-    """The first job commits checkpoints and fails. SIGTERM ends the next one while it loads: exit code 75, although it
-    has saved nothing itself."""
+def test_job_shut_down_during_its_restore_is_requeued(tmp_path: Path) -> None:
+    """The first job commits checkpoints and fails. SIGTERM ends the next one during its restore: exit code 75,
+    although this job has saved nothing."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     options = ["--max-restarts=0", "--ft-shutdown-grace=1"]

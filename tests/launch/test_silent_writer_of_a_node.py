@@ -54,47 +54,47 @@ for iteration in range(begin + 1, 100000):
 """
 
 
-def _writer_of(cluster: Cluster, node: int) -> psutil.Process:
+def _writer(cluster: Cluster, node: int) -> psutil.Process:
     children = psutil.Process(cluster.agent(node).pid).children()
     (writer,) = [one for one in children if "outlast.checkpoint.writer" in one.cmdline()]
     return writer
 
 
 def _saved(cluster: Cluster, cycle: int) -> dict[int, dict[int, str]]:
-    """Return the digests of what has been saved in a cycle, by iteration and rank."""
-    found: dict[int, dict[int, str]] = {}
+    """Return the digests of the saved states of a cycle, by iteration and rank."""
+    match: dict[int, dict[int, str]] = {}
     for node in range(2):
         for rank, iteration, digest in re.findall(rf"SAVED {cycle} (\d) (\d+) (\w+)", cluster.agent(node).output()):
-            found.setdefault(int(iteration), {})[int(rank)] = digest
-    return found
+            match.setdefault(int(iteration), {})[int(rank)] = digest
+    return match
 
 
 def _loaded(cluster: Cluster, cycle: int) -> dict[int, tuple[int, str, str]]:
-    """Return iteration, digest and tiers of what each rank has loaded in a cycle."""
+    """Return iteration, digest and tiers that each rank has loaded in a cycle."""
     cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED and event.cycle == cycle, timeout_s=WITHIN_S)
-    found: dict[int, tuple[int, str, str]] = {}
+    match: dict[int, tuple[int, str, str]] = {}
     for rank in range(2):
         cluster.wait_for(f"LOADED {cycle} {rank} ", timeout_s=WITHIN_S)
     for node in range(2):
         for rank, iteration, digest, tiers in re.findall(
             rf"LOADED {cycle} (\d) (\d+) (\w+) (\S+)", cluster.agent(node).output()
         ):
-            found[int(rank)] = int(iteration), digest, tiers
-    return found
+            match[int(rank)] = int(iteration), digest, tiers
+    return match
 
 
-def test_checkpoints_of_a_silent_writer_are_loaded_from_replicas(tmp_path: Path) -> None:
-    """The writer of node 1 is stopped, replaced with a journal entry, and a worker of node 1 is killed before the next
-    save: all ranks load the newest checkpoint, rank 1 from its replica, bit for bit. Later the new writer is stopped in
-    the midst of saves: training continues, the memory is filled again, and a restart loads it from memory."""
+def test_checkpoints_of_a_stopped_writer_are_loaded_from_replicas(tmp_path: Path) -> None:
+    """The writer of node 1 is stopped, replaced with a journal entry, and a worker of node 1 is killed before the
+    next save: all ranks load the newest checkpoint, rank 1 from its replica, bit for bit. Later the new writer is
+    stopped during saves: training continues, memory is filled again, and a restart loads from memory."""
     (script := tmp_path / "train.py").write_text(SCRIPT)
     with Cluster(script, str(tmp_path), run_dir=tmp_path / "run", num_nodes=2, nproc_per_node=1) as cluster:
         for rank in range(2):
             cluster.wait_for(f"SAVED 0 {rank} 3 ", timeout_s=WITHIN_S)
-        found = re.search(r"SAVED 0 (\d) ", cluster.agent(1).output())
-        assert found is not None
-        lost = int(found[1])  # the rank on node 1: the agent that is first has rank 0
-        first = _writer_of(cluster, 1)
+        match = re.search(r"SAVED 0 (\d) ", cluster.agent(1).output())
+        assert match is not None
+        lost = int(match[1])  # the rank on node 1: the first agent has rank 0
+        first = _writer(cluster, 1)
         first.suspend()
         event = cluster.wait_for(lambda event: event.kind == EventKind.WRITER_ENDED, timeout_s=WITHIN_S)
         assert event is not None
@@ -106,7 +106,7 @@ def test_checkpoints_of_a_silent_writer_are_loaded_from_replicas(tmp_path: Path)
         assert loaded == {rank: (3, saved[rank], tiers) for rank in range(2)}
 
         cluster.wait_for(f"SAVED 1 {lost} 5 ", timeout_s=WITHIN_S)
-        _writer_of(cluster, 1).suspend()
+        _writer(cluster, 1).suspend()
         first_ns = event.mono_ns
         cluster.wait_for(
             lambda event: event.kind == EventKind.WRITER_ENDED and event.mono_ns > first_ns, timeout_s=WITHIN_S

@@ -1,4 +1,5 @@
-"""Ten thousand strangers at a run that trains: they are refused in bounded memory, and the run ends bit-identical."""
+"""Ten thousand foreign connections to a training run: they are refused in bounded memory, and the result is
+bit-identical."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ print("DIGEST", hashlib.sha256(weights).hexdigest(), flush=True)
 
 
 @contextlib.contextmanager
-def many_descriptors() -> Iterator[None]:
+def raise_descriptor_limit() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < NUM_CONNECTIONS + 1000:
         pytest.skip(f"this machine permits {hard} descriptors")
@@ -86,8 +87,8 @@ def run(folder: Path) -> Cluster:
     )
 
 
-def end(cluster: Cluster, folder: Path) -> set[str]:
-    """Let the run end; return what its weights hash to."""
+def finish(cluster: Cluster, folder: Path) -> set[str]:
+    """Let the run end; return the digests of its weights."""
     (folder / "enough").touch()
     assert cluster.wait(timeout_s=LIMIT_S) == [0, 0]
     digests = [re.findall(r"DIGEST (\w+)", agent.output()) for agent in cluster.agents]
@@ -95,8 +96,8 @@ def end(cluster: Cluster, folder: Path) -> set[str]:
     return {one for some in digests for one in some}
 
 
-def ask_until_refused(endpoint: Endpoint, run_id: str, key: RunKey) -> str:
-    """Return why a coordinator refuses; behind thousands of strangers its answer may come later than is waited for."""
+def query_until_refused(endpoint: Endpoint, run_id: str, key: RunKey) -> str:
+    """Return the reason of the coordinator's refusal, which may come late behind thousands of connections."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
@@ -107,15 +108,14 @@ def ask_until_refused(endpoint: Endpoint, run_id: str, key: RunKey) -> str:
         assert time.monotonic() < deadline
 
 
-def test_strangers_leave_a_run_bit_identical(tmp_path: Path) -> None:
-    """While two agents train, ten thousand connections are opened and stay; among them are silent ones, some that send
-    a byte now and then, garbage, a recorded session, another run, another key and another version. No node is lost, no
-    cycle ends, the coordinator's agent keeps a bounded number of them in bounded memory, the weights are those of an
-    undisturbed run."""
+def test_foreign_connections_do_not_change_the_result(tmp_path: Path) -> None:
+    """Ten thousand connections are opened and kept while two agents train: silent, slow, garbage, a recorded
+    session, another run, key and version. No node is lost, no cycle ends, the coordinator keeps a bounded number of
+    connections in bounded memory, and the weights are those of an undisturbed run."""
     with run(tmp_path / "quiet") as cluster:
-        undisturbed = end(cluster, tmp_path / "quiet")
+        undisturbed = finish(cluster, tmp_path / "quiet")
     assert len(undisturbed) == 1
-    with many_descriptors(), run(tmp_path / "attacked") as cluster, contextlib.ExitStack() as crowd:
+    with raise_descriptor_limit(), run(tmp_path / "attacked") as cluster, contextlib.ExitStack() as connections_stack:
         cluster.wait_for("is attacked", timeout_s=LIMIT_S)
         (endpoint,) = parse_endpoints(cluster.endpoint)
         identity = JobIdentity(run_id=cluster.run_id, key=KEY)
@@ -123,30 +123,34 @@ def test_strangers_leave_a_run_bit_identical(tmp_path: Path) -> None:
         process = psutil.Process(host.pid)
         memory, descriptors = process.memory_info().rss, process.num_fds()
         recorded = record(endpoint.port, identity)
-        said = (b"", b"", b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(4096), b"\0" * 70_000, recorded)
+        payloads = (b"", b"", b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(4096), b"\0" * 70_000, recorded)
         version_2 = b"OLw1\0\2" + bytes(200)
         slow: list[socket.socket] = []
         is_over = threading.Event()
 
-        def drip() -> None:
+        def send_slowly() -> None:
             while not is_over.wait(0.05):
                 for stranger in slow:
                     with contextlib.suppress(OSError):
                         stranger.send(b"O")
 
-        dripping = threading.Thread(target=drip)
-        dripping.start()
+        sender = threading.Thread(target=send_slowly)
+        sender.start()
         try:
             for number in range(NUM_CONNECTIONS):
-                stranger = crowd.enter_context(socket.create_connection(("127.0.0.1", endpoint.port), timeout=LIMIT_S))
+                stranger = connections_stack.enter_context(
+                    socket.create_connection(("127.0.0.1", endpoint.port), timeout=LIMIT_S)
+                )
                 if len(slow) < NUM_SLOW and number % 7 == 0:
                     slow.append(stranger)
                     continue
                 with contextlib.suppress(OSError):
                     stranger.setblocking(False)
-                    stranger.send(said[number % len(said)] if number % 11 else version_2)
-            assert "run key is another one" in ask_until_refused(endpoint, cluster.run_id, RunKey.of_run_id("another"))
-            assert "belongs to run" in ask_until_refused(endpoint, "another", KEY)
+                    stranger.send(payloads[number % len(payloads)] if number % 11 else version_2)
+            assert "run key is another one" in query_until_refused(
+                endpoint, cluster.run_id, RunKey.of_run_id("another")
+            )
+            assert "belongs to run" in query_until_refused(endpoint, "another", KEY)
             with pytest.raises(RendezvousError):
                 ask(endpoint, m.AskStatus(), run_id="another", key=KEY, timeout_s=LIMIT_S)
             status = ask(endpoint, m.AskStatus(), run_id=cluster.run_id, key=KEY, timeout_s=LIMIT_S)
@@ -156,8 +160,8 @@ def test_strangers_leave_a_run_bit_identical(tmp_path: Path) -> None:
             assert process.memory_info().rss - memory < 64 * MIB
         finally:
             is_over.set()
-            dripping.join(LIMIT_S)
-        attacked = end(cluster, tmp_path / "attacked")
+            sender.join(LIMIT_S)
+        attacked = finish(cluster, tmp_path / "attacked")
         kinds = [event.kind for event in cluster.events()]
     assert attacked == undisturbed
     assert EventKind.INCIDENT not in kinds
@@ -167,8 +171,8 @@ def test_strangers_leave_a_run_bit_identical(tmp_path: Path) -> None:
     assert os.path.getsize(host.log_path) < MIB
 
 
-def test_a_node_that_starts_while_the_coordinator_is_stopped_joins_it(tmp_path: Path) -> None:
-    """What listens and says nothing may be this run's first agent, stopped or very busy: the node waits for it."""
+def test_node_joins_a_coordinator_that_was_stopped(tmp_path: Path) -> None:
+    """A silent listener may be the run's first agent, stopped or busy: a new node waits for it."""
     script, go = tmp_path / "waits.py", tmp_path / "go"
     script.write_text(
         "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.05)\n"
@@ -181,13 +185,13 @@ def test_a_node_that_starts_while_the_coordinator_is_stopped_joins_it(tmp_path: 
         first = psutil.Process(cluster.agent(0).pid)
         first.suspend()
         try:
-            spare, asked = cluster.add_node(), set()
+            spare, ports = cluster.add_node(), set()
             deadline_s = time.monotonic() + limit_s
-            while len(asked) < 2:  # the first time it asked it got no answer
+            while len(ports) < 2:  # the first request got no response
                 assert spare.running, spare.output()
                 assert time.monotonic() < deadline_s
                 connections = psutil.Process(spare.pid).net_connections()
-                asked |= {
+                ports |= {
                     one.laddr.port for one in connections if one.raddr and str(one.raddr.port) in cluster.endpoint
                 }
                 time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""`outlast run` where the kernel does not do as it should: disks that hang, and calls that a container may not make."""
+"""`outlast run` with kernel faults: disks that hang, calls that a container must not make, and processes that cannot
+be reaped."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ print("trained", flush=True)
 
 
 def fill(fifo: Path) -> int:
-    """Make a FIFO that takes nothing more; return a descriptor that keeps it so."""
+    """Create a full FIFO; return a descriptor that keeps it full."""
     os.mkfifo(fifo)
     fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
     for piece in (b"\n" * 4096, b"\n"):
@@ -47,9 +48,9 @@ def fill(fifo: Path) -> int:
 
 
 @pytest.mark.extended
-def test_journals_that_cannot_be_written_stop_nobody(tmp_path: Path) -> None:
-    """With journals on a disk that hangs, the agent, the coordinator and both ranks do their work, save, and end with
-    0; each of them says once that its journal waits, and what it did not write."""
+def test_hung_journals_do_not_stop_a_run(tmp_path: Path) -> None:
+    """With journals on a hung disk, the agent, the coordinator and both ranks train, save, and exit with 0; each
+    reports once that its journal waits, and what was not written."""
     (tmp_path / "train.py").write_text(TRAIN)
     folder = tmp_path / "run" / "journal"
     folder.mkdir(parents=True)
@@ -100,9 +101,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 @pytest.mark.extended
 @pytest.mark.parametrize("answer", [errno.EPERM, errno.ENOSYS])
-def test_a_container_without_newer_calls_trains(tmp_path: Path, answer: int) -> None:
-    """Where seccomp lets nobody make files in memory or descriptors of processes, two ranks train, save and end with
-    0, and nothing is left behind in /dev/shm."""
+def test_container_without_memfd_and_pidfd_trains(tmp_path: Path, answer: int) -> None:
+    """If seccomp forbids memfd_create and pidfd_open, two ranks train, save and exit with 0, and nothing is left in
+    /dev/shm."""
     (tmp_path / "train.py").write_text(TRAIN)
     before = set(os.listdir("/dev/shm"))
     options = ["--standalone", "--nproc-per-node=2", f"--run-dir={tmp_path / 'run'}"]
@@ -111,7 +112,7 @@ def test_a_container_without_newer_calls_trains(tmp_path: Path, answer: int) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("trained") == 2
-    assert "memory, global" in done.stderr  # the writer's shared memory, too, could be had
+    assert "memory, global" in done.stderr  # the writer's shared memory works as well
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("outlast")}
 
 
@@ -136,9 +137,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.mark.extended
-def test_a_node_whose_killed_worker_does_not_end_makes_room_for_a_spare(tmp_path: Path) -> None:
-    """A worker that nobody can reap (its tracer is stopped, as a driver would keep it) does not keep the others
-    waiting: after 30 s its node is reported with the worker's pid and state, leaves, and a spare takes its slot."""
+def test_spare_replaces_a_node_with_an_unkillable_worker(tmp_path: Path) -> None:
+    """A worker that cannot be reaped, as in a stuck driver, does not keep the others waiting: after 30 s its node is
+    reported with the worker's pid and state and exits, and a spare takes its slot."""
     (tmp_path / "train.py").write_text(MEETS)
     with Cluster(
         tmp_path / "train.py",
@@ -164,12 +165,12 @@ def test_a_node_whose_killed_worker_does_not_end_makes_room_for_a_spare(tmp_path
         incidents = [event for event in cluster.events() if event.kind == EventKind.INCIDENT]
         output = cluster.tails()
     assert sorted(codes) == [0, 0, ExitReason.UNHEALTHY_NODE], output
-    (stuck,) = {
+    (summary,) = {
         event.data["incident"]["evidence"]["summary"]
         for event in incidents
         if event.data["incident"]["kind"] == IncidentKind.NODE_UNHEALTHY and event.proc == "agent"
     }
-    assert f"rank 1, pid {pid} (state " in stuck
+    assert f"rank 1, pid {pid} (state " in summary
 
 
 LEAVES_ORPHANS = """
@@ -196,9 +197,9 @@ sys.exit(7 if os.environ["OUTLAST_CYCLE"] == "0" else 0)
 
 
 @pytest.mark.extended
-def test_the_first_process_of_a_container_reaps_what_it_adopts(tmp_path: Path) -> None:
-    """With `outlast run` as pid 1, orphans do not stay as zombies; a worker's exit code is seen all the same, and so
-    is the job's."""
+def test_pid_1_of_a_container_reaps_orphans(tmp_path: Path) -> None:
+    """With `outlast run` as pid 1, orphans do not stay as zombies; exit codes of the workers and of the job are
+    unchanged."""
     (tmp_path / "train.py").write_text(LEAVES_ORPHANS)
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "outlast", "run", "--standalone"]
     command += ["--max-restarts=1", "--nproc-per-node=1", f"--run-dir={tmp_path / 'run'}", str(tmp_path / "train.py")]
@@ -209,8 +210,8 @@ def test_the_first_process_of_a_container_reaps_what_it_adopts(tmp_path: Path) -
 
 
 @pytest.mark.extended
-def test_a_notice_to_the_first_process_of_a_container_reaches_the_agent(tmp_path: Path) -> None:
-    """SIGTERM to pid 1 shuts the run down as one to the agent does, and the exit code is the agent's."""
+def test_pid_1_of_a_container_forwards_sigterm(tmp_path: Path) -> None:
+    """SIGTERM to pid 1 shuts the run down as SIGTERM to the agent does, and the exit code is the agent's."""
     (tmp_path / "train.py").write_text("import time\nprint('runs', flush=True)\ntime.sleep(600)")
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "outlast", "run", "--standalone"]
     command += ["--nproc-per-node=1", f"--run-dir={tmp_path / 'run'}", str(tmp_path / "train.py")]
@@ -241,9 +242,9 @@ print("held", sorted((fd, what) for fd, what in held.items() if fd > 2), flush=T
 @pytest.mark.extended
 @pytest.mark.cold
 @pytest.mark.parametrize("options", [[], ["--no-warm-start"], ["--no-python"], ["--redirects=3"]])
-def test_a_worker_holds_no_descriptor_that_is_not_its_own(tmp_path: Path, options: list[str]) -> None:
-    """However it is started, a worker has neither the fork server's channel nor anything else of its: beside its input
-    and output a forked one has the memory that outlast makes for it, another program nothing."""
+def test_worker_inherits_no_foreign_descriptors(tmp_path: Path, options: list[str]) -> None:
+    """In every start mode a worker inherits nothing of the fork server: a forked one has its input, output and the
+    memory that outlast creates for it, another program only input and output."""
     (tmp_path / "train.py").write_text(LISTS)
     script = [sys.executable] if options == ["--no-python"] else []
     command = [sys.executable, "-m", "outlast", "run", "--standalone", "--nproc-per-node=1", *options]
@@ -252,6 +253,6 @@ def test_a_worker_holds_no_descriptor_that_is_not_its_own(tmp_path: Path, option
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout + "".join(path.read_text() for path in (tmp_path / "run").rglob("stdout.log"))
     (line,) = [line for line in printed.splitlines() if "held" in line]
-    held = [what for _, what in ast.literal_eval(line.partition("held ")[2])]
+    held = [target for _, target in ast.literal_eval(line.partition("held ")[2])]
     own = {"/memfd:outlast-postmortem (deleted)", "/memfd:outlast-stacks (deleted)"}
     assert set(held) == (set() if options in (["--no-warm-start"], ["--no-python"]) else own), line

@@ -33,13 +33,13 @@ dist.destroy_process_group()  # without it, an interpreter that ends while gloo'
 
 
 def test_restart_and_spare_under_stock_torchrun(tmp_path: Path) -> None:
-    """The entry point registers; a killed rank leads to one restart that comes back at the first try; a surplus
-    agent waits without disturbing and ends with 0 when the run is finished."""
+    """The entry point registers; a killed rank leads to one restart that succeeds at the first try; a surplus agent
+    waits and exits with 0 when the run is finished."""
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     options = ["--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-id=t"]
-    meeting = ["--rdzv-backend=outlast", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    arguments = [*options, *meeting, str(script), str(tmp_path / "killed")]
+    rendezvous = ["--rdzv-backend=outlast", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    arguments = [*options, *rendezvous, str(script), str(tmp_path / "killed")]
     with RankProcesses("torch.distributed.run", *arguments, world_size=3, module=True) as agents:
         codes = agents.wait(250)
         text = "".join(agents.output(number) for number in range(3))
@@ -54,8 +54,9 @@ def test_restart_and_spare_under_stock_torchrun(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.cold
-def test_the_entry_point_costs_an_import_of_torch_next_to_nothing() -> None:
-    """torch loads the entry point with its checkpoint package: the name is known, and nothing of ours is imported."""
+def test_entry_point_adds_few_imports_to_torch() -> None:
+    """torch loads the entry point with its checkpoint package: the name is registered, and only small modules of
+    outlast are imported."""
     script = """
 import sys
 import torch.distributed.checkpoint

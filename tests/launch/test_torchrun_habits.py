@@ -1,4 +1,4 @@
-"""Command lines as people write them for torchrun mean the same to `outlast run`, or it says what differs."""
+"""Command lines written for torchrun mean the same to `outlast run`, or a note reports the difference."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def parse(*argv: str) -> RunOptions:
     ],
 )
 def test_options_may_be_abbreviated(argument: str, name: str, value: Any) -> None:
-    """The beginning of a name is enough where it fits one option, ours too; torchrun's come before ours."""
+    """A unique prefix of an option is accepted, also for options of outlast; torchrun's options take precedence."""
     assert getattr(parse(argument).torchrun, name) == value
 
 
-def test_every_abbreviation_of_torchrun_means_the_same() -> None:
-    """Whatever beginning of an option the installed torchrun takes, `outlast run` takes for the same option."""
+def test_abbreviations_mean_the_same_as_in_torchrun() -> None:
+    """Every option prefix that the installed torchrun accepts selects the same option in `outlast run`."""
     from torch.distributed.run import get_args_parser
 
-    torchruns = get_args_parser()
-    names = [name for action in torchruns._actions for name in action.option_strings if name.startswith("--")]
-    compared = 0
-    for action in torchruns._actions:
+    parser_of_torchrun = get_args_parser()
+    names = [name for action in parser_of_torchrun._actions for name in action.option_strings if name.startswith("--")]
+    num_compared = 0
+    for action in parser_of_torchrun._actions:
         if action.dest in ("help", "print_completion"):
             continue  # they end the parsing
         value = [] if action.nargs == 0 else [next(iter(action.choices))] if action.choices else ["7"]
@@ -65,10 +65,10 @@ def test_every_abbreviation_of_torchrun_means_the_same() -> None:
             for end in range(3, len(name)):
                 if sum(one.startswith(name[:end]) for one in names) == 1:
                     line = [name[:end], *value, "train.py"]
-                    theirs = getattr(torchruns.parse_args(line), action.dest)
+                    theirs = getattr(parser_of_torchrun.parse_args(line), action.dest)
                     assert getattr(parse_command(line).args, action.dest) == theirs, line
-                    compared += 1
-    assert compared > 100
+                    num_compared += 1
+    assert num_compared > 100
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_every_abbreviation_of_torchrun_means_the_same() -> None:
         ("--ft-min=1", "unknown option --ft-min"),
     ],
 )
-def test_an_abbreviation_that_is_not_certain_is_refused(argument: str, fault: str) -> None:
-    """One that fits several options names them; a timeout is never set by a name that was not given in full."""
+def test_ambiguous_abbreviation_is_rejected(argument: str, fault: str) -> None:
+    """A prefix of several options is rejected with their names; a timeout can only be set by its full name."""
     with pytest.raises(ConfigError, match=fault):
         parse(argument)
 
 
-def test_arguments_of_the_script_are_not_read() -> None:
-    """Whatever follows the script reaches it, also what would be short for options, or for several, or is one."""
+def test_arguments_of_the_script_are_not_parsed() -> None:
+    """All arguments after the script reach it, even if they are options or prefixes of options."""
     rest = ["--no", "--max", "3", "--nproc=x", "--ft-rank", "--node-rank=1", "-x"]
     options = parse_options(["--nnodes=2", "--master-port=29501", "train.py", *rest])
     assert options.torchrun.training_script_args == rest
@@ -97,20 +97,21 @@ def test_arguments_of_the_script_are_not_read() -> None:
 
 @pytest.mark.parametrize("conf", ["join_timeout=5,timeout=7", "'join_timeout=5, timeout=7'", ' "join_timeout = 5" '])
 def test_rdzv_conf_may_be_quoted(conf: str) -> None:
-    """Quotes that came through with the value, and blanks, do not change what it says."""
+    """Quotes and blanks in the value do not change its meaning."""
     assert parse(f"--rdzv-conf={conf}").join_timeout_s == 5
 
 
-def test_what_the_rendezvous_does_not_know_is_named() -> None:
-    """Settings of other rendezvous are no mistake, but they are named as without effect."""
+def test_unused_rdzv_conf_settings_are_reported() -> None:
+    """Settings of other rendezvous backends are accepted and reported as without effect."""
     options = parse("--rdzv-conf=last_call_timeout=1,timeout=7,read_timeout=60")
     assert options.join_timeout_s == 7
     (note,) = options.notes
     assert "last_call_timeout, read_timeout: without effect" in note
 
 
-def test_spares_are_said_to_wait() -> None:
-    """MIN:MAX, elastic in torchrun, says at the start who trains, who waits, and what trains on all of them."""
+def test_min_max_nodes_are_explained() -> None:
+    """MIN:MAX, elastic in torchrun, is explained at the start: the number of training nodes and spares, and the
+    options to train on all of them."""
     (note,) = parse("--nnodes=2:4").notes
     assert note.startswith("--nnodes=2:4: 2 nodes train, up to 2 more wait as spares")
     assert note.endswith("--nnodes=4 --ft-min-nodes=2")
@@ -119,8 +120,9 @@ def test_spares_are_said_to_wait() -> None:
     assert (recommended.num_slots, recommended.fault_tolerance.min_nodes) == (4, 2)
 
 
-def test_node_rank_is_a_wish_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--node-rank counts when it is abbreviated or comes from torchrun's environment variable, and 0 is a rank."""
+def test_node_rank_requests_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--node-rank applies when it is abbreviated or comes from torchrun's environment variable, and 0 is a valid
+    rank."""
     static = ("--nnodes=2", "--master-addr=head", "--master-port=29501")
     assert parse(*static).wish is None
     assert parse(*static, "--node-rank=0").wish == 0
@@ -129,8 +131,8 @@ def test_node_rank_is_a_wish_however_it_is_given(monkeypatch: pytest.MonkeyPatch
     assert parse(*static).wish == 1
 
 
-def test_a_run_without_a_name_is_a_new_one() -> None:
-    """One node needs no name to agree on; several share one, and their next run is not taken for the same."""
+def test_run_without_a_name_is_a_new_run() -> None:
+    """One node needs no run id; several nodes share a default id, and their next run is not treated as the same run."""
     alone = parse("--master-addr=localhost", "--master-port=29501")
     assert (alone.run_id != "none", alone.is_named) == (True, True)
     several = parse("--nnodes=2", "--master-port=29501")
@@ -140,9 +142,9 @@ def test_a_run_without_a_name_is_a_new_one() -> None:
 
 
 @pytest.mark.process
-def test_a_command_line_of_torchrun_runs_as_often_as_it_is_given() -> None:
-    """Abbreviations, quotes, MIN:MAX, a prefix and torch's event log work in a real run, and so does the same line
-    once more: without a name it is another run, not the finished one."""
+def test_torchrun_command_line_can_run_again() -> None:
+    """Abbreviations, quotes, MIN:MAX, a prefix and torch's event log work in a real run, and so does the same line a
+    second time: without a name it is another run, not the finished one."""
     Path("train.sh").write_text('#!/bin/sh\necho "level $TORCH_CPP_LOG_LEVEL, $TORCH_NCCL_ASYNC_ERROR_HANDLING"\n')
     Path("train.sh").chmod(0o755)
     port = free_port()
@@ -171,13 +173,13 @@ print(os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"], *resource.getrlimit(resource
 
 
 @pytest.mark.process
-def test_workers_see_the_variables_of_torchrun() -> None:
-    """The variables that torchrun sets for its workers are set here, too, with the signals of ``--signals-to-handle``;
-    and a worker may open as many files as the hard limit permits."""
+def test_workers_get_the_variables_of_torchrun() -> None:
+    """Workers get the variables that torchrun sets, with the signals of ``--signals-to-handle``, and may open as
+    many files as the hard limit permits."""
     Path("sees.py").write_text(SEES)
     options = ["--nproc-per-node=1", "--signals-to-handle=SIGTERM,SIGUSR1", "sees.py"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
-    seen = []
+    variables = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -186,8 +188,8 @@ def test_workers_see_the_variables_of_torchrun() -> None:
             done = subprocess.run(line, capture_output=True, text=True, timeout=250, env=environment, check=False)
             assert done.returncode == 0, done.stderr
             *names, last = done.stdout.splitlines()
-            seen.append(set(names))
+            variables.append(set(names))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert seen[0] <= seen[1], seen[0] - seen[1]
+    assert variables[0] <= variables[1], variables[0] - variables[1]
     assert last.split() == ["SIGTERM,SIGUSR1", str(hard), str(hard)]

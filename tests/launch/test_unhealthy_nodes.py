@@ -1,4 +1,5 @@
-"""A node that fails its health check gets no part in a job, the others hear why, and the job goes on without it."""
+"""A node that fails its health check is excluded from a job, the other nodes log the reason, and the job continues
+without it."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def script(folder: Path, code: str) -> Path:
 
 
 def cluster_of(folder: Path, code: str, *args: str, num_nodes: int = 2, num_spares: int = 0) -> Cluster:
-    """Return a cluster whose nodes the test starts one by one, so that it knows who comes first."""
+    """Return a cluster whose nodes the test starts one by one, so that their order is known."""
     return Cluster(
         script(folder, code),
         *args,
@@ -100,7 +101,7 @@ def wait_until_joined(cluster: Cluster, name: str) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 MiB, or a folder that cannot have enough room anyway, where none can be mounted."""
+    """A disk of 64 MiB, or an ordinary folder if none can be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=False).returncode
@@ -110,7 +111,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def doctor(config: str) -> tuple[int, str]:
-    """Run `outlast doctor` on the same settings, as the node that is to fail."""
+    """Run `outlast doctor` on the same settings, as the node that will fail."""
     from click.testing import CliRunner
 
     from outlast.cli.doctor import doctor as command
@@ -129,10 +130,10 @@ def doctor(config: str) -> tuple[int, str]:
     ["unwritable"]
     + [pytest.param(what, marks=pytest.mark.campaign) for what in ("nearly full", "wrong product", "own check")],
 )
-def test_unfit_node_is_not_admitted(what: str, small_disk: Path, tmp_path: Path) -> None:
-    """A node whose disk is nearly full, whose tier cannot be written, whose arithmetic is wrong, or on which the user's
-    own check fails does not join: its agent ends with 19 and the reason. The others' logs and the journal have the
-    reason too, a healthy spare takes its place, and the run finishes. The doctor says the same, with exit code 1."""
+def test_unhealthy_node_is_not_admitted(what: str, small_disk: Path, tmp_path: Path) -> None:
+    """A node with a nearly full disk, an unwritable tier, wrong arithmetic or a failed custom check does not join:
+    its agent exits with 19 and the reason, which the others' logs and the journal have as well. A healthy spare
+    replaces it, and the run finishes. `outlast doctor` reports the same, with exit code 1."""
     (tmp_path / "file").write_text("in the way")
     tier, health, named = {
         "nearly full": (small_disk, "min_free_disk_gib = 1e6", "min_free_disk_gib"),
@@ -141,12 +142,12 @@ def test_unfit_node_is_not_admitted(what: str, small_disk: Path, tmp_path: Path)
         "own check": (None, 'commands = ["echo no tokens here; exit 3"]', "exit code 3: no tokens here"),
     }[what]
     config = settings(tmp_path, health, tier=tier)
-    code, said = doctor(config)
+    code, report = doctor(config)
     assert code == 1
-    assert named in said
+    assert named in report
     with cluster_of(tmp_path, UNTIL_TOLD, str(tmp_path / "go"), num_spares=1) as cluster:
         first = cluster.add_node()
-        wait_until_joined(cluster, first.name)  # it hosts the coordinator
+        wait_until_joined(cluster, first.name)  # this node hosts the coordinator
         sick = cluster.add_node("sick", options=[config])
         assert sick.wait(timeout_s=300) == ExitReason.UNHEALTHY_NODE, cluster.tails()
         spare = cluster.add_node("spare")
@@ -160,9 +161,9 @@ def test_unfit_node_is_not_admitted(what: str, small_disk: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_others_hear_why_and_a_spare_takes_the_place(tmp_path: Path) -> None:
-    """The nodes that were there before, and those that come later, have the reason in their logs; the journal has an
-    incident with each check that failed; the unfit node is barred; the run waits for a healthy one, and finishes."""
+def test_reason_is_logged_on_all_nodes_and_a_spare_takes_over(tmp_path: Path) -> None:
+    """Earlier and later nodes log the reason; the journal has an incident with each failed check; the unhealthy node
+    is quarantined; the run waits for a healthy one, and finishes."""
     config = settings(tmp_path, 'commands = ["echo no tokens here; exit 3"]')
     with cluster_of(tmp_path, HELLO, num_spares=1) as cluster:
         cluster.add_node("first")
@@ -184,8 +185,9 @@ def test_others_hear_why_and_a_spare_takes_the_place(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_unfit_host_of_the_control_store_stays_for_the_others(tmp_path: Path) -> None:
-    """A node that fails and hosts the coordinator gets no place, but the others train to their end through it."""
+def test_unhealthy_coordinator_host_keeps_running(tmp_path: Path) -> None:
+    """A node that fails its check and hosts the coordinator gets no slot, but its agent keeps running until the
+    others have finished."""
     config = settings(tmp_path, 'commands = ["exit 3"]')
     with cluster_of(tmp_path, HELLO, num_nodes=1, num_spares=1) as cluster:
         sick = cluster.add_node("sick", options=[config])
@@ -198,8 +200,8 @@ def test_unfit_host_of_the_control_store_stays_for_the_others(tmp_path: Path) ->
 
 
 @pytest.mark.process
-def test_single_unfit_node_ends_the_job_at_once(tmp_path: Path) -> None:
-    """On one node nothing is waited for: the job ends with 19 before anything was started."""
+def test_single_unhealthy_node_ends_the_job_at_once(tmp_path: Path) -> None:
+    """On one node the job exits with 19 before anything is started."""
     config = settings(tmp_path, 'commands = ["exit 3"]')
     with Cluster(
         script(tmp_path, HELLO), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=[config]
@@ -210,8 +212,8 @@ def test_single_unfit_node_ends_the_job_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_node_that_recovers_joins(tmp_path: Path) -> None:
-    """With retry_interval a node that was kept out is looked at again, and joins once it is fit."""
+def test_recovered_node_joins(tmp_path: Path) -> None:
+    """With retry_interval a rejected node is checked again, and joins once it is healthy."""
     config = settings(tmp_path, f'retry_interval = 0.2\ncommands = ["test -e {tmp_path / "repaired"}"]')
     with Cluster(
         script(tmp_path, HELLO), run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=[config]
@@ -224,9 +226,9 @@ def test_node_that_recovers_joins(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.process
-def test_node_that_falls_ill_while_training_is_replaced(tmp_path: Path) -> None:
-    """A check that fails while the node trains replaces it by a spare; the run ends with 0, with the very weights of an
-    undisturbed run. The others' logs have the reason."""
+def test_node_that_becomes_unhealthy_is_replaced(tmp_path: Path) -> None:
+    """A check that fails during training replaces its node with a spare; the run exits with 0, with the weights of
+    an undisturbed run. The others' logs have the reason."""
     digests = set()
     for name in ("undisturbed", "disturbed"):
         folder = tmp_path / name
@@ -234,8 +236,8 @@ def test_node_that_falls_ill_while_training_is_replaced(tmp_path: Path) -> None:
         is_disturbed = name == "disturbed"
         arguments = (str(folder), "waits") if is_disturbed else (str(folder),)
         with cluster_of(folder, TRAINING, *arguments, num_spares=1) as cluster:
-            ill = [settings(folder, f'node_interval = 0.3\ncommands = ["test ! -e {folder / "trains"}"]')]
-            cluster.add_node("node-0", options=ill if is_disturbed else ())
+            unhealthy_options = [settings(folder, f'node_interval = 0.3\ncommands = ["test ! -e {folder / "trains"}"]')]
+            cluster.add_node("node-0", options=unhealthy_options if is_disturbed else ())
             cluster.add_node("node-1")
             cluster.wait_for(lambda event: event.kind == EventKind.CYCLE_STARTED, timeout_s=300)
             cluster.add_node("spare")
@@ -258,8 +260,8 @@ def test_node_that_falls_ill_while_training_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_full_disk_alone_ends_no_run(tmp_path: Path) -> None:
-    """Without a spare a check that fails while the node trains is only said; no cycle ends for it."""
+def test_failed_check_without_a_spare_does_not_end_the_run(tmp_path: Path) -> None:
+    """Without a spare a check that fails during training is only reported; the cycle continues."""
     config = settings(tmp_path, f'node_interval = 0.2\ncommands = ["test ! -e {tmp_path / "trains"}"]')
     code = f"import pathlib; pathlib.Path({str(tmp_path / 'trains')!r}).touch()\n{UNTIL_TOLD}"
     with Cluster(
@@ -283,9 +285,9 @@ def test_full_disk_alone_ends_no_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("has_spare", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_node_is_looked_at_before_it_gets_its_slot_back(has_spare: bool, tmp_path: Path) -> None:
-    """After a fault a node that fails its check turns its slot down: a spare takes it, and where there is none the job
-    goes on with the node, which is said."""
+def test_node_is_checked_before_it_gets_its_slot_back(has_spare: bool, tmp_path: Path) -> None:
+    """After a fault a node that fails its check gives up its slot: a spare takes it; without a spare the job
+    continues with the node, which is logged."""
     config = settings(tmp_path, f'commands = ["test ! -e {tmp_path / "faulted"}"]')
     arguments = (str(tmp_path / "go"), str(tmp_path / "faulted"))
     with cluster_of(tmp_path, CRASHES, *arguments, num_spares=1) as cluster:
@@ -305,9 +307,9 @@ def test_node_is_looked_at_before_it_gets_its_slot_back(has_spare: bool, tmp_pat
         assert ("trained" in cluster.agent("node-1").output()) != has_spare
 
 
-def test_settings_come_from_the_file_that_the_doctor_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--health-config takes a run's settings: limits and tiers; without it the defaults hold for the run directory, and
-    --no-health-check looks at nothing; the two contradict each other."""
+def test_health_settings_come_from_the_doctors_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--health-config reads limits and tiers from a run's settings; without it the defaults apply to the run
+    directory; --no-health-check disables all checks, and contradicts --health-config."""
     monkeypatch.chdir(tmp_path)
     train = str(script(tmp_path, HELLO))
     config = settings(tmp_path, "min_free_disk_gib = 7", tier=tmp_path / "tier")
@@ -334,8 +336,8 @@ def test_settings_come_from_the_file_that_the_doctor_reads(tmp_path: Path, monke
         (("disk /local", Status.FAILED, "compute cpu", Status.FAILED), True),
     ],
 )
-def test_a_full_or_hung_disk_never_prevents_training(failed: tuple[Any, ...], prevents: bool) -> None:
-    """After a fault a node keeps its slot whatever its checkpoint directories do: memory holds checkpoints."""
+def test_full_or_hung_disk_does_not_prevent_training(failed: tuple[Any, ...], prevents: bool) -> None:
+    """After a fault a node keeps its slot in spite of faulty checkpoint directories, since memory holds checkpoints."""
     checkups: Any = Mock(config=HealthConfig(before_joining=False))
     others = {"client": Mock(), "journal": Mock(), "timers": Mock()}
     others["journal"].incident.side_effect = lambda kind, summary, **_: Incident(
@@ -356,6 +358,6 @@ def test_a_full_or_hung_disk_never_prevents_training(failed: tuple[Any, ...], pr
     health.suspect()
     health.note_cleared()
     health.take(CheckedUp(Occasion.FAULT, results))
-    if checkups.begin.call_count > 1:  # a failure counts only if nothing of the workers is left
+    if checkups.begin.call_count > 1:  # a failure counts only after the workers are gone
         health.take(CheckedUp(Occasion.FAULT, results))
     assert (health.refuse(1) is not None) is prevents

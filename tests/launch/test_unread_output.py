@@ -1,4 +1,4 @@
-"""A terminal or a pipe that nothing reads delays no recovery."""
+"""A terminal or a pipe that is not read does not delay recovery."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ while not (folder / "end").exists():
 
 
 def fill(fd: int) -> None:
-    """Write to a pipe until it takes no more."""
+    """Write to a pipe until it is full."""
     os.set_blocking(fd, False)
     for piece in (b"\n" * 4096, b"\n"):
         with contextlib.suppress(BlockingIOError):
@@ -55,7 +55,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def wait_for(path: Path) -> str:
-    """Return what a file holds, once it holds something."""
+    """Return the content of a file, once it has some."""
     deadline = time.monotonic() + LIMIT_S
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline, f"{path} is not there"
@@ -64,10 +64,10 @@ def wait_for(path: Path) -> str:
 
 
 def test_dropped_lines_are_counted_and_reported(pipe: tuple[int, int]) -> None:
-    """A writer to a full pipe waits a moment once and no more; what found no room is one line once the pipe is read."""
-    reading, writing = pipe
-    fill(writing)
-    writer = StreamWriter(writing)
+    """A writer to a full pipe waits briefly once; the number of dropped lines is one line once the pipe is read."""
+    read_fd, write_fd = pipe
+    fill(write_fd)
+    writer = StreamWriter(write_fd)
     line = "y" * 999 + "\n"
     num_lines = (6 << 20) // len(line)
     began_s = time.monotonic()
@@ -79,7 +79,7 @@ def test_dropped_lines_are_counted_and_reported(pipe: tuple[int, int]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while b"lines of output dropped" not in read:
         assert time.monotonic() < deadline
-        read += os.read(reading, 1 << 16)
+        read += os.read(read_fd, 1 << 16)
     assert read.count(b"y" * 999) == num_lines - num_dropped
     assert f"outlast: {num_dropped} lines of output dropped".encode() in read
     assert writer.close()
@@ -87,10 +87,10 @@ def test_dropped_lines_are_counted_and_reported(pipe: tuple[int, int]) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_unread_pipe_delays_no_recovery(pipe: tuple[int, int], tmp_path: Path) -> None:
-    """Nothing reads an agent's output: a worker that dies is replaced, output that is forwarded included, the agent
-    ends in time, and its log files have everything."""
-    writing = pipe[1]  # the script prints more than it holds
+def test_unread_pipe_does_not_delay_recovery(pipe: tuple[int, int], tmp_path: Path) -> None:
+    """With an agent whose output is not read, a worker that dies is replaced, also with forwarded output, the agent
+    exits in time, and its log files are complete."""
+    write_fd = pipe[1]  # the script prints more than it holds
     script = tmp_path / "train.py"
     script.write_text(PRINTS)
     agent = subprocess.Popen(
@@ -100,8 +100,8 @@ def test_unread_pipe_delays_no_recovery(pipe: tuple[int, int], tmp_path: Path) -
         ],
         env=environ(),
         stdin=subprocess.DEVNULL,
-        stdout=writing,
-        stderr=writing,
+        stdout=write_fd,
+        stderr=write_fd,
     )
     try:
         for cycle in range(2):

@@ -1,4 +1,4 @@
-"""Each way in which a job ends has the exit code and the last line that the documentation states."""
+"""Each way in which a job ends has the exit code and the last line that docs/exit-codes.md states."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ WAYS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "nodes are missing for `join_timeout`": ("ends", False, ("--rdzv-conf=join_timeout=2", "--nnodes=2")),
     "the command line is wrong": ("ends", False, ("--ft-max-node-faults=-1",)),
 }
-"""Cause to what the script does, whether it has a checkpoint directory, and the options."""
+"""Cause to the script's mode, whether it has a checkpoint directory, and the options."""
 
 
 def documented() -> dict[str, tuple[int, str]]:
@@ -88,8 +88,8 @@ def documented() -> dict[str, tuple[int, str]]:
     return {cause: (int(code), line) for cause, code, line in rows}
 
 
-def test_the_table_is_whole() -> None:
-    """The page and the table above have the same causes."""
+def test_documented_causes_are_complete() -> None:
+    """The page and the table of this module have the same causes."""
     assert documented().keys() == WAYS.keys()
 
 
@@ -97,11 +97,11 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("cause", WAYS)
-def test_a_job_ends_as_documented(cause: str, tmp_path: Path) -> None:
+def test_job_ends_as_documented(cause: str, tmp_path: Path) -> None:
     """Exit code and last line of the agent are those of the page on exit codes."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    what, has_directory, options = WAYS[cause]
+    mode, has_directory, options = WAYS[cause]
     config = tmp_path / "outlast.toml"
     config.write_text('[health]\ncommands = ["false"]\n')
     options = tuple(option.format(config=config) for option in options)
@@ -112,12 +112,12 @@ def test_a_job_ends_as_documented(cause: str, tmp_path: Path) -> None:
         "the checkpoint directory holds another run's checkpoints": "other",
     }
     if cause in earlier:
-        with Cluster(script, what, folder, run_dir=tmp_path / earlier[cause], num_nodes=1, nproc_per_node=1) as cluster:
+        with Cluster(script, mode, folder, run_dir=tmp_path / earlier[cause], num_nodes=1, nproc_per_node=1) as cluster:
             assert cluster.wait(timeout_s=300) == [0]
     with Cluster(
-        script, what, folder, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options
+        script, mode, folder, run_dir=tmp_path / "run", num_nodes=1, nproc_per_node=1, options=options
     ) as cluster:
-        if what == "waits":
+        if mode == "waits":
             cluster.wait_for("waits", timeout_s=300)
             cluster.agent(0).signal(signal.SIGINT if cause.startswith("Ctrl-C") else signal.SIGTERM)
         assert cluster.wait(timeout_s=300) == [code]

@@ -1,4 +1,5 @@
-"""Mistakes at the prompt: one line with the fault as it was typed and what to do, exit code 2, and nothing left."""
+"""Mistakes on the command line: one line with the fault as it was typed and the remedy, exit code 2, and no files
+left."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ WRONG = [
     ("run -m nosuch.train", "there is no module 'nosuch'", "check its name"),
     ("run --no-python train.py", "'train.py' is not an executable program", "check its path and mode"),
     ("run --no-python --module train.py", "--no-python and --module contradict", "leave one out"),
-    # options that are none
+    # unknown options
     ("run --bogus train.py", "unknown option --bogus", "outlast run --help"),
     ("run -n 2 train.py", "unknown option -n", "outlast run --help"),
     ("run -nproc-per-node=2 train.py", "unknown option -nproc-per-node", "--nproc-per-node?"),
@@ -145,7 +146,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).write_text(text)
 
 
-def answer(
+def run_outlast(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
 ) -> tuple[int | str | None, str, str]:
     """Return exit code, output and errors of `outlast` with the words of ``line``."""
@@ -156,12 +157,12 @@ def answer(
 
 
 @pytest.mark.parametrize(("line", "fault", "remedy"), WRONG, ids=[line for line, _, _ in WRONG])
-def test_a_mistake_is_one_line(
+def test_mistake_is_reported_in_one_line(
     line: str, fault: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, and one line in the words that were typed, with the fault and the remedy; no folder is left."""
     before = sorted(Path().rglob("*"))
-    code, out, err = answer(monkeypatch, capsys, line)
+    code, out, err = run_outlast(monkeypatch, capsys, line)
     assert (code, out) == (2, "")
     assert err.startswith("outlast: ")
     assert err.count("\n") == 1
@@ -180,25 +181,26 @@ def test_a_mistake_is_one_line(
         ("PET_STANDALONE", "2", "PET_STANDALONE: '2' does not fit; write true or false"),
     ],
 )
-def test_what_comes_from_the_environment_is_named_so(
+def test_wrong_environment_variable_is_identified(
     name: str, value: str, fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A value of torchrun's environment variables is blamed on the variable, not on an option that nobody typed."""
+    """An invalid value of torchrun's environment variable is reported with that variable, not with an option that
+    the user did not type."""
     monkeypatch.setenv(name, value)
-    code, out, err = answer(monkeypatch, capsys, "run train.py")
+    code, out, err = run_outlast(monkeypatch, capsys, "run train.py")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"outlast: {fault}")
 
 
-def test_a_refusal_after_the_checks_leaves_nothing(
+def test_rejection_after_the_checks_leaves_no_folders(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is refused once torch is there takes the folders along that were made for it, and no other."""
+    """An error after the import of torch removes the folders that were created for the run, and no others."""
     Path("runs").mkdir()
-    made: list[Path] = []
+    created: list[Path] = []
 
     def refuse(options: RunOptions) -> int:
-        made.extend(options.new_folders)
+        created.extend(options.new_folders)
         raise ConfigError("torch refuses; ask it why")
 
     from outlast.launch import run
@@ -206,7 +208,7 @@ def test_a_refusal_after_the_checks_leaves_nothing(
     monkeypatch.setattr(run, "launch", refuse)
     monkeypatch.setattr(run_command.logging, "basicConfig", lambda **_: None)
     before = sorted(Path().rglob("*"))
-    code, _, err = answer(monkeypatch, capsys, "run --run-dir=runs/a/b --log-dir=logs/x train.py")
+    code, _, err = run_outlast(monkeypatch, capsys, "run --run-dir=runs/a/b --log-dir=logs/x train.py")
     assert (code, err) == (2, "outlast: torch refuses; ask it why\n")
-    assert {folder.name for folder in made} == {"a", "b", "logs", "x"}
+    assert {folder.name for folder in created} == {"a", "b", "logs", "x"}
     assert sorted(Path().rglob("*")) == before

@@ -1,8 +1,8 @@
-"""Random moments at which a run is told to leave, each played by real ranks that go on where the last ones left.
+"""Shutdown requests at random moments, with real ranks that resume where the last ones exited.
 
-Run as a script with a folder, a number of moments, a seed and, if wanted, the number of ranks: it imports torch once,
-forks the ranks of one moment after another, and prints a line of JSON for each. All moments share one checkpoint
-directory, so every start loads what the one before has left.
+Run as a script with a folder, a number of moments, a seed and, optionally, the number of ranks: the script imports
+torch once, forks the ranks of one moment after another, and prints a line of JSON for each. All moments share one
+checkpoint directory, so every start loads the checkpoint of the previous one.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from outlast.session import session as _too  # noqa: F401
 from outlast.testing.ranks import free_port
 
 LIMIT_S = 120.0
-"""Within this all ranks must have left; undisturbed it takes about a second."""
+"""All ranks must exit within this time; usually they take about a second."""
 NUM_NUMBERS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Who is told when."""
+    """The ranks that get a signal, and when."""
 
     ranks: tuple[int, ...]
-    """Who is told, one after the other; all of them: a signal to the process group."""
+    """The ranks that get SIGTERM, one after the other."""
     after_s: float
-    """Seconds since the last rank listens."""
+    """Seconds after the last rank listens."""
     apart_s: float
     """Seconds between the signals."""
     in_c_s: float
-    """How long each step sits in one C call."""
+    """Duration of the single C call of each step."""
 
 
 def draw(rng: random.Random, world_size: int) -> Moment:
@@ -68,15 +68,15 @@ _mutex = ctypes.create_string_buffer(64)
 _libc.pthread_mutex_lock(_mutex)
 
 
-def sit_in_c(seconds: float) -> None:
-    """Sit in one C call; unlike a sleep it does not return on a signal."""
+def block_in_c(seconds: float) -> None:
+    """Block in one C call; unlike a sleep it does not return on a signal."""
     until_s = time.monotonic() + seconds
     until = (ctypes.c_long * 2)(int(until_s), int(until_s % 1 * 1e9))
     _libc.pthread_mutex_clocklock(_mutex, time.CLOCK_MONOTONIC, until)
 
 
 def train(folder: Path, moment: Moment, number: int, listens: int) -> None:
-    """Train until told to leave; what the weights are follows from the iteration alone."""
+    """Train until a shutdown is requested; the weights depend on the iteration only."""
     run = outlast.init(
         outlast.Config(
             checkpoint=outlast.CheckpointConfig(
@@ -93,13 +93,13 @@ def train(folder: Path, moment: Moment, number: int, listens: int) -> None:
         if iteration and not (state["steps"].item() == iteration and bool((state["weights"] == expected).all())):
             raise AssertionError(f"restored {state['steps'].item()} as iteration {iteration}")
         if moment.in_c_s:
-            sit_in_c(moment.in_c_s)
+            block_in_c(moment.in_c_s)
         state["steps"] += 1
         state["weights"].fill_(float(iteration + 1))
 
 
-def be_rank(rank: int, world_size: int, port: int, folder: Path, moment: Moment, number: int, listens: int) -> None:
-    """Be one rank; never returns."""
+def run_rank(rank: int, world_size: int, port: int, folder: Path, moment: Moment, number: int, listens: int) -> None:
+    """Run one rank; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -112,7 +112,7 @@ def be_rank(rank: int, world_size: int, port: int, folder: Path, moment: Moment,
         train(folder, moment, number, listens)
     except SystemExit as leaving:
         code = int(leaving.code or 0)
-    except BaseException:  # noqa: BLE001  a fork must not go on in the caller's loop; it is printed
+    except BaseException:  # noqa: BLE001  a fork must not continue the caller's loop
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -121,22 +121,22 @@ def be_rank(rank: int, world_size: int, port: int, folder: Path, moment: Moment,
 
 
 def play(number: int, moment: Moment, folder: Path, world_size: int, expected: int) -> dict[str, Any]:
-    """Play one moment, and return what was kept of it."""
+    """Play one moment, and return its record."""
     begin_s, port = clock.now_s(), free_port()
     reader, writer = os.pipe()
-    told_ns = 0
+    signalled_ns = 0
     ranks = {}
     for rank in range(world_size):
         if (pid := os.fork()) == 0:
-            be_rank(rank, world_size, port, folder, moment, number, writer)
+            run_rank(rank, world_size, port, folder, moment, number, writer)
         ranks[rank] = (pid, os.pidfd_open(pid))
     os.close(writer)
     try:
-        heard = 0
-        while heard < world_size and select.select([reader], [], [], LIMIT_S)[0] and (news := os.read(reader, 16)):
-            heard += len(news)
+        num_ready = 0
+        while num_ready < world_size and select.select([reader], [], [], LIMIT_S)[0] and (data := os.read(reader, 16)):
+            num_ready += len(data)
         time.sleep(moment.after_s)  # the moment itself
-        told_ns = clock.now_ns()
+        signalled_ns = clock.now_ns()
         for rank in moment.ranks:
             signal.pidfd_send_signal(ranks[rank][1], signal.SIGTERM)
             time.sleep(moment.apart_s)
@@ -152,37 +152,37 @@ def play(number: int, moment: Moment, folder: Path, world_size: int, expected: i
             signal.pidfd_send_signal(fd, signal.SIGKILL)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             os.close(fd)
-    found = judge(folder, number, codes, expected, told_ns)
+    found = judge(folder, number, codes, expected, signalled_ns)
     return {"moment": number, **asdict(moment), "codes": codes, "hung": bool(waited_for), "took_s": took_s, **found}
 
 
-def judge(folder: Path, number: int, codes: list[int], expected: int, told_ns: int) -> dict[str, Any]:
-    """Return where the run left, and what is wrong with that."""
+def judge(folder: Path, number: int, codes: list[int], expected: int, signalled_ns: int) -> dict[str, Any]:
+    """Return the last iteration of the run, and the violated promises."""
     events = list(read(folder / f"run-{number}"))
     ends = {event.iteration for event in events if event.kind == EventKind.SESSION_ENDED}
     restored = {event.iteration for event in events if event.kind == EventKind.RESTORED}
     notices = [event.mono_ns for event in events if event.kind == EventKind.NOTICE]
-    wrong = []
+    problems_found = []
     if set(codes) != {75}:
-        wrong.append(f"exit codes {codes}")
+        problems_found.append(f"exit codes {codes}")
     if len(ends) != 1:
-        wrong.append(f"ranks ended at iterations {ends}")
+        problems_found.append(f"ranks ended at iterations {ends}")
     if expected and restored != {expected}:
-        wrong.append(f"restored {restored}, not {expected}")
+        problems_found.append(f"restored {restored}, not {expected}")
     for checkpoint in look_into(str(folder / "ckpt")).found:
         verified = verify(checkpoint, num_threads=1).entry
         if not verified.valid or verified.problems:
-            wrong.append(f"checkpoint {verified.iteration}: {verified.problems}")
+            problems_found.append(f"checkpoint {verified.iteration}: {verified.problems}")
         ends.discard(verified.iteration)
     if ends:
-        wrong.append(f"there is no generation of {ends}")
+        problems_found.append(f"there is no generation of {ends}")
     last = max((event.iteration or 0 for event in events if event.kind == EventKind.SESSION_ENDED), default=0)
-    seen_ms = (min(notices) - told_ns) / 1e6 if notices else None
-    return {"iteration": last, "noticed_after_ms": seen_ms, "wrong": wrong}
+    seen_ms = (min(notices) - signalled_ns) / 1e6 if notices else None
+    return {"iteration": last, "noticed_after_ms": seen_ms, "wrong": problems_found}
 
 
 def main() -> None:
-    """Play the moments; exit with 1 at the first that left something wrong behind."""
+    """Play the moments; exit with 1 at the first violated promise."""
     folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     folder.mkdir(parents=True, exist_ok=True)
     world_size = int(sys.argv[4]) if len(sys.argv) > 4 else 4

@@ -1,4 +1,4 @@
-"""A data loader's workers outlive a signal to the whole process group, and nothing else."""
+"""Workers of a data loader survive a signal to the whole process group, and end with their parent."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def running(tmp_path: Path, how: str) -> Iterator[tuple[RankProcesses, list[psutil.Process]]]:
-    """Start the script as a group of its own; yield it, and its loader's workers, once they work."""
+def running(tmp_path: Path, mode: str) -> Iterator[tuple[RankProcesses, list[psutil.Process]]]:
+    """Start the script in its own process group; yield the ranks and the loader's workers, once they work."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with RankProcesses(script, how, world_size=1) as ranks:
+    with RankProcesses(script, mode, world_size=1) as ranks:
         ranks.wait_for("running\n", PATIENCE_S)
         yield ranks, psutil.Process(ranks.pid(0)).children(recursive=True)
 
@@ -61,22 +61,22 @@ def running(tmp_path: Path, how: str) -> Iterator[tuple[RankProcesses, list[psut
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["kept", "spawned"])
-def test_workers_go_on_through_a_signal_to_the_group(tmp_path: Path, how: str) -> None:
-    """Batches come on after the group was told to leave; the loader then ends its workers as ever."""
-    with running(tmp_path, how) as (ranks, workers):
+@pytest.mark.parametrize("mode", ["kept", "spawned"])
+def test_loader_workers_survive_a_signal_to_the_group(tmp_path: Path, mode: str) -> None:
+    """Batches keep arriving after a signal to the process group; the loader then ends its workers as usual."""
+    with running(tmp_path, mode) as (ranks, workers):
         assert len(workers) >= 2
         os.killpg(ranks.pid(0), signal.SIGTERM)
         codes, output = ranks.wait(PATIENCE_S), ranks.output(0)
         # torch's spawned workers, and Python's tracker of their semaphores, sometimes complain at their end.
-        said = [line for line in output.splitlines() if line in ("went on", "loader ended")]
-        assert (codes, said) == ([0], ["went on", "loader ended"]), output
+        progress = [line for line in output.splitlines() if line in ("went on", "loader ended")]
+        assert (codes, progress) == ([0], ["went on", "loader ended"]), output
         assert not psutil.wait_procs(workers, timeout=PATIENCE_S)[1]
 
 
 @pytest.mark.process
-def test_without_the_option_they_die_as_torchs_do(tmp_path: Path) -> None:
-    """What the option is for: the signal ends the workers, and the next batch fails."""
+def test_loader_workers_die_without_the_option(tmp_path: Path) -> None:
+    """Without the option the signal ends the workers, and the next batch fails."""
     with running(tmp_path, "plain") as (ranks, _):
         os.killpg(ranks.pid(0), signal.SIGTERM)
         assert ranks.wait(PATIENCE_S) == [1]
@@ -86,8 +86,8 @@ def test_without_the_option_they_die_as_torchs_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_they_end_when_their_parent_is_gone(tmp_path: Path) -> None:
-    """A signal that came before counts once the parent has left, so nothing is left behind."""
+def test_loader_workers_end_with_their_parent(tmp_path: Path) -> None:
+    """An earlier signal takes effect once the parent has exited, so no process is left."""
     with running(tmp_path, "busy") as (ranks, workers):
         os.killpg(ranks.pid(0), signal.SIGTERM)
         ranks.kill(0)

@@ -1,4 +1,4 @@
-"""A run that is told to leave again and again, at random moments, goes on as if nothing had happened."""
+"""A run with repeated shutdown requests at random moments ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.extended
 
 @pytest.mark.process
 @pytest.mark.parametrize("count", [4, pytest.param(150, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
-def test_random_moments_leave_nothing_torn(tmp_path: Path, count: int) -> None:
-    """Starts in a row are told to leave at random moments; each goes on exactly where the last one stopped."""
+def test_run_survives_shutdowns_at_random_moments(tmp_path: Path, count: int) -> None:
+    """Successive starts are shut down at random moments; each resumes exactly where the last one stopped."""
     script = Path(__file__).with_name("random_moments.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OUTLAST_"))}
-    played = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(script), str(tmp_path), str(count), "7", "3"],
         env={**environment, "OMP_NUM_THREADS": "1"},
         timeout=60 + 12 * count,
@@ -27,8 +27,8 @@ def test_random_moments_leave_nothing_torn(tmp_path: Path, count: int) -> None:
         text=True,
         capture_output=True,
     )
-    assert played.returncode == 0, played.stdout + played.stderr
-    moments = [json.loads(line) for line in played.stdout.splitlines()]
+    assert result.returncode == 0, result.stdout + result.stderr
+    moments = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(moments) == count
     iterations = [moment["iteration"] for moment in moments]
     assert iterations == sorted(set(iterations))

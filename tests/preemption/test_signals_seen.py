@@ -1,4 +1,5 @@
-"""Notices are seen at once, told apart, passed on, and leave nothing behind."""
+"""Signals are detected at once, told from echoes, passed on to earlier handlers, and leave nothing behind after
+close()."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from outlast.errors import OutlastError
 from outlast.preemption import Notice, ShutdownListener
 
 
-def test_a_notice_is_seen_while_the_main_thread_is_in_c_code() -> None:
-    """A signal is seen although the main thread holds no bytecode until long after."""
-    seen: list[Notice] = []
-    listener = ShutdownListener([signal.SIGUSR1], on_notice=seen.append)
+def test_signal_is_detected_while_the_main_thread_is_in_c() -> None:
+    """A signal is detected although the main thread runs no bytecode until much later."""
+    notices: list[Notice] = []
+    listener = ShutdownListener([signal.SIGUSR1], on_notice=notices.append)
     try:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         # One C call of about a second that no Python signal handler can interrupt, as a collective is.
@@ -28,16 +29,16 @@ def test_a_notice_is_seen_while_the_main_thread_is_in_c_code() -> None:
         left_c_code_ns = time.monotonic_ns()
     finally:
         listener.close()
-    assert seen
-    assert seen[0].signal == signal.SIGUSR1
-    assert seen[0].seen_ns < left_c_code_ns
+    assert notices
+    assert notices[0].signal == signal.SIGUSR1
+    assert notices[0].seen_ns < left_c_code_ns
 
 
-def test_a_second_notice_is_told_apart_from_an_echo() -> None:
-    """The same signal right after the first is its echo; a later one is the second notice."""
-    seen: list[int] = []
+def test_second_signal_differs_from_an_echo() -> None:
+    """The same signal shortly after the first is its echo; a later one is a second notice."""
+    notices: list[int] = []
     listener = ShutdownListener(
-        [signal.SIGUSR1], on_notice=lambda notice: seen.append(notice.ordinal), echo_s=20, impatience_s=300
+        [signal.SIGUSR1], on_notice=lambda notice: notices.append(notice.ordinal), echo_s=20, impatience_s=300
     )
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -50,24 +51,24 @@ def test_a_second_notice_is_told_apart_from_an_echo() -> None:
         assert listener.wait(60, ordinal=2)
     finally:
         listener.close()
-    assert seen == [1, 2]
+    assert notices == [1, 2]
     assert listener.first is not None
     assert listener.first.ordinal == 1
 
 
-def test_an_earlier_handler_is_called_and_comes_back() -> None:
-    """Who handled the signal before still gets it, and owns it again after close()."""
-    got: list[int] = []
+def test_earlier_handler_is_called_and_restored() -> None:
+    """The earlier handler of the signal is still called, and is restored by close()."""
+    received: list[int] = []
 
     def earlier(number: int, _frame: object) -> None:
-        got.append(number)
+        received.append(number)
 
     before = signal.signal(signal.SIGUSR1, earlier)
     try:
         listener = ShutdownListener([signal.SIGUSR1])
         os.kill(os.getpid(), signal.SIGUSR1)
         assert listener.wait(60)
-        assert got == [signal.SIGUSR1]
+        assert received == [signal.SIGUSR1]
         listener.close()
         listener.close()
         assert signal.getsignal(signal.SIGUSR1) is earlier
@@ -75,8 +76,8 @@ def test_an_earlier_handler_is_called_and_comes_back() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_earlier_wakeup_descriptor_keeps_getting_its_bytes() -> None:
-    """An event loop that uses the wake-up descriptor is still woken, and has it back after close()."""
+def test_earlier_wakeup_descriptor_still_gets_its_bytes() -> None:
+    """An event loop that uses the wake-up descriptor is still woken, and has its descriptor back after close()."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     reader.settimeout(60)
@@ -94,22 +95,22 @@ def test_an_earlier_wakeup_descriptor_keeps_getting_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("order", ["as made", "reversed"])
-def test_two_listeners_are_closed_in_any_order(order: str) -> None:
-    """Each hears the signal while it is open; after both are closed the signal does what it did before."""
-    got: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _frame: got.append(number))
+def test_listeners_may_be_closed_in_any_order(order: str) -> None:
+    """Each receives the signal while it is open; after all are closed the signal has its earlier effect."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: received.append(number))
     earlier, fd_before = signal.getsignal(signal.SIGUSR1), signal.set_wakeup_fd(-1)
     try:
         listeners = [ShutdownListener([signal.SIGUSR1], echo_s=0, impatience_s=300) for _ in range(3)]
         os.kill(os.getpid(), signal.SIGUSR1)
         assert all(listener.wait(60) for listener in listeners)
-        for heard, listener in enumerate(listeners if order == "as made" else listeners[::-1], 2):
+        for ordinal_expected, listener in enumerate(listeners if order == "as made" else listeners[::-1], 2):
             listener.close()
             others = [one for one in listeners if not one._closing.is_set()]
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert all(one.wait(60, ordinal=heard) for one in others)
-            assert not any(one.wait(0, ordinal=heard + 1) for one in others)
-            assert len(got) == heard
+            assert all(one.wait(60, ordinal=ordinal_expected) for one in others)
+            assert not any(one.wait(0, ordinal=ordinal_expected + 1) for one in others)
+            assert len(received) == ordinal_expected
         assert signal.getsignal(signal.SIGUSR1) is earlier
         assert signal.set_wakeup_fd(-1) == -1
     finally:
@@ -117,15 +118,15 @@ def test_two_listeners_are_closed_in_any_order(order: str) -> None:
         signal.set_wakeup_fd(fd_before)
 
 
-def test_a_signal_named_twice_is_heard_once() -> None:
-    """A listener for one signal twice is a listener for that signal."""
-    got: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _frame: got.append(number))
+def test_signal_listed_twice_is_received_once() -> None:
+    """A listener for a signal that is listed twice is a listener for that signal."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: received.append(number))
     try:
         with ShutdownListener([signal.SIGUSR1, signal.SIGUSR1], echo_s=0) as listener:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert listener.wait(60)
-            assert got == [signal.SIGUSR1]
+            assert received == [signal.SIGUSR1]
             assert listener.wait(0)
             assert not listener.wait(0, ordinal=2)
     finally:
@@ -133,8 +134,8 @@ def test_a_signal_named_twice_is_heard_once() -> None:
 
 
 @pytest.mark.process
-def test_a_handler_that_comes_back_late_lets_the_signal_end_the_process() -> None:
-    """Code that saves the handler and puts it back after close() does not make the process deaf to SIGTERM."""
+def test_handler_restored_after_close_does_not_block_sigterm() -> None:
+    """Code that saves the handler and restores it after close() does not make the process ignore SIGTERM."""
     script = """
 import os, signal
 from outlast.preemption import ShutdownListener
@@ -150,8 +151,8 @@ while True:
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == -signal.SIGTERM
 
 
-def test_only_the_main_thread_may_watch() -> None:
-    """Anywhere else the error says what to do."""
+def test_listener_outside_the_main_thread_is_rejected() -> None:
+    """The error has the remedy."""
     errors: list[BaseException] = []
 
     def make() -> None:
@@ -167,8 +168,8 @@ def test_only_the_main_thread_may_watch() -> None:
 
 
 @pytest.mark.process
-def test_a_forked_child_dies_of_the_signal_and_its_parent_hears_nothing() -> None:
-    """A data loader's worker that is ended with SIGTERM ends, and is no notice for its parent."""
+def test_signal_to_a_forked_child_does_not_reach_its_parent() -> None:
+    """A data loader worker that gets SIGTERM ends, and its parent gets no notice."""
     script = """
 import os, signal
 from outlast.preemption import ShutdownListener

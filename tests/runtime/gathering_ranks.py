@@ -1,4 +1,4 @@
-"""Ranks that gather what each of them has, or of which one dies first. Arguments: what happens."""
+"""Ranks that gather bytes from each other, also after the death of one rank. Argument: the scenario."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accepted connections: newcomers are bounded in number and time, and a lack of descriptors passes."""
+"""Accepted connections: newcomers are limited in number and time, and a lack of descriptors is survived."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Name(msgspec.Struct, tag=True):
 
 
 class Server:
-    """A loop with a listener that admits every peer which sends its name."""
+    """An event loop with a listener that admits every peer which sends its name."""
 
     def __init__(self, *, key: bytes | None = None, join_s: float = LIMIT_S, max_newcomers: int = 8) -> None:
         family = socket.AF_UNIX if key is None else socket.AF_INET
@@ -75,15 +75,15 @@ class Server:
             link.close()
         self.selector.close()
 
-    def _admit(self, link: Link, came: list[Name]) -> None:
+    def _admit(self, link: Link, received: list[Name]) -> None:
         self.listener.admit(link)
         link.on_broken = lambda link, error: link.close()
-        self.admitted[came[0].text] = link
+        self.admitted[received[0].text] = link
 
 
 @contextmanager
-def full_process() -> Iterator[None]:
-    """Let this process open no further descriptor."""
+def no_free_descriptors() -> Iterator[None]:
+    """Prevent this process from opening another descriptor."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as opened:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
@@ -107,21 +107,21 @@ def is_closed(peer: socket.socket) -> bool:
     return True
 
 
-def test_a_flood_of_newcomers_closes_the_oldest() -> None:
-    """One newcomer more than the limit costs the oldest its connection, and keeps no peer out."""
+def test_flood_of_newcomers_closes_the_oldest() -> None:
+    """One newcomer above the limit costs the oldest newcomer its connection; new peers can still connect."""
     with closing(Server(max_newcomers=3)) as server, ExitStack() as stack:
-        crowd = [stack.enter_context(server.connect()) for _ in range(5)]
+        peers = [stack.enter_context(server.connect()) for _ in range(5)]
         server.turn()
-        assert all(map(is_closed, crowd[:2]))
-        crowd[4].sendall(encode_frame(Name(text="the last")))
+        assert all(map(is_closed, peers[:2]))
+        peers[4].sendall(encode_frame(Name(text="the last")))
         server.turn()
         assert list(server.admitted) == ["the last"]
 
 
 @pytest.mark.parametrize("key", [None, b"the key"])
-def test_a_silent_newcomer_is_closed_in_time(key: bytes | None) -> None:
-    """A peer that sends nothing, or not enough to prove the key, is disconnected after ``join_s``; an admitted one
-    stays."""
+def test_silent_newcomer_is_closed_after_join_s(key: bytes | None) -> None:
+    """A peer that sends nothing, or too little to prove the key, is disconnected after ``join_s``; an admitted peer
+    is not."""
     with closing(Server(key=key, join_s=0.2)) as server, server.connect() as silent, server.connect() as known:
         if key is None:
             known.sendall(encode_frame(Name(text="known")))
@@ -135,8 +135,8 @@ def test_a_silent_newcomer_is_closed_in_time(key: bytes | None) -> None:
         assert list(server.admitted) == (["known"] if key is None else [])
 
 
-def test_a_peer_without_the_key_is_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A flood of connections with a wrong key does not fill the log; nothing they send is decoded."""
+def test_peer_without_the_key_is_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A flood of connections with a wrong key is logged once, and their messages are not decoded."""
     with closing(Server(key=b"the key")) as server, ExitStack() as stack:
         for _ in range(20):
             channel: BufferedChannel[Any] = BufferedChannel(
@@ -153,12 +153,12 @@ def test_a_peer_without_the_key_is_refused_and_logged_once(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("key", [None, b"the key"])
-def test_lack_of_descriptors_pauses_and_passes(key: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a free descriptor the loop rests, drops peers that have not proved the key and keeps those that need
-    none; once there are descriptors again, waiting connections are accepted."""
+def test_listener_survives_a_lack_of_descriptors(key: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a free descriptor the loop pauses without spinning, drops peers that have not proved the key and keeps
+    the others; waiting connections are accepted once descriptors are free again."""
     with closing(Server(key=key)) as server, server.connect() as early, server.connect() as late:
         server.turn()
-        with server.connect() as third, full_process():
+        with server.connect() as third, no_free_descriptors():
             server.turn()
             began_s, turns = time.monotonic(), 0
             while time.monotonic() < began_s + 0.3:
@@ -226,23 +226,23 @@ def echo_if_admitted(listener: ThreadedListener, connection: socket.socket) -> N
 
 
 def test_each_connection_is_served_in_a_thread() -> None:
-    """A silent newcomer does not delay another peer, and one newcomer more than the limit closes the oldest; an
-    admitted connection is no newcomer."""
+    """A silent newcomer does not delay another peer, and one newcomer above the limit closes the oldest; admitted
+    connections do not count as newcomers."""
     with threaded(echo_if_admitted, max_newcomers=2, max_admitted=1) as (_, _, connect), ExitStack() as stack:
         admitted = stack.enter_context(connect())
         admitted.sendall(b"admit")
         assert admitted.recv(16) == b"admit"
-        crowd = [stack.enter_context(connect()) for _ in range(3)]
-        assert is_closed(crowd[0])
-        crowd[1].sendall(b"admit")
-        assert is_closed(crowd[1])  # one is admitted already
-        crowd[2].sendall(b"ping")
+        peers = [stack.enter_context(connect()) for _ in range(3)]
+        assert is_closed(peers[0])
+        peers[1].sendall(b"admit")
+        assert is_closed(peers[1])  # one is admitted already
+        peers[2].sendall(b"ping")
         admitted.sendall(b"ping")
-        assert crowd[2].recv(16) == admitted.recv(16) == b"ping"
+        assert peers[2].recv(16) == admitted.recv(16) == b"ping"
 
 
-def test_a_listener_that_stops_ends_all_connections() -> None:
-    """``stop()`` wakes threads that wait for a peer; nothing listens then, and a second call does nothing."""
+def test_stopped_listener_closes_all_connections() -> None:
+    """``stop()`` wakes threads that wait for a peer; new connections are refused, and a second call does nothing."""
     with threaded(echo_if_admitted) as (listener, thread, connect), connect() as known, connect() as newcomer:
         known.sendall(b"admit")
         assert known.recv(16) == b"admit"
@@ -257,8 +257,8 @@ def test_a_listener_that_stops_ends_all_connections() -> None:
         listener.stop(0.0)
 
 
-def test_a_listener_ends_soon_after_its_last_connection() -> None:
-    """With ``linger_s`` it lives as long as a connection is open, whatever time has passed, and a while longer."""
+def test_listener_ends_linger_s_after_its_last_connection() -> None:
+    """With ``linger_s`` a listener lives as long as a connection is open, and ``linger_s`` longer."""
     with threaded(echo_if_admitted, linger_s=0.2) as (_, thread, connect):
         with connect() as peer:
             peer.sendall(b"ping")
@@ -269,7 +269,7 @@ def test_a_listener_ends_soon_after_its_last_connection() -> None:
         assert not thread.is_alive()
 
 
-def test_a_listener_without_connections_outlasts_a_lack_of_descriptors() -> None:
+def test_idle_listener_survives_a_lack_of_descriptors() -> None:
     """A peer that waits for a descriptor is served later, although no connection was open for longer than
     ``linger_s``."""
     with threaded(echo_if_admitted, linger_s=0.3) as (_, thread, connect):
@@ -280,7 +280,7 @@ def test_a_listener_without_connections_outlasts_a_lack_of_descriptors() -> None
             waiting.settimeout(LIMIT_S)
             with connect() as address:
                 peer = address.getpeername()
-            with full_process():
+            with no_free_descriptors():
                 waiting.connect(peer)
                 thread.join(0.8)
                 assert thread.is_alive()

@@ -22,46 +22,48 @@ from outlast.runtime.addresses import (
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint("node-1", 29400), Endpoint("10.0.0.1", 1), Endpoint("fe80::1", 65535)])
-def test_an_endpoint_is_read_as_it_is_written(endpoint: Endpoint) -> None:
+def test_endpoint_text_round_trips(endpoint: Endpoint) -> None:
     """``str`` and ``parse_endpoint`` are inverse, for names and for addresses of both families."""
     assert parse_endpoint(str(endpoint)) == endpoint
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", "host:0", "host:99999", "a:1,b:2", "::1"])
-def test_what_is_no_endpoint_is_refused(text: str) -> None:
-    """An address between processes has a host and a port."""
+def test_invalid_endpoint_is_rejected(text: str) -> None:
+    """An address between processes needs a host and a port."""
     with pytest.raises(ConfigError):
         parse_endpoint(text)
 
 
 @pytest.mark.parametrize(
-    ("towards", "own"), [(None, "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")]
+    ("towards", "expected"),
+    [(None, "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")],
 )
-def test_peers_on_this_machine_reach_it_at_the_loopback_address(towards: str | None, own: str) -> None:
-    """Who meets at a loopback address is reached at one, of the same family."""
-    assert own_address(towards) == own
+def test_own_address_towards_a_loopback_peer_is_loopback(towards: str | None, expected: str) -> None:
+    """A peer at a loopback address is given a loopback address of the same family."""
+    assert own_address(towards) == expected
 
 
-def test_a_machine_whose_own_name_leads_to_loopback_has_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the endpoint is this machine and its name means 127.0.1.1, peers get the address of the default route."""
-    seen = {("127.0.1.1", 9): "127.0.0.1", ("192.0.2.1", 9): "10.1.2.3"}
+def test_own_address_is_not_the_loopback_of_the_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the endpoint is this machine and its name resolves to 127.0.1.1, peers get the address of the default
+    route."""
+    sources = {("127.0.1.1", 9): "127.0.0.1", ("192.0.2.1", 9): "10.1.2.3"}
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))]
     )
 
     def source(_: int, address: tuple[str, int]) -> str:
-        if address not in seen:
+        if address not in sources:
             raise OSError("network is unreachable")
-        return seen[address]
+        return sources[address]
 
     monkeypatch.setattr(addresses, "_source_address", source)
     assert own_address("this-node") == "10.1.2.3"
-    seen["127.0.1.1", 9] = "127.0.1.1"
+    sources["127.0.1.1", 9] = "127.0.1.1"
     assert listening_addresses("this-node") == [(socket.AF_INET, "127.0.1.1"), (socket.AF_INET, "10.1.2.3")]
 
 
-def test_a_family_without_a_route_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with addresses of both families is reached over the one that has a route."""
+def test_address_family_without_a_route_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with addresses of both families is reached over the family that has a route."""
 
     def source(family: int, _: object) -> str:
         if family == socket.AF_INET6:
@@ -77,14 +79,14 @@ def test_a_family_without_a_route_is_skipped(monkeypatch: pytest.MonkeyPatch) ->
     assert own_address("both") == "10.1.2.3"
 
 
-def test_an_unknown_host_is_named() -> None:
-    """A host that cannot be resolved is an error that names it."""
+def test_unknown_host_is_reported() -> None:
+    """A host that cannot be resolved is an error with its name."""
     with pytest.raises(RendezvousError, match=r"no\.such\.host\.invalid"):
         own_address("no.such.host.invalid")
 
 
-def test_a_loopback_endpoint_is_this_machine_and_a_foreign_one_is_not() -> None:
-    """Loopback literals and localhost are listened at as such; an address that this machine lacks gives none."""
+def test_only_addresses_of_this_machine_are_listened_at() -> None:
+    """Loopback literals and localhost yield listening addresses; an address of another machine yields none."""
     assert listening_addresses("localhost") == [(socket.AF_INET, "127.0.0.1")]
     assert listening_addresses("127.0.0.2") == [(socket.AF_INET, "127.0.0.2")]
     assert listening_addresses("::1") == [(socket.AF_INET6, "::1")]
@@ -92,10 +94,11 @@ def test_a_loopback_endpoint_is_this_machine_and_a_foreign_one_is_not() -> None:
     assert listening_addresses("no.such.host.invalid") == []
 
 
-def test_a_name_of_this_machine_that_leads_to_a_gateway_listens_where_the_gateway_leads(
+def test_own_name_of_a_gateway_listens_at_the_route(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The machine's own name may stand for the address of a gateway; another name with that address is not its own."""
+    """If the machine's own name resolves to a gateway, the address of the route to it is used; another name with
+    that address is not this machine's."""
     gateway = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("203.0.113.7", 9))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: gateway)
     monkeypatch.setattr(addresses, "_source_address", lambda *_: "10.1.2.3")
@@ -103,28 +106,29 @@ def test_a_name_of_this_machine_that_leads_to_a_gateway_listens_where_the_gatewa
     assert listening_addresses("elsewhere") == []
 
 
-def test_an_interface_that_is_not_here_is_refused_with_those_that_are() -> None:
-    """The first interface that is here counts; where there is none of them, the error names what there is."""
+def test_unknown_interface_is_rejected_with_the_known_ones() -> None:
+    """The first existing interface is used; if none exists, the error lists the existing ones."""
     assert (socket.AF_INET, "127.0.0.1") in interface_addresses("nosuch0,lo")
     with pytest.raises(ConfigError, match=r"--interface=nosuch0: .*; there are .*lo"):
         interface_addresses("nosuch0")
 
 
 @pytest.mark.parametrize("text", ["", "1", "5-4", "0-5", "1-65536", "a-b", "-1-4"])
-def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
+def test_invalid_port_range_is_rejected(text: str) -> None:
     """A range has a low and a high port."""
     with pytest.raises(ConfigError, match="LOW-HIGH"):
         parse_port_range(text)
 
 
-def test_a_range_that_is_too_small_names_how_many_ports_are_needed() -> None:
-    """A node's processes need a number of ports."""
+def test_small_port_range_is_rejected_with_the_needed_size() -> None:
+    """The error has the number of ports that the processes of a node need."""
     with pytest.raises(ConfigError, match="has 2 ports, and this node needs 9"):
         parse_port_range("30000-30001", needed=9)
 
 
-def test_a_used_up_range_of_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets listen at ports of the range, at the given address alone; one more than it has is refused at once."""
+def test_exhausted_port_range_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets listen at ports of the range and at the given address only; without a free port the call fails at
+    once."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     monkeypatch.setenv(env.PORT_RANGE, f"{port}-{port}")
@@ -134,16 +138,17 @@ def test_a_used_up_range_of_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -
             listen_at("127.0.0.1", backlog=1)
 
 
-def test_the_first_endpoint_that_is_known_names_the_own_address() -> None:
-    """A host of several endpoints that nobody knows any more is no obstacle; without any other it is named."""
+def test_unresolvable_endpoints_are_skipped() -> None:
+    """An endpoint host that cannot be resolved is skipped; if none can, the error has its name."""
     dead = Endpoint("no.such.host.invalid", 1)
     assert address_for_peers([dead, Endpoint("127.0.0.1", 1)], is_one_machine=False) == "127.0.0.1"
     with pytest.raises(RendezvousError, match=r"no\.such\.host\.invalid"):
         address_for_peers([dead], is_one_machine=False)
 
 
-def test_a_loopback_address_is_refused_with_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the own name leads to one, agents of both launchers say what to do; on one machine it will do."""
+def test_loopback_address_is_rejected_with_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the own name resolves to a loopback address, the error has the remedy; on one machine that address is
+    accepted."""
     monkeypatch.setattr(addresses, "own_address", lambda _: "127.0.1.1")
     with pytest.raises(ConfigError, match="--local-addr"):
         address_for_peers([Endpoint("here", 1)], is_one_machine=False)

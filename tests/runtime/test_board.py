@@ -1,4 +1,4 @@
-"""The heartbeat board: what a worker writes is what its node reads, whatever happens to the worker."""
+"""The heartbeat memory: a node reads what its workers write, whatever happens to the worker."""
 
 import os
 import signal
@@ -18,9 +18,9 @@ from outlast.runtime.board import MAX_DEPTH, MAX_NAMES, OTHER, Board, EndRequest
 
 @pytest.fixture
 def board():
-    made = Board.create(num_ranks=2)
-    yield made
-    made.close()
+    created = Board.create(num_ranks=2)
+    yield created
+    created.close()
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def names(state) -> list[str]:
     return [section.name for section in state.sections]
 
 
-def test_reader_sees_what_worker_wrote(board, page):
-    """Every fact that a worker writes comes out of a read, and ranks do not touch each other's pages."""
+def test_reader_gets_every_written_value(board, page):
+    """Every value that a worker writes is read back, and ranks do not change each other's pages."""
     page.heartbeat()
     page.set_iteration(41)
     page.enter("step")
@@ -55,9 +55,9 @@ def test_reader_sees_what_worker_wrote(board, page):
     assert other.durable_iteration is None
 
 
-def test_reader_sees_what_was_loaded(board, page):
-    """The copy that a worker loaded comes out of a read as it went in, whatever sections are open; a worker that only
-    says that it loaded something, or whose attempt has too long a name, tells of none."""
+def test_reader_gets_the_loaded_checkpoint(board, page):
+    """The loaded checkpoint is read back unchanged, whatever sections are open; a load without details, or with too
+    long an attempt name, is reported without the checkpoint."""
     page.set_restored()
     assert (board.read(1).restored, board.read(1).loaded) == (True, None)
     page.set_restored(LoadedCopy(checkpoint=5, attempt="x" * 300, tier=Tier.LOCAL, suspect_window=20))
@@ -73,8 +73,8 @@ def test_reader_sees_what_was_loaded(board, page):
     assert board.read(0).loaded is None
 
 
-def test_second_process_opens_same_board(board, page):
-    """A board opened by its path shows the same pages."""
+def test_board_is_opened_by_its_path(board, page):
+    """A heartbeat memory opened by its path has the same pages."""
     page.enter("setup")
     opened = Board.open(board.path)
     assert names(opened.read(1)) == ["setup"]
@@ -83,7 +83,7 @@ def test_second_process_opens_same_board(board, page):
 
 
 def test_sections_nest_and_are_measured(board, page):
-    """Closed sections leave a count and a longest duration; so does the time outside of all of them."""
+    """Closed sections leave a count and a longest duration; so does the time outside all sections."""
     for _ in range(3):
         page.enter("step")
         page.enter("step")
@@ -97,8 +97,8 @@ def test_sections_nest_and_are_measured(board, page):
     assert state.left_ns > 0
 
 
-def test_sections_may_be_left_in_any_order(board, page):
-    """Leaving an outer section first keeps the inner one with its own start."""
+def test_sections_may_be_closed_in_any_order(board, page):
+    """Closing an outer section first keeps the inner one with its own start."""
     page.enter("outer")
     page.enter("inner")
     start = board.read(1).sections[1].start_ns
@@ -111,8 +111,8 @@ def test_sections_may_be_left_in_any_order(board, page):
     assert not page.leave()
 
 
-def test_first_durations_of_a_warmup_do_not_count(board):
-    """A first iteration, slow by nature, does not become the longest one."""
+def test_warmup_durations_do_not_count(board):
+    """A slow first iteration does not become the longest one."""
     page = board.rank(0)
     page.attach(pid=1, global_rank=0, cycle=0, warmup={"step": 1})
     page.enter("step")
@@ -125,8 +125,8 @@ def test_first_durations_of_a_warmup_do_not_count(board):
     assert board.read(0).counts["step"] == 2
 
 
-def test_deep_sections_are_counted_and_said_once(board, page, caplog):
-    """Sections beyond the depth are measured, not recorded; nothing breaks, and it is said once."""
+def test_sections_beyond_the_depth_are_logged_once(board, page, caplog):
+    """Sections beyond the depth are measured but not recorded, with one log line."""
     for depth in range(MAX_DEPTH + 3):
         page.enter(f"d{depth}")
     state = board.read(1)
@@ -140,8 +140,8 @@ def test_deep_sections_are_counted_and_said_once(board, page, caplog):
     assert state.counts[f"d{MAX_DEPTH + 2}"] == 1
 
 
-def test_more_names_than_slots_share_one(board, page, caplog):
-    """Names beyond the table share one slot, which is said once; earlier ones keep theirs."""
+def test_names_beyond_the_table_share_one_slot(board, page, caplog):
+    """Names beyond the table share one slot, with one log line; earlier names keep their slots."""
     for number in range(MAX_NAMES + 4):
         page.enter(f"n{number}")
         page.leave()
@@ -152,31 +152,32 @@ def test_more_names_than_slots_share_one(board, page, caplog):
 
 
 @pytest.mark.parametrize("name", ["x" * 39, "ü" * 19, "größer/als-sonst 1"])
-def test_names_survive_the_page(board, page, name):
-    """Any text of up to 39 bytes is a section's name."""
+def test_section_names_round_trip(board, page, name):
+    """Any text of up to 39 bytes is a valid section name."""
     page.enter(name)
     assert names(board.read(1)) == [name]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 40, "a\0b"])
-def test_unfit_names_are_refused(page, name):
-    """A name that does not fit is refused at once, not cut."""
+def test_invalid_section_names_are_rejected(page, name):
+    """A name that does not fit is rejected at once, not cut."""
     with pytest.raises(ConfigError, match="1 to 39 bytes"):
         page.enter(name)
 
 
-def test_sections_of_other_threads_do_no_harm(board, page, caplog):
-    """Sections belong to the thread that attached; others' are ignored, said once, and heartbeats always count."""
+def test_sections_of_other_threads_are_ignored(board, page, caplog):
+    """Sections belong to the thread that attached; those of other threads are ignored with one log line, and
+    heartbeats of all threads count."""
     page.enter("step")
 
-    def meddle():
+    def use_sections():
         page.enter("loader")
         page.heartbeat()
         page.leave("loader")
         page.leave("step")
         page.leave()
 
-    thread = threading.Thread(target=meddle)
+    thread = threading.Thread(target=use_sections)
     thread.start()
     thread.join(10)
     state = board.read(1)
@@ -186,10 +187,9 @@ def test_sections_of_other_threads_do_no_harm(board, page, caplog):
     assert len(caplog.records) == 1
 
 
-def test_what_a_manager_reported_outlives_the_attachment_of_a_monitor(board):
-    """A checkpoint manager may report before a monitor attaches, as in a script that creates it first: iteration,
-    committed and loaded checkpoint stay. A second attachment, as after a restart in process, keeps them too: the agent
-    may read the page only then. A lower commit never replaces a higher one."""
+def test_attachment_keeps_earlier_reports(board):
+    """A checkpoint manager may report before a monitor attaches: iteration, committed and loaded checkpoint are
+    kept, also by a second attachment after an in-process restart. A lower commit never replaces a higher one."""
     loaded = LoadedCopy(checkpoint=5, attempt="job-0-aa.1", tier=Tier.LOCAL, suspect_window=20)
     manager = board.rank(0)
     manager.set_iteration(7)
@@ -208,8 +208,8 @@ def test_what_a_manager_reported_outlives_the_attachment_of_a_monitor(board):
     assert (state.iteration, state.durable_iteration, state.reports_progress, state.loaded) == (7, 5, True, loaded)
 
 
-def test_assigned_page_names_its_process_until_worker_attaches(board):
-    """The agent's note of a pid shows before the attachment and never overwrites the worker's own."""
+def test_assigned_pid_is_kept_until_the_worker_attaches(board):
+    """The pid that the agent assigns is readable before the attachment and never overwrites the worker's own."""
     board.assign(0, pid=77, global_rank=4, cycle=1)
     state = board.read(0)
     assert (state.pid, state.global_rank, state.attached) == (77, 4, False)
@@ -219,8 +219,8 @@ def test_assigned_page_names_its_process_until_worker_attaches(board):
     assert board.read(0).pid == 78
 
 
-def test_entries_are_counted_within_the_iteration(board, page):
-    """The order within an iteration starts anew with it; writing the same number again changes nothing."""
+def test_entries_are_counted_per_iteration(board, page):
+    """The count restarts with each iteration; writing the same iteration again changes nothing."""
     page.enter("a")
     page.set_iteration(1)
     page.enter("b")
@@ -230,20 +230,21 @@ def test_entries_are_counted_within_the_iteration(board, page):
     assert (state.num_entries, state.num_entries_in_iteration) == (3, 2)
 
 
-def test_writer_stopped_in_an_update_is_read_all_the_same(board, page):
-    """A writer that never finishes its update costs the reader a bounded time, and the rest is still told."""
+def test_page_of_a_writer_stopped_in_an_update_is_read(board, page):
+    """A writer that never finishes its update costs the reader a bounded time, and the rest of the page is still
+    read."""
     page.set_iteration(9)
     page.enter("step")
     board.page(1)[layout.BEGUN] += 1
     state = board.read(1)
     assert state.torn
     assert (state.iteration, names(state)) == (9, ["step"])
-    page.enter("data")  # had it only been slow, its next update mends the page
+    page.enter("data")  # the next update of a slow writer repairs the page
     state = board.read(1)
     assert (state.torn, names(state)) == (False, ["step", "data"])
 
 
-def test_finished_rank_says_so(board, page):
+def test_finished_rank_is_reported(board, page):
     """The time from the last section to the end counts as time outside sections."""
     page.enter("step")
     page.leave()
@@ -263,16 +264,16 @@ def test_finished_rank_says_so(board, page):
         (struct.pack("=3q", layout.MAGIC, layout.VERSION, 7), "7 ranks"),
     ],
 )
-def test_foreign_file_is_no_board(tmp_path, content, message):
-    """A file that is no board, of another format or cut is refused with the reason."""
+def test_invalid_board_file_is_rejected(tmp_path, content, message):
+    """A foreign file, another format or a truncated file is rejected with the reason."""
     path = tmp_path / "foreign"
     path.write_bytes(content)
     with pytest.raises(OutlastError, match=message):
         Board.open(str(path))
 
 
-def test_missing_board_and_rank_are_named(board, tmp_path):
-    """A board that is not there and a rank that it does not have are errors that say so."""
+def test_missing_board_and_rank_are_reported(board, tmp_path):
+    """A missing heartbeat memory and an unknown rank are errors with the reason."""
     with pytest.raises(OutlastError, match="cannot be opened"):
         Board.open(str(tmp_path / "gone"))
     with pytest.raises(OutlastError, match="not local rank 2"):
@@ -280,16 +281,16 @@ def test_missing_board_and_rank_are_named(board, tmp_path):
 
 
 def test_board_has_no_file():
-    """A board has no file: it is shared by its path while its maker lives, and leaves nothing behind."""
-    made = Board.create()
-    page = made.rank(0)
+    """A heartbeat memory has no file: it is shared by its path while its creator lives, and leaves nothing behind."""
+    created = Board.create()
+    page = created.rank(0)
     page.attach(pid=1, global_rank=0, cycle=0)
-    opened = Board.open(made.path)
+    opened = Board.open(created.path)
     page.enter("step")
     assert names(opened.read(0)) == ["step"]
     opened.close()
-    path = made.path
-    made.close()
+    path = created.path
+    created.close()
     with pytest.raises(OutlastError):
         Board.open(path)
 
@@ -307,7 +308,7 @@ while True:
 
 
 @pytest.mark.process
-def test_snapshots_of_a_busy_writer_fit_together(board):
+def test_snapshots_of_a_busy_writer_are_consistent(board):
     """However fast another process opens and closes sections, a snapshot never mixes two moments."""
     writer = subprocess.Popen([sys.executable, "-c", WRITER, board.path], stdout=subprocess.PIPE)
     try:
@@ -330,9 +331,9 @@ def test_snapshots_of_a_busy_writer_fit_together(board):
         writer.stdout.close()
 
 
-def test_calculated_timeouts_and_requests_are_read_until_the_worker_attaches_again(board, page):
-    """What a worker calculated, and what it asks of its launcher, stand on the page; a text that does not fit is
-    refused; another attachment clears both."""
+def test_attachment_clears_timeouts_and_requests(board, page):
+    """A worker's calculated timeouts and requests to its launcher are read until the next attachment clears them; a
+    text that does not fit is rejected."""
     assert board.timeouts(1) == ""
     page.set_timeouts('{"a":1}')
     page.set_timeouts('{"b":22}')
@@ -346,8 +347,9 @@ def test_calculated_timeouts_and_requests_are_read_until_the_worker_attaches_aga
     assert board.read(1).requested == EndRequest.NONE
 
 
-def test_commits_are_kept_by_level_and_over_cycles() -> None:
-    """A commit in memory does not count as durable; what is due, and since when, goes to the next cycle's board."""
+def test_commits_are_kept_by_level_and_across_cycles() -> None:
+    """A commit in memory does not count as durable; the due iteration and its time are passed to the next cycle's
+    heartbeat memory."""
     first = Board.create(num_ranks=2)
     page = first.rank(1)
     page.set_durability(Durability(40, 40, 40))

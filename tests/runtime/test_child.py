@@ -1,4 +1,4 @@
-"""Starting children: where they import from, what they inherit, what they are told, and that they are reaped."""
+"""Child processes: their import path, inherited descriptors, private task, exit codes, and that they are reaped."""
 
 from __future__ import annotations
 
@@ -68,14 +68,15 @@ class Answer(msgspec.Struct, tag=True):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of which the environment says that a module of ours lies in it."""
+    """A folder in PYTHONPATH that contains the module of the child."""
     (tmp_path / "child_of_test.py").write_text(textwrap.dedent(CHILD))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
 
-def test_a_child_is_told_in_private_and_inherits_what_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The task does not stand on the command line, the named descriptor is there, and this package is its parent's."""
+def test_child_gets_a_private_task_and_named_descriptors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task is not on the command line, the listed descriptor is inherited, and the child imports its parent's
+    package."""
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / "msgspec.py").write_text("raise SystemExit('from the working directory')")
     monkeypatch.chdir(folder / "elsewhere")
@@ -96,28 +97,28 @@ def test_a_child_is_told_in_private_and_inherits_what_is_named(folder: Path, mon
         os.waitpid(child.pid, os.WNOHANG)
 
 
-def test_the_end_of_a_child_is_seen_on_its_channel() -> None:
-    """A child that ends closes its channel, and its exit code is known after."""
+def test_exit_of_a_child_closes_its_channel() -> None:
+    """The channel is closed when the child exits, and the exit code is known afterwards."""
     child = ChildProcess("child_of_test", task=Task("die", 0), receives=Answer)
     assert child.channel.receive(within_s=60) is None
     assert child.close(grace_s=60) == 7
 
 
-def test_what_a_child_started_ends_with_it() -> None:
-    """A child's process group is ended with it, also when the child itself died before."""
+def test_process_group_ends_with_the_child() -> None:
+    """The process group of a child is ended by ``close()``, even if the child itself has died before."""
     read, write = os.pipe()
     child = ChildProcess("child_of_test", task=Task("family", 0), receives=Answer, fds=[write], quiet=True)
     os.close(write)
-    ended = os.pidfd_open(child.pid)
-    os.waitid(os.P_PIDFD, ended, os.WEXITED | os.WNOWAIT)
-    os.close(ended)
+    pidfd = os.pidfd_open(child.pid)
+    os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    os.close(pidfd)
     assert child.close() == -signal.SIGKILL
     assert os.read(read, 1) == b""
     os.close(read)
 
 
-def test_a_child_that_does_not_end_is_killed() -> None:
-    """Who closes a child waits no longer than it says."""
+def test_child_that_does_not_exit_is_killed() -> None:
+    """``close()`` waits no longer than the grace period."""
     child = ChildProcess("child_of_test", task=Task("stay", 1))
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.05)

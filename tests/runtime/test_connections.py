@@ -1,4 +1,4 @@
-"""Collectives are left at any time, and one that was left never writes again."""
+"""Connections of process groups: collectives can be left at any time, and a left collective never writes again."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ def connect() -> tuple[socket.socket, socket.socket]:
         return ours, listener.accept()[0]
 
 
-def test_only_what_was_noted_is_cut() -> None:
-    """A connection of the user's own is left alone."""
-    own = connect()
+def test_only_recorded_connections_are_cut() -> None:
+    """A connection that the user's code opened is not cut."""
+    unrelated = connect()
     with connections.noting():
-        noted = connect()
+        recorded = connect()
     connections.cut_all()
-    own[1].sendall(b"x")
-    assert own[0].recv(1) == b"x"
-    assert noted[0].recv(1) == b""
-    for one in (*own, *noted):
+    unrelated[1].sendall(b"x")
+    assert unrelated[0].recv(1) == b"x"
+    assert recorded[0].recv(1) == b""
+    for one in (*unrelated, *recorded):
         one.close()
     connections.forget()
 
 
-def test_connections_being_made_are_cut_too() -> None:
-    """Ranks that are still looking for each other are not waited for."""
+def test_pending_connections_are_cut() -> None:
+    """Ranks that are still connecting to each other are not waited for."""
     with connections.noting():
-        being_made = connect()
+        pending = connect()
         connections.cut_all()
-        assert being_made[0].recv(1) == b""
-    for one in being_made:
+        assert pending[0].recv(1) == b""
+    for one in pending:
         one.close()
     connections.forget()
 
 
-def test_what_comes_after_an_interrupted_noting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A noting that was interrupted in its end cuts the connections of its time, and none of a new beginning."""
-    look = connections.connected_sockets
+def test_interrupted_recording_does_not_cut_later_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording that was interrupted at its end cuts the connections opened during it, and none opened later."""
+    original = connections.connected_sockets
 
     class Interrupted(BaseException):
         pass
@@ -56,45 +56,45 @@ def test_what_comes_after_an_interrupted_noting_is_left_alone(monkeypatch: pytes
     def interrupt() -> frozenset[tuple[int, int]]:
         raise Interrupted
 
-    noted = list[socket.socket]()
+    recorded = list[socket.socket]()
 
     def connect_until_interrupted() -> None:
         with connections.noting():
-            noted.extend(connect())
+            recorded.extend(connect())
             monkeypatch.setattr(connections, "connected_sockets", interrupt)
 
     with pytest.raises(Interrupted):
         connect_until_interrupted()
-    monkeypatch.setattr(connections, "connected_sockets", look)
+    monkeypatch.setattr(connections, "connected_sockets", original)
     connections.cut_all()
-    assert noted[0].recv(1) == b""
+    assert recorded[0].recv(1) == b""
     connections.forget()
-    own = connect()
+    unrelated = connect()
     connections.cut_all()
-    own[1].sendall(b"x")
-    assert own[0].recv(1) == b"x"
-    for one in (*own, *noted):
+    unrelated[1].sendall(b"x")
+    assert unrelated[0].recv(1) == b"x"
+    for one in (*unrelated, *recorded):
         one.close()
     connections.forget()
 
 
-def test_a_descriptor_of_something_else_is_left_alone() -> None:
-    """A number that was given to another file meanwhile is recognised."""
+def test_reused_descriptor_is_not_cut() -> None:
+    """A descriptor number that now belongs to another file is detected."""
     with connections.noting():
-        noted = connect()
-    number = noted[0].fileno()
+        recorded = connect()
+    number = recorded[0].fileno()
     other = connect()
     os.dup2(other[0].fileno(), number)
     connections.cut_all()
     other[1].sendall(b"x")
     assert other[0].recv(1) == b"x"
-    for one in (*noted, *other):
+    for one in (*recorded, *other):
         one.close()
     connections.forget()
 
 
-def test_what_registers_is_cut_while_it_exists() -> None:
-    """Other things that wait on peers are cut with the groups."""
+def test_registered_objects_are_cut_while_they_exist() -> None:
+    """Other objects that wait for peers are cut with the groups."""
 
     class Waiter:
         num_cuts = 0
@@ -111,10 +111,10 @@ def test_what_registers_is_cut_while_it_exists() -> None:
 
 
 @pytest.mark.process
-def test_a_late_peer_does_not_complete_what_was_left(tmp_path: Path) -> None:
-    """Tensors that were put back after leaving keep their values when the peer comes to the old collectives.
+def test_late_peer_does_not_complete_a_left_collective(tmp_path: Path) -> None:
+    """Tensors that were restored after leaving keep their values when the peer enters the old collectives.
 
-    One of them was waited for, two more were outstanding, and the group is still referred to.
+    One collective was waited for, two more were outstanding, and the group is still referenced.
     """
     (tmp_path / "words").mkdir()
     with RankProcesses(RANKS, "late", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
@@ -127,8 +127,8 @@ def test_a_late_peer_does_not_complete_what_was_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_peer_stopped_in_the_middle_of_a_message_is_left(tmp_path: Path) -> None:
-    """Whoever waits for the rest of a message comes back long before the group's timeout of ten minutes."""
+def test_collective_with_a_stopped_peer_can_be_left(tmp_path: Path) -> None:
+    """A rank that waits for the rest of a message returns long before the group's timeout of ten minutes."""
     (tmp_path / "words").mkdir()
     with RankProcesses(RANKS, "stopped", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
         assert ranks.wait(timeout_s=200, ranks=[0]) == [0], ranks.tails()
@@ -139,24 +139,25 @@ def test_a_peer_stopped_in_the_middle_of_a_message_is_left(tmp_path: Path) -> No
 
 
 @pytest.mark.process
-def test_a_group_of_ours_is_closed_beside_a_stopped_peer(tmp_path: Path) -> None:
-    """Neither the thread that waits in it nor its end is held up until the group's timeout of ten minutes."""
+def test_group_with_a_stopped_peer_can_be_closed(tmp_path: Path) -> None:
+    """Neither the thread that waits in the group nor its close is delayed until the group's timeout of ten minutes."""
     (tmp_path / "words").mkdir()
     with RankProcesses(RANKS, "closed", str(tmp_path / "words"), world_size=2, directory=tmp_path) as ranks:
         assert ranks.wait(timeout_s=200, ranks=[0]) == [0], ranks.tails()
         assert "closed 0" in ranks.output(0)
 
 
-def test_what_another_thread_opens_meanwhile_is_not_the_groups() -> None:
-    """Of what was opened while a group was made, only what bears its marks is its own, or all where nothing does."""
+def test_group_does_not_own_other_threads_connections() -> None:
+    """Of the connections opened while a group was created, only those with its marks belong to it, or all if none is
+    marked."""
     ours, others, of_another = connect(), connect(), connect()
     for one, timeout_s in ((ours[0], 17), (of_another[0], 600)):
         os.set_inheritable(one.fileno(), True)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", timeout_s, 0))
-    named = [(one.fileno(), os.fstat(one.fileno()).st_ino) for one in (ours[0], others[0], of_another[0])]
-    opened = frozenset(named)
-    assert connections.of_group(opened, 17.0) == {named[0]}
-    assert connections.of_group(opened) == {named[0], named[2]}
-    assert connections.of_group(frozenset({named[1]}), 17.0) == {named[1]}
+    entries = [(one.fileno(), os.fstat(one.fileno()).st_ino) for one in (ours[0], others[0], of_another[0])]
+    opened = frozenset(entries)
+    assert connections.of_group(opened, 17.0) == {entries[0]}
+    assert connections.of_group(opened) == {entries[0], entries[2]}
+    assert connections.of_group(frozenset({entries[1]}), 17.0) == {entries[1]}
     for one in (*ours, *others, *of_another):
         one.close()

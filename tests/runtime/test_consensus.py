@@ -1,4 +1,4 @@
-"""All ranks decide the same at the same step, for one reduction."""
+"""All ranks decide the same at the same step, with one reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 60.0
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    """With one rank the answer is what was asked, without torch.distributed."""
+    """With one rank the decision equals the request, without torch.distributed."""
     consensus = Consensus(["stop", "save"])
     consensus.begin({"stop": 3})
     assert consensus.finish() == {"stop": 3, "save": 0}
@@ -45,8 +45,8 @@ def _start(body: str, world_size: int) -> RankProcesses:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_any_ranks_wish_is_seen_by_all_at_the_same_step() -> None:
-    """What one rank asks for at a step's begin, every rank reads at that step's end, and not at another."""
+def test_request_of_a_rank_is_read_by_all_at_the_same_step() -> None:
+    """Every rank reads a request of one rank at the end of the step at whose begin it was made, and at no other."""
     body = """
 answers = []
 for step in range(12):
@@ -72,22 +72,22 @@ consensus.close()
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_rank_without_the_run_key_is_named() -> None:
-    """One rank says why it does not connect; the others end as well, long before the timeout of the rounds."""
+def test_rank_without_the_run_key_is_identified() -> None:
+    """The rank reports why it does not connect; the others exit as well, long before the timeout of the rounds."""
     key = RunKey.of_run_id("run").as_variable()
     environments = [{env.RUN_KEY: None if rank == 2 else key} for rank in range(4)]
     with RankProcesses(_SCRIPT, world_size=4, code=True, environments=environments) as ranks:
         assert ranks.wait(PATIENCE_S) == [1] * 4, ranks.tails()
         for other in (0, 1, 3):
             end = "refused|reset|closed the conn|likely closed"
-            why = rf"RendezvousError: the ranks could not connect \((rank 2: only|.*({end}))"
-            assert re.search(why, ranks.output(other))
+            reason = rf"RendezvousError: the ranks could not connect \((rank 2: only|.*({end}))"
+            assert re.search(reason, ranks.output(other))
         assert "ConfigError: only another process of this run has OUTLAST_RUN_KEY" in ranks.output(2)
         assert key not in ranks.tails()
 
 
 @pytest.mark.process
-def test_a_rank_that_leaves_waits_for_no_hung_peer() -> None:
+def test_rank_exits_without_waiting_for_a_hung_peer() -> None:
     """With a reduction under way and a stopped peer, a rank that cuts its groups exits at once."""
     body = """
 consensus.begin({}); consensus.finish()
@@ -112,7 +112,7 @@ sys.exit(7)
 
 
 @pytest.mark.process
-def test_a_lost_peer_is_said_to_be_lost() -> None:
+def test_lost_peer_raises_peer_lost() -> None:
     """When a peer dies, finish() raises PeerLost instead of deciding alone."""
     body = """
 consensus.begin({}); consensus.finish()
@@ -132,8 +132,8 @@ except PeerLost as error:
 
 
 @pytest.mark.process
-def test_a_rank_that_leaves_waits_for_no_reduction_under_way() -> None:
-    """At whatever moment of a reduction that its peer takes part in, a rank that closes is through at once."""
+def test_close_does_not_wait_for_a_reduction() -> None:
+    """A rank that closes returns at once, at any moment of a reduction in which its peer takes part."""
     body = """
 import torch.distributed as dist
 consensus.close()

@@ -1,6 +1,6 @@
-"""The kernel that digests chunks on a device: its tables, and machines on which it does not work.
+"""The kernel that digests chunks on a device: its tables, and devices without it.
 
-What it computes is compared with the host on a real device, in ``tests/gpu/test_device_loading.py``.
+Its results are compared with the host on a real device, in ``tests/gpu/test_device_loading.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def tables(source: str) -> dict[str, list[int]]:
 
 
 def digest_by(constants: dict[str, list[int]], data: bytes) -> int:
-    """Digest some KiB by the tables, as XXH3 is specified."""
+    """Digest some KiB with the kernel's tables, as XXH3 is specified."""
     sums, num_blocks = list(constants["START"]), len(data) // 1024
     for block in range(num_blocks):
         is_end = block == num_blocks - 1
@@ -41,8 +41,8 @@ def digest_by(constants: dict[str, list[int]], data: bytes) -> int:
                 sums[place] += (keyed & 0xFFFFFFFF) * (keyed >> 32)
         sums = [one & WORD for one in sums]
         if not is_end:
-            stirred = zip(sums, constants["SECRET"][16:], strict=True)
-            sums = [((one ^ (one >> 47) ^ key) * 0x9E3779B1) & WORD for one, key in stirred]
+            pairs = zip(sums, constants["SECRET"][16:], strict=True)
+            sums = [((one ^ (one >> 47) ^ key) * 0x9E3779B1) & WORD for one, key in pairs]
     mixed = [one ^ key for one, key in zip(sums, constants["MERGED"], strict=True)]
     products = [mixed[place] * mixed[place + 1] for place in range(0, 8, 2)]
     total = (len(data) * 0x9E3779B185EBCA87 + sum((one & WORD) ^ (one >> 64) for one in products)) & WORD
@@ -51,32 +51,33 @@ def digest_by(constants: dict[str, list[int]], data: bytes) -> int:
 
 
 @pytest.mark.parametrize("num_kib", [1, 2, 5])
-def test_the_kernels_tables_are_those_of_xxh3(num_kib: int) -> None:
-    """What is computed with the kernel's own constants is the digest that a shard's manifest holds."""
+def test_kernel_tables_match_xxh3(num_kib: int) -> None:
+    """A digest computed with the kernel's constants equals the digest in a shard's manifest."""
     data = random.Random(num_kib).randbytes(num_kib * 1024)
     assert digest_by(tables(kernel_source(len(data))), data) == xxhash.xxh3_64_intdigest(data)
 
 
-def test_a_chunk_is_what_the_kernel_digests() -> None:
-    """A chunk is a whole number of the pieces that the kernel reads ahead, of which it knows no part."""
+def test_chunk_size_fits_the_kernel() -> None:
+    """A chunk is a whole number of the pieces that the kernel reads ahead."""
     numbers = dict(re.findall(r"#define (BLOCKS|AHEAD) (\d+)\n", kernel_source(CHUNK_BYTES)))
     assert int(numbers["BLOCKS"]) * 1024 == CHUNK_BYTES
     assert int(numbers["BLOCKS"]) % int(numbers["AHEAD"]) == 0
 
 
-def test_nothing_digests_on_the_host() -> None:
+def test_cpu_has_no_digest_kernel() -> None:
     """A device whose memory is the host's has no kernel."""
     assert find_digests(torch.device("cpu"), CHUNK_BYTES) is None
 
 
-def test_where_it_cannot_be_compiled_the_host_digests(
+def test_host_digests_if_the_kernel_cannot_be_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A torch without NVRTC, or one whose NVRTC is too old for the device: one line says so, and it is tried once."""
-    asked = []
+    """If torch has no NVRTC, or one that is too old for the device, compilation is tried once and one line reports
+    that the host digests."""
+    devices = []
 
     def architecture_of(device: torch.device) -> str:
-        asked.append(device)
+        devices.append(device)
         return "sm_999"
 
     monkeypatch.setattr(device_digest, "architecture_of", architecture_of)
@@ -84,5 +85,5 @@ def test_where_it_cannot_be_compiled_the_host_digests(
     with caplog.at_level(logging.INFO):
         assert find_digests(torch.device("cpu"), CHUNK_BYTES) is None
         assert find_digests(torch.device("cpu"), CHUNK_BYTES) is None
-    assert len(asked) == 1
+    assert len(devices) == 1
     assert len([line for line in caplog.messages if line.startswith("the host digests what is loaded")]) == 1

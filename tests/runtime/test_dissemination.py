@@ -1,4 +1,4 @@
-"""Every rank gets the largest of all ranks' numbers, in any world, or hears that a peer is gone."""
+"""Every rank gets the maximum of all ranks' numbers, in any world, or the loss of a peer."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def ranks_of(world_size: int, *, timeout_s: float = 10.0) -> Iterator[list[Disse
             rank.close()
 
 
-def everywhere(world: list[Dissemination], work: Callable[[int, Dissemination], Any]) -> list[Any]:
-    """Do the same on all ranks at once; return what came of it, errors too."""
+def run_on_all_ranks(world: list[Dissemination], work: Callable[[int, Dissemination], Any]) -> list[Any]:
+    """Run ``work`` on all ranks at the same time; return results and errors."""
 
-    def safely(rank: int) -> Any:
+    def catch_errors(rank: int) -> Any:
         try:
             return work(rank, world[rank])
         except OutlastError as error:
             return error
 
     with ThreadPoolExecutor(len(world)) as pool:
-        return list(pool.map(safely, range(len(world))))
+        return list(pool.map(catch_errors, range(len(world))))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 13])
-def test_all_ranks_get_the_largest(world_size: int) -> None:
-    """One by one, negative and large ones too, many times over, in worlds that are and are no powers of two."""
+def test_all_ranks_get_the_maximum(world_size: int) -> None:
+    """Each value, negative and large ones included, in repeated rounds, in worlds of any size."""
     with ranks_of(world_size) as world:
 
         def work(rank: int, one: Dissemination) -> list[list[int]]:
@@ -63,11 +63,11 @@ def test_all_ranks_get_the_largest(world_size: int) -> None:
             return answers
 
         expected = [[world_size - 1, 0, 2**63 - 1, number] for number in range(20)]
-        assert everywhere(world, work) == [expected] * world_size
+        assert run_on_all_ranks(world, work) == [expected] * world_size
 
 
-def test_a_rank_that_left_is_missed_by_those_who_need_it() -> None:
-    """When one of five cuts its connections, no other gets an answer: each raises PeerLost, and may start no other."""
+def test_exited_rank_raises_peer_lost_on_the_others() -> None:
+    """When one of five ranks cuts its connections, each other rank raises PeerLost instead of a result."""
     with ranks_of(5) as world:
 
         def work(rank: int, one: Dissemination) -> list[int]:
@@ -80,33 +80,33 @@ def test_a_rank_that_left_is_missed_by_those_who_need_it() -> None:
             finally:
                 one.cut()  # as the session does when it ends on an error
 
-        ended = everywhere(world, work)
+        ended = run_on_all_ranks(world, work)
         assert [type(one) for one in ended] == [PeerLost, PeerLost, PeerLost, OutlastError, PeerLost]
 
 
-def test_a_peer_that_does_not_come_is_said_to_be_late() -> None:
-    """After the timeout the answer is PeerLost, not another wait."""
+def test_missing_peer_raises_peer_lost_after_the_timeout() -> None:
+    """After the timeout the result is PeerLost, not another wait."""
     with ranks_of(2, timeout_s=0.05) as world:
         world[0].start([1])
         with pytest.raises(PeerLost, match="timed out"):
             world[0].result()
 
 
-def test_ranks_that_ask_different_things_are_told() -> None:
-    """Different numbers of numbers are no answer but an error that names both."""
+def test_different_numbers_of_values_are_an_error() -> None:
+    """Ranks with different numbers of values raise an error with both numbers."""
     with ranks_of(2) as world:
 
         def work(rank: int, one: Dissemination) -> list[int]:
             one.start([1] * (rank + 1))
             return one.result()
 
-        first, second = everywhere(world, work)
+        first, second = run_on_all_ranks(world, work)
         assert "agrees on 1 numbers, another one on 2" in str(first)
         assert "agrees on 2 numbers, another one on 1" in str(second)
 
 
 def connect(listener: socket.socket, *, key: bytes, rank: int) -> socket.socket | None:
-    """Come to a rank as another one, with a key; return the connection if the rank proves the key, too."""
+    """Connect to a rank as another one, with a key; return the connection if that rank proves the key."""
     connection = socket.create_connection(listener.getsockname())
     channel = MessageChannel[Any](connection, Any)
     try:
@@ -117,32 +117,34 @@ def connect(listener: socket.socket, *, key: bytes, rank: int) -> socket.socket 
     return connection
 
 
-def test_a_stranger_is_nobody() -> None:
-    """Who does not know the key, is silent, leaves early or is not expected is no rank, and delays none."""
+def test_stranger_is_not_accepted_as_a_rank() -> None:
+    """A peer without the key, a silent one, one that disconnects early or an unexpected rank is not accepted, and
+    delays no other."""
     key = b"k" * 32
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         silent = socket.create_connection(listener.getsockname())
         early = socket.create_connection(listener.getsockname())
         early.sendall(b"short")
         early.close()
-        met = pool.submit(authenticate_peers, listener, [], {4, 5}, rank=0, key=key, end_s=clock.now_s() + 60)
+        future = pool.submit(authenticate_peers, listener, [], {4, 5}, rank=0, key=key, end_s=clock.now_s() + 60)
         others = [
             connect(listener, key=other_key, rank=rank)
             for other_key, rank in ((b"u" * 32, 4), (key, 6), (key, 4), (key, 4), (key, 5))
         ]
-        came = met.result()
+        accepted = future.result()
         assert others[0] is None
-        assert came.keys() == {4, 5}
+        assert accepted.keys() == {4, 5}
         for rank, own in ((4, others[2]), (5, others[4])):
             assert own is not None
-            assert came[rank].getpeername() == own.getsockname()
-        for one in (silent, *others, *came.values()):
+            assert accepted[rank].getpeername() == own.getsockname()
+        for one in (silent, *others, *accepted.values()):
             if one is not None:
                 one.close()
 
 
-def test_peers_that_do_not_come_end_the_wait() -> None:
-    """Connecting has an end, also with a peer that accepts and says nothing, and with one of another run."""
+def test_connecting_ends_at_its_deadline() -> None:
+    """Connecting ends at its deadline, also with a peer that accepts and sends nothing, and fails with a peer of
+    another run."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as peer:
         to = socket.create_connection(peer.getsockname())
         with to, pytest.raises(TimeoutError, match="not all ranks have come in time"):

@@ -1,4 +1,4 @@
-"""What is done when the interpreter ends, while threads still work."""
+"""Exit functions run at the end of the interpreter, while threads still work."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ raise SystemExit(3)
 @pytest.mark.process
 @pytest.mark.slow
 def test_exit_functions_run_while_threads_can_work() -> None:
-    """They run in the reverse order of their registration, before ``atexit``, and not in a forked child; one that
-    raises is logged, and the exit code stays."""
+    """Exit functions run in the reverse order of their registration, before ``atexit``, and not in a forked child;
+    one that raises is logged, and the exit code is unchanged."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 3
     lines = ["child", "second", "first", "registered by another thread", "atexit"]

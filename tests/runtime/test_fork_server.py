@@ -1,4 +1,4 @@
-"""The fork server: workers like those of fresh interpreters, and none that outlives its owner."""
+"""The fork server: its workers behave like those of new interpreters, and none outlives its owner."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def fork_server() -> Iterator[ForkServer]:
         fork_server.close()
 
 
-def wait_for(fork_server: ForkServer, why: str = "no reply within 100 s") -> None:
-    """Wait until there is something to receive."""
+def wait_for(fork_server: ForkServer, reason: str = "no reply within 100 s") -> None:
+    """Wait until a reply can be received."""
     poll = select.poll()
     poll.register(fork_server, select.POLLIN)
-    assert poll.poll(100_000), why
+    assert poll.poll(100_000), reason
 
 
 def receive(fork_server: ForkServer, kind: Any) -> object:
@@ -56,7 +56,7 @@ def receive(fork_server: ForkServer, kind: Any) -> object:
 
 
 def send(fork_server: ForkServer, out: Path, **request: Any) -> None:
-    """Start a worker that writes to a file."""
+    """Start a worker that writes to ``out``."""
     with open(out, "ab") as file:
         fork_server.send(Spawn(**request, stdout=True, stderr=True), [file.fileno(), file.fileno()])
 
@@ -71,8 +71,9 @@ def spawn(fork_server: ForkServer, tmp_path: Path, code: str, *args: str, key: i
     return started.pid
 
 
-def test_worker_sees_what_a_fresh_interpreter_would(fork_server: ForkServer, tmp_path: Path) -> None:
-    """A forked script is ``__main__``, has its argv, path and environment, a session of its own and fresh numbers."""
+def test_worker_behaves_like_a_new_interpreter(fork_server: ForkServer, tmp_path: Path) -> None:
+    """A forked script is ``__main__``, has its argv, path and environment, its own session and its own random
+    numbers."""
     ready = receive(fork_server, ForkServerReady)
     assert isinstance(ready, ForkServerReady)
     assert list(ready.failed) == ["no_such_module"]
@@ -95,8 +96,8 @@ def test_worker_sees_what_a_fresh_interpreter_would(fork_server: ForkServer, tmp
     assert len(numbers) == 2
 
 
-def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None:
-    """What two workers print at the same time stays line by line, also where Python is told not to buffer."""
+def test_workers_that_share_an_output_write_whole_lines(tmp_path: Path) -> None:
+    """The output of two concurrent workers is not mixed within a line, even with PYTHONUNBUFFERED."""
     fork_server = ForkServer(preload=(), env={**os.environ, "PYTHONUNBUFFERED": "1"})
     script, out = tmp_path / "script.py", str(tmp_path / "out")
     script.write_text(
@@ -130,8 +131,10 @@ def test_lines_of_workers_that_share_an_output_are_whole(tmp_path: Path) -> None
         ("import atexit; atexit.register(print, 'last words')", 0, "last words"),
     ],
 )
-def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    """Exit codes, signals and tracebacks are those of the script, without a line of ours."""
+def test_exit_of_a_worker_is_reported(
+    code: str, exit_code: int, text: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Exit codes, signals and tracebacks are those of the script, without a line of outlast."""
     receive(fork_server, ForkServerReady)
     spawn(fork_server, tmp_path, code)
     exited = receive(fork_server, Exited)
@@ -143,7 +146,7 @@ def test_exit_is_told_as_it_was(code: str, exit_code: int, text: str, fork_serve
 
 
 def test_clear_ends_workers_and_their_children(fork_server: ForkServer, tmp_path: Path) -> None:
-    """After Cleared nothing of the workers is left, not even what they started and what ignores SIGTERM."""
+    """After Cleared no process of the workers is left, not even children that ignore SIGTERM."""
     receive(fork_server, ForkServerReady)
     code = (
         "import os, signal, subprocess, sys, time\n"
@@ -168,8 +171,8 @@ def test_clear_ends_workers_and_their_children(fork_server: ForkServer, tmp_path
     assert not alive
 
 
-def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
-    """When the fork server's owner is SIGKILLed, the fork server and its workers are gone."""
+def test_workers_die_with_the_owner(tmp_path: Path) -> None:
+    """When the owner of a fork server is SIGKILLed, the fork server and its workers die."""
     script = tmp_path / "script.py"
     script.write_text("import time; time.sleep(600)")
     code = (
@@ -193,7 +196,8 @@ def test_owner_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
 
 
 def test_dead_fork_server_is_an_error_not_a_hang(fork_server: ForkServer, tmp_path: Path) -> None:
-    """A killed fork server's workers die with it; its owner reads the end and gets an error from the next request."""
+    """The workers of a killed fork server die with it; its owner reads the end and gets an error from the next
+    request."""
     receive(fork_server, ForkServerReady)
     worker = psutil.Process(spawn(fork_server, tmp_path, "import time; time.sleep(600)"))
     os.kill(fork_server.pid, signal.SIGKILL)
@@ -205,9 +209,9 @@ def test_dead_fork_server_is_an_error_not_a_hang(fork_server: ForkServer, tmp_pa
         fork_server.send(Clear())
 
 
-def test_an_owner_of_thousands_of_connections_has_workers_too(tmp_path: Path) -> None:
-    """An agent that hosts thousands of others has high descriptors: its next fork server serves as the first one
-    did."""
+def test_owner_with_thousands_of_descriptors_starts_workers(tmp_path: Path) -> None:
+    """A fork server with high descriptor numbers, as of an agent that hosts thousands of others, works like the
+    first one."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
     connections = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -228,9 +232,9 @@ def test_an_owner_of_thousands_of_connections_has_workers_too(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["script", "exec"])
-def test_worker_that_has_just_been_forked_is_ended_too(fork_server: ForkServer, tmp_path: Path, kind: str) -> None:
-    """Requests that waited while the fork server imported follow each other at once: a worker that has no session of
-    its own yet is ended like any other."""
+def test_clear_ends_workers_that_were_just_forked(fork_server: ForkServer, tmp_path: Path, kind: str) -> None:
+    """Requests that queued up while the fork server imported are handled back to back: a worker that has no session
+    yet is ended as well."""
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(60)")
     argv = (bytes(script),) if kind == "script" else (os.fsencode(sys.executable), bytes(script))
@@ -245,8 +249,8 @@ def test_worker_that_has_just_been_forked_is_ended_too(fork_server: ForkServer, 
         assert news.token == token
 
 
-def test_worker_does_not_ignore_what_its_launcher_was_told_to(tmp_path: Path) -> None:
-    """Under nohup, or in a script's background, a worker ends of SIGHUP and SIGQUIT, as it does under torchrun."""
+def test_worker_does_not_inherit_ignored_signals(tmp_path: Path) -> None:
+    """Under nohup, or in a background script, SIGHUP and SIGQUIT end a worker, as under torchrun."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGQUIT)}
     try:
         fork_server = ForkServer(preload=(), env=dict(os.environ))
@@ -265,8 +269,8 @@ def test_worker_does_not_ignore_what_its_launcher_was_told_to(tmp_path: Path) ->
         fork_server.close()
 
 
-def test_started_workers_leave_nothing_open(fork_server: ForkServer, tmp_path: Path) -> None:
-    """The fork server closes the descriptors of a worker's output, whether the worker's program can be run or not."""
+def test_started_workers_leave_no_open_descriptors(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The fork server closes the descriptors of a worker's output, whether or not the worker's program can run."""
     receive(fork_server, ForkServerReady)
     before = sorted(os.listdir(f"/proc/{fork_server.pid}/fd"))
     for key, argv in enumerate([(b"/no such program",), (os.fsencode(sys.executable), b"-c", b"")]):
@@ -279,10 +283,8 @@ def test_started_workers_leave_nothing_open(fork_server: ForkServer, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["script", "exec"])
-def test_words_that_are_not_utf8_come_to_the_worker_as_they_are(
-    fork_server: ForkServer, tmp_path: Path, kind: str
-) -> None:
-    """Linux has bytes in an environment and in arguments; whatever they are, a worker starts and gets them."""
+def test_non_utf8_arguments_and_variables_are_passed(fork_server: ForkServer, tmp_path: Path, kind: str) -> None:
+    """Arguments and environment variables are bytes: any value reaches the worker unchanged."""
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text("import os, sys; print(os.environb[b'STRANGE'], os.fsencode(sys.argv[1]))")
     argv = (bytes(script), b"a\xffb") if kind == "script" else (os.fsencode(sys.executable), bytes(script), b"a\xffb")
@@ -296,8 +298,8 @@ def test_words_that_are_not_utf8_come_to_the_worker_as_they_are(
     assert exited.exit_code == 0
 
 
-def test_worker_that_has_just_been_forked_hears_sigterm(fork_server: ForkServer, tmp_path: Path) -> None:
-    """A signal that comes before the worker can be told from the fork server, which ignores it, is not lost."""
+def test_sigterm_reaches_workers_that_were_just_forked(fork_server: ForkServer, tmp_path: Path) -> None:
+    """A signal that arrives before a worker differs from the fork server, which ignores it, is not lost."""
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(60)")
     for key in range(40):

@@ -1,4 +1,4 @@
-"""A forked worker: it has of its own what a fresh interpreter has, and leaves nothing unwritten."""
+"""A forked worker: it starts like a new interpreter, and its output and files are complete when it exits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def run(fork_server: ForkServer, folder: Path, code: str, *args: str, **variables: str) -> tuple[int, str]:
-    """Run a script to its end; return its exit code and what it printed."""
+    """Run a script to its end; return its exit code and output."""
     script, out = folder / "script.py", folder / "out"
     script.write_text(code)
     out.unlink(missing_ok=True)
@@ -48,11 +48,11 @@ def run(fork_server: ForkServer, folder: Path, code: str, *args: str, **variable
     with open(out, "ab") as file:
         request = Spawn(key=next(KEYS), argv=argv, env=environment, stdout=True, stderr=True)
         fork_server.send(request, [file.fileno(), file.fileno()])
-    return end(fork_server), out.read_text()
+    return wait_for_exit(fork_server), out.read_text()
 
 
-def end(fork_server: ForkServer) -> int:
-    """Return the exit code of the worker once it has ended and is reaped."""
+def wait_for_exit(fork_server: ForkServer) -> int:
+    """Return the exit code of the worker once it has exited and is reaped."""
     code = None
     while True:
         assert select.select([fork_server], [], [], 90)[0]
@@ -79,25 +79,25 @@ print(torch.rand(1).item())
 
 
 @pytest.mark.extended
-def test_every_worker_draws_its_own_numbers_and_is_heeded_by_torch(tmp_path: Path) -> None:
-    """Seeds and keys differ from worker to worker, those of a seeded script do not; torch appears when the script
-    imports it, with the threads that the script asked for before, and what comes too late is said in one line."""
+def test_workers_have_own_seeds_and_torch_settings(tmp_path: Path) -> None:
+    """Seeds and keys differ between workers, those of a seeded script do not; torch is visible once the script
+    imports it, with the thread settings of the script; settings that come too late are logged in one line."""
     (tmp_path / "own_module.py").write_text("")
     fork_server = ready_fork_server("torch", own="own_module", folder=str(tmp_path), OMP_NUM_THREADS="1")
     try:
-        runs = [run(fork_server, tmp_path, NUMBERS, OMP_NUM_THREADS="1", TMPDIR="/tmp") for _ in range(2)]
+        results = [run(fork_server, tmp_path, NUMBERS, OMP_NUM_THREADS="1", TMPDIR="/tmp") for _ in range(2)]
     finally:
         fork_server.close()
-    assert [code for code, _ in runs] == [0, 0], runs
-    (first, second) = ([line for line in text.splitlines() if "TORCH_LOGS" not in line] for _, text in runs)
+    assert [code for code, _ in results] == [0, 0], results
+    (first, second) = ([line for line in text.splitlines() if "TORCH_LOGS" not in line] for _, text in results)
     assert first[:2] == second[:2] == ["False False", "2 /var/tmp torch.nn.functional"]
     for ours, theirs in zip(first[2].split(), second[2].split(), strict=True):
         assert ours != theirs
     assert first[3] == second[3]
-    (said,) = (line for line in runs[0][1].splitlines() if "TORCH_LOGS" in line)
-    assert "before the script began" in said
-    assert said.endswith("or add --no-warm-start")
-    assert "OMP_NUM_THREADS" not in said
+    (line_of_warning,) = (line for line in results[0][1].splitlines() if "TORCH_LOGS" in line)
+    assert "before the script began" in line_of_warning
+    assert line_of_warning.endswith("or add --no-warm-start")
+    assert "OMP_NUM_THREADS" not in line_of_warning
 
 
 START = """
@@ -112,9 +112,9 @@ print(json.dumps([__file__, sys.argv, sys.orig_argv[1:], sys.path, os.getcwd(), 
 """
 
 
-def test_script_starts_as_it_was_written(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Nothing of ours is in force in it (annotations are types); its file is absolute, its first folder is its own
-    and the working directory is not searched."""
+def test_script_starts_like_in_a_new_interpreter(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The script gets no future import of outlast (annotations are types); its file is absolute, its own folder is
+    first in the path, and the working directory is not searched."""
     code, text = run(fork_server, tmp_path, START, "--lr", "1")
     assert code == 0, text
     file, argv, original, path, cwd, is_type, spec, package, loader, is_main = json.loads(text)
@@ -150,18 +150,18 @@ if sys.argv[2] == "fails":
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "daemon", "fails"])
-def test_what_a_script_leaves_open_is_written(fork_server: ForkServer, tmp_path: Path, how: str) -> None:
-    """Files, archives and what C has printed reach their place, threads end and objects are deleted, also when the
-    script fails or a daemon thread is left."""
-    code, text = run(fork_server, tmp_path, LEFT, str(tmp_path), how)
-    assert code == (1 if how == "fails" else 0), text
+@pytest.mark.parametrize("mode", ["ends", "daemon", "fails"])
+def test_open_files_are_written_at_the_exit(fork_server: ForkServer, tmp_path: Path, mode: str) -> None:
+    """Files, archives and C output are written, threads end and objects are deleted, even if the script fails or a
+    daemon thread is left."""
+    code, text = run(fork_server, tmp_path, LEFT, str(tmp_path), mode)
+    assert code == (1 if mode == "fails" else 0), text
     assert (tmp_path / "plain").read_text() == "sixteen bytes 16"
     assert (tmp_path / "kept").read_bytes() == b"bytes and more"
     assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"packed"
     assert {"thread ends", "deleted", "from C"} <= set(text.splitlines())
     assert text.index("line") < text.index("after it")
-    assert ("ValueError: after all" in text) == (how == "fails")
+    assert ("ValueError: after all" in text) == (mode == "fails")
 
 
 SPAWNED = """
@@ -177,14 +177,14 @@ if __name__ == "__main__":
 """
 
 
-def test_objects_come_back_from_spawned_children(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Children that `spawn` and `forkserver` start send objects of the script's classes, and they arrive as such."""
+def test_spawned_children_return_objects(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Children of `spawn` and `forkserver` return objects of the script's classes."""
     assert run(fork_server, tmp_path, SPAWNED) == (0, "spawn True 4\nforkserver True 4\n")
 
 
-def test_ends_of_scripts_are_those_of_an_interpreter(fork_server: ForkServer, tmp_path: Path) -> None:
-    """An interrupted script prints where and ends by SIGINT; one that is not there is exit code 2; a hook that fails
-    is named, and output that cannot be written is 120."""
+def test_script_exits_like_in_an_interpreter(fork_server: ForkServer, tmp_path: Path) -> None:
+    """An interrupted script prints a traceback and ends by SIGINT; a missing script is exit code 2; a failing hook
+    is reported, and output that cannot be written is 120."""
     code, text = run(fork_server, tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()")
     assert code == -signal.SIGINT
     assert text.startswith("Traceback")
@@ -201,7 +201,7 @@ def test_ends_of_scripts_are_those_of_an_interpreter(fork_server: ForkServer, tm
     with open(tmp_path / "missing", "ab") as file:
         request = Spawn(key=next(KEYS), argv=(b"no_such.py",), env=dict(os.environb), stderr=True)
         fork_server.send(request, [file.fileno()])
-    assert end(fork_server) == 2
+    assert wait_for_exit(fork_server) == 2
     assert "no_such.py': [Errno 2] No such file" in (tmp_path / "missing").read_text()
 
 
@@ -225,10 +225,10 @@ print(*freed)
 
 
 @pytest.mark.extended
-def test_a_model_frees_its_process_group_last(tmp_path: Path) -> None:
-    """A DistributedDataParallel that outlives destroy_process_group() frees its gloo group last, by a reference of
-    Python's, for which torch releases the global lock. A reducer that frees the group does it with the lock, and waits
-    without end for a thread of the group that needs the lock: the worker never exits."""
+def test_model_frees_its_process_group_last(tmp_path: Path) -> None:
+    """A DistributedDataParallel that outlives destroy_process_group() frees its gloo group last, by a Python
+    reference, for which torch releases the global lock. A reducer that frees the group holds the lock and waits
+    without end for a thread of the group that needs it: the worker never exits."""
     fork_server = ready_fork_server("torch", "torch._dynamo")
     try:
         code, printed = run(fork_server, tmp_path, ENDS_GROUP, MEETING=str(tmp_path / "meeting"))

@@ -1,4 +1,4 @@
-"""What ranks gather over a gloo group: by a tree, each answer as long as it is, and no wait for who is dead."""
+"""Gathers over a gloo group: by a tree, with values of any length, and without waiting for a dead rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SCRIPT = Path(__file__).with_name("gathering_ranks.py")
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
-def test_all_ranks_get_what_each_gave(tmp_path: Path) -> None:
-    """Of 19 ranks, two levels of the tree: answers of any length, empty ones too, in the order of the ranks."""
+def test_all_ranks_get_all_values(tmp_path: Path) -> None:
+    """With 19 ranks, two levels of the tree: values of any length, also empty, in the order of the ranks."""
     with RankProcesses(SCRIPT, "all", world_size=19, directory=tmp_path) as ranks:
         assert ranks.wait(timeout_s=200) == [0] * 19
 
 
-def test_a_rank_that_died_is_missed_by_all(tmp_path: Path) -> None:
-    """Its death ends the gather on every rank with an error, below it and above it in the tree, before the timeout."""
+def test_dead_rank_ends_the_gather_on_all_ranks(tmp_path: Path) -> None:
+    """The death of a rank ends the gather with an error on every other rank before the timeout."""
     with RankProcesses(SCRIPT, "one dies", world_size=4, directory=tmp_path) as ranks:
         assert ranks.wait(timeout_s=300) == [3, 3, 3, -9]

@@ -1,4 +1,4 @@
-"""Where the ranks meet, and leaving without waiting for anybody."""
+"""The meeting point of the ranks, and cutting a group without waiting for peers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from outlast.runtime.process_groups import Group, meeting_point
         ("rack[1-2]n[01-02]", "rack1n01"),
     ],
 )
-def test_the_first_node_of_a_slurm_list_is_found(monkeypatch: pytest.MonkeyPatch, nodes: str, first: str) -> None:
+def test_meeting_point_is_the_first_node_of_a_slurm_list(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, first: str
+) -> None:
     """All ranks of a step derive the same meeting point from the list of its nodes."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
     assert meeting_point(WorkerEnv(launcher="srun")).startswith(f"tcp://{first}:")
 
 
-def test_ranks_of_a_slurm_step_meet_without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step's first node and a port of the job's own; what is set goes before it."""
+def test_slurm_step_has_a_default_meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is the step's first node and a port of the job; MASTER_ADDR and MASTER_PORT take precedence."""
     place = WorkerEnv(launcher="srun", global_rank=1, world_size=2)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -46,13 +48,13 @@ def test_ranks_of_a_slurm_step_meet_without_settings(monkeypatch: pytest.MonkeyP
     assert meeting_point(WorkerEnv(launcher="torchrun")) == "env://"
 
 
-def test_cut_ends_its_own_connections_and_no_others() -> None:
-    """A waiting peer learns of the cut; a descriptor that is used for something else by now is left alone."""
+def test_cut_ends_only_its_own_connections() -> None:
+    """A waiting peer detects the cut; a descriptor number that now belongs to another socket is not cut."""
     ours, peer = socket.socketpair()
-    gone, other_peer = socket.socketpair()
-    fds = [ours.fileno(), gone.fileno()]
+    closed, other_peer = socket.socketpair()
+    fds = [ours.fileno(), closed.fileno()]
     connections = tuple((fd, os.fstat(fd).st_ino) for fd in fds)
-    number = gone.detach()
+    number = closed.detach()
     os.close(number)
     replacement, replacement_peer = socket.socketpair()
     with ours, peer, other_peer, replacement, replacement_peer:
@@ -70,11 +72,11 @@ def test_cut_ends_its_own_connections_and_no_others() -> None:
             os.close(number)
 
 
-def test_cut_passes_over_a_descriptor_that_is_no_socket_any_more() -> None:
-    """A number that a file got meanwhile is left alone, and the connections after it are still ended."""
-    gone, ours, peer = socket.socket(), *socket.socketpair()
-    connections = tuple((one.fileno(), os.fstat(one.fileno()).st_ino) for one in (gone, ours))
-    number = gone.detach()
+def test_cut_skips_a_descriptor_that_became_a_file() -> None:
+    """A descriptor number that now belongs to a file is skipped, and the connections after it are still ended."""
+    closed, ours, peer = socket.socket(), *socket.socketpair()
+    connections = tuple((one.fileno(), os.fstat(one.fileno()).st_ino) for one in (closed, ours))
+    number = closed.detach()
     reused = os.memfd_create("reused")
     os.dup2(reused, number)
     with ours, peer:

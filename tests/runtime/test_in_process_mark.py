@@ -1,4 +1,4 @@
-"""What a process that can restart within says on its page of the heartbeat board."""
+"""The state of in-process restarts on a process's page of the heartbeat memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def mark(board: Board) -> Iterator[InProcessMark]:
     mark.close()
 
 
-def test_the_agent_reads_state_restart_and_patience(board: Board, mark: InProcessMark) -> None:
-    """What the process says is on its page, with the time, and on nobody else's."""
+def test_agent_reads_state_restart_and_patience(board: Board, mark: InProcessMark) -> None:
+    """The state is on the page of its process, with its time, and on no other page."""
     mark.arm(2, patience_s=124.0)
     mark.set(InProcessState.ACTIVE, 0)
     before = board.read(1).in_process_since_ns
@@ -40,8 +40,8 @@ def test_the_agent_reads_state_restart_and_patience(board: Board, mark: InProces
     assert board.read(0).in_process == InProcessState.OFF
 
 
-def test_the_last_state_is_kept_to_the_end(board: Board, mark: InProcessMark) -> None:
-    """Completing, finishing, leaving and giving up keep the restart."""
+def test_final_states_keep_the_restart_count(board: Board, mark: InProcessMark) -> None:
+    """Completing, returning, leaving and giving up keep the restart count."""
     mark.arm(0, patience_s=1.0)
     mark.set(InProcessState.SPARE, 3)
     for expected in (
@@ -54,8 +54,8 @@ def test_the_last_state_is_kept_to_the_end(board: Board, mark: InProcessMark) ->
         assert (board.read(1).in_process, board.read(1).in_process_restart_count) == (expected, 3)
 
 
-def test_attaching_to_the_page_keeps_the_mark(board: Board, mark: InProcessMark) -> None:
-    """A monitor made in the wrapped function clears the page of all but the mark, which was there before it."""
+def test_attachment_keeps_the_mark(board: Board, mark: InProcessMark) -> None:
+    """A monitor created in the wrapped function clears its page except for the earlier mark."""
     mark.arm(0, patience_s=9.0)
     mark.set(InProcessState.ACTIVE, 4)
     page = board.rank(1)
@@ -66,8 +66,8 @@ def test_attaching_to_the_page_keeps_the_mark(board: Board, mark: InProcessMark)
     assert (state.in_process_restart_count, state.in_process_patience_s) == (4, 9.0)
 
 
-def test_the_agent_is_told_with_the_faults(board: Board, mark: InProcessMark) -> None:
-    """A listening agent gets each change at once, with the faults behind it, cut to a bounded size."""
+def test_agent_receives_changes_with_their_faults(board: Board, mark: InProcessMark) -> None:
+    """A listening agent receives each change at once with its faults, limited in number and size."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
         agent.bind(agent_address(board.token))
         agent.settimeout(5.0)
@@ -83,8 +83,8 @@ def test_the_agent_is_told_with_the_faults(board: Board, mark: InProcessMark) ->
     assert len(change.faults[0].summary) == 500
 
 
-def test_a_mark_works_without_a_listener(board: Board, mark: InProcessMark) -> None:
-    """An agent that is gone, or too busy to listen, stops nobody."""
+def test_mark_works_without_a_listener(board: Board, mark: InProcessMark) -> None:
+    """A dead or busy agent does not block the process."""
     mark.arm(0, patience_s=1.0)
     mark.set(InProcessState.ACTIVE, 0)
     assert board.read(1).in_process == InProcessState.ACTIVE

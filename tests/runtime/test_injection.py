@@ -1,4 +1,4 @@
-"""Faults happen at the points where they are armed, and nowhere else."""
+"""Faults are injected at the points where they are armed, and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from outlast.runtime.injection import Injection, armed, armed_in_children, reach
 
 
-def test_a_hook_is_called_with_the_facts_while_it_is_armed() -> None:
-    """What it raises is raised at the point; afterwards, and at other points, nothing happens."""
+def test_hook_is_called_only_while_it_is_armed() -> None:
+    """An exception of the hook is raised at the point; later, and at other points, nothing happens."""
     reached: list[object] = []
     with armed("one", lambda attempt: reached.append(attempt)):  # noqa: PLW0108 - by keyword
         reach("one", attempt=1)
@@ -26,8 +26,8 @@ def test_a_hook_is_called_with_the_facts_while_it_is_armed() -> None:
 
 
 @pytest.mark.process
-def test_a_child_that_was_started_armed_dies_once(tmp_path: Path) -> None:
-    """The process is killed at its point; the one that takes its place passes."""
+def test_fault_armed_in_children_happens_once(tmp_path: Path) -> None:
+    """The process is killed at its point; its replacement passes."""
     script = "from outlast.runtime.injection import reach; reach('other'); reach('one'); print('passed')"
     codes = []
     with armed_in_children(Injection(point="one", do="kill", once=str(tmp_path / "done"))):

@@ -1,4 +1,5 @@
-"""A lease in a folder: taken by one, kept by renewals, taken over from who is gone, and noticed by who wakes up."""
+"""A lease in a folder: held by one owner, kept by renewals, taken over from a dead owner; a former owner detects the
+loss."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class _Quick(FolderRecords):
 
 
 class _Hanging(_Quick):
-    """A file system that answers no renewal while it hangs."""
+    """A file system that hangs in renewals while ``answers`` is not set."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -39,16 +40,16 @@ class _Hanging(_Quick):
         super().renew(number, data)
 
 
-def _own(run: str = "a", *, machine: str | None = None, **known: object) -> LeaseOwner:
+def _own(run: str = "a", *, machine: str | None = None, **common: object) -> LeaseOwner:
     process = this_process()
     if machine is not None:
         process = msgspec.structs.replace(process, machine=machine, host=machine)
-    return LeaseOwner(token="", process=process, run=run, **known)  # type: ignore[arg-type]
+    return LeaseOwner(token="", process=process, run=run, **common)  # type: ignore[arg-type]
 
 
 @dataclass
 class Leases:
-    """Leases of a test, which are let go at its end."""
+    """Leases of a test, which are released at its end."""
 
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -81,11 +82,12 @@ def _until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         waited.wait(0.01)
-    raise AssertionError("it did not come to that")
+    raise AssertionError("the condition was not reached")
 
 
-def test_a_directory_is_held_by_one_and_free_once_it_is_released(tmp_path: Path, lease: Leases) -> None:
-    """The second is refused with who has it; after the release it gets it at once, under the next number."""
+def test_directory_has_one_owner_until_its_release(tmp_path: Path, lease: Leases) -> None:
+    """A second owner is rejected with the first one's name; after the release it gets the lease at once, under the
+    next number."""
     first, second = lease(tmp_path, _own("first")), lease(tmp_path, _own("second"))
     first.acquire()
     with pytest.raises(InUse, match=r"is in use by run first \(pid \d+ on "):
@@ -98,14 +100,14 @@ def test_a_directory_is_held_by_one_and_free_once_it_is_released(tmp_path: Path,
     assert _newest(tmp_path).run == "second"
 
 
-def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path, lease: Leases) -> None:
-    """Into an empty directory, and after an owner that has ended."""
+def test_one_of_many_concurrent_owners_gets_the_lease(tmp_path: Path, lease: Leases) -> None:
+    """Exactly one gets it, in an empty directory and after an owner that has ended."""
     for _ in range(3):
         many = [lease(tmp_path, _own(str(number))) for number in range(8)]
-        gate = threading.Barrier(len(many), timeout=PATIENCE_S)
+        barrier = threading.Barrier(len(many), timeout=PATIENCE_S)
 
-        def take(one: Lease, gate: threading.Barrier = gate) -> bool:
-            gate.wait()
+        def take(one: Lease, barrier: threading.Barrier = barrier) -> bool:
+            barrier.wait()
             with contextlib.suppress(InUse):
                 one.acquire()
             return one.is_held
@@ -117,10 +119,10 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path, lease: Leases) ->
 
 
 @pytest.mark.process
-def test_an_owner_that_died_is_followed_at_once_with_one_line(
+def test_lease_of_a_dead_process_is_taken_over_at_once(
     tmp_path: Path, lease: Leases, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process number may have been given to another process since: the time of its start tells."""
+    """A reused pid is detected by the start time of the process; the takeover is one log line."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         started = int(Path(f"/proc/{child.pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
         dead = msgspec.structs.replace(this_process(), pid=child.pid, started=started)
@@ -137,17 +139,17 @@ def test_an_owner_that_died_is_followed_at_once_with_one_line(
     assert FolderRecords(tmp_path).numbers() == [5]
 
 
-def test_an_owner_on_another_machine_is_watched(
+def test_lease_of_another_machine_expires_without_renewals(
     tmp_path: Path, lease: Leases, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who renews keeps the directory, the other one is refused within a renewal or two; who does not is waited for
-    with a line that says how long, and followed."""
-    elsewhere = lease(tmp_path, _own("far", machine="far"))
-    elsewhere.acquire()
+    """An owner that renews keeps the directory, and another one is rejected within a renewal or two; an owner that
+    does not renew is waited for, with a line on how long, and taken over from."""
+    remote = lease(tmp_path, _own("far", machine="far"))
+    remote.acquire()
     with pytest.raises(InUse, match=r"in use by run far \(pid \d+ on far\)"):
         lease(tmp_path, _own("near")).acquire()
     caplog.clear()
-    elsewhere.release(is_idle=False)  # it renews no more, and did not say that it has ended
+    remote.release(is_idle=False)  # no more renewals, and no record of the end
     with caplog.at_level("INFO", logger="outlast"):
         lease(tmp_path, _own("near")).acquire()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -155,11 +157,11 @@ def test_an_owner_on_another_machine_is_watched(
     assert "is taken over from run far" in caplog.messages[1]
 
 
-def test_an_owner_whose_file_system_hung_finds_out_before_it_writes(tmp_path: Path, lease: Leases) -> None:
-    """Another machine has taken the directory over meanwhile: the next look raises, and so do all later ones; the
-    successor's record is what it was, and the owner is told once."""
-    records, told = _Hanging(tmp_path), list[InUse]()
-    first = lease(records, _own("first", machine="far"), on_lost=told.append)
+def test_owner_detects_a_takeover_before_it_writes(tmp_path: Path, lease: Leases) -> None:
+    """If another machine took the directory over during a hang, the next check raises, and so do all later ones; the
+    successor's record is unchanged, and the former owner is notified once."""
+    records, lost_leases = _Hanging(tmp_path), list[InUse]()
+    first = lease(records, _own("first", machine="far"), on_lost=lost_leases.append)
     first.acquire()
     records.answers.clear()
     second = lease(tmp_path, _own("second"))
@@ -170,16 +172,16 @@ def test_an_owner_whose_file_system_hung_finds_out_before_it_writes(tmp_path: Pa
     with pytest.raises(InUse):
         first.hold()
     records.answers.set()
-    _until(lambda: bool(told))
+    _until(lambda: bool(lost_leases))
     first.release()
     second.check()
-    assert [one.owner.run for one in told] == ["second"]
+    assert [one.owner.run for one in lost_leases] == ["second"]
     assert _newest(tmp_path).run == "second"
     assert not _newest(tmp_path).released
 
 
-def test_records_that_somebody_deleted_are_made_again(tmp_path: Path, lease: Leases) -> None:
-    """Who clears a directory while a run writes to it takes nothing from the run."""
+def test_deleted_records_are_written_again(tmp_path: Path, lease: Leases) -> None:
+    """Deleting the records of a directory in use does not end the lease."""
     first = lease(tmp_path, _own("first"))
     first.acquire()
     FolderRecords(tmp_path).remove(1)
@@ -189,8 +191,8 @@ def test_records_that_somebody_deleted_are_made_again(tmp_path: Path, lease: Lea
         lease(tmp_path, _own("second")).acquire()
 
 
-def test_a_torn_record_is_not_taken_for_none(tmp_path: Path, lease: Leases) -> None:
-    """Nobody knows whose it is: it is watched, and followed once nothing changes."""
+def test_torn_record_counts_as_an_owner(tmp_path: Path, lease: Leases) -> None:
+    """A torn record has an unknown owner: it is watched, and taken over once it stops changing."""
     folder = tmp_path / "owner"
     folder.mkdir()
     (folder / "7.json").write_bytes(b'{"token":"x","proc')
@@ -199,13 +201,13 @@ def test_a_torn_record_is_not_taken_for_none(tmp_path: Path, lease: Leases) -> N
     assert FolderRecords(tmp_path).numbers() == [8]
 
 
-def test_processes_of_one_job_enter_beside_their_owner(tmp_path: Path, lease: Leases) -> None:
-    """Agents of one job share its run directory; the one that hosts the coordinator leads, the former leader is told
-    nothing and takes the lead again where it has to. Another job is refused all the while."""
-    told = list[InUse]()
-    known = {"job": "id@endpoint", "shares": True, "outlives": True}
-    one = lease(tmp_path, _own("run", **known), on_lost=told.append)
-    other = lease(tmp_path, _own("run", machine="far", **known), on_lost=told.append)
+def test_processes_of_one_job_share_a_lease(tmp_path: Path, lease: Leases) -> None:
+    """Agents of one job share its run directory; the host of the coordinator leads, the former leader is not
+    notified and can lead again. Another job is rejected throughout."""
+    lost_leases = list[InUse]()
+    common = {"job": "id@endpoint", "shares": True, "outlives": True}
+    one = lease(tmp_path, _own("run", **common), on_lost=lost_leases.append)
+    other = lease(tmp_path, _own("run", machine="far", **common), on_lost=lost_leases.append)
     one.acquire()
     other.acquire()
     assert not other.is_held
@@ -216,7 +218,7 @@ def test_processes_of_one_job_enter_beside_their_owner(tmp_path: Path, lease: Le
         lease(tmp_path, _own("stranger")).acquire()
     one.acquire(leads=True)
     assert one.is_held
-    assert told == []
+    assert lost_leases == []
 
 
 class _Slow(FolderRecords):
@@ -224,36 +226,36 @@ class _Slow(FolderRecords):
 
 
 @pytest.mark.parametrize("records", [_Slow, _Quick])
-def test_the_lead_is_taken_back_at_once(tmp_path: Path, lease: Leases, records: type[FolderRecords]) -> None:
-    """An agent whose lead passed to another and comes back leads under a record of its own, although it never noticed
-    that it had lost it; nothing else renews that record."""
-    known = {"job": "id@endpoint", "shares": True, "outlives": True}
-    one = lease(records(tmp_path), _own("run", **known))
-    other = lease(records(tmp_path), _own("run", machine="far", **known))
+def test_lead_is_taken_back_at_once(tmp_path: Path, lease: Leases, records: type[FolderRecords]) -> None:
+    """An agent whose lead passed to another agent and back leads under a new record, even if it never detected the
+    loss; that record is renewed by no other agent."""
+    common = {"job": "id@endpoint", "shares": True, "outlives": True}
+    one = lease(records(tmp_path), _own("run", **common))
+    other = lease(records(tmp_path), _own("run", machine="far", **common))
     one.acquire()
     other.acquire(leads=True)
     one.acquire(leads=True)
-    taken = _newest(tmp_path)
-    assert taken.process == this_process()
+    leading_record = _newest(tmp_path)
+    assert leading_record.process == this_process()
     assert max(FolderRecords(tmp_path).numbers()) == 3
     if records is _Quick:
         _until(lambda: _newest(tmp_path).renewals >= 5)
-    assert _newest(tmp_path).token == taken.token
+    assert _newest(tmp_path).token == leading_record.token
     assert one.is_held
     one.release()
     assert _newest(tmp_path).released
 
 
-def test_ranks_that_restart_are_vouched_for_by_their_launcher(tmp_path: Path, lease: Leases) -> None:
-    """Between two cycles no process of theirs lives; as long as the owner of their run directory does, another run gets
-    neither of the two directories, and the next cycle gets its own at once."""
+def test_launcher_keeps_the_lease_of_restarting_ranks(tmp_path: Path, lease: Leases) -> None:
+    """Between two cycles no rank process lives; while the owner of their run directory lives, another run gets
+    neither directory, and the next cycle gets its lease at once."""
     run_dir, ckpt = tmp_path / "run", tmp_path / "ckpt"
     launcher = lease(run_dir, _own("run"))
     launcher.acquire()
-    gone = Process(host="here", machine=this_process().machine, pid=2**22 + 1, started=1)
+    dead_process = Process(host="here", machine=this_process().machine, pid=2**22 + 1, started=1)
     ranks = LeaseOwner(
         token="t",
-        process=gone,
+        process=dead_process,
         run="run",
         run_dir=str(run_dir),
         job="run job",
@@ -268,14 +270,14 @@ def test_ranks_that_restart_are_vouched_for_by_their_launcher(tmp_path: Path, le
     assert FolderRecords(ckpt).numbers() == [2]
 
 
-def test_the_next_launcher_of_a_run_vouches_for_no_rank_before_it(tmp_path: Path, lease: Leases) -> None:
-    """A job that was killed as a whole is followed by another one with its name and run directory: that one's ranks get
-    the checkpoint directory at once, although the owner of the run directory, their own launcher, lives."""
+def test_new_launcher_does_not_keep_leases_of_the_last_job(tmp_path: Path, lease: Leases) -> None:
+    """After a job was killed as a whole, the ranks of the next job with the same name and run directory get the
+    checkpoint directory at once, although their own launcher lives."""
     run_dir, ckpt = tmp_path / "run", tmp_path / "ckpt"
     lease(run_dir, _own("run")).acquire()
-    gone = Process(host="here", machine=this_process().machine, pid=2**22 + 1, started=1)
+    dead_process = Process(host="here", machine=this_process().machine, pid=2**22 + 1, started=1)
     own = _own("run", run_dir=str(run_dir), job="run job-2", stage=(0, 0), outlives=True)
-    ranks = msgspec.structs.replace(own, token="t", process=gone, job="run job-1", stage=(3, 0), renew_s=60)
+    ranks = msgspec.structs.replace(own, token="t", process=dead_process, job="run job-1", stage=(3, 0), renew_s=60)
     FolderRecords(ckpt).create(1, encode_owner(ranks))
     lease(ckpt, own).acquire()
     assert FolderRecords(ckpt).numbers() == [2]

@@ -1,4 +1,4 @@
-"""Whether a process that a file names still runs: its id alone does not say, since ids are given again."""
+"""Whether a recorded process still runs: the pid alone is not enough, since pids are reused."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import pytest
 from outlast.runtime.processes import is_alive, process_state, this_process, this_program
 
 
-def test_process_that_named_itself_is_found() -> None:
-    """This process is found by what it says of itself; another one of the same id is not it."""
-    itself = this_process()
-    assert is_alive(itself) is True
-    assert is_alive(msgspec.structs.replace(itself, started=itself.started - 1)) is False
+def test_own_process_is_identified() -> None:
+    """This process is identified by its record; another process with the same pid is not."""
+    own_process = this_process()
+    assert is_alive(own_process) is True
+    assert is_alive(msgspec.structs.replace(own_process, started=own_process.started - 1)) is False
 
 
-def test_processes_of_other_machines_are_not_judged() -> None:
-    """An id is valid in one boot of one machine, and in one namespace; nothing is said of others."""
+def test_processes_of_other_machines_are_unknown() -> None:
+    """A pid is valid in one boot of one machine, and in one namespace; the state of others is unknown."""
     for machine in ("", "another-boot/pid:[1]"):
         assert is_alive(msgspec.structs.replace(this_process(), machine=machine)) is None
 
 
 @pytest.mark.process
-def test_process_that_has_ended_is_not_alive() -> None:
-    """Also where nobody has reaped it yet."""
+def test_exited_process_is_not_alive() -> None:
+    """Also before it is reaped."""
     with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         child_process = msgspec.structs.replace(this_process(), pid=child.pid, started=0)
@@ -40,10 +40,8 @@ def test_process_that_has_ended_is_not_alive() -> None:
     assert process_state(os.getpid()) in "RS"
 
 
-def test_a_script_whose_path_is_not_utf8_has_a_name_that_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What names the script is kept in files, which are UTF-8; the strange bytes of its path are escapes there."""
+def test_non_utf8_script_path_has_a_printable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of the script is written to UTF-8 files; invalid bytes of its path are escaped."""
     script = Path(os.fsdecode(bytes(tmp_path) + b"/a\xff.py"))
     script.touch()
     monkeypatch.setattr(sys, "argv", [str(script)])

@@ -1,4 +1,4 @@
-"""The run key: where it comes from, and that it stays where it belongs."""
+"""The run key: its sources, and that it is not disclosed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(env.RUN_KEY, raising=False)
 
 
-def test_the_first_source_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file comes before the variable, that before the directory's key, that before the run's id."""
+def test_sources_of_the_run_key_have_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file takes precedence over the variable, the variable over the directory's key, and that over the run id."""
     file = tmp_path / "key"
     file.write_bytes(SECRET + b"\n")
     found = [find_run_key("run", tmp_path, key_file=None, is_one_machine=False)]
@@ -53,21 +53,21 @@ def test_the_first_source_that_is_there_is_taken(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_directorys_key_is_made_once_and_its_owners_alone(tmp_path: Path) -> None:
-    """Processes that come at the same time find one key, which nobody else can read."""
+def test_key_of_a_directory_is_created_once(tmp_path: Path) -> None:
+    """Concurrent processes get one key, which other users cannot read."""
     code = (
         "import sys; from pathlib import Path; from outlast.runtime.run_key import key_of_directory\n"
         "print(key_of_directory(Path(sys.argv[1])).secret.hex())"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    several = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    assert len({one.communicate(timeout=300)[0] for one in several}) == 1
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    assert len({one.communicate(timeout=300)[0] for one in processes}) == 1
     assert stat.S_IMODE(os.stat(tmp_path / run_key.FILE_NAME).st_mode) == 0o600
     assert os.listdir(tmp_path) == [run_key.FILE_NAME]
 
 
-def test_workers_have_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an agent gives its workers in the environment stands for its own key."""
+def test_workers_get_the_key_of_their_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that an agent gives its workers yields the same key."""
     key = RunKey.of_run_id("run")
     monkeypatch.setenv(env.RUN_KEY, key.as_variable())
     (found,) = find_known_keys(None)
@@ -75,8 +75,8 @@ def test_workers_have_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.derive("replica") == key.derive("replica") != key.derive("hub")
 
 
-def test_an_offer_gives_all_processes_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a run key or without; another purpose, another offer and another run key give another one."""
+def test_offer_yields_one_key_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With or without a run key; another purpose, offer or run key yields another key."""
     keys = set()
     for variable in (None, RunKey.of_run_id("a").as_variable(), RunKey.of_run_id("b").as_variable()):
         if variable is not None:
@@ -88,8 +88,8 @@ def test_an_offer_gives_all_processes_one_key(monkeypatch: pytest.MonkeyPatch) -
     assert len(keys) == 12
 
 
-def test_an_offer_does_not_give_the_key_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who knows the offer and not the run key derives something else."""
+def test_offer_does_not_disclose_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with the offer but without the run key derives a different key."""
     monkeypatch.setenv(env.RUN_KEY, RunKey.of_run_id("run").as_variable())
     offer = make_offer()
     key = accept_offer(offer, "hub")
@@ -106,10 +106,10 @@ def test_an_offer_does_not_give_the_key_away(monkeypatch: pytest.MonkeyPatch) ->
         ("a", "b", "the processes of this run have different OUTLAST_RUN_KEY"),
     ],
 )
-def test_processes_with_other_run_keys_are_named(
+def test_different_run_keys_are_reported(
     theirs: str | None, own: str | None, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line says that the environment is to blame, and no key."""
+    """One line identifies the environment as the cause, without a key."""
 
     def use(run_id: str | None) -> None:
         monkeypatch.setenv(env.RUN_KEY, "" if run_id is None else RunKey.of_run_id(run_id).as_variable())
@@ -124,8 +124,8 @@ def test_processes_with_other_run_keys_are_named(
 
 
 @pytest.mark.parametrize("theirs", ["0_1_7:", ""])
-def test_processes_of_other_versions_are_named(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line names both versions of the package and how to allow them; where that is allowed, all derive one key."""
+def test_different_versions_are_reported(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line has both versions of the package and the way to allow them; once allowed, all derive one key."""
     own, _, rest = make_offer().partition(":")
     assert own == __version__.replace(".", "_")
     with pytest.raises(ConfigError, match=f"this process has outlast {__version__}.*OUTLAST_ANY_VERSION=1"):
@@ -134,8 +134,8 @@ def test_processes_of_other_versions_are_named(theirs: str, monkeypatch: pytest.
     assert accept_offer(f"{theirs}{rest}", "hub") == accept_offer(f"{theirs}{rest}", "hub")
 
 
-def test_a_key_is_not_shown() -> None:
-    """Neither its text nor a line of the log that has it shows the secret."""
+def test_repr_of_a_key_hides_the_secret() -> None:
+    """The repr, and so a log line with it, does not have the secret."""
     key = RunKey.of_run_id("run")
     assert key.secret.hex() not in repr(key)
     assert repr(key.secret) not in repr(key)
@@ -148,24 +148,24 @@ def test_a_key_is_not_shown() -> None:
         (lambda folder: _write(folder / "short", b"abc"), "holds 3 bytes"),
     ],
 )
-def test_a_key_that_cannot_be_used_is_named(tmp_path: Path, make: object, named: str) -> None:
-    """A file that is not there or too short is refused in one line."""
+def test_unusable_key_file_is_reported(tmp_path: Path, make: object, named: str) -> None:
+    """A missing or too short file is rejected in one line."""
     assert callable(make)
     with pytest.raises(ConfigError, match=named) as caught:
         find_run_key("run", tmp_path, key_file=make(tmp_path), is_one_machine=True)
     assert "\n" not in str(caught.value)
 
 
-def test_a_short_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is a variable that is too short; its value is not shown."""
+def test_short_key_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is too short is rejected without its value."""
     monkeypatch.setenv(env.RUN_KEY, "hunter2")
     with pytest.raises(ConfigError, match=env.RUN_KEY) as caught:
         find_run_key("run", None, key_file=None, is_one_machine=False)
     assert "hunter2" not in str(caught.value)
 
 
-def test_another_runs_variable_does_not_hide_a_directorys_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks about a directory tries both; a file that is named counts alone."""
+def test_variable_does_not_hide_the_key_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query for a directory tries both keys; an explicit file is used exclusively."""
     own = key_of_directory(tmp_path)
     monkeypatch.setenv(env.RUN_KEY, "another secret of some length")
     assert [key.source for key in find_known_keys(tmp_path)] == [KeySource.VARIABLE, KeySource.RUN_DIRECTORY]
@@ -174,8 +174,8 @@ def test_another_runs_variable_does_not_hide_a_directorys_key(tmp_path: Path, mo
     assert [key.source for key in find_known_keys(tmp_path, key_file=file)] == [KeySource.FILE]
 
 
-def test_asking_makes_no_key(tmp_path: Path) -> None:
-    """Looking for the key of a run that has none leaves nothing."""
+def test_query_does_not_create_a_key(tmp_path: Path) -> None:
+    """Searching for the key of a run without one leaves no file."""
     assert find_known_keys(tmp_path) == []
     with pytest.raises(ConfigError):
         key_of_directory(tmp_path, make=False)
@@ -188,8 +188,9 @@ def _write(path: Path, data: bytes) -> str:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
-def test_a_key_of_another_user_is_refused_by_name(tmp_path: Path) -> None:
-    """Another user's key is an error with both users; it is accepted where the run directory is that user's, too."""
+def test_key_of_another_user_is_rejected(tmp_path: Path) -> None:
+    """Another user's key is an error with both users; it is accepted if the run directory belongs to that user as
+    well."""
     key_of_directory(tmp_path)
     os.chown(tmp_path / "run.key", 12345, -1)
     with pytest.raises(ConfigError, match=r"run\.key belongs to user 12345, not to you \(user 0\)"):
@@ -198,8 +199,8 @@ def test_a_key_of_another_user_is_refused_by_name(tmp_path: Path) -> None:
     key_of_directory(tmp_path)
 
 
-def test_a_key_that_others_can_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A key that others can read or replace is used with one warning that names the file, its mode and the remedy."""
+def test_key_accessible_to_others_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A key that others can read or replace is used with one warning with the file, its mode and the remedy."""
     key = key_of_directory(tmp_path)
     assert not caplog.records
     (tmp_path / "run.key").chmod(0o666)

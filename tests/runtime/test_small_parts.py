@@ -1,4 +1,4 @@
-"""Mailbox, endpoints, atomic files, process helpers: small parts that everything leans on."""
+"""Mailbox, endpoints, the TCPStore, atomic files and process helpers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from outlast.runtime.files import write_atomically
 
 
 def test_mailbox_wakes_its_owner_and_keeps_order() -> None:
-    """What other threads put is there in order, and the owner's select returns for it."""
+    """Items of other threads arrive in order, and wake the owner's select."""
     box: Mailbox[int] = Mailbox()
     thread = threading.Thread(target=lambda: [box.put(number) for number in range(100)])
     thread.start()
-    seen: list[int] = []
-    while len(seen) < 100:
+    received: list[int] = []
+    while len(received) < 100:
         assert select.select([box], [], [], 10)[0]
-        seen += box.take_all()
+        received += box.take_all()
     thread.join(10)
-    assert seen == list(range(100))
+    assert received == list(range(100))
     assert not select.select([box], [], [], 0)[0]
     box.close()
 
@@ -44,20 +44,20 @@ def test_mailbox_wakes_its_owner_and_keeps_order() -> None:
         ("[::1]", [Endpoint("::1", 29400)]),
     ],
 )
-def test_endpoints_are_read(text: str, endpoints: list[Endpoint]) -> None:
+def test_endpoints_are_parsed(text: str, endpoints: list[Endpoint]) -> None:
     """Hosts with and without port, several of them, and IPv6 in brackets."""
     assert list(parse_endpoints(text)) == endpoints
 
 
 @pytest.mark.parametrize("text", ["", ":5", "a:b", "a:70000", "a:1,,b:2"])
-def test_bad_endpoints_are_refused(text: str) -> None:
-    """What is no endpoint is refused with the form that is wanted."""
+def test_invalid_endpoints_are_rejected(text: str) -> None:
+    """An invalid endpoint is rejected with the expected form."""
     with pytest.raises(ConfigError, match=r"host:port|names no host"):
         parse_endpoints(text)
 
 
-def test_one_hosts_and_the_others_connect() -> None:
-    """The second to bind an endpoint learns that it is taken, and what one writes the other reads."""
+def test_tcp_store_has_one_host_per_endpoint() -> None:
+    """The second process to bind an endpoint gets None, and clients read what the host and others write."""
     hosted = store.host(Endpoint("127.0.0.1", 0), timeout_s=10)
     endpoint = Endpoint("127.0.0.1", hosted.port)
     assert store.host(endpoint, timeout_s=10) is None
@@ -66,14 +66,14 @@ def test_one_hosts_and_the_others_connect() -> None:
     assert hosted.get("key") == b"value"
 
 
-def test_nobody_at_an_endpoint_is_an_error_at_once() -> None:
-    """A refused connection does not take the whole timeout, and names the endpoint."""
+def test_refused_connection_fails_at_once() -> None:
+    """A refused connection does not take the whole timeout, and the error has the endpoint."""
     with pytest.raises(RendezvousError, match=r"127\.0\.0\.1:1\b"):
         store.connect(Endpoint("127.0.0.1", 1), timeout_s=30, call_timeout_s=5)
 
 
-def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    """A failed write leaves the old file and nothing beside it."""
+def test_file_is_replaced_atomically(tmp_path: Path) -> None:
+    """A failed write keeps the old file and leaves no other."""
     path = tmp_path / "state.json"
     write_atomically(path, b"old")
     write_atomically(path, b"new")
@@ -87,7 +87,7 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_process_dies_with_its_parent() -> None:
-    """A process that asked for it is killed by the kernel when its parent ends, and at once if it is gone already."""
+    """A process is killed by the kernel when its parent ends."""
     code = (
         "import os, time\n"
         "from outlast.runtime.processes import die_with_parent\n"
@@ -111,6 +111,6 @@ def test_process_dies_with_its_parent() -> None:
 
 
 def test_exits_are_described() -> None:
-    """Exit codes and signals read as people say them."""
+    """Exit codes and signals are described in words."""
     assert processes.describe_exit(3) == "exit code 3"
     assert processes.describe_exit(-signal.SIGKILL) == "signal 9 (SIGKILL)"

@@ -1,4 +1,4 @@
-"""What hangs, refuses, or is not there: every wait ends, and every descriptor is given back."""
+"""Hanging disks, refused system calls and silent actors: every wait ends, and every descriptor is closed."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def refuse(*_: object, **__: object) -> Any:
     raise OSError(errno.EPERM, "not permitted")
 
 
-def test_work_on_a_hung_disk_is_left_and_nothing_more_is_tried_there_meanwhile(tmp_path: Path) -> None:
-    """What takes too long is left to end by itself; until it has, the next one there is not even begun, and other file
-    systems are used as before."""
-    go_on, begun = threading.Event(), Mock()
+def test_hung_disk_gets_no_further_work(tmp_path: Path) -> None:
+    """A call that takes too long is left to end by itself; until then no further call is started on that file
+    system, and other file systems are used as before."""
+    release, second = threading.Event(), Mock()
     with pytest.raises(TimeoutError, match="does not respond"):
-        files.in_time(tmp_path / "missing" / "file", go_on.wait, 0.01)
+        files.in_time(tmp_path / "missing" / "file", release.wait, 0.01)
     with pytest.raises(TimeoutError, match="does not respond"):
-        files.in_time(tmp_path, begun)
-    begun.assert_not_called()
+        files.in_time(tmp_path, second)
+    second.assert_not_called()
     assert files.in_time("/proc/self/status", lambda: 5) == 5
     (stuck,) = files._overdue.values()
-    go_on.set()
+    release.set()
     stuck.result(100)
     assert files.in_time(tmp_path, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
@@ -55,8 +55,8 @@ def test_work_on_a_hung_disk_is_left_and_nothing_more_is_tried_there_meanwhile(t
     assert files._overdue == {}
 
 
-def test_memory_without_memfd_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody may call memfd_create, others open the memory by its descriptor all the same."""
+def test_memory_file_works_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memfd_create is forbidden, others can open the memory by its descriptor all the same, and it has no name."""
     monkeypatch.setattr(os, "memfd_create", refuse)
     fd = files.memory_file("outlast-test", can_be_sealed=True)
     try:
@@ -71,8 +71,9 @@ def test_memory_without_memfd_has_no_name(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.process
-def test_a_process_is_watched_and_signalled_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pidfd_open and pidfd_send_signal its end is seen, reaped or not, and it gets signals until then."""
+def test_process_is_watched_and_signalled_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pidfd_open and pidfd_send_signal the end of a process is detected, reaped or not, and it receives
+    signals until then."""
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
     with subprocess.Popen(["sleep", "600"]) as child:
@@ -87,8 +88,8 @@ def test_a_process_is_watched_and_signalled_without_pidfds(monkeypatch: pytest.M
         open_pidfd(child.pid)
 
 
-def test_a_buffer_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no memory to map, the descriptor is closed."""
+def test_unmappable_buffer_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the memory cannot be mapped, the descriptor is closed."""
     before = num_open()
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(OSError, match="not permitted"):
@@ -96,8 +97,8 @@ def test_a_buffer_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest
     assert num_open() == before
 
 
-def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were() -> None:
-    """Nothing is left of a watch that could not be made: no handler, no thread, no descriptor."""
+def test_failed_signal_watch_leaves_nothing_behind() -> None:
+    """A watch that could not be created leaves no handler, no thread and no descriptor."""
     before, handler = num_open(), signal.getsignal(signal.SIGUSR1)
     threads = set(threading.enumerate())
     for wrong in (signal.SIGKILL, 999):
@@ -108,31 +109,31 @@ def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were() -> Non
     assert num_open() == before
 
 
-def test_a_replica_that_its_disk_keeps_waiting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer gets signs of life for a bounded time; what comes of the work later is given up."""
+def test_replica_request_ends_if_the_disk_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer gets heartbeats for a bounded time; a later result of the work is dropped."""
     monkeypatch.setattr(serving, "MAX_WORK_S", 0.03)
     monkeypatch.setattr(serving, "WORKING_S", 0.01)
-    channel, go_on, late, dropped = Mock(), threading.Event(), Mock(), threading.Event()
+    channel, release, late, dropped = Mock(), threading.Event(), Mock(), threading.Event()
     late.drop.side_effect = dropped.set
     service = serving.Service(channel, Mock(place="/disk"), Mock(), serving.DiskWork())
 
     def work() -> Any:
-        go_on.wait()
+        release.wait()
         return late
 
     with pytest.raises(TimeoutError, match="has not responded"):
         service._patiently(work, serving._drop_later)
     assert channel.send.call_count == 3
-    go_on.set()
+    release.set()
     assert dropped.wait(100)
 
 
-def test_a_stopped_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keeper that had started and answers nothing for a minute is killed, reported, and another one started."""
+def test_stopped_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A started keeper that does not respond for a minute is killed, reported, and replaced."""
     monkeypatch.setattr(replies, "reply_if_ready", lambda _: None)
-    ray, fresh = Mock(**{"nodes.return_value": [{"NodeID": "n", "Alive": True}]}), Mock()
+    ray, replacement = Mock(**{"nodes.return_value": [{"NodeID": "n", "Alive": True}]}), Mock()
     monkeypatch.setattr(keepers, "ray", ray)
-    monkeypatch.setattr(keepers, "start_on", lambda *_: fresh)
+    monkeypatch.setattr(keepers, "start_on", lambda *_: replacement)
     own, stopped = keepers.NodeKeepers(), Mock()
     asked_s = clock.now_s() - keepers.SILENT_S + 30
     own._keepers["n"] = kept = keepers._Keeper(stopped, ActorPing(ref="asked", asked_s=asked_s), has_started=True)
@@ -140,18 +141,18 @@ def test_a_stopped_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     kept.ping.asked_s -= 31
     assert own.look() == ["n"]
     ray.kill.assert_called_once_with(stopped)
-    assert own._keepers["n"].handle is fresh
+    assert own._keepers["n"].handle is replacement
 
 
-def test_a_status_that_raises_is_asked_for_again_and_counts_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor whose status raises does not keep its watch busy, and is lost when that has lasted too long."""
+def test_status_that_raises_counts_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor whose status raises is queried again without a busy loop, and is lost when that has lasted too long."""
     monkeypatch.setattr(replies, "reply_if_ready", lambda _: Reply(fault=ReplyFault.RAISED, error=ValueError("no")))
     config, gathered, now_s = RecoveryConfig(), Gathered(), clock.now_s()
     one = _AwaitedActor(actor=Mock(), call="c", alive_s=now_s, ping=ActorPing(ref="asked", asked_s=now_s))
     watch = Watch(config, Mock())
     watch._check({0: one}, gathered)
     assert gathered.is_whole
-    assert one.ping.ref is None  # what is ready would end every wait at once
+    assert one.ping.ref is None  # a ready reference would end every wait at once
     assert one.ping.due_s > now_s
     one.ping.ref, one.ping.asked_s = "asked", now_s - config.ping_timeout - 1
     watch._check({0: one}, gathered)

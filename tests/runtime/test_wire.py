@@ -45,8 +45,12 @@ Pair = tuple[MessageChannel[Any], MessageChannel[Any]]
 
 
 @pytest.fixture(params=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET], ids=["stream", "packets"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    ends = socket.socketpair(socket.AF_UNIX, request.param)
+def ends(request: pytest.FixtureRequest) -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, request.param)
+
+
+@pytest.fixture
+def pair(ends: tuple[socket.socket, socket.socket]) -> Iterator[Pair]:
     one, other = (MessageChannel[Any](end, Any, timeout_s=5) for end in ends)
     with one, other:
         yield one, other
@@ -64,8 +68,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 @given(st.lists(messages, max_size=8), st.data())
-def test_a_stream_is_cut_into_its_messages(sent: list[Any], data: st.DataObject) -> None:
-    """However a stream is split on its way, the messages come out of it as they went in."""
+def test_stream_is_split_into_its_messages(sent: list[Any], data: st.DataObject) -> None:
+    """However a stream is split on its way, the messages are received unchanged."""
     stream = b"".join(map(encode_frame, sent))
     reader: MessageReader[Any] = MessageReader(Any)
     found = []
@@ -77,8 +81,8 @@ def test_a_stream_is_cut_into_its_messages(sent: list[Any], data: st.DataObject)
 
 
 @given(st.binary(max_size=64))
-def test_no_bytes_harm_a_reader(data: bytes) -> None:
-    """Whatever comes is messages, waits for more, or is refused as the protocol's error."""
+def test_reader_accepts_or_rejects_any_bytes(data: bytes) -> None:
+    """Any bytes are messages, an incomplete message, or a ProtocolError."""
     reader: MessageReader[Any] = MessageReader(Any, max_bytes=32)
     try:
         found = reader.feed(data)
@@ -88,8 +92,8 @@ def test_no_bytes_harm_a_reader(data: bytes) -> None:
 
 
 @given(st.binary(min_size=1, max_size=64))
-def test_no_bytes_harm_a_channel(data: bytes) -> None:
-    """The same for a channel that blocks: it neither waits forever nor accepts what is too large."""
+def test_channel_accepts_or_rejects_any_bytes(data: bytes) -> None:
+    """A blocking channel neither waits forever nor accepts a message that is too large."""
     ours, theirs = socket_pair()
     with MessageChannel[Any](ours, Any, timeout_s=1, max_bytes=32) as channel, theirs:
         theirs.sendall(data)
@@ -102,7 +106,7 @@ def test_no_bytes_harm_a_channel(data: bytes) -> None:
 
 
 def test_messages_pass_both_ways(pair: Pair) -> None:
-    """Each side gets what the other one sent, in order, and then the end."""
+    """Each side receives the other's messages in order, and then the end."""
     one, other = pair
     for value in range(100):
         one.send(Number(value))
@@ -113,8 +117,8 @@ def test_messages_pass_both_ways(pair: Pair) -> None:
     assert other.receive() is None
 
 
-def test_a_torn_message_is_an_error() -> None:
-    """A connection that ends within a message is not taken for one that ended after it."""
+def test_torn_message_is_an_error() -> None:
+    """A connection that ends within a message differs from one that ends after it."""
     ours, theirs = socket_pair()
     with MessageChannel[Any](ours, Any) as channel:
         theirs.sendall(encode_frame(Text("whole")) + encode_frame(Text("torn"))[:-1])
@@ -124,20 +128,21 @@ def test_a_torn_message_is_an_error() -> None:
             channel.receive()
 
 
-def test_nothing_larger_than_the_limit_passes(pair: Pair) -> None:
+def test_messages_above_the_limit_are_rejected(ends: tuple[socket.socket, socket.socket]) -> None:
     """Neither side sends or accepts a message above the limit, and the receiver does not wait for its body."""
-    one, other = pair
-    one._max_bytes = 1 << 20
-    other._max_bytes = 100
-    with pytest.raises(ProtocolError, match="larger than the limit of 100"):
-        other.send(Text("x" * 200))
-    one.send(Text("x" * 200))
-    with pytest.raises(ProtocolError, match=r"announces|announced"):
-        other.receive()
+    with (
+        MessageChannel[Any](ends[0], Any, timeout_s=5, max_bytes=1 << 20) as one,
+        MessageChannel[Any](ends[1], Any, timeout_s=5, max_bytes=100) as other,
+    ):
+        with pytest.raises(ProtocolError, match="larger than the limit of 100"):
+            other.send(Text("x" * 200))
+        one.send(Text("x" * 200))
+        with pytest.raises(ProtocolError, match=r"announces|announced"):
+            other.receive()
 
 
-def test_a_silent_peer_costs_only_the_timeout(pair: Pair) -> None:
-    """A receiver gives up when nothing has moved for its timeout, and a sender to whom nobody listens, too."""
+def test_silent_peer_raises_a_timeout(pair: Pair) -> None:
+    """A receiver gives up when nothing has arrived for its timeout, and so does a sender whose peer does not read."""
     one, other = pair
     one.timeout_s = 0.05
     with pytest.raises(TimeoutError, match=r"nothing came for 0\.05 s"):
@@ -147,8 +152,8 @@ def test_a_silent_peer_costs_only_the_timeout(pair: Pair) -> None:
     assert other.receive() == Text("x" * 1000)
 
 
-def test_a_trickling_peer_does_not_extend_a_deadline() -> None:
-    """What has to be there within a time is given up then, although a byte of it comes now and then."""
+def test_slow_peer_does_not_extend_a_deadline() -> None:
+    """``within_s`` bounds the whole message, even if a byte of it arrives now and then."""
     ours, theirs = socket_pair()
     frame = encode_frame(Text("x" * 500))
     stop = threading.Event()
@@ -172,7 +177,7 @@ def test_a_trickling_peer_does_not_extend_a_deadline() -> None:
 
 
 def test_abort_ends_another_threads_wait(pair: Pair) -> None:
-    """A thread that waits for a message is ended by another one."""
+    """``abort()`` ends the wait of another thread for a message."""
     one, _ = pair
     ended = threading.Event()
 
@@ -192,8 +197,8 @@ def test_abort_ends_another_threads_wait(pair: Pair) -> None:
     thread.join()
 
 
-def test_descriptors_go_with_a_message(pair: Pair) -> None:
-    """A descriptor arrives with its message as one of the receiver's own; without a receiver it is closed."""
+def test_descriptors_arrive_with_their_message(pair: Pair) -> None:
+    """A descriptor arrives with its message as one of the receiver's own; ``receive()`` closes it."""
     one, other = pair
     with open(os.memfd_create("test"), "w+b", buffering=0) as file:
         file.write(b"content")
@@ -214,7 +219,7 @@ def test_descriptors_go_with_a_message(pair: Pair) -> None:
 
 
 def test_descriptors_of_an_unreadable_message_do_not_leak() -> None:
-    """Descriptors that came with what is no message are closed."""
+    """Descriptors that arrive with invalid data are closed."""
     ours, theirs = socket_pair()
     with MessageChannel[Any](ours, Any, timeout_s=5) as channel, theirs, open(os.devnull, "rb") as file:
         before = len(os.listdir("/proc/self/fd"))
@@ -225,8 +230,8 @@ def test_descriptors_of_an_unreadable_message_do_not_leak() -> None:
 
 
 @pytest.mark.parametrize("packet", [b"x", b"\1\0\0", b"\2\0\0\0x", b"\1\0\0\0xy"])
-def test_a_packet_of_another_length_is_an_error(packet: bytes) -> None:
-    """A packet that is shorter or longer than it announces, even without room for a length, is no message."""
+def test_packet_of_another_length_is_an_error(packet: bytes) -> None:
+    """A packet that is shorter or longer than its header, or too short for one, is rejected."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with MessageChannel[Any](ours, Any) as channel, theirs:
         theirs.send(packet)
@@ -235,7 +240,7 @@ def test_a_packet_of_another_length_is_an_error(packet: bytes) -> None:
 
 
 def test_bulk_data_passes_between_messages() -> None:
-    """Bytes of a file follow a message and arrive where the receiver wants them."""
+    """The bytes of a file follow a message and arrive in the receiver's buffer."""
     data = os.urandom(3_000_000)
     client, server = tcp_pair()
     with MessageChannel[Any](client, Any, timeout_s=5) as one, MessageChannel[Any](server, Any, timeout_s=5) as other:  # noqa: SIM117
@@ -249,10 +254,10 @@ def test_bulk_data_passes_between_messages() -> None:
 
             thread = threading.Thread(target=send)
             thread.start()
-            into = memoryview(bytearray(len(data)))
+            buffer = memoryview(bytearray(len(data)))
             assert other.receive() == Number(len(data) - 10)
-            other.receive_into(into[10:])
-            assert into[10:] == data[10:]
+            other.receive_into(buffer[10:])
+            assert buffer[10:] == data[10:]
             assert other.receive() == Text("the end")
             thread.join()
             with pytest.raises(ConnectionAbortedError, match="7 bytes too early"):
@@ -298,7 +303,7 @@ def server(key: bytes | None = KEY, protocol: str = "test", **more: int) -> Hand
 
 
 @pytest.mark.parametrize("sign", [False, True])
-def test_who_knows_the_key_is_let_in(sign: bool) -> None:
+def test_peers_with_one_key_authenticate(sign: bool) -> None:
     """Two sides with one key authenticate, the server learns the client's number, and messages pass."""
     part = server()
     one, other, errors = authenticate(*tcp_pair(), client(client_id=-7), part, sign=sign)
@@ -313,7 +318,7 @@ def test_who_knows_the_key_is_let_in(sign: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("client_part", "server_part", "why"),
+    ("client_part", "server_part", "reason"),
     [
         (client(b"another key"), server(), "does not know this run's key"),
         (client(), server(None), "no key yet"),
@@ -321,17 +326,17 @@ def test_who_knows_the_key_is_let_in(sign: bool) -> None:
         (client(version=2), server(), "install the same outlast on all nodes"),
     ],
 )
-def test_who_does_not_know_the_key_is_kept_out(client_part: Handshake, server_part: Handshake, why: str) -> None:
-    """Another key, none, another protocol's or another version's: both sides fail, and say why."""
+def test_peer_without_the_key_is_rejected(client_part: Handshake, server_part: Handshake, reason: str) -> None:
+    """Another key, no key, another protocol or another version: both sides fail with the reason."""
     one, other, errors = authenticate(*tcp_pair(), client_part, server_part)
     with one, other:
         assert len(errors) == 2
         assert all(isinstance(error, ConnectionError) for error in errors)
-        assert any(why in str(error) for error in errors)
+        assert any(reason in str(error) for error in errors)
 
 
-def test_a_server_without_the_key_is_found_out() -> None:
-    """A client does not take a server that cannot prove the key, even one that sends the client's own proof back."""
+def test_server_without_the_key_is_rejected() -> None:
+    """A client rejects a server that cannot prove the key, even one that returns the client's own proof."""
     for reflect in (False, True):
         part = client()
         ours = part.feed(server().outgoing)
@@ -339,8 +344,8 @@ def test_a_server_without_the_key_is_found_out() -> None:
             part.feed(ours[-32:] if reflect else bytes(32))
 
 
-def test_a_recorded_handshake_is_worth_nothing() -> None:
-    """What a client sent to a server opens no other connection, and what that server answered convinces no client."""
+def test_recorded_handshake_is_rejected() -> None:
+    """A recorded client opens no other connection, and a recorded server response convinces no client."""
     one, other = client(), server()
     hello = one.feed(other.outgoing)
     proof = other.feed(hello)
@@ -355,8 +360,8 @@ def test_a_recorded_handshake_is_worth_nothing() -> None:
 
 
 @given(st.binary(min_size=78, max_size=78))
-def test_no_hello_harms_a_server(hello: bytes) -> None:
-    """A hello of random bytes is refused."""
+def test_random_hello_is_rejected(hello: bytes) -> None:
+    """A hello of random bytes is rejected."""
     part = server()
     assert part.num_wanted == len(hello)
     with pytest.raises(ConnectionError):
@@ -364,8 +369,8 @@ def test_no_hello_harms_a_server(hello: bytes) -> None:
     assert not part.is_over
 
 
-def test_a_client_that_says_nothing_is_no_error_until_its_time_is_over() -> None:
-    """A port scan is told from a stranger: one that leaves is no error, one that stays silent is a timeout."""
+def test_silent_client_is_a_timeout_and_a_closed_one_is_not() -> None:
+    """A port scan that disconnects is not an error; a client that stays silent is a timeout."""
     one, two = tcp_pair()
     with MessageChannel[Any](two, Any, timeout_s=30) as channel, pytest.raises(TimeoutError):
         channel.authenticate(server(), within_s=0.05)
@@ -376,8 +381,8 @@ def test_a_client_that_says_nothing_is_no_error_until_its_time_is_over() -> None
         assert not channel.authenticate(server(), within_s=5)
 
 
-def test_a_changed_or_repeated_frame_is_found() -> None:
-    """On a connection whose frames are signed, one that was changed, repeated or left out is an error."""
+def test_changed_or_repeated_frames_are_rejected() -> None:
+    """On a connection with signed frames, a changed, repeated or missing frame is an error."""
     for change in ("changed", "repeated", "left out"):
         ours, theirs = socket_pair()
         relay_in, relay_out = socket_pair()
@@ -403,8 +408,8 @@ def test_a_changed_or_repeated_frame_is_found() -> None:
                 other.receive()
 
 
-def test_a_buffered_channel_never_blocks() -> None:
-    """What the other side does not read waits, is sent when it reads, and is an error when it is too much."""
+def test_buffered_channel_never_blocks() -> None:
+    """Unread data waits, is sent when the peer reads, and is an error when it is too much."""
     ours, theirs = socket_pair()
     sender: BufferedChannel[Any] = BufferedChannel(ours, Any)
     receiver: BufferedChannel[Any] = BufferedChannel(theirs, Any)
@@ -424,8 +429,8 @@ def test_a_buffered_channel_never_blocks() -> None:
             send_forever(sender, Text(text * 10))
 
 
-def test_buffered_channels_authenticate_before_anything_is_decoded() -> None:
-    """What is sent before the handshake is over waits for it; a stranger's message is never decoded."""
+def test_buffered_channel_authenticates_before_it_decodes() -> None:
+    """Messages sent before the handshake is over wait for it; a stranger's message is never decoded."""
     one, two = tcp_pair()
     sender: BufferedChannel[Any] = BufferedChannel(one, Any, handshake=client(client_id=3))
     receiver: BufferedChannel[Any] = BufferedChannel(two, Any, handshake=server())
@@ -433,11 +438,11 @@ def test_buffered_channels_authenticate_before_anything_is_decoded() -> None:
         sender.send(Number(1))
         receiver.send(Text("early"))
         found: list[Any] = []
-        back: list[Any] = []
-        while not (found and back):
+        replies: list[Any] = []
+        while not (found and replies):
             found += receiver.receive()
-            back += sender.receive()
-        assert (found, back) == ([Number(1)], [Text("early")])
+            replies += sender.receive()
+        assert (found, replies) == ([Number(1)], [Text("early")])
         assert receiver.client_id == 3
     one, two = tcp_pair()
     receiver = BufferedChannel(two, Any, handshake=server())
@@ -451,8 +456,8 @@ def test_buffered_channels_authenticate_before_anything_is_decoded() -> None:
         assert not receiver.is_authenticated
 
 
-def test_a_buffered_and_a_blocking_channel_understand_each_other() -> None:
-    """Both forms speak the same protocol."""
+def test_buffered_and_blocking_channels_interoperate() -> None:
+    """Both kinds of channel use the same protocol."""
     one, two = tcp_pair()
     buffered: BufferedChannel[Any] = BufferedChannel(two, Any, handshake=server())
     with MessageChannel[Any](one, Any, timeout_s=5) as channel, closing(buffered):

@@ -48,7 +48,7 @@ UNHEALTHY = "health/test_node_health.py::test_"
 ASSIGNED = "policy/test_rank_assignment.py::test_incomplete_node_is_replaced_as_a_whole"
 REFUSALS = "integrations/test_nvrx_inprocess_refusals.py::test_"
 STUCK = "inprocess/test_monitor_process_faults.py::test_"
-LIMITS = "launch/test_settings_in_force.py::test_what_a_script_does_not_set_any_more_is_the_launchers_again"
+LIMITS = "launch/test_settings_in_force.py::test_cleared_script_settings_restore_the_launchers"
 TIMEOUTS = "policy/test_deadlines.py::test_config_fields_map_to_timeouts"
 SIMULATED = "chaos/test_simulated_fault.py::test_"
 NODES = "launch/test_unhealthy_nodes.py::test_"
@@ -88,7 +88,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "fault_plan": "session/test_own_loop.py::test_a_step_runs_again_after_an_invalid_result",
     },
     FaultToleranceConfig: {
-        "enable_ft_package": "launch/test_settings_in_force.py::test_the_script_can_switch_hang_detection_off",
+        "enable_ft_package": "launch/test_settings_in_force.py::test_script_can_disable_hang_detection",
         "calc_ft_timeouts": "monitor/test_rank_monitor.py::test_timeouts_are_learned_without_an_agent",
         **dict.fromkeys(
             ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_section_timeouts"), TIMEOUTS
@@ -97,7 +97,7 @@ ELSEWHERE: dict[type, dict[str, str]] = {
         "exit_timeout": "launch/test_lingering_ranks.py::test_a_rank_that_hangs_at_its_exit_is_ended",
         **dict.fromkeys(("max_no_progress_cycles", "max_restart_delay", "max_node_faults", "min_nodes"), LIMITS),
         "node_heartbeat_timeout": "launch/test_impersonated_nodes.py::test_an_idle_impersonator_loses_the_name",
-        "shutdown_grace": "launch/test_shutdown_in_restore.py::test_a_job_that_is_shut_down_while_it_loads_is_requeued",
+        "shutdown_grace": "launch/test_shutdown_in_restore.py::test_job_shut_down_during_its_restore_is_requeued",
         **dict.fromkeys(
             ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
             "launch/test_device_memory.py::test_memory_that_is_not_released_is_awaited_once",

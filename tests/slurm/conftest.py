@@ -1,4 +1,4 @@
-"""One cluster for all tests that leave its nodes alone."""
+"""One Slurm cluster for all tests that do not change its nodes."""
 
 from __future__ import annotations
 
@@ -16,4 +16,5 @@ def slurm() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> None:
-    """Leave alone what jobs run: a job may outlast a test, and a cluster's keeper ends all of it with the cluster."""
+    """Skip the check for left processes: a job may outlast a test, and the keeper of a cluster ends all of its
+    processes."""

@@ -62,7 +62,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class SlurmCluster:
-    """Its commands, power-offs, and waiting for its jobs."""
+    """Commands, power-offs, and waiting for jobs."""
 
     def __init__(self, folder: Path, keeper: subprocess.Popen[bytes]) -> None:
         self.folder, self._keeper = folder, keeper
@@ -78,27 +78,27 @@ class SlurmCluster:
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """Return what Slurm knows of a job."""
+        """Return Slurm's record of a job."""
         words = self.call("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
     def power_off(self, node: str) -> None:
-        """Kill a node's daemon and all that runs on it."""
+        """Kill the daemon of a node and all processes on it."""
         self._order(f"power_off {node}")
 
     def kill_daemon(self, node: str) -> None:
-        """Kill a node's daemon alone; what runs on it goes on."""
+        """Kill the daemon of a node; its other processes continue."""
         self._order(f"kill_daemon {node}")
 
     def running_on(self, node: str) -> list[str]:
-        """Return what steps of jobs have running on a node."""
+        """Return the processes of job steps on a node."""
         found = []
         for process in psutil.Process(self._keeper.pid).children(recursive=True):
             try:
                 if process.environ().get("SLURMD_NODENAME") == node:
                     found.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
             except psutil.Error:
-                continue  # it has just ended
+                continue  # the process has just ended
         return found
 
     def _order(self, line: str) -> None:
@@ -109,7 +109,7 @@ class SlurmCluster:
         assert self._keeper.stdout.readline() == b"done\n"
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float, told: Callable[[], str] = str) -> None:
-        """Look every tenth of a second until something holds; fail with what ``told`` returns."""
+        """Poll ten times per second until ``holds()``; fail with the text of ``told()``."""
         until = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < until, f"not within {timeout_s:g} s: {told()}\n{self.log()}"
@@ -117,7 +117,7 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def wait_for_end(self, job_id: str, timeout_s: float = 300, told: Callable[[], str] = str) -> dict[str, str]:
-        """Wait until a job is over for good; return what Slurm knows of it."""
+        """Wait until a job has ended and is not requeued; return Slurm's record of the job."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait_until(
             lambda: self.job(job_id)["JobState"] in over, timeout_s, lambda: f"{self.job(job_id)}\n{told()}"
@@ -136,7 +136,7 @@ def run_slurm() -> Iterator[SlurmCluster]:
     assert not missing, f"{', '.join(missing)} not found; install slurm-wlm and munge (Debian), or: make slurm"
     folder = Path(tempfile.mkdtemp(prefix="outlast-slurm-"))
     try:
-        folder.chmod(0o755)  # whoever talks to munged must get at its socket
+        folder.chmod(0o755)  # clients of munged need access to its socket
         (folder / "state").mkdir()
         for node in NODES:
             (folder / f"spool-{node}").mkdir()
@@ -166,7 +166,7 @@ def run_slurm() -> Iterator[SlurmCluster]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Return ports that nobody uses."""
+    """Return unused ports."""
     ports: set[int] = set()
     while len(ports) < num:
         ports.add(free_port())

@@ -1,4 +1,4 @@
-"""Jobs for the tests: a real training under ``outlast run``, and one whose agents are lines of bash."""
+"""Jobs for the tests: a real training under ``outlast run``, and jobs whose agents are lines of bash."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ran(NamedTuple):
 
 
 class Job:
-    """A job that the tool submitted; its run directory is ``folder/run``."""
+    """A job submitted with `outlast slurm submit`; its run directory is ``folder/run``."""
 
     def __init__(self, slurm: SlurmCluster, folder: Path, *arguments: str) -> None:
         self.slurm, self.folder = slurm, folder
@@ -44,23 +44,23 @@ class Job:
         self.id = slurm.call(str(OUTLAST), "slurm", "submit", *options, cwd=folder).strip()
 
     def facts(self) -> dict[str, str]:
-        """Return what Slurm knows of it."""
+        """Return Slurm's record of the job."""
         return self.slurm.job(self.id)
 
     def nodes(self) -> list[str]:
-        """Return its nodes; the first one runs the batch script."""
+        """Return the nodes of the job; the first one runs the batch script."""
         return self.slurm.call("scontrol", "show", "hostnames", self.facts()["NodeList"]).split()
 
     def wait_for_end(self) -> dict[str, str]:
         return self.slurm.wait_for_end(self.id, told=self.output)
 
     def output(self) -> str:
-        """Return what the batch script and, with several nodes, the agent of each node have printed."""
+        """Return the output of the batch script and, with several nodes, of the agent of each node."""
         paths = sorted((self.folder / "run").glob(f"slurm-{self.id}*.log"))
         return "".join(path.read_text(errors="replace") for path in paths) or "no output"
 
     def remembered(self) -> dict[str, Any]:
-        """Return what the run remembers for its next job."""
+        """Return the content of requeue.json, which the run's next job reads."""
         remembered: dict[str, Any] = json.loads((self.folder / "run" / "requeue.json").read_text())
         return remembered
 
@@ -76,7 +76,7 @@ class StandIn(Job):
         super().__init__(slurm, folder, f"--outlast={shlex.quote(str(program))}", *options, "--", "train.py")
 
     def told(self) -> list[str]:
-        """Return what its starts wrote, line by line."""
+        """Return the lines that the starts of the job wrote."""
         return (self.folder / "told").read_text().splitlines()
 
 
@@ -99,7 +99,7 @@ class Training(Job):
         super().__init__(slurm, folder, *options, "--", *train)
 
     def ran(self, rank: int, start: int | None = None) -> list[Ran]:
-        """Return what a rank ran, in all starts of the job or in one."""
+        """Return the iterations of a rank, in all starts of the job or in one."""
         path = self.folder / f"rank-{rank}"
         words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         ran = [Ran(int(one[0]), int(one[1]), int(one[2]), one[3]) for one in words if len(one) == 4]
@@ -109,7 +109,7 @@ class Training(Job):
         return [one.iteration for one in self.ran(rank, start)]
 
     def wait_for(self, start: int, iteration: int) -> None:
-        """Wait until a start of the job has run an iteration, and a checkpoint is there to go on from."""
+        """Wait until a start of the job has run an iteration and a checkpoint exists."""
 
         def is_there() -> bool:
             has_saved = any(self.folder.glob("checkpoints/step-*/manifest.json"))
@@ -118,7 +118,7 @@ class Training(Job):
         self.slurm.wait_until(is_there, 180, self.output)
 
     def assert_finished_as_undisturbed(self) -> None:
-        """Assert that it ended well, with the weights that a run without any trouble has."""
+        """Assert that the job succeeded, with the weights of an undisturbed run."""
         facts = self.wait_for_end()
         assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), self.output()
         assert (self.folder / "digest").read_text() == slurm_train.undisturbed(self.total), "trained something else"

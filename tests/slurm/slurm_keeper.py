@@ -1,7 +1,8 @@
-"""Keeps a Slurm cluster's processes: starts daemons, kills them, powers nodes off, ends all when its stdin closes.
+"""Owns the processes of a Slurm cluster: starts and kills daemons, powers nodes off, ends everything when stdin
+closes.
 
-Run as a program. It is a subreaper, so that job steps, which Slurm's daemons let go of, stay among its children: not
-one of them outlives it, and it does not outlive whoever holds its stdin.
+Run as a program. The keeper is a subreaper, so job steps, which Slurm's daemons detach, stay among its children:
+none of them outlives the keeper, and the keeper does not outlive the holder of its stdin.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Keeper:
         mark = f"SLURMD_NODENAME={node}".encode()
         for process in self.me.children(recursive=True):
             if mark in environ_of(process).split(b"\0"):
-                above = [one for one in process.parents() if one.name().startswith("slurmstepd")]
-                kill([*above, process])
+                step_daemons = [one for one in process.parents() if one.name().startswith("slurmstepd")]
+                kill([*step_daemons, process])
 
     def reap(self) -> None:
         known = {daemon.pid for daemon in self.daemons.values()}
@@ -76,7 +77,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 def main() -> None:
     folder, nodes = Path(sys.argv[1]), sys.argv[2].split(",")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever holds stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the holder of stdin
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
     keeper = Keeper(folder)

@@ -1,7 +1,7 @@
-"""Ranks that ``srun`` starts itself, with a function that is restarted in process. Run as a program, by the jobs.
+"""Ranks that ``srun`` starts, with a function that is restarted in process. Run as a program, by the jobs.
 
-Arguments: a folder, and what follows when rank 1 is killed: ``spare`` takes its place, or the others ``shrink`` the
-world. Each rank notes the iterations that it ran; the first one leaves what was trained.
+Arguments: a folder, and the reaction to the loss of rank 1: a ``spare`` replaces it, or the others ``shrink`` the
+world. Each rank records its iterations; the first one saves the trained weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outlast import inprocess
 from outlast.config import CheckpointConfig
 from outlast.env import read_worker
 
-TOTAL, STRUCK, VICTIM = 40, 15, 1
+TOTAL, FAULT_ITERATION, VICTIM = 40, 15, 1
 
 
 def mean_gradient(weight: torch.Tensor, iteration: int, world_size: int) -> torch.Tensor:
-    """Return what the ranks agree on, which the test can tell beforehand."""
+    """Return the average gradient of the ranks, which the test can compute as well."""
     return torch.stack([gradient(weight, iteration, rank) for rank in range(world_size)]).sum(0) / world_size
 
 
@@ -41,7 +41,7 @@ def train(folder: Path, call: inprocess.Handle) -> None:
     place = read_worker()
     with outlast.init(outlast.Config(checkpoint=checkpoint, in_process=True)) as run:
         for iteration in run.steps({"model": model, "optimizer": optimizer}, total=TOTAL):
-            if (call.iteration, iteration, run.global_rank) == (0, STRUCK, VICTIM):
+            if (call.iteration, iteration, run.global_rank) == (0, FAULT_ITERATION, VICTIM):
                 os.kill(os.getpid(), signal.SIGKILL)
             weight.grad = gradient(weight.detach(), iteration, run.global_rank)
             torch.distributed.all_reduce(weight.grad)
@@ -55,11 +55,11 @@ def train(folder: Path, call: inprocess.Handle) -> None:
 
 
 def main() -> None:
-    folder, then = Path(sys.argv[1]), sys.argv[2]
+    folder, reaction = Path(sys.argv[1]), sys.argv[2]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     before = [os.environ.get(name) for name in names]
-    config = outlast.InProcessRestartConfig(granularity="rank", active_world_size=2 if then == "spare" else None)
-    assignment = inprocess.ShiftRanks() if then == "shrink" else None
+    config = outlast.InProcessRestartConfig(granularity="rank", active_world_size=2 if reaction == "spare" else None)
+    assignment = inprocess.ShiftRanks() if reaction == "shrink" else None
     finished = folder / "finished"
     wrapper = inprocess.Wrapper(config, rank_assignment=assignment, completion=lambda _: finished.touch())
     wrapper(train)(folder)

@@ -1,7 +1,7 @@
-"""A training of two ranks whose every iteration and whose end can be checked. Run as a program, by the jobs.
+"""A training of two ranks whose iterations and result can be checked. Run as a program, by the jobs.
 
-Each rank notes what it ran: start of the job, cycle, iteration, node. The first one leaves a digest of what was
-trained, which :func:`undisturbed` tells beforehand.
+Each rank records its iterations: start of the job, cycle, iteration, node. The first one saves a digest of the
+trained weights, which :func:`undisturbed` computes as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORLD_SIZE = 2
 
 
 def gradient(weight: torch.Tensor, iteration: int, rank: int) -> torch.Tensor:
-    """Return a rank's gradient, which depends on everything that a resumed run could have wrong."""
+    """Return a rank's gradient, which depends on all state that a resume could restore wrongly."""
     data = torch.randn(16, generator=torch.Generator().manual_seed(1000 * iteration + rank))
     return (weight @ data - 1) * data / 16
 
@@ -32,7 +32,7 @@ def digest(weight: torch.Tensor) -> str:
 
 
 def undisturbed(total: int) -> str:
-    """Return the digest of what a run of so many iterations trains."""
+    """Return the digest of the weights of a run with ``total`` iterations."""
     weight = torch.nn.Parameter(torch.zeros(16))
     optimizer = make_optimizer(weight)
     for iteration in range(total):

@@ -1,4 +1,5 @@
-"""Batch scripts: what they ask of Slurm, what they refuse, and that the examples are the tool's own."""
+"""Batch scripts: their requests to Slurm, the settings that are rejected, and that the examples match the tool's
+output."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def is_bash(text: str) -> bool:
     return subprocess.run(["bash", "-n"], input=text, text=True, check=False, timeout=300).returncode == 0
 
 
-def test_steps_are_signalled_not_the_batch_shell() -> None:
-    """The signal before the limit goes to the job's steps, and one task's end leaves the others alone."""
+def test_signal_goes_to_the_steps_not_the_batch_shell() -> None:
+    """The signal before the time limit goes to the job's steps, and the exit of one task does not end the others."""
     text = script(preempt_time=90).render()
     assert "--signal=TERM@90" in directives(text)
     assert "--signal=B:" not in text
@@ -44,8 +45,8 @@ def test_steps_are_signalled_not_the_batch_shell() -> None:
     assert not [line for line in directives(script(preempt_time=0).render()) if "signal" in line]
 
 
-def test_spares_are_nodes_of_the_job_that_outlives_one() -> None:
-    """With spares the job has as many nodes more, and neither job nor step ends with a node."""
+def test_job_with_spares_survives_the_loss_of_a_node() -> None:
+    """Spares are additional nodes of the job, and neither job nor step ends with the loss of a node."""
     text = script(nodes=4, spares=1).render()
     assert {"--nodes=5", "--no-kill"} <= set(directives(text))
     assert "--nnodes=4:5" in text
@@ -53,8 +54,8 @@ def test_spares_are_nodes_of_the_job_that_outlives_one() -> None:
     assert "--no-kill" not in script(nodes=4).render()
 
 
-def test_everything_asked_for_is_there() -> None:
-    """Each setting appears in the script, quoted where the shell would take it apart."""
+def test_all_settings_appear_in_the_script() -> None:
+    """Each setting appears in the script, quoted for the shell where needed."""
     text = script(
         nodes=2,
         command=("--ft-safety-factor=4", "train.py", "--name", "it's a 'b'; rm -rf $HOME"),
@@ -72,9 +73,9 @@ def test_everything_asked_for_is_there() -> None:
         port=1234,
         num_job_retries_on_failure=5,
     ).render()
-    wanted = "job-name=j.1 time=2-00 partition=big account=me qos=high gpus-per-node=h100:8 cpus-per-task=12 mem=100G"
-    wanted += " exclude=n1,n7 constraint=ib&hot output=/runs/gpt/slurm-%j.log"
-    assert {f"--{option}" for option in wanted.split()} <= set(directives(text))
+    expected = "job-name=j.1 time=2-00 partition=big account=me qos=high gpus-per-node=h100:8 cpus-per-task=12 mem=100G"
+    expected += " exclude=n1,n7 constraint=ib&hot output=/runs/gpt/slurm-%j.log"
+    assert {f"--{option}" for option in expected.split()} <= set(directives(text))
     assert "\nmodule load cuda\n" in text
     assert "--cpus-per-task=12" in step(text)
     assert 'sed "s/$/:1234/"' in text
@@ -88,12 +89,12 @@ def test_everything_asked_for_is_there() -> None:
 
 
 def step(text: str) -> str:
-    """Return the command line of the script's step, in one line."""
+    """Return the command line of the script's step as one line."""
     return text[text.index("srun ") : text.index("code=$?")].replace("\\\n", " ")
 
 
-def test_options_of_srun_are_on_its_line() -> None:
-    """Options for the step come before its command, quoted for the shell, and not among the job's."""
+def test_srun_options_precede_the_step_command() -> None:
+    """Options for the step come before its command, quoted for the shell, and not among those of the job."""
     options = ("--container-image=/images/a b.sqsh", "--container-mounts=/runs:/runs", "--label", "--mpi=none")
     text = script(nodes=2, srun=options, cpus_per_task=8).render()
     words = shlex.split(step(text))
@@ -125,18 +126,16 @@ def test_options_of_srun_are_on_its_line() -> None:
         ("--export=A\n", "is not in the form"),
     ],
 )
-def test_options_of_srun_that_the_script_cannot_take_are_refused(option: str, text: str) -> None:
-    """What the script sets itself, what belongs to the job, and what srun does not know, each by its name."""
+def test_unsupported_srun_options_are_rejected(option: str, text: str) -> None:
+    """Options that the script sets, options of the job, and unknown options are rejected with their names."""
     with pytest.raises(ConfigError, match=re.escape(text)):
         script(srun=(option,))
     with pytest.raises(ConfigError, match="--label is given twice"):
         script(srun=("--label", "--label"))
 
 
-def test_options_of_site_plug_ins_are_those_of_the_installed_srun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An option that the help of the installed srun lists is accepted."""
+def test_options_of_srun_plug_ins_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option in the help of the installed srun is accepted."""
     (tmp_path / "srun").write_text("#!/bin/sh\necho '      --site-burst=[MODE]   [site] a plug-in'\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -164,21 +163,22 @@ def test_options_of_site_plug_ins_are_those_of_the_installed_srun(
         ("--array=1-3", "share a run directory"),
     ],
 )
-def test_directives_that_the_script_sets_are_refused(directive: str, text: str) -> None:
-    """A line for #SBATCH does not silently replace one that the script has, or needs."""
+def test_directives_that_the_script_sets_are_rejected(directive: str, text: str) -> None:
+    """An additional #SBATCH line must not replace one of the script."""
     with pytest.raises(ConfigError, match=re.escape(text)):
         script(directives=(directive,))
     assert "--signal=USR1@9" in directives(script(preempt_time=0, directives=("--signal=USR1@9",)).render())
 
 
-def test_each_node_of_several_has_an_output_file() -> None:
-    """With several nodes each one's agent writes to its own file, next to the job's; one node to the job's."""
+def test_each_of_several_nodes_has_an_output_file() -> None:
+    """With several nodes each agent writes to its own file, next to the job's; a single agent writes to the job's
+    file."""
     assert "--output=/runs/gpt/slurm-%j-%n-%N.log" in step(script(nodes=2).render())
     assert "--output=/runs/gpt/slurm-%j-%n-%N.log" in step(script(spares=1).render())
     assert "--output" not in step(script().render())
 
 
-def test_a_run_directory_may_have_spaces() -> None:
+def test_run_directory_may_have_spaces() -> None:
     """A run directory with a space is quoted for the shell and for Slurm."""
     text = script(nodes=2, run_dir="/runs/a b", command=("my train.py",)).render()
     assert '--output="/runs/a b/slurm-%j.log"' in directives(text)
@@ -188,27 +188,29 @@ def test_a_run_directory_may_have_spaces() -> None:
     assert is_bash(text)
 
 
-def test_a_job_without_cpus_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CPUs for a node's task one line warns of the one core that Slurm gives; there are other ways."""
+def test_job_without_cpus_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CPUs for a node's task one line warns of the single core that Slurm assigns; other options prevent
+    that."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     Path("run").mkdir()
 
-    def warned(*options: str) -> str:
+    def warnings_of(*options: str) -> str:
         words = ["script", "--run-dir=run", *options, "train.py"]
         return CliRunner().invoke(slurm, words, catch_exceptions=False).stderr
 
-    assert warned().startswith("outlast: without --cpus-per-task Slurm gives each node's agent one CPU")
-    assert warned().count("\n") == 1
+    assert warnings_of().startswith("outlast: without --cpus-per-task Slurm gives each node's agent one CPU")
+    assert warnings_of().count("\n") == 1
     for option in ("--cpus-per-task=8", "--directive=--exclusive", "--directive=--cpus-per-gpu=12"):
-        assert warned(option) == ""
+        assert warnings_of(option) == ""
     image = ("--cpus-per-task=8", "--srun=--container-image=/i.sqsh")
-    assert f"the run directory {tmp_path}/run is in none of --container-mounts" in warned(*image)
-    assert warned(*image, f"--srun=--container-mounts=/data,{tmp_path}:{tmp_path}:rw") == ""
+    assert f"the run directory {tmp_path}/run is in none of --container-mounts" in warnings_of(*image)
+    assert warnings_of(*image, f"--srun=--container-mounts=/data,{tmp_path}:{tmp_path}:rw") == ""
 
 
-def test_a_script_names_the_folder_that_sbatch_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm opens the output file before the script runs: where its folder is not there, one line has the command."""
+def test_missing_run_directory_is_reported_before_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm opens the output file before the script runs: if its folder is missing, one line has the command to
+    create it."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     words = ["script", "--cpus-per-task=1", "--run-dir=a b", "train.py"]
@@ -219,8 +221,8 @@ def test_a_script_names_the_folder_that_sbatch_needs(tmp_path: Path, monkeypatch
     assert not Path("a b").exists()
 
 
-def test_own_meeting_point() -> None:
-    """Who names where the agents meet gets no other."""
+def test_explicit_rendezvous_endpoint_is_used() -> None:
+    """An endpoint in the command is not replaced."""
     text = script(nodes=2, command=("--rdzv-endpoint=head:1", "train.py")).render()
     assert text.count("--rdzv-endpoint") == 1
     assert "scontrol" not in text
@@ -260,14 +262,14 @@ def test_own_meeting_point() -> None:
         ({"command": ("--tee", "3", "--nproc=8", "train.py")}, "--nproc is made from nproc_per_node"),
     ],
 )
-def test_wrong_values_are_refused_before_anything_waits_in_a_queue(wrong: dict[str, Any], named: str) -> None:
-    """What contradicts itself or would break the script is refused, and the message names it."""
+def test_invalid_settings_are_rejected_at_submission(wrong: dict[str, Any], named: str) -> None:
+    """Contradictory or unsafe settings are rejected with their names."""
     with pytest.raises(ConfigError, match=named):
         script(**wrong)
 
 
-def test_arguments_of_the_training_script_are_its_own() -> None:
-    """An argument that is named like one of ours is the training script's business after its name."""
+def test_arguments_of_the_training_script_are_not_parsed() -> None:
+    """Arguments after the training script belong to the script, even if they are named like options of outlast."""
     printed = script(nodes=2, command=("train.py", "--nnodes=3", "--rdzv-endpoint=x")).render()
     assert "train.py --nnodes=3 --rdzv-endpoint=x" in printed
     assert printed.count("--rdzv-endpoint") == 2
@@ -284,18 +286,18 @@ def test_arguments_of_the_training_script_are_its_own() -> None:
         (["--", "gone.py"], "'gone.py' does not exist"),
     ],
 )
-def test_mistyped_options_are_found_at_submission(
+def test_mistyped_run_options_are_rejected_at_submission(
     arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `outlast run` would refuse after hours in a queue is refused before."""
+    """Options that `outlast run` would reject after hours in a queue are rejected at submission."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     with pytest.raises(ConfigError, match=named):
         CliRunner().invoke(slurm, ["script", *arguments], catch_exceptions=False)
 
 
-def test_names_are_taken_from_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a name, the run is called as its script is, and has its directory where it is submitted."""
+def test_default_names_come_from_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a run has the name of its script, and its run directory is in the folder of the submission."""
     monkeypatch.chdir(tmp_path)
     Path("code").mkdir()
     Path("code/train_big.py").touch()
@@ -305,7 +307,7 @@ def test_names_are_taken_from_the_training_script(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("command", "there"),
+    ("command", "is_accepted"),
     [
         (["-m", "train"], True),
         (["--no-python", "train"], True),
@@ -314,20 +316,20 @@ def test_names_are_taken_from_the_training_script(tmp_path: Path, monkeypatch: p
         (["train.py"], False),
     ],
 )
-def test_a_training_script_must_be_there(
-    command: list[str], there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_training_script_must_exist(
+    command: list[str], is_accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is not there is refused; modules and programs by name are those of the nodes."""
+    """A missing file is rejected; modules and programs without a path are resolved on the nodes."""
     monkeypatch.chdir(tmp_path)
-    if there:
+    if is_accepted:
         assert CliRunner().invoke(slurm, ["script", "--", *command], catch_exceptions=False).exit_code == 0
         return
     with pytest.raises(ConfigError, match="does not exist"):
         CliRunner().invoke(slurm, ["script", "--", *command], catch_exceptions=False)
 
 
-def test_outlast_may_be_a_command_line_on_the_nodes() -> None:
-    """A command line is used word for word wherever the script calls `outlast`, quoted where a shell needs that."""
+def test_outlast_command_may_have_arguments() -> None:
+    """A command line is used wherever the script calls `outlast`, quoted for the shell where needed."""
     text = script(outlast="apptainer exec 'my image.sif' outlast").render()
     calls = [line for line in text.splitlines() if "apptainer" in line]
     assert [line.count("apptainer exec ") for line in calls] == [1, 1]
@@ -340,8 +342,9 @@ def test_outlast_may_be_a_command_line_on_the_nodes() -> None:
     assert done.stdout == """exec apptainer exec 'my image.sif' outlast run --node-name="$SLURMD_NODENAME" "$@\""""
 
 
-def test_a_dry_run_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--dry-run prints the script, with the nodes that earlier jobs exclude, and sbatch's call, and writes nothing."""
+def test_dry_run_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--dry-run prints the script, with the excluded nodes of earlier jobs, and the call of sbatch, and writes no
+    file."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     Path("run").mkdir()
@@ -354,8 +357,9 @@ def test_a_dry_run_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(Path().rglob("*")) == before
 
 
-def test_options_of_the_job_behind_the_script_get_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option behind the script is the script's; one line says where to put it if it was meant for outlast."""
+def test_options_after_the_script_get_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option after the script belongs to the script; one line reports where to put it if it was meant for
+    outlast."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     for option, meant_for in (("--max-restarts=9", "outlast run"), ("--nodes=4", "slurm script")):
@@ -366,27 +370,30 @@ def test_options_of_the_job_behind_the_script_get_a_hint(tmp_path: Path, monkeyp
         assert hint.endswith(f"meant for {meant_for}")
 
 
-def test_nodes_that_earlier_jobs_found_bad_are_excluded(tmp_path: Path) -> None:
-    """A new job of a run keeps away from what the recovery policy and earlier jobs' ends exclude."""
+def test_nodes_excluded_by_earlier_jobs_stay_excluded(tmp_path: Path) -> None:
+    """A new job of a run excludes the nodes that the recovery policy or earlier jobs excluded."""
     (tmp_path / "ladder.json").write_text('{"quarantined": ["n3"]}')
     (tmp_path / "requeue.json").write_text('{"excluded": ["n2", "n3"]}')
     rendered, _ = prepare(script(run_dir=str(tmp_path), exclude=("n1",)))
     assert "--exclude=n1,n2,n3" in directives(rendered)
 
 
-def test_a_finished_run_may_be_submitted_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its next job trains on if the script is given more iterations; a warning says so, since it may be a mistake."""
+def test_finished_run_may_be_submitted_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next job trains further if its script gets more iterations; a warning reports that, since it may be a
+    mistake."""
     (tmp_path / "ladder.json").write_text('{"finished": true, "had_session": true}')
     prepare(script(run_dir=str(tmp_path)))
     assert "has finished: the job trains only if its script is given more iterations" in caplog.text
 
 
 @pytest.mark.process
-def test_examples_are_the_tools_own(tmp_path: Path) -> None:
-    """The batch scripts under examples/ are what the commands beside them print."""
+def test_examples_match_the_generated_scripts(tmp_path: Path) -> None:
+    """The batch scripts under examples/ are the output of generate.sh."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     subprocess.run([EXAMPLES / "generate.sh", tmp_path], env={**os.environ, "PATH": path}, check=True, timeout=300)
-    made = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert made == {file.name: file.read_text() for file in EXAMPLES.glob("*.sbatch")}, "run examples/slurm/generate.sh"
-    assert len(made) == 3
-    assert all(is_bash(text) for text in made.values())
+    created = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert created == {file.name: file.read_text() for file in EXAMPLES.glob("*.sbatch")}, (
+        "run examples/slurm/generate.sh"
+    )
+    assert len(created) == 3
+    assert all(is_bash(text) for text in created.values())

@@ -1,4 +1,4 @@
-"""What a process knows of its Slurm job."""
+"""The Slurm job of a process: its fields, and the log line on it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ JOB = {
     "SLURM_PROCID": "0",
 }
 job_ids = itertools.count(5000)
-"""A job of its own for each test: a process logs each once."""
+"""A new job id for each test: a process logs each job once."""
 
 
 def test_outside_of_slurm_there_is_no_job() -> None:
-    """Without Slurm's variables the answer is None, and nothing was re-queued."""
+    """Without Slurm's variables the result is None, and the job was not requeued."""
     assert get_slurm_info({}) is None
     assert not is_requeued({})
 
 
-def test_every_field() -> None:
-    """The fields are those that users of SLURMInfo know."""
+def test_all_fields_are_read() -> None:
+    """The fields are those of NVRx's SLURMInfo."""
     info = get_slurm_info({**JOB, "SLURM_RESTART_COUNT": "2", "SLURM_ARRAY_TASK_ID": "5"})
     assert info == SLURMInfo(
         job_id="4711",
@@ -50,16 +50,16 @@ def test_every_field() -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), [("4(x2)", 4), ("8", 8), ("2,4(x3)", 4)])
-def test_tasks_of_a_node_in_all_forms(text: str, expected: int) -> None:
-    """SLURM_NTASKS_PER_NODE is understood in each form that Slurm gives it."""
+def test_tasks_per_node_are_read_in_all_forms(text: str, expected: int) -> None:
+    """SLURM_NTASKS_PER_NODE is parsed in each form that Slurm uses."""
     info = get_slurm_info({**JOB, "SLURM_NTASKS_PER_NODE": text})
     assert info is not None
     assert info.ntasks_per_node == expected
 
 
 @pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "SLURM_TASKS_PER_NODE", "SLURM_JOB_NUM_NODES"])
-def test_nonsense_is_named(name: str) -> None:
-    """A value that Slurm does not give a variable is refused with the variable's name."""
+def test_invalid_variable_is_reported(name: str) -> None:
+    """An invalid value is rejected with the variable's name."""
     with pytest.raises(ConfigError, match=name):
         get_slurm_info({**JOB, name: "many"})
 
@@ -77,8 +77,8 @@ def test_nonsense_is_named(name: str) -> None:
         ({"OUTLAST_RUN_ID": "r", "OUTLAST_BOARD": "b", "RANK": "0", "WORLD_SIZE": "8", "OUTLAST_CYCLE": "1"}, 0),
     ],
 )
-def test_a_job_is_logged_once(more: dict[str, str], lines: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 0 logs the job in the first cycle of each of its starts; no other rank, no restarted cycle does."""
+def test_job_is_logged_once(more: dict[str, str], lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 logs the job in the first cycle of each start; no other rank and no restarted cycle does."""
     job = {**JOB, "SLURM_STEP_ID": "0", "SLURM_JOB_ID": str(next(job_ids)), **more}
     with caplog.at_level(logging.INFO, "outlast"):
         for _ in range(2):
@@ -86,8 +86,8 @@ def test_a_job_is_logged_once(more: dict[str, str], lines: int, caplog: pytest.L
     assert len(caplog.records) == lines
 
 
-def test_session_has_the_job_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session says which job it runs in, once, however many sessions a process makes."""
+def test_session_logs_its_job_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process logs its job once, however many sessions it creates."""
     for name, value in {**JOB, "SLURM_JOB_ID": str(next(job_ids))}.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO, "outlast"):
@@ -98,10 +98,10 @@ def test_session_has_the_job_logged(caplog: pytest.LogCaptureFixture, monkeypatc
     assert "'llm': 3 nodes (gpu[07-08],gpu12), 4 tasks each, partition big" in line
 
 
-def test_session_trains_in_a_job_that_is_not_understood(
+def test_session_trains_in_spite_of_an_invalid_variable(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line in the log is worth no training: what Slurm does not say so is a warning."""
+    """An invalid value of Slurm's variables is a warning and does not prevent training."""
     for name, value in {**JOB, "SLURM_RESTART_COUNT": "many"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OUTLAST_CYCLE", "0")

@@ -1,4 +1,5 @@
-"""Trainings on a real Slurm of three nodes: told to leave, re-queued, out of time, robbed of a node, failing."""
+"""Trainings on a real Slurm cluster of three nodes: shutdown requests, requeues, time limits, lost nodes and
+failures."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training that is longer than its time limit; begun before the other tests, as Slurm counts limits in minutes.
+    """A training that exceeds its time limit; started before the other tests, since Slurm counts limits in minutes.
 
-    Slurm looks at limits every 30 s: it tells this job 60 to 90 s after its start, and ends it 30 s later if need be.
+    Slurm checks limits every 30 s: the job gets its signal 60 to 90 s after its start, and is killed 30 s later.
     """
     folder = tmp_path_factory.mktemp("limited")
     options = ["--nproc-per-node=2", "--time=2", "--preempt-time=30"]
@@ -24,8 +25,8 @@ def limited(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Tr
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """After `scontrol requeue` a run goes on from what it saved, and once it has finished it stays so."""
+def test_manually_requeued_job_resumes_and_finishes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """After `scontrol requeue` a run resumes from its checkpoint, and a finished run is not requeued."""
     training = Training(slurm, tmp_path, "--nproc-per-node=2", total=200)
     training.wait_for(0, 15)
     slurm.call("scontrol", "requeue", training.id)
@@ -40,39 +41,38 @@ def test_job_requeued_by_hand_resumes_and_finishes(slurm: SlurmCluster, tmp_path
 
 
 @pytest.mark.campaign
-def test_bad_node_is_left_and_excluded_when_the_job_told_to_leave_comes_back(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    """A node at fault gives its slot to the spare; after `scancel --signal=TERM` the job comes back without that node.
+def test_bad_node_is_excluded_from_the_requeued_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A faulty node is replaced by the spare; after `scancel --signal=TERM` the job is requeued without that node.
 
-    All ranks leave after the same iteration, and the next start of the job goes on with the one after it.
+    All ranks exit after the same iteration, and the next start of the job resumes with the following one.
     """
     options = ["--nodes=1", "--spares=1", "--nproc-per-node=2"]
     script = ("--crash", "--pace", "0.3", "0.01")
     training = Training(slurm, tmp_path, *options, total=150, agent=("--ft-max-node-faults=1",), script=script)
     training.wait_for(0, 15)
-    bad = (tmp_path / "crashed").read_text()
+    bad_node = (tmp_path / "crashed").read_text()
     slurm.call("scancel", "--signal=TERM", training.id)
     training.assert_finished_as_undisturbed()
 
     facts = training.facts()
-    assert (facts["Restarts"], facts["ExcNodeList"]) == ("1", bad), training.output()
-    assert training.remembered()["excluded"] == [bad]
+    assert (facts["Restarts"], facts["ExcNodeList"]) == ("1", bad_node), training.output()
+    assert training.remembered()["excluded"] == [bad_node]
     assert training.remembered()["failures"] == 0, "what the spare mended, and being told to leave, cost a retry"
     output = training.output()
     assert output.count("goes back to the queue: shutdown requested") == 1, output
     assert "is not re-queued: the run is finished" in output
     for rank in (0, 1):
-        assert {one.node for one in training.ran(rank) if one.cycle == 0 and one.start == 0} == {bad}
+        assert {one.node for one in training.ran(rank) if one.cycle == 0 and one.start == 0} == {bad_node}
         ran = [one for one in training.ran(rank) if (one.start, one.cycle) > (0, 0)]
-        assert bad not in {one.node for one in ran}
+        assert bad_node not in {one.node for one in ran}
         assert [one.iteration for one in ran] == list(range(training.total)), "it lost or repeated iterations"
     assert training.iterations(0, 0)[-1] == training.iterations(0, 1)[-1], "the ranks left at different iterations"
 
 
 @pytest.mark.campaign
-def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
-    """Before its time limit the job's steps are told: all ranks save and leave, and the re-queued job goes on there."""
+def test_job_resumes_after_its_time_limit(limited: Training) -> None:
+    """The job's steps get a signal before the time limit: all ranks save and exit, and the requeued job resumes
+    there."""
     limited.assert_finished_as_undisturbed()
     assert limited.remembered()["failures"] == 0
     output, restarts = limited.output(), int(limited.facts()["Restarts"])
@@ -88,10 +88,10 @@ def test_time_limit_is_announced_and_the_job_goes_on(limited: Training) -> None:
 
 
 @pytest.mark.campaign
-def test_lost_node_costs_one_requeue_onto_others(tmp_path: Path) -> None:
-    """When a node's slurmd dies, Slurm starts the job on other nodes, where it resumes from what was saved.
+def test_lost_node_leads_to_one_requeue_on_other_nodes(tmp_path: Path) -> None:
+    """When a node's slurmd dies, Slurm restarts the job on other nodes, where it resumes from its checkpoint.
 
-    What ran on that node is beyond Slurm's reach: its agent has to end by itself, and to leave the run alone.
+    Slurm cannot reach the processes of that node: their agent must exit by itself, without a change to the run.
     """
     with run_slurm() as slurm:
         script = ("--pace", "0.3", "0.01")
@@ -113,7 +113,7 @@ def test_lost_node_costs_one_requeue_onto_others(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 def test_spare_takes_a_lost_nodes_slot_without_a_requeue(tmp_path: Path) -> None:
-    """With a spare node in the job, the loss of a node costs no re-queue: the spare takes its slot."""
+    """With a spare node in the job, the loss of a node needs no requeue: the spare takes its slot."""
     with run_slurm() as slurm:
         training = Training(slurm, tmp_path, "--nodes=2", "--spares=1", "--nproc-per-node=1", total=100)
         training.wait_for(0, 15)

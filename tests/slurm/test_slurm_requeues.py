@@ -1,4 +1,4 @@
-"""What a real Slurm does with jobs that end: which come back, how often, and where."""
+"""Jobs that end on a real Slurm cluster: which are requeued, how often, and on which nodes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from outlast.env import expand_nodes
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
-def starts(job: StandIn) -> int:
+def num_starts(job: StandIn) -> int:
     return len([line for line in job.told() if line.startswith("started ")])
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_crash_loop_ends(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """A job that fails each time is re-queued as often as allowed, and then fails; a notice to leave is not charged."""
+    """A job that fails each time is requeued as often as allowed, and then fails; a shutdown request does not count."""
     body = '[ "$attempt" = 1 ] && exit 75; exit 1'
     job = StandIn(slurm, tmp_path, body, "--num-job-retries-on-failure=2")
     facts = job.wait_for_end()
     assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0")
-    assert starts(job) == 4, job.output()
+    assert num_starts(job) == 4, job.output()
     assert "all 2 retries are used" in job.output()
     assert job.remembered()["failures"] == 2
 
 
-def test_cancelled_job_saves_and_does_not_come_back(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """`scancel` alone is how to stop a run: its steps are told to leave, and nothing gives the job back."""
+def test_cancelled_job_is_not_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """`scancel` stops a run: its steps get SIGTERM, and the job is not requeued."""
     body = f"""
 trap 'echo "told to leave" >> {tmp_path}/told; exit 75' TERM
 touch {tmp_path}/ready
@@ -49,21 +49,21 @@ for _ in {{1..900}}; do sleep 0.1; done
 
 
 @pytest.mark.parametrize(("exit_code", "state"), [(0, "COMPLETED"), (17, "FAILED"), (93, "FAILED")])
-def test_what_is_done_or_needs_a_person_does_not_come_back(
+def test_finished_or_hopeless_job_is_not_requeued(
     slurm: SlurmCluster, tmp_path: Path, exit_code: int, state: str
 ) -> None:
-    """A finished run, a judged result and a spent budget are started once, and their job ends as they did."""
+    """A finished run, an invalid result and a used-up budget end the job after one start, with the same exit code."""
     job = StandIn(slurm, tmp_path, f"exit {exit_code}", "--num-job-retries-on-failure=5")
     facts = job.wait_for_end()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == (state, f"{exit_code}:0", "0"), job.output()
-    assert starts(job) == 1
+    assert num_starts(job) == 1
     assert "is not re-queued" in job.output()
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_quarantined_node_is_excluded(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """A node that the run's recovery policy quarantined gets none of its later jobs, re-queued or submitted."""
+    """A quarantined node is excluded from the run's later jobs, requeued or submitted."""
     recovery_state = tmp_path / "run" / "ladder.json"
     body = f"""
 if [ "$attempt" = 0 ] && [ ! -e {tmp_path}/again ]; then
@@ -93,10 +93,10 @@ fi
         (("--nodes=3", "--ntasks=5"), "3 3 (3, 1, 1)", 3),  # 3,1(x2)
     ],
 )
-def test_what_a_job_knows_of_itself(
+def test_job_info_matches_slurm(
     slurm: SlurmCluster, tmp_path: Path, options: tuple[str, ...], facts: str, per_node: int
 ) -> None:
-    """Slurm's own variables, in the forms that this Slurm gives them, are understood; the job is logged once."""
+    """Slurm's variables are parsed in the forms of this Slurm version; the job is logged once."""
     code = (
         "import logging, sys; logging.basicConfig(level=20, stream=sys.stdout, format='%(message)s');"
         "from outlast import env; from outlast.integrations.slurm import log_job_info; info = log_job_info();"
@@ -114,13 +114,13 @@ def test_what_a_job_knows_of_itself(
 
 
 @pytest.mark.parametrize("text", ["gpu[07-09,12],login1", "gpu[098-101]", "rack[1-2]n[01-02]", "n1,a-b[3,5-6]"])
-def test_node_lists_mean_what_slurm_means_by_them(slurm: SlurmCluster, text: str) -> None:
-    """A node list is taken apart as Slurm's own command does it."""
+def test_node_lists_are_expanded_like_in_slurm(slurm: SlurmCluster, text: str) -> None:
+    """A node list is expanded as `scontrol show hostnames` does."""
     assert list(expand_nodes(text)) == slurm.call("scontrol", "show", "hostnames", text).split()
 
 
-def test_batch_shell_is_no_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """A program in the batch script itself waits for no other rank, though Slurm calls it the first of many tasks."""
+def test_batch_shell_is_not_a_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A program in the batch script waits for no other rank, although Slurm counts it as the first of many tasks."""
     code = "from outlast import env; place = env.read_worker(); print(place.launcher, place.world_size, place.node)"
     out = tmp_path / "out"
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} -c '{code}'\n")
@@ -129,8 +129,8 @@ def test_batch_shell_is_no_rank(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 
 def test_each_node_writes_its_own_output(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """With options for srun, two nodes and a space in the path of a run directory that does not exist yet, each node's
-    agent gets the options, and writes to a file of its own."""
+    """With options for srun, two nodes and a space in the path of a new run directory, each node's agent gets the
+    options, and writes to its own file."""
     folder = tmp_path / "a b"
     folder.mkdir()
     body = 'echo "$SLURMD_NODENAME: $*"; echo "$SLURMD_NODENAME: error" >&2'
@@ -147,13 +147,14 @@ def test_each_node_writes_its_own_output(slurm: SlurmCluster, tmp_path: Path) ->
     assert "is not re-queued" in (folder / "run" / f"slurm-{job.id}.log").read_text()
 
 
-def test_a_setup_command_that_fails_ends_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """The first setup command that fails ends the job with exit code 2 and a line that names it; no agent starts."""
+def test_failing_setup_command_ends_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The first setup command that fails ends the job with exit code 2 and a line with that command; no agent
+    starts."""
     setup = ["--setup=export A=1", "--setup=cd /nowhere # not there", f"--setup=touch {tmp_path}/later"]
     job = StandIn(slurm, tmp_path, "exit 0", *setup, "--num-job-retries-on-failure=5")
     facts = job.wait_for_end()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), job.output()
-    wanted = "outlast: the setup command failed with exit code 1, and the job ends: cd /nowhere # not there\n"
-    assert wanted in job.output()
+    expected_line = "outlast: the setup command failed with exit code 1, and the job ends: cd /nowhere # not there\n"
+    assert expected_line in job.output()
     assert not (tmp_path / "told").exists()
     assert not (tmp_path / "later").exists()

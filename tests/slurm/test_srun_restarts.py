@@ -1,4 +1,4 @@
-"""A function that is restarted in process, on a real Slurm of three nodes whose tasks ``srun`` itself starts."""
+"""A function that is restarted in process, on a real Slurm cluster of three nodes whose tasks ``srun`` starts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ exit "$code"
 
 
 def ran(folder: Path, task: int) -> list[list[str]]:
-    """Return what a task noted of each iteration: call, iteration, rank, world size, process, node, place on it."""
+    """Return the records of a task, one per iteration: call, iteration, rank, world size, process, node, place on
+    it."""
     path = folder / f"task-{task}"
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def expected(world_sizes: list[int]) -> torch.Tensor:
-    """Return what is trained with so many ranks in each iteration."""
+    """Return the weights of a training with the given world size in each iteration."""
     weight = torch.nn.Parameter(torch.zeros(16))
     optimizer = make_optimizer(weight)
     for iteration, world_size in enumerate(world_sizes):
@@ -46,11 +47,11 @@ def expected(world_sizes: list[int]) -> torch.Tensor:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("then", ["spare", "shrink"])
-def test_killed_rank_is_done_without(slurm: SlurmCluster, tmp_path: Path, then: str) -> None:
-    """When a rank is killed the others finish in the processes that they are; srun's exit code is the killed one's.
+def test_job_survives_a_killed_rank(slurm: SlurmCluster, tmp_path: Path, then: str) -> None:
+    """When a rank is killed the others finish in their processes; srun's exit code is the killed rank's.
 
-    A spare takes its place, or the world shrinks; the only rank of its node is gone, so what was saved is loaded. The
-    job ends well because the completion plug-in has left word of the end.
+    A spare replaces it, or the world shrinks; the only rank of its node is lost, so the checkpoint is loaded. The
+    job succeeds because the completion plug-in has recorded the end.
     """
     script = SCRIPT.format(folder=tmp_path, python=sys.executable, ranks=slurm_ranks.__file__, then=then)
     (tmp_path / "job.sbatch").write_text(script)
@@ -64,7 +65,7 @@ def test_killed_rank_is_done_without(slurm: SlurmCluster, tmp_path: Path, then: 
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), output()
     assert (tmp_path / "code").read_text() == "137\n", output()
     first, killed, last = (ran(tmp_path, task) for task in range(3))
-    assert [int(line[1]) for line in killed] == list(range(slurm_ranks.STRUCK)), output()
+    assert [int(line[1]) for line in killed] == list(range(slurm_ranks.FAULT_ITERATION)), output()
     assert {tuple(line[5:]) for line in first + killed + last} == {(node, "0", "1") for node in NODES}
     for survivor in (first, last):
         assert len({line[4] for line in survivor}) == 1, "it was started again"
@@ -73,7 +74,7 @@ def test_killed_rank_is_done_without(slurm: SlurmCluster, tmp_path: Path, then: 
     assert [int(line[1]) for line in after] == list(range(resumed, slurm_ranks.TOTAL))
     assert [line[:2] for line in last if line[0] == "1"] == [line[:2] for line in after]
     trained = torch.load(tmp_path / "trained", weights_only=True)
-    assert [int(line[1]) for line in first if line[0] == "0"] == list(range(slurm_ranks.STRUCK))
+    assert [int(line[1]) for line in first if line[0] == "0"] == list(range(slurm_ranks.FAULT_ITERATION))
     assert resumed == 10, "it did not resume from what was saved"
     if then == "spare":
         assert torch.equal(trained, expected([2] * slurm_ranks.TOTAL))
@@ -105,7 +106,8 @@ monitor.close()
 
 @pytest.mark.slow
 def test_tasks_of_a_node_share_an_agent_process(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Each node has one for all its tasks, though Slurm starts each task by itself; the step ends with the tasks."""
+    """Each node has one agent process for all its tasks, although Slurm starts each task alone; the step ends with
+    the tasks."""
     (tmp_path / "rank.py").write_text(RANK)
     script = WATCHED.format(folder=tmp_path, python=sys.executable, ranks=tmp_path / "rank.py")
     (tmp_path / "job.sbatch").write_text(script)
