@@ -17,6 +17,7 @@ import msgspec
 from outlast.decoding import open_file
 from outlast.env import clean_name
 from outlast.goodput.account import IncidentCost
+from outlast.incidents import IncidentKind
 from outlast.wording import count, number_ranges
 
 INCIDENT_BYTES = 64 * 1024
@@ -70,13 +71,13 @@ class RunFiles:
         rank = incident.rank
         failures = f"failures/{clean_name(incident.job)}-cycle-{incident.cycle}"
         found: list[Attachment] = []
-        if incident.kind in ("worker_hung", "worker_died", "wrong_answer"):
+        if incident.kind in (IncidentKind.WORKER_HUNG, IncidentKind.WORKER_DIED, IncidentKind.WRONG_ANSWER):
             found += self._stacks(incident, budget, is_only_job=len(cycle_jobs) < 2)
         if rank is not None:
             found += self._read(f"{failures}/rank-{rank}.txt", f"Traceback and last output of rank {rank}", budget)
             name = f"diagnoses/{clean_name(incident.job)}-cycle-{incident.cycle}-rank-{rank}.json"
             found += self._read(name, f"Diagnosis of rank {rank}", budget)
-        if incident.kind in ("worker_failed", "worker_died", "invalid_result"):
+        if incident.kind in (IncidentKind.WORKER_FAILED, IncidentKind.WORKER_DIED, IncidentKind.INVALID_RESULT):
             found += self._others(failures, rank, "Traceback and last output", budget)
         return found
 
