@@ -24,6 +24,7 @@ from outlast.policy.recovery_point import Exclusion
 from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState
 from outlast.policy.rerun import Diagnosis
 from outlast.policy.root_cause import Position, find_root_cause, is_hang_explained
+from outlast.runtime.board import RankState
 
 log = logging.getLogger(__name__)
 REPORT_S = 2.0
@@ -126,13 +127,13 @@ class CycleEnding:
         return cause
 
 
-def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
-    """Return the highest iteration that any node knows to survive the end of the job; ``None``: none."""
+def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted | RankState]) -> int | None:
+    """Return the highest iteration that any node or rank knows to survive the end of the job; ``None``: none."""
     return max((one.durable_iteration for one in facts if one.durable_iteration is not None), default=None)
 
 
-def highest_committed(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
-    """Return the highest iteration that any node knows to be committed in any tier; ``None``: none."""
+def highest_committed(facts: Iterable[m.CycleFacts | m.Restarted | RankState]) -> int | None:
+    """Return the highest iteration that any node or rank knows to be committed in any tier; ``None``: none."""
     return max((one.committed_iteration for one in facts if one.committed_iteration is not None), default=None)
 
 
