@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 
@@ -19,34 +18,34 @@ SIZE = 1 << 16
 
 def test_memory_is_added_while_tiers_are_behind_and_released_afterwards() -> None:
     """A rank has two images; each one that only a late tier needs allows one more, up to a limit; two are left."""
-    with closing(Vault()) as held:
-        busy: list[int] = []
+    held = Vault()
+    busy: list[int] = []
 
-        def take(num_behind: int) -> bool:
-            image = held.take(0, SIZE, busy, may_steal=False, num_behind=num_behind)
-            busy.extend([] if image is None else [image.inode])
-            return image is not None
+    def take(num_behind: int) -> bool:
+        image = held.take(0, SIZE, busy, may_steal=False, num_behind=num_behind)
+        busy.extend([] if image is None else [image.inode])
+        return image is not None
 
-        assert [take(0) for _ in range(NUM_IMAGES + 1)] == [True] * NUM_IMAGES + [False]
-        assert [take(num) for num in (1, 1, 2, 3)] == [True, False, True, True]
-        assert len(busy) == MAX_IMAGES
-        assert not take(MAX_IMAGES), "more than the limit"
-        kept = busy.pop()
-        busy.clear()
-        image = held.take(0, SIZE, [kept], may_steal=False)
-        assert image is not None
-        busy += [kept, image.inode]
-        assert not take(0), "two are left"
+    assert [take(0) for _ in range(NUM_IMAGES + 1)] == [True] * NUM_IMAGES + [False]
+    assert [take(num) for num in (1, 1, 2, 3)] == [True, False, True, True]
+    assert len(busy) == MAX_IMAGES
+    assert not take(MAX_IMAGES), "more than the limit"
+    kept = busy.pop()
+    busy.clear()
+    image = held.take(0, SIZE, [kept], may_steal=False)
+    assert image is not None
+    busy += [kept, image.inode]
+    assert not take(0), "two are left"
 
 
 def test_no_memory_is_added_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reserve is not touched: a save is skipped instead."""
     monkeypatch.setattr(vault, "MEMORY_RESERVE", 1.0)
-    with closing(Vault()) as held:
-        images = [held.take(0, SIZE, [], may_steal=False) for _ in range(NUM_IMAGES)]
-        busy = [image.inode for image in images if image is not None]
-        busy += [image.inode for image in [held.take(0, SIZE, busy, may_steal=False)] if image is not None]
-        assert held.take(0, SIZE, busy, may_steal=False, num_behind=2) is None
+    held = Vault()
+    images = [held.take(0, SIZE, [], may_steal=False) for _ in range(NUM_IMAGES)]
+    busy = [image.inode for image in images if image is not None]
+    busy += [image.inode for image in [held.take(0, SIZE, busy, may_steal=False)] if image is not None]
+    assert held.take(0, SIZE, busy, may_steal=False, num_behind=2) is None
 
 
 class _Lines(logging.Handler):

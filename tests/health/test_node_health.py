@@ -159,9 +159,8 @@ def test_a_tier_in_shared_memory_needs_room_there() -> None:
 def test_shared_memory_of_outlast_has_no_file() -> None:
     """A board and a staged image are memory without a name, which no size of /dev/shm bounds: only therefore may it be
     as small as it likes."""
-    vault = Vault()
-    with contextlib.closing(Board.create(num_ranks=2)) as board, contextlib.closing(vault):
-        image = vault.take(0, 1 << 20, (), may_steal=False)
+    with contextlib.closing(Board.create(num_ranks=2)) as board:
+        image = Vault().take(0, 1 << 20, (), may_steal=False)
         assert image is not None
         for path in (board.path, f"/proc/self/fd/{image.fd}"):
             assert os.readlink(path).startswith("/memfd:outlast-")

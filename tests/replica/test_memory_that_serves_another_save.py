@@ -60,17 +60,16 @@ class Restaged(Vault):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Vault], Target]]:
-    servers: list[tuple[ReplicaServer, Vault]] = []
+    servers: list[ReplicaServer] = []
 
     def make(vault: Vault) -> Target:
         server = ReplicaServer(vault, host="127.0.0.1", key=KEY, on_refused=lambda *what: None)
-        servers.append((server, vault))
+        servers.append(server)
         return Target("other", "127.0.0.1", server.port)
 
     yield make
-    for server, vault in servers:
+    for server in servers:
         server.close()
-        vault.close()
 
 
 def test_a_part_whose_memory_is_staged_anew_is_refused(
@@ -118,4 +117,3 @@ def test_an_opened_part_is_known_by_its_memory() -> None:
     a_file = os.open(__file__, os.O_RDONLY)
     assert vault.is_unchanged(OLD, a_file)
     os.close(a_file)
-    vault.close()
