@@ -456,13 +456,11 @@ class Pool:
     def _ping_spares(self) -> None:
         for spare in self.spares:
             ping = self._pings.setdefault(spare.number, ActorPing())
-            reply = ping.poll(spare.handle.status)
+            reply = ping.poll(spare.handle.status, self._config.ping_timeout)
             if reply is not None and reply.fault is None:
                 ping.note_answer(ping.asked_s + self._config.ping_interval)
-            elif reply is not None and reply.fault == ReplyFault.DIED:
+            elif reply is not None:
                 self._lose(spare, reply)
-            elif clock.now_s() - ping.asked_s >= self._config.ping_timeout:
-                self._lose(spare, reply or Reply(fault=ReplyFault.LATE))
 
     def _lose(self, spare: Actor, reply: Reply) -> None:
         log.warning(
