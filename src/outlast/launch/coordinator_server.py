@@ -35,7 +35,12 @@ from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.decisions import Learn, Record, Remember
 from outlast.launch.job_settings import JobSettings
-from outlast.launch.recovery_state_file import describe_last_job, load_recovery_state, save_recovery_state
+from outlast.launch.recovery_state_file import (
+    describe_last_job,
+    load_recovery_state,
+    save_recovery_state,
+    state_of_job,
+)
 from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts
 from outlast.policy.leadership import Leadership
 from outlast.policy.recovery_policy import RecoveryState
@@ -104,13 +109,10 @@ class CoordinatorServer:
             identity.run_dir, run_id=identity.run_id, job=settings.job, node=settings.host, proc="coordinator"
         )
         is_new_job = settings.former_host is None
-        state = load_recovery_state(
-            identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named, job=settings.job
-        )
-        state = msgspec.structs.replace(state, job=settings.job)
-        stop = describe_last_job(identity.run_dir, settings.last_job) if is_new_job else None
-        continues_finished = stop is None and not state.finished and load_recovery_state(identity.run_dir).finished
-        self._unwritten = state if continues_finished else None
+        saved = load_recovery_state(identity.run_dir)
+        state = state_of_job(saved, settings.job, is_new_job=is_new_job, is_named=settings.is_named)
+        stop = describe_last_job(saved, settings.last_job) if is_new_job else None
+        self._unwritten = state if stop is None and saved.finished and not state.finished else None
         """State that ``ladder.json`` lacks; written later."""
         self._writes_again_s = 0.0
         self._coordinator = Coordinator(settings, state, tell_time=self._journal.tell_time, stop=stop)
