@@ -364,7 +364,7 @@ def test_endpoint_is_looked_at_before_the_start(make: Callable[..., SomeAgent]) 
     """What is at an endpoint is told apart: nobody, a coordinator of this run, another run's, another program."""
     port = free_port()
     endpoint = Endpoint("127.0.0.1", port)
-    assert probe(endpoint, "run", KEY)[0] is Occupant.NOBODY
+    assert probe(endpoint, "run", KEY)[0] is Occupant.NO_LISTENER
     make("a", port).start()
     assert probe(endpoint, "run", KEY)[0] is Occupant.COORDINATOR
     with pytest.raises(WrongRun, match="belongs to run 'run'"):
@@ -388,7 +388,7 @@ def test_coordinator_that_dies_while_it_is_asked_is_no_other_program() -> None:
 
         dying = threading.Thread(target=hang_up, args=(1,))
         dying.start()
-        assert probe(endpoint, "run", KEY)[0] is Occupant.NOBODY
+        assert probe(endpoint, "run", KEY)[0] is Occupant.NO_LISTENER
         dying.join()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
@@ -398,7 +398,7 @@ def test_coordinator_that_dies_while_it_is_asked_is_no_other_program() -> None:
         stranger.join()
 
 
-@pytest.mark.parametrize(("times", "found"), [(1, Occupant.NOBODY), (3, Occupant.LEAVING)])
+@pytest.mark.parametrize(("times", "found"), [(1, Occupant.NO_LISTENER), (3, Occupant.LEAVING)])
 def test_coordinator_that_ends_within_a_handshake_is_no_other_program(times: int, found: Occupant) -> None:
     """One that has named the run and its key and hangs up then, as one whose heir leads, ends no agent that starts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -25,7 +25,7 @@ def test_the_whole_line() -> None:
         max_restarts=3,
         hangs=describe_hangs(STEP, "default", has_session=True, origins=ORIGINS),
         nodes=describe_nodes(num_slots=1, max_nodes=1, min_nodes=None, num_spares=0),
-        of_session=describe_saves(tiers=("memory", "/ckpt"), interval=200, near_interval=0, is_told=True),
+        of_session=describe_saves(tiers=("memory", "/ckpt"), interval=200, near_interval=0, is_notified=True),
     )
     assert protection.describe() == (
         "protected: death yes (3 restarts); hang yes (step 180 s from outlast.toml); node loss no (no spare node); "
@@ -102,4 +102,4 @@ def test_what_a_script_may_still_report_is_unknown() -> None:
 )
 def test_saves(tiers: tuple[str, ...], interval: int | str, near: int | str, told: bool, text: str) -> None:
     """What is saved how often to where, and whether a notice leads to a save."""
-    assert describe_saves(tiers=tiers, interval=interval, near_interval=near, is_told=told) == text
+    assert describe_saves(tiers=tiers, interval=interval, near_interval=near, is_notified=told) == text

@@ -397,12 +397,12 @@ class CoordinatorServer:
             clock.now_s(), time=self._journal.tell_time(), run_id=self._identity.run_id, run_dir=self._run_dir
         )
 
-    def _take_script_settings(self, told: m.ScriptSettings) -> None:
+    def _take_script_settings(self, reported: m.ScriptSettings) -> None:
         """Use the settings of the script's config that no option and no file sets."""
         try:
-            self._layers = self._layers.with_script(told.fault_tolerance or "{}")
+            self._layers = self._layers.with_script(reported.fault_tolerance or "{}")
         except ConfigError as error:
-            log.warning("the settings of node %s's script are not used: %s", told.node, error)
+            log.warning("the settings of node %s's script are not used: %s", reported.node, error)
             return
         config = self._layers.config
         settings = self._coordinator.settings

@@ -548,7 +548,7 @@ class Cycle:
 
     @property
     def _permanent_cause(self) -> Cause | None:
-        """The cause with which all workers of this node fail alike, if a restart cannot help; some may still be
+        """The same cause with which all workers of this node fail, if a restart cannot help; some may still be
         ending."""
         if not self._is_before_first_step:
             return None

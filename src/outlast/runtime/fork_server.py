@@ -1,6 +1,6 @@
 """The fork server: a process that imports torch once, and from which workers are forked.
 
-:class:`Zygote` is the agent's side, :func:`main` the process; they exchange the messages below over a socket pair
+:class:`ForkServer` is the agent's side, :func:`main` the process; they exchange the messages below over a socket pair
 (:mod:`outlast.runtime.wire`). The process is single-threaded, never runs a multi-threaded torch operation, and has no
 process group and no CUDA context: a child forked after any of those hangs or crashes much later.
 
@@ -43,7 +43,7 @@ _MAX_FDS = 2
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Imports of the fork server; see :class:`Zygote`."""
+    """Imports of the fork server; see :class:`ForkServer`."""
 
     modules: tuple[str, ...]
     own_modules: tuple[str, ...]

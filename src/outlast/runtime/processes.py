@@ -314,10 +314,10 @@ class DatagramSocket:
         """Yield the pending datagrams with each sender's address, up to a limit, so that a flood ends."""
         for _ in range(_MAX_DATAGRAMS):
             try:
-                data, beside, _, sender = self._socket.recvmsg(self._max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
+                data, control, _, sender = self._socket.recvmsg(self._max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
                 return
-            user = next((_CREDENTIALS.unpack(found)[1] for _, kind, found in beside if kind == _SCM_CREDENTIALS), None)
+            user = next((_CREDENTIALS.unpack(found)[1] for _, kind, found in control if kind == _SCM_CREDENTIALS), None)
             if user in (0, os.getuid(), os.geteuid()):
                 yield data, sender or None
             else:
