@@ -458,7 +458,7 @@ def _run(request: Mapping[str, Any], preloaded: Preloaded) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["masked"])
     _open_standard_streams("u" in options or bool(os.environ.get("PYTHONUNBUFFERED")))
-    forked_worker._draw_anew()
+    forked_worker._reseed()
     forked_worker._set_torch_threads(os.environ)
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     sys.orig_argv = list(request["argv"])

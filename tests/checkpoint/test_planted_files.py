@@ -74,7 +74,7 @@ def test_readers_reject_planted_files(variant: str, tmp_path: Path) -> None:
             FolderRecords(tmp_path).renew(1, b"mine")
     plant(tmp_path / "ladder.json")
     with pytest.raises(ConfigError, match=reason):
-        load_recovery_state(tmp_path, is_new_job=True)
+        load_recovery_state(tmp_path)
     plant(tmp_path / "ft_state.json")
     assert not LearnedTimeouts.load(tmp_path).learned.sections
     plant(tmp_path / "run.key")
@@ -127,7 +127,7 @@ def test_a_state_file_above_its_limit_is_not_read(tmp_path: Path) -> None:
     """``ladder.json``, ``requeue.json`` and learned timeouts above their limit of 16 MiB are not read."""
     for name in ("ladder.json", "requeue.json", "ft_state.json"):
         (tmp_path / name).write_bytes(b"{}" + b" " * (32 << 20))
-    for load in (lambda folder: load_recovery_state(folder, is_new_job=True), load_requeue_state):
+    for load in (load_recovery_state, load_requeue_state):
         with pytest.raises(ConfigError, match="the limit is 16777216"):
             load(tmp_path)
     assert not LearnedTimeouts.load(tmp_path).learned.sections

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 
@@ -22,34 +21,34 @@ def test_memory_is_added_while_tiers_are_behind_and_released_afterwards() -> Non
 
     Two images remain afterwards.
     """
-    with closing(Vault()) as arenas:
-        busy: list[int] = []
+    arenas = Vault()
+    busy: list[int] = []
 
-        def take(num_behind: int) -> bool:
-            image = arenas.take(0, SIZE, busy, may_steal=False, num_behind=num_behind)
-            busy.extend([] if image is None else [image.inode])
-            return image is not None
+    def take(num_behind: int) -> bool:
+        image = arenas.take(0, SIZE, busy, may_steal=False, num_behind=num_behind)
+        busy.extend([] if image is None else [image.inode])
+        return image is not None
 
-        assert [take(0) for _ in range(NUM_IMAGES + 1)] == [True] * NUM_IMAGES + [False]
-        assert [take(num) for num in (1, 1, 2, 3)] == [True, False, True, True]
-        assert len(busy) == MAX_IMAGES
-        assert not take(MAX_IMAGES), "more than the limit"
-        kept_inode = busy.pop()
-        busy.clear()
-        image = arenas.take(0, SIZE, [kept_inode], may_steal=False)
-        assert image is not None
-        busy += [kept_inode, image.inode]
-        assert not take(0), "two are left"
+    assert [take(0) for _ in range(NUM_IMAGES + 1)] == [True] * NUM_IMAGES + [False]
+    assert [take(num) for num in (1, 1, 2, 3)] == [True, False, True, True]
+    assert len(busy) == MAX_IMAGES
+    assert not take(MAX_IMAGES), "more than the limit"
+    kept_inode = busy.pop()
+    busy.clear()
+    image = arenas.take(0, SIZE, [kept_inode], may_steal=False)
+    assert image is not None
+    busy += [kept_inode, image.inode]
+    assert not take(0), "two are left"
 
 
 def test_no_memory_is_added_without_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory reserve is not used; the save is skipped instead."""
     monkeypatch.setattr(vault, "MEMORY_RESERVE", 1.0)
-    with closing(Vault()) as arenas:
-        images = [arenas.take(0, SIZE, [], may_steal=False) for _ in range(NUM_IMAGES)]
-        busy = [image.inode for image in images if image is not None]
-        busy += [image.inode for image in [arenas.take(0, SIZE, busy, may_steal=False)] if image is not None]
-        assert arenas.take(0, SIZE, busy, may_steal=False, num_behind=2) is None
+    arenas = Vault()
+    images = [arenas.take(0, SIZE, [], may_steal=False) for _ in range(NUM_IMAGES)]
+    busy = [image.inode for image in images if image is not None]
+    busy += [image.inode for image in [arenas.take(0, SIZE, busy, may_steal=False)] if image is not None]
+    assert arenas.take(0, SIZE, busy, may_steal=False, num_behind=2) is None
 
 
 class _Lines(logging.Handler):

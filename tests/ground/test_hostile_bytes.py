@@ -36,7 +36,7 @@ from outlast.integrations.slurm.jobs import load_requeue_state
 from outlast.journal import decode_events
 from outlast.launch import protocol as agent_messages
 from outlast.launch.control import Introduction, join_handshake
-from outlast.launch.recovery_state_file import load_recovery_state
+from outlast.launch.recovery_state_file import load_recovery_state, state_of_job
 from outlast.monitor.examination import Books
 from outlast.monitor.learned_timeouts import read_learned
 from outlast.policy.recovery_point import decode_excluded
@@ -210,7 +210,7 @@ DECODERS: dict[str, Decoder] = {
         (msgspec.DecodeError,),
     ),
     "ladder.json": Decoder(
-        file_of("ladder.json", lambda folder: load_recovery_state(folder, is_new_job=True)),
+        file_of("ladder.json", lambda folder: state_of_job(load_recovery_state(folder), "j", is_new_job=True)),
         ({"job": "j"},),
         (ConfigError,),
     ),

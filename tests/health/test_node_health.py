@@ -159,9 +159,8 @@ def test_tier_in_shared_memory_needs_room() -> None:
 def test_shared_memory_of_outlast_has_no_file() -> None:
     """Heartbeat memory and staged images are unnamed memory, which the size of /dev/shm does not limit: that is why
     a small /dev/shm is accepted."""
-    vault = Vault()
-    with contextlib.closing(Board.create(num_ranks=2)) as board, contextlib.closing(vault):
-        image = vault.take(0, 1 << 20, (), may_steal=False)
+    with contextlib.closing(Board.create(num_ranks=2)) as board:
+        image = Vault().take(0, 1 << 20, (), may_steal=False)
         assert image is not None
         for path in (board.path, f"/proc/self/fd/{image.fd}"):
             assert os.readlink(path).startswith("/memfd:outlast-")

@@ -362,7 +362,7 @@ def test_an_endpoint_is_probed_before_the_start(make: Callable[..., LinkedAgent]
     program."""
     port = free_port()
     endpoint = Endpoint("127.0.0.1", port)
-    assert probe(endpoint, "run", KEY)[0] is Occupant.NOBODY
+    assert probe(endpoint, "run", KEY)[0] is Occupant.NO_LISTENER
     make("a", port).start()
     assert probe(endpoint, "run", KEY)[0] is Occupant.COORDINATOR
     with pytest.raises(WrongRun, match="belongs to run 'run'"):
@@ -387,7 +387,7 @@ def test_a_coordinator_that_dies_during_a_probe_is_gone() -> None:
 
         dying = threading.Thread(target=hang_up, args=(1,))
         dying.start()
-        assert probe(endpoint, "run", KEY)[0] is Occupant.NOBODY
+        assert probe(endpoint, "run", KEY)[0] is Occupant.NO_LISTENER
         dying.join()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
@@ -397,7 +397,7 @@ def test_a_coordinator_that_dies_during_a_probe_is_gone() -> None:
         foreign.join()
 
 
-@pytest.mark.parametrize(("times", "found"), [(1, Occupant.NOBODY), (3, Occupant.LEAVING)])
+@pytest.mark.parametrize(("times", "found"), [(1, Occupant.NO_LISTENER), (3, Occupant.LEAVING)])
 def test_a_coordinator_that_ends_in_a_handshake_is_gone(times: int, found: Occupant) -> None:
     """A coordinator that identified itself and then closes the connection does not end an agent that starts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -16,12 +16,12 @@ def test_a_fault_of_all_ranks_precedes_a_later_lost_node() -> None:
         cause = Cause(type="ValueError", text="no such file", frame="train.py:3")
         ending.take(node, m.CycleFacts(cycle=0, incident=incident, permanent=cause))
     ending.lose("b", "its connection ended")
-    end = ending.summarise(num_heirs=lambda node: 0, may_shrink=False, num_nodes=2)
+    end = ending.summarise(num_successors=lambda node: 0, may_shrink=False, num_nodes=2)
     assert end.is_permanent
     assert end.incident is not None
     assert end.incident.kind is IncidentKind.WORKER_FAILED
     ending.facts.pop()
-    end = ending.summarise(num_heirs=lambda node: 0, may_shrink=False, num_nodes=2)
+    end = ending.summarise(num_successors=lambda node: 0, may_shrink=False, num_nodes=2)
     assert not end.is_permanent
     assert end.incident is not None
     assert end.incident.kind is IncidentKind.NODE_LOST

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outlast.incidents import RecoveryLevel
 from outlast.launch.job_settings import name_job
-from outlast.launch.recovery_state_file import load_recovery_state, save_recovery_state
+from outlast.launch.recovery_state_file import load_recovery_state, save_recovery_state, state_of_job
 from outlast.policy.recovery_point import Exclusion, Load
 from outlast.policy.recovery_policy import RecoveryState, RecoveryStep
 
@@ -36,10 +36,11 @@ def test_budgets_of_a_finished_run_are_not_inherited(tmp_path: Path) -> None:
         job="4711", finished=True, stopped_with=0, restarts_total=5, best_durable=9, history=(step,)
     )
     save_recovery_state(tmp_path, kept_state)
-    resumed = RecoveryState(best_durable=9, best_committed=9, history=(step,))
-    assert load_recovery_state(tmp_path, is_new_job=True) == resumed
-    assert load_recovery_state(tmp_path, job="4711.1") == resumed
-    assert load_recovery_state(tmp_path, is_named=False, job="4711") == kept_state
-    another = load_recovery_state(tmp_path, is_new_job=True, is_named=False)
-    assert another == RecoveryState(history=(step,))
+    resumed = RecoveryState(job="4711.1", best_durable=9, best_committed=9, history=(step,))
+    saved = load_recovery_state(tmp_path)
+    assert state_of_job(saved, "4711.1", is_new_job=True) == resumed
+    assert state_of_job(saved, "4711.1", is_new_job=False) == resumed
+    assert state_of_job(saved, "4711", is_new_job=False, is_named=False) == kept_state
+    another = state_of_job(saved, "4711.1", is_new_job=True, is_named=False)
+    assert another == RecoveryState(job="4711.1", history=(step,))
     assert name_job("4711", another) == "4711.1"

@@ -26,7 +26,7 @@ def test_complete_protection_line() -> None:
         max_restarts=3,
         hangs=describe_hangs(STEP, "default", has_session=True, origins=ORIGINS),
         nodes=describe_nodes(num_slots=1, max_nodes=1, min_nodes=None, num_spares=0),
-        of_session=describe_saves(tiers=("memory", "/ckpt"), interval=200, near_interval=0, is_told=True),
+        of_session=describe_saves(tiers=("memory", "/ckpt"), interval=200, near_interval=0, is_notified=True),
     )
     assert protection.describe() == (
         "protected: death yes (3 restarts); hang yes (step 180 s from outlast.toml); node loss no (no spare node); "
@@ -107,4 +107,4 @@ def test_save_interval_tiers_and_preemption_are_reported(
     tiers: tuple[str, ...], interval: int | str, near: int | str, reported: bool, text: str
 ) -> None:
     """The line contains the save interval, the tiers and whether a preemption notice leads to a save."""
-    assert describe_saves(tiers=tiers, interval=interval, near_interval=near, is_told=reported) == text
+    assert describe_saves(tiers=tiers, interval=interval, near_interval=near, is_notified=reported) == text

@@ -1,4 +1,4 @@
-"""Pings of an actor: one at a time, and repeated where one was not delivered."""
+"""Pings of an actor: one at a time, and repeated after a failed one."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_pings_are_sent_one_at_a_time_when_due(replies: list[Reply | None]) -> N
     assert ping.asked_s == math.inf
 
 
-def test_an_undelivered_ping_is_repeated(
-    replies: list[Reply | None],
+@pytest.mark.parametrize("fault", [ReplyFault.UNREACHABLE, ReplyFault.RAISED])
+def test_failed_ping_is_repeated_and_silence_counts_from_the_first(
+    replies: list[Reply | None], fault: ReplyFault
 ) -> None:
-    """An actor that is briefly unreachable may be alive: the next ping decides, and the silence counts from the first
-    one."""
+    """A ping that raised or did not reach the actor is repeated: the actor may be alive."""
     method: Any = Mock()
     ping, answer = ActorPing(), Reply(value="well")
-    replies += [Reply(fault=ReplyFault.UNREACHABLE), answer]
+    replies += [Reply(fault=fault), answer]
     assert ping.poll(method) is None
     first_s = ping.asked_s
     assert ping.poll(method) is None
@@ -52,11 +52,10 @@ def test_an_undelivered_ping_is_repeated(
     assert ping.poll(method) is answer
 
 
-def test_death_and_errors_are_replies(replies: list[Reply | None]) -> None:
-    """An exception of the actor, and its death, are replies."""
-    for fault in (ReplyFault.DIED, ReplyFault.RAISED):
-        ping = ActorPing(ref="asked", asked_s=0.0)
-        replies.append(Reply(fault=fault))
-        found = ping.poll(Mock())
-        assert found is not None
-        assert found.fault == fault
+def test_death_and_silence_are_faults(replies: list[Reply | None]) -> None:
+    """A dead actor is reported at once, a silent one after the timeout, with the error of its last ping, if any."""
+    replies += [Reply(fault=ReplyFault.DIED), None, None, Reply(fault=ReplyFault.RAISED, error=ValueError("torn"))]
+    now_s = clock.now_s()
+    found = [ActorPing(ref="asked", asked_s=now_s - 5).poll(Mock(), timeout_s) for timeout_s in (9, 9, 4, 4)]
+    assert [one and one.fault for one in found] == [ReplyFault.DIED, None, ReplyFault.LATE, ReplyFault.LATE]
+    assert [str(one.error) for one in found[2:] if one is not None] == ["no response for 5 s", "torn"]

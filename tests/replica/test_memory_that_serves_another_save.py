@@ -60,17 +60,16 @@ class ReusingVault(Vault):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Vault], Target]]:
-    servers: list[tuple[ReplicaServer, Vault]] = []
+    servers: list[ReplicaServer] = []
 
     def make(vault: Vault) -> Target:
         server = ReplicaServer(vault, host="127.0.0.1", key=KEY, on_refused=lambda *what: None)
-        servers.append((server, vault))
+        servers.append(server)
         return Target("other", "127.0.0.1", server.port)
 
     yield make
-    for server, vault in servers:
+    for server in servers:
         server.close()
-        vault.close()
 
 
 def test_a_part_whose_memory_is_reused_is_rejected(
@@ -119,4 +118,3 @@ def test_is_unchanged_identifies_reused_memory() -> None:
     file_fd = os.open(__file__, os.O_RDONLY)
     assert vault.is_unchanged(OLD, file_fd)
     os.close(file_fd)
-    vault.close()

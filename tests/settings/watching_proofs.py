@@ -22,6 +22,7 @@ from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts, Observa
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.monitor.watchdog import HangReport
 from outlast.policy.deadlines import Expired, Subject
+from outlast.runtime import processes
 from outlast.runtime.board import Board
 from outlast.runtime.event_loop import Timers
 from outlast.runtime.journal import Journal
@@ -74,7 +75,7 @@ def signals_sent_to_a_hung_rank(scene: Scene, configs: list[FaultToleranceConfig
     sent: list[int] = []
     scene.patch.setattr(hang_watch, "examine", lambda *_, **__: [])
     scene.patch.setattr(hang_watch.signal, "pidfd_send_signal", lambda _, number: sent.append(number))
-    scene.patch.setattr(hang_watch.HangWatch, "_is_gone", is_gone)
+    scene.patch.setattr(processes, "has_ended", is_gone)
     expired_heartbeat = Expired(
         subject=Subject.HEARTBEAT, local_rank=0, global_rank=0, pid=1, section=None,
         timeout_s=1, elapsed_s=2, since_ns=0, iteration=0,

@@ -122,7 +122,7 @@ def test_a_thousand_ranks_fit_into_any_terminal(tmp_path: Path) -> None:
     assert [int(line.split()[0]) for line in table[1:5]] == [700, 13, 44, 45]
     (others,) = [line for line in table if line.startswith("and ")]
     shown = table.index(others) - 1
-    assert others.startswith(f"and {1024 - shown} more alike: running, iteration 500 (ranks ")
+    assert others.startswith(f"and {1024 - shown} more: all running, iteration 500 (ranks ")
     assert shown >= 8
 
 

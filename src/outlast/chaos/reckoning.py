@@ -174,8 +174,8 @@ def _detections_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event
         incident = event.data.get("incident")
         if event.mono_ns < strike.mono_ns:
             continue
-        is_heir = event.proc == "coordinator" and event.node != strike.data.get("node")
-        if kind in _OF_COORDINATORS and is_heir and event.kind == EventKind.NODE_JOINED and event.job == strike.job:
+        takes_over = event.proc == "coordinator" and event.node != strike.data.get("node")
+        if kind in _OF_COORDINATORS and takes_over and event.kind == EventKind.NODE_JOINED and event.job == strike.job:
             yield "taken over", event
         elif event.kind == EventKind.DECISION and is_same and incident:
             yield f"{incident['kind']} elsewhere", event

@@ -262,11 +262,6 @@ class Vault:
             # Anything else is an immutable file, or memory that is no longer staged in.
             return all(image.key == key and image.kept for image in self._images if image.inode == inode)
 
-    def close(self) -> None:
-        with self._lock:
-            for image in list(self._images):
-                self._remove(image)
-
     # -- within ------------------------------------------------------------------------------------------------
 
     def _of(self, identity: tuple[int, str]) -> Sequence[Image]:

@@ -66,17 +66,17 @@ _CHECKPOINT_OF_KEMPNERFORGE = {"dir": "directory", "interval": "save_interval", 
 def _drop_foreign_sections(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a file's values without the sections that belong to the training script; rank 0 logs their names.
 
-    A section with a name similar to one of ours is kept, and refused by name, as it may be misspelt.
+    A section with a name similar to that of a section of outlast is kept, and refused by name, as it may be misspelt.
     """
     own = {field.name for field in dataclasses.fields(Config)} | KNOWN_NAMES.keys()
 
-    def is_like_one_of_ours(name: str) -> bool:
+    def resembles_own(name: str) -> bool:
         return any(name in one or one in name for one in own) or closest(name, own, likeness=0.7) is not None
 
     foreign = [
         key
         for key, value in values.items()
-        if isinstance(value, Mapping) and not is_like_one_of_ours(str(key).replace("-", "_"))
+        if isinstance(value, Mapping) and not resembles_own(str(key).replace("-", "_"))
     ]
     if foreign and read_worker().is_first:
         log.warning(
@@ -90,25 +90,26 @@ def _translate(
     place: Callable[[tuple[str, ...]], str],
     origins: dict[tuple[str, ...], tuple[str, ...]],
 ) -> Mapping[str, Any]:
-    """Return a file's values with the sections of other systems merged into ours; log which of their keys are not used.
+    """Return a file's values with the sections of other systems merged into outlast's own; log their unused keys.
 
     Args:
         values: Content of a file.
         place: Returns file and line of keys in the file.
-        origins: Gets, for keys of ours, the corresponding keys in the file.
+        origins: Gets, for keys of outlast, the corresponding keys in the file.
 
     Raises:
         ConfigError: Such a section has no keys, or a setting is given under both names.
     """
-    ours = dict(values)
+    merged = dict(values)
     checkpoint = values.get("checkpoint")
     known_names = dict(KNOWN_NAMES)
     if isinstance(checkpoint, Mapping) and "dir" in checkpoint and "directory" not in checkpoint:
         known_names["checkpoint"] = {key: ("checkpoint", own) for key, own in _CHECKPOINT_OF_KEMPNERFORGE.items()}
     for section, known in known_names.items():
-        if section not in values or known is KNOWN_NAMES["checkpoint"]:  # Megatron's names are fields of ours
+        # Megatron's names of checkpoint settings are fields of CheckpointConfig.
+        if section not in values or known is KNOWN_NAMES["checkpoint"]:
             continue
-        given, foreign = ours.pop(section), []
+        given, foreign = merged.pop(section), []
         if not isinstance(given, Mapping):
             raise ConfigError(
                 f"{place((section,))}: {section}: {shown(given)} is not a section; write keys and values below its name"
@@ -119,14 +120,14 @@ def _translate(
                 foreign.append(one_line(str(key)))
                 continue
             own, there = known[name]
-            beside = ours.get(own, {})
-            if not isinstance(beside, Mapping) or there in {str(other).replace("-", "_") for other in beside}:
+            fields = merged.get(own, {})
+            if not isinstance(fields, Mapping) or there in {str(other).replace("-", "_") for other in fields}:
                 where = place((section, str(key)))
                 raise ConfigError(f"{where}: {section}.{key} is {own}.{there}, which is given too; keep one of them")
-            if own not in ours:
+            if own not in merged:
                 origins[own,] = (section,)
             origins[own, there] = (section, str(key))
-            ours[own] = {**beside, there: value}
+            merged[own] = {**fields, there: value}
         if foreign and read_worker().is_first:
             hints = {key: closest(key.replace("-", "_"), known, likeness=0.85) for key in foreign}
             log.warning(
@@ -136,7 +137,7 @@ def _translate(
                 ", ".join(f"{key} (or {near}?)" if near else key for key, near in hints.items()),
                 ", ".join(known),
             )
-    return ours
+    return merged
 
 
 def load_values(path: str | os.PathLike[str], otherwise: str | None = None) -> tuple[Mapping[str, Any], str]:

@@ -120,7 +120,7 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
     if began_s is None:
         return
     bounds = [began_s, *_find_returns(cycle)]
-    mended = [
+    recovered = [
         one
         for one in episodes
         if one.decision is not None and one.decision.recovery_level == RecoveryLevel.RESTART_IN_PROCESS
@@ -133,10 +133,10 @@ def _settle(job: JobHistory, cycle: CycleView) -> None:
         if is_last:
             life.episode = ending
         else:
-            inside = [one for one in mended if begin_s <= one.at_s]
+            inside = [one for one in recovered if begin_s <= one.at_s]
             life.episode = next((one for one in inside if one.began_s <= until_s), None)
             if life.episode is not None:
-                mended.remove(life.episode)
+                recovered.remove(life.episode)
             life.back_s = until_s
         least = min(cycle.world_size, job.num_reporting) if not lives else 1
         _fill(cycle, life, least, begin_s, until_s)

@@ -85,7 +85,7 @@ class KeptTrainingState:
         self._num_updating = self._num_updates = 0
         self._sampled: list[torch.Tensor] = []
         self._loose: list[torch.Tensor] = []
-        self._beside: list[range] = []
+        self._of_module: list[range] = []
         self._sampled_versions: list[int] = []
         self._loose_versions: list[int] = []
         self._copies: dict[int, torch.Tensor] = {}
@@ -121,12 +121,12 @@ class KeptTrainingState:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        self._loose, self._beside, certain = [], [], []
+        self._loose, self._of_module, certain = [], [], []
         for owner in {id(inner): inner for module in parts.modules.values() for inner in module.modules()}.values():
             tensors = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
             loose = [tensor for tensor in tensors if id(tensor) not in updated]
             certain += [tensor for tensor in tensors if id(tensor) in updated]
-            self._beside += [range(len(self._loose), len(self._loose) + len(loose))] * len(loose)
+            self._of_module += [range(len(self._loose), len(self._loose) + len(loose))] * len(loose)
             self._loose += loose
         self._sampled = certain[:: max(1, -(-len(certain) // MAX_SAMPLED))]
         self._loose_versions = [-1] * len(self._loose)
@@ -276,7 +276,7 @@ class KeptTrainingState:
         """
         pairs = zip(versions, self._loose_versions, strict=True)
         return sorted(
-            {beside for index, (now, then) in enumerate(pairs) if now != then for beside in self._beside[index]}
+            {other for index, (now, then) in enumerate(pairs) if now != then for other in self._of_module[index]}
         )
 
     def _why_torn(self) -> str:

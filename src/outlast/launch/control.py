@@ -212,7 +212,7 @@ def connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
     found = connect_to(addresses, timeout_s)
     if isinstance(found, OSError):
         why = "timed out" if isinstance(found, TimeoutError) else found.strerror or str(found)
-        raise Nobody(
+        raise NoListener(
             f"no coordinator responds at {endpoint} ({why[:1].lower()}{why[1:]}); the job is over, its first agent "
             "has exited, or the address is wrong",
             is_refused=found.errno == errno.ECONNREFUSED,
@@ -220,7 +220,7 @@ def connect(endpoint: Endpoint, *, timeout_s: float) -> socket.socket:
     return found
 
 
-class Nobody(RendezvousError):
+class NoListener(RendezvousError):
     """Nothing listens at an endpoint.
 
     Args:
@@ -249,7 +249,7 @@ def connect_to(addresses: Sequence[tuple[int, tuple[str, int]]], timeout_s: floa
 
 class Occupant(Enum):
     COORDINATOR = "a coordinator responds"
-    NOBODY = "no process listens there yet"
+    NO_LISTENER = "no process listens there yet"
     UNREACHABLE = "it cannot be reached"
     UNKNOWN = "there is no such host"
     LEAVING = "a coordinator of this run listens there and is shutting down"
@@ -288,7 +288,7 @@ def _probe_once(endpoint: Endpoint, run_id: str, key: RunKey) -> tuple[Occupant,
     found = connect_to(addresses or [], _CONNECT_S)
     if isinstance(found, OSError):
         refused = found.errno == errno.ECONNREFUSED
-        return (Occupant.NOBODY if refused else Occupant.UNREACHABLE), ""
+        return (Occupant.NO_LISTENER if refused else Occupant.UNREACHABLE), ""
     with MessageChannel[m.Answer](found, m.Answer) as channel:
         handshake = join_handshake(run_id, key)
         try:

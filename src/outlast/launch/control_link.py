@@ -30,7 +30,7 @@ from outlast import clock, env
 from outlast.config.sources import LayeredSettings
 from outlast.errors import ExitReason, OutlastError, RendezvousError
 from outlast.launch import protocol as m
-from outlast.launch.control import JobIdentity, Nobody, WrongRun, ask, connect, join_handshake
+from outlast.launch.control import JobIdentity, NoListener, WrongRun, ask, connect, join_handshake
 from outlast.launch.coordinator_server import CoordinatorServer
 from outlast.launch.job_settings import JobSettings
 from outlast.launch.rank_relay import RankRelay
@@ -351,7 +351,7 @@ class ControlLink:
                             endpoints.insert(0, endpoint)  # before another endpoint is tried, or this node hosts
                     elif self._job is None and endpoint in self._given:
                         raise WrongRun(f"the coordinator at {endpoint} refuses this agent: {failure}") from None
-                except Nobody as failure:
+                except NoListener as failure:
                     gone |= endpoint == self.endpoint and failure.is_refused
                     error = self.problem = str(failure)
                 except (RendezvousError, OSError) as failure:

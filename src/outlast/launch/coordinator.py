@@ -827,7 +827,7 @@ class Coordinator:
             ending, self._ending, self._phase_since_s = self._ending, None, None
             barred = self.state.barred
             end = ending.summarise(
-                num_heirs=lambda name: self.nodes.num_heirs(name, barred),
+                num_successors=lambda name: self.nodes.num_successors(name, barred),
                 may_shrink=self._forming.may_shrink(),
                 num_nodes=len(self.nodes.slots),
             )

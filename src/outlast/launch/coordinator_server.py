@@ -35,7 +35,12 @@ from outlast.launch.control import JobIdentity, serve_handshake
 from outlast.launch.coordinator import Coordinator
 from outlast.launch.decisions import Learn, Record, Remember
 from outlast.launch.job_settings import JobSettings
-from outlast.launch.recovery_state_file import describe_last_job, load_recovery_state, save_recovery_state
+from outlast.launch.recovery_state_file import (
+    describe_last_job,
+    load_recovery_state,
+    save_recovery_state,
+    state_of_job,
+)
 from outlast.monitor.learned_timeouts import FILE_NAME, LearnedTimeouts
 from outlast.policy.leadership import Leadership
 from outlast.policy.recovery_policy import RecoveryState
@@ -104,13 +109,10 @@ class CoordinatorServer:
             identity.run_dir, run_id=identity.run_id, job=settings.job, node=settings.host, proc="coordinator"
         )
         is_new_job = settings.former_host is None
-        state = load_recovery_state(
-            identity.run_dir, is_new_job=is_new_job, is_named=settings.is_named, job=settings.job
-        )
-        state = msgspec.structs.replace(state, job=settings.job)
-        stop = describe_last_job(identity.run_dir, settings.last_job) if is_new_job else None
-        continues_finished = stop is None and not state.finished and load_recovery_state(identity.run_dir).finished
-        self._unwritten = state if continues_finished else None
+        saved = load_recovery_state(identity.run_dir)
+        state = state_of_job(saved, settings.job, is_new_job=is_new_job, is_named=settings.is_named)
+        stop = describe_last_job(saved, settings.last_job) if is_new_job else None
+        self._unwritten = state if stop is None and saved.finished and not state.finished else None
         """State that ``ladder.json`` lacks; written later."""
         self._writes_again_s = 0.0
         self._coordinator = Coordinator(settings, state, tell_time=self._journal.tell_time, stop=stop)
@@ -395,12 +397,12 @@ class CoordinatorServer:
             clock.now_s(), time=self._journal.tell_time(), run_id=self._identity.run_id, run_dir=self._run_dir
         )
 
-    def _take_script_settings(self, told: m.ScriptSettings) -> None:
+    def _take_script_settings(self, reported: m.ScriptSettings) -> None:
         """Use the settings of the script's config that no option and no file sets."""
         try:
-            self._layers = self._layers.with_script(told.fault_tolerance or "{}")
+            self._layers = self._layers.with_script(reported.fault_tolerance or "{}")
         except ConfigError as error:
-            log.warning("the settings of node %s's script are not used: %s", told.node, error)
+            log.warning("the settings of node %s's script are not used: %s", reported.node, error)
             return
         config = self._layers.config
         settings = self._coordinator.settings

@@ -33,6 +33,7 @@ from outlast.errors import ConfigError, ExitReason
 from outlast.incidents import Cause, Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.agent_events import HangSeen, WatchdogFailed
+from outlast.launch.decisions import highest_committed, highest_durable
 from outlast.launch.in_process_recovery import InProcessRecovery
 from outlast.launch.options import NO_TERMINATION_SIGNAL, RunOptions
 from outlast.launch.worker_logs import WorkerLogs, open_logs
@@ -547,7 +548,7 @@ class Cycle:
 
     @property
     def _permanent_cause(self) -> Cause | None:
-        """The cause with which all workers of this node fail alike, if a restart cannot help; some may still be
+        """The same cause with which all workers of this node fail, if a restart cannot help; some may still be
         ending."""
         if not self._is_before_first_step:
             return None
@@ -660,23 +661,6 @@ class Cycle:
 
     # -- what it was -------------------------------------------------------------------------------------------
 
-    def describe_hang(self, report: HangReport) -> Incident:
-        """Return the incident of the first rank that exceeded a timeout; the root cause is identified later."""
-        first = report.expired[0]
-        state = self.board.read(first.local_rank)
-        return Incident(
-            kind=IncidentKind.WORKER_HUNG,
-            job=self.job,
-            cycle=self.number,
-            node=self.node,
-            rank=state.global_rank,
-            pid=state.pid,
-            section="/".join(section.name for section in state.sections) or None,
-            iteration=state.iteration,
-            detected_after_s=round(first.elapsed_s, 4),
-            evidence={"summary": first.describe(self.node), "timeout_s": first.timeout_s},
-        )
-
     def examine(self, report: HangReport | None) -> tuple[Position, ...]:
         """Examine the positions of the ranks and dump their stacks, except for lost workers.
 
@@ -711,14 +695,12 @@ class Cycle:
     @property
     def durable_iteration(self) -> int | None:
         """Highest iteration that a worker of this node knows to survive the end of the job; ``None``: none yet."""
-        durable = [s.durable_iteration for s in self.board.read_all() if s.durable_iteration is not None]
-        return max(durable, default=None)
+        return highest_durable(self.board.read_all())
 
     @property
     def committed_iteration(self) -> int | None:
         """Highest iteration that a worker of this node knows to be committed in any tier; ``None``: none yet."""
-        committed = [s.committed_iteration for s in self.board.read_all() if s.committed_iteration is not None]
-        return max(committed, default=None)
+        return highest_committed(self.board.read_all())
 
     @property
     def kept(self) -> tuple[KeptDurability, ...]:

@@ -24,6 +24,7 @@ from outlast.policy.recovery_point import Exclusion
 from outlast.policy.recovery_policy import CycleEnd, Limits, RecoveryState
 from outlast.policy.rerun import Diagnosis
 from outlast.policy.root_cause import Position, find_root_cause, is_hang_explained
+from outlast.runtime.board import RankState
 
 log = logging.getLogger(__name__)
 REPORT_S = 2.0
@@ -68,11 +69,11 @@ class CycleEnding:
         self.incidents.append(incident)
         return incident
 
-    def summarise(self, *, num_heirs: Callable[[str], int], may_shrink: bool, num_nodes: int) -> CycleEnd:
+    def summarise(self, *, num_successors: Callable[[str], int], may_shrink: bool, num_nodes: int) -> CycleEnd:
         """Return the policy's input: the root cause among all incidents, and the progress of the cycle.
 
         Args:
-            num_heirs: Returns how many spares could take a node's slot.
+            num_successors: Returns how many spares could take a node's slot.
             may_shrink: The world may continue without one of its nodes.
             num_nodes: Number of nodes that took part.
         """
@@ -88,7 +89,7 @@ class CycleEnding:
             committed_iteration=highest_committed(self.facts),
             progress_known=any(facts.progress_known for facts in self.facts),
             had_session=any(facts.had_session for facts in self.facts),
-            num_spares=num_heirs(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
+            num_spares=num_successors(diagnosis.node if diagnosis is not None and diagnosis.node else cause.node),
             may_shrink=may_shrink,
             num_nodes=num_nodes,
             has_trained=self.has_begun and (self.has_trained or any(facts.has_trained for facts in self.facts)),
@@ -105,13 +106,13 @@ class CycleEnding:
         return [msgspec.structs.replace(one, is_explained=is_explained) for one in self.expired]
 
     def _is_permanent(self, num_nodes: int) -> bool:
-        """Return whether all ranks of all nodes failed alike before their first step, and would do so again."""
+        """Return whether all ranks of all nodes failed with the same cause before their first step, and would again."""
         causes = [facts.permanent for facts in self.facts]
         return len(causes) == num_nodes and permanent_cause(causes, has_session=True) is not None  # each node judged it
 
     def _cause(self, *, is_permanent: bool) -> Incident:
         failed = [one for one in self.incidents if one.kind != IncidentKind.NODE_LOST]
-        # If all ranks failed alike, that precedes the loss of a node that has reported it.
+        # If all ranks failed with the same cause, that precedes the loss of a node that has reported it.
         cause = root_cause(failed if is_permanent and failed else self.incidents)
         positions = [position for facts in self.facts for position in facts.positions]
         if cause is None:
@@ -126,13 +127,13 @@ class CycleEnding:
         return cause
 
 
-def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
-    """Return the highest iteration that any node knows to survive the end of the job; ``None``: none."""
+def highest_durable(facts: Iterable[m.CycleFacts | m.Restarted | RankState]) -> int | None:
+    """Return the highest iteration that any node or rank knows to survive the end of the job; ``None``: none."""
     return max((one.durable_iteration for one in facts if one.durable_iteration is not None), default=None)
 
 
-def highest_committed(facts: Iterable[m.CycleFacts | m.Restarted]) -> int | None:
-    """Return the highest iteration that any node knows to be committed in any tier; ``None``: none."""
+def highest_committed(facts: Iterable[m.CycleFacts | m.Restarted | RankState]) -> int | None:
+    """Return the highest iteration that any node or rank knows to be committed in any tier; ``None``: none."""
     return max((one.committed_iteration for one in facts if one.committed_iteration is not None), default=None)
 
 

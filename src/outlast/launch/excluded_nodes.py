@@ -28,7 +28,7 @@ class ExcludedNodes:
         self._nodes, self._recovery_state, self._effects = nodes, recovery_state_client, effects
         self._outside: dict[str, m.Unhealthy] = {}
         """Reports of nodes that did not join."""
-        self._told: dict[str, frozenset[str]] = {}
+        self._reported: dict[str, frozenset[str]] = {}
         """Failed checks that the others were notified of, by node."""
 
     @property
@@ -60,7 +60,7 @@ class ExcludedNodes:
             return False
         if not is_running or report.incident.cycle != cycle:
             return False  # the node reports it again
-        spares = self._nodes.num_heirs(node.name, self._recovery_state.state.barred)
+        spares = self._nodes.num_successors(node.name, self._recovery_state.state.barred)
         end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
         if report.incident.evidence.get("computes_wrong") or self._recovery_state.would_replace(end):
             self._tell(report, cycle, "it is replaced")
@@ -71,7 +71,7 @@ class ExcludedNodes:
     def admit(self, node: Node) -> None:
         """Note that a node passed its check, and send it a remark on each excluded node."""
         if self._outside.pop(node.name, None) is not None:
-            self._told.pop(node.name, None)
+            self._reported.pop(node.name, None)
             self._recovery_state.admit(node.name)
         for report in self._outside.values():
             text = f"{report.incident.describe()}; it did not join"
@@ -89,12 +89,12 @@ class ExcludedNodes:
 
     def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
         """Send a report to all other nodes, and record it; once for the same failures."""
-        told = report.incident.evidence.get("checks", ())
-        told = [one for one in told if isinstance(one, dict)] if isinstance(told, list | tuple) else []
-        checks = frozenset(f"{one.get('name')} {one.get('target')}" for one in told)
-        if checks <= self._told.get(report.node, frozenset()):
+        listed = report.incident.evidence.get("checks", ())
+        listed = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list | tuple) else []
+        checks = frozenset(f"{one.get('name')} {one.get('target')}" for one in listed)
+        if checks <= self._reported.get(report.node, frozenset()):
             return
-        self._told[report.node] = checks
+        self._reported[report.node] = checks
         self._effects.append(Record(EventKind.INCIDENT, cycle, {"incident": report.incident}))
         text = f"{report.incident.describe()}; {what_follows}"
         for node in self._nodes:

@@ -64,7 +64,7 @@ class InProcessRecovery:
     _channel: DatagramSocket = field(init=False)
     _reached: tuple[int, int] = (0, 0)
     _faults: dict[tuple[int, int], tuple[InProcessFault, ...]] = field(default_factory=dict)
-    _told: set[tuple[int, int]] = field(default_factory=set)
+    _reported: set[tuple[int, int]] = field(default_factory=set)
     """Calls and restart counts whose beginning a datagram reported."""
     _last_states: dict[int, RankState] = field(default_factory=dict)
     """Last states of the lost workers."""
@@ -129,26 +129,24 @@ class InProcessRecovery:
     @property
     def awaits_report(self) -> bool:
         """Whether a restart has begun that :meth:`take_recovered` has not returned yet."""
-        return next_begun(self._reached, {*self._told, self._newest()}) is not None
+        return next_begun(self._reached, {*self._reported, self._newest()}) is not None
 
     def take_recovered(self, *, waits: bool = True) -> RecoveredInProcess | None:
         """Return the oldest new restart after which workers run their function again; ``None``: there is none.
 
         Args:
             waits: Withhold the newest restart until it is known completely: its faults, as a worker writes to the
-                heartbeat
-                memory before it sends its datagram; a death that the fork server has not reported yet; and the
-                    checkpoint that
-                the workers load, as a save may have been committed after the fault.
+                heartbeat memory before it sends its datagram; a death that the fork server has not reported yet; and
+                the checkpoint that the workers load, as a save may have been committed after the fault.
         """
         self._receive()
         newest = self._newest()
-        while (begun := next_begun(self._reached, {*self._told, newest})) is not None:
-            is_unknown = begun not in self._told or self._awaits_exit(begun) or self._awaits_load()
+        while (begun := next_begun(self._reached, {*self._reported, newest})) is not None:
+            is_unknown = begun not in self._reported or self._awaits_exit(begun) or self._awaits_load()
             if waits and begun == newest and is_unknown:
                 return None
             self._reached = begun
-            self._told = {one for one in self._told if one > begun}
+            self._reported = {one for one in self._reported if one > begun}
             cause = self._cause_of(begun)
             self._faults = {one: faults for one, faults in self._faults.items() if one > begun}
             self._left_at = {one: left for one, left in self._left_at.items() if one >= begun}
@@ -238,6 +236,6 @@ class InProcessRecovery:
                 left_at = self._left_at.setdefault((change.call, change.restart_count), {})
                 left_at[change.local_rank] = change.iteration
             if change.state in HAS_BEGUN:  # before that the cause may not be known
-                self._told.add((change.call, change.restart_count))
+                self._reported.add((change.call, change.restart_count))
                 if change.faults:
                     self._faults.setdefault((change.call, change.restart_count), change.faults)

@@ -143,7 +143,7 @@ class Nodes:
         """Return the nodes that wait for a slot and may have one."""
         return [n for n in self if n.ready and not self.holds_slot(n) and n.name not in barred]
 
-    def num_heirs(self, name: str, barred: Sequence[str]) -> int:
+    def num_successors(self, name: str, barred: Sequence[str]) -> int:
         """Return how many spares could take the slot of a node; all, if it holds none."""
         nproc = next((slot.nproc for slot in self._slots if slot.holder == name), None)
         return sum(nproc in (None, spare.candidate.nproc) for spare in self.spares(barred))

@@ -604,7 +604,7 @@ class NodeAgent(SimpleElasticAgent):
         cycle = self._running
         if cycle is None or cycle.number != hang.cycle or self._state != AgentState.RUNNING:
             return
-        incident = cycle.describe_hang(hang.report)
+        incident = hang.report.incident(job=cycle.job, cycle=cycle.number, node=cycle.node)
         # The other nodes examine their ranks at the same time.
         self._client.send(m.Hung(cycle=cycle.number, incident=incident, expired=tuple(hang.report.expired)))
         positions = cycle.examine(hang.report)

@@ -126,7 +126,7 @@ class CycleFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     load: Load | None = None
     """The checkpoint that the node's ranks reported as loaded."""
     permanent: Cause | None = None
-    """The cause with which all ranks of the node failed alike before their first step, if a restart cannot help."""
+    """The same cause with which all ranks of the node failed before their first step, if a restart cannot help."""
 
 
 class FromNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -175,14 +175,14 @@ class RankRelay:
         self._news.clear()  # contained in the standings
         if self._cycle is None:
             return []
-        told: list[m.RankStandings | m.RankReports] = [
+        messages: list[m.RankStandings | m.RankReports] = [
             self._standings(number, [_describe(rank) for rank in call.ranks.values() if not rank.is_over])
             for number, call in self._calls.items()
         ]
         if self._lost:
             reports = tuple((rank, Gone(fault=fault)) for rank, fault in self._lost.items())
-            told.append(m.RankReports(cycle=self._cycle, call=ANY_CALL, reports=reports))
-        return told
+            messages.append(m.RankReports(cycle=self._cycle, call=ANY_CALL, reports=reports))
+        return messages
 
     def obey(self, order: m.RankOrder) -> None:
         """Pass an order of the coordinator to ranks."""

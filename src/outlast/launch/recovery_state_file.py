@@ -1,4 +1,4 @@
-"""``recovery_policy.json`` in the run directory: the recovery policy's state, kept from job to job."""
+"""``ladder.json`` in the run directory: the recovery policy's state, kept from job to job."""
 
 from __future__ import annotations
 
@@ -18,18 +18,11 @@ def _path(run_dir: Path) -> Path:
     return run_dir / "ladder.json"
 
 
-def load_recovery_state(
-    run_dir: Path | None, *, is_new_job: bool = False, is_named: bool = True, job: str = ""
-) -> RecoveryState:
-    """Load the state that this job or earlier jobs of the run saved.
+def load_recovery_state(run_dir: Path | None) -> RecoveryState:
+    """Load the state that the run's newest job saved.
 
     Args:
         run_dir: The run directory; ``None``: nothing is kept.
-        is_new_job: The state is for a new job, not for one in progress.
-        is_named: The user gave the run an id or a directory; otherwise the directory may be that of an earlier unnamed
-            run:
-            if that has finished, another run begins.
-        job: The job in progress: a state of another job is an earlier job's; empty: not compared.
 
     Raises:
         ConfigError: The file cannot be read or decoded.
@@ -37,28 +30,35 @@ def load_recovery_state(
     if run_dir is None or not _path(run_dir).exists():
         return RecoveryState()
     try:
-        state = from_json(read_file(_path(run_dir), max_bytes=MAX_STATE_BYTES), RecoveryState)
+        return from_json(read_file(_path(run_dir), max_bytes=MAX_STATE_BYTES), RecoveryState)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{_path(run_dir)} cannot be used ({error}); move it away to begin with fresh budgets"
         ) from error
-    is_earlier = bool(job) and bool(state.job) and state.job != job
-    if not is_new_job and not is_earlier:
-        return state
-    return begin_run(state) if state.finished and not is_named else begin_job(state)
 
 
-def describe_last_job(run_dir: Path | None, known: str) -> m.Stop | None:
+def state_of_job(saved: RecoveryState, job: str, *, is_new_job: bool, is_named: bool = True) -> RecoveryState:
+    """Return the state with which a job begins, or continues under another coordinator.
+
+    Args:
+        saved: The state that the run's newest job saved.
+        job: Name of the job.
+        is_new_job: The job begins.
+        is_named: The user gave the run an id or a directory; otherwise the directory may be that of an earlier unnamed
+            run: if that has finished, another run begins.
+    """
+    if is_new_job or (saved.job and saved.job != job):
+        saved = begin_run(saved) if saved.finished and not is_named else begin_job(saved)
+    return msgspec.structs.replace(saved, job=job)
+
+
+def describe_last_job(state: RecoveryState, known: str) -> m.Stop | None:
     """Return how a job of the run ended while this agent was starting; ``None``: none did.
 
     Args:
-        run_dir: The run directory; ``None``: nothing is kept.
+        state: The state that the run's newest job saved.
         known: The run's last job when this agent began.
-
-    Raises:
-        ConfigError: The file cannot be read or decoded.
     """
-    state = load_recovery_state(run_dir, is_new_job=False)
     outcome = recovery_policy.find_outcome(state) if state.job != known else None
     if outcome is None:
         return None

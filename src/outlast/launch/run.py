@@ -101,9 +101,7 @@ def _launch(options: RunOptions, lease: Lease, mailbox: Mailbox[object], metrics
     started_s = clock.now_s()
     startup = _StartUp()
     raise_descriptor_limit()  # all processes of the node inherit the limit
-    remembered = load_recovery_state(
-        options.run_dir, is_new_job=False
-    )  # an unusable file is refused before anything else
+    remembered = load_recovery_state(options.run_dir)  # an unusable file is refused before anything else
     identity = _identify(options)
     records = RunRecords(options.run_dir, lease.owner, last_job=remembered.job)
     endpoints = records.find_endpoints(parse_endpoints(options.endpoints))

@@ -518,7 +518,7 @@ def find_options(names: Mapping[str, Option], name: str) -> tuple[Option, ...]:
     """Return the options that a name or abbreviation may mean: one, several, or none if unknown.
 
     Abbreviations of torchrun's options keep their meaning, whatever options outlast adds. Names that begin with
-    ``--ft`` cannot be abbreviated: many begin alike, and a shortened one could mean another timeout.
+    ``--ft`` cannot be abbreviated: many begin with the same words, and a shortened one could mean another timeout.
     """
     name = name.replace("_", "-")
     if name in names:

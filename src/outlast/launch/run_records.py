@@ -68,12 +68,12 @@ class RunRecords:
             known: The recovery policy's state as this agent knows it.
         """
         try:
-            if job is None:
-                return in_time(self._run_dir, partial(describe_last_job, self._run_dir, self._last_job))
-            state = in_time(self._run_dir, partial(load_recovery_state, self._run_dir, is_new_job=False))
+            state = in_time(self._run_dir, partial(load_recovery_state, self._run_dir))
         except (OSError, OutlastError) as error:
             log.debug("how the job ended cannot be read from %s: %s", self._run_dir, error)
             return None
+        if job is None:
+            return describe_last_job(state, self._last_job)
         outcome = find_later_outcome(state, known) if state.job == job else None
         if outcome is None:
             return None

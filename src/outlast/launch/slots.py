@@ -56,9 +56,9 @@ def fill_slots(
         if kept[index].holder is not None:
             continue
         nproc = kept[index].nproc
-        alike = [queue for size, queue in queues.items() if queue and nproc in (None, size)]
-        if alike:
-            queue = min(alike, key=lambda queue: queue[0])
+        matching = [queue for size, queue in queues.items() if queue and nproc in (None, size)]
+        if matching:
+            queue = min(matching, key=lambda queue: queue[0])
             _, name = queue.popleft()
             kept[index] = Slot(holder=name, nproc=ready[name].nproc)
     return tuple(kept)

@@ -329,7 +329,7 @@ def examine(
 
 
 def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> None:
-    is_told_apart = not all(rank.responsive for rank in ranks)
+    is_distinguishable = not all(rank.responsive for rank in ranks)
     stopped = [rank for rank in ranks if rank.process_state == "T" and rank.dump is not None and rank.dump.requested]
     dump_s = DUMP_S
     while True:
@@ -342,13 +342,13 @@ def _collect(ranks: list[_ExaminedRank], answers: _Answers, started: float) -> N
         dumping = [rank for rank in ranks if rank.dump and rank.dump.requested and not rank.complete]
         missing = [rank for rank in answers.asked.values() if not rank.answered]
         # A process that is continued resumes its work, and others with it: they report first where they wait.
-        others_have_told = not missing and all(rank.process_state == "T" for rank in dumping)
-        if stopped and (others_have_told or waited_s >= ANSWER_S):
+        others_have_responded = not missing and all(rank.process_state == "T" for rank in dumping)
+        if stopped and (others_have_responded or waited_s >= ANSWER_S):
             for rank in stopped:
                 rank.woken = _send(rank.state.pid, signal.SIGCONT)
             stopped, dump_s = [], waited_s + DUMP_S
         answer_s = ANSWER_S if missing else BOOKS_S
-        asking = missing or (not is_told_apart and any(rank.books is None for rank in answers.asked.values()))
+        asking = missing or (not is_distinguishable and any(rank.books is None for rank in answers.asked.values()))
         is_dumping = dumping and waited_s < dump_s
         if not is_dumping and not (asking and waited_s < answer_s):
             break

@@ -14,7 +14,6 @@ import signal
 import socket
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -28,7 +27,7 @@ from outlast.policy.deadlines import Observation, Timeouts
 from outlast.policy.root_cause import Position, find_root_cause, is_hang_explained
 from outlast.runtime.board import Board
 from outlast.runtime.files import write_optional
-from outlast.runtime.processes import send_signal
+from outlast.runtime.processes import end_process
 
 log = logging.getLogger(__name__)
 
@@ -106,17 +105,9 @@ class HangWatch:
             log.error("%s; stacks in %s", find_root_cause(positions).reason, folder)
         self._doubt_timeouts(report, positions)
         wanted = signal.Signals[self._config.rank_termination_signal]
-        log.error("rank %d (pid %d) is ended with %s", rank, self._task.pid, wanted.name)
-        self._send(wanted)
-        if wanted != signal.SIGKILL:
-            self._send(signal.SIGCONT)  # a stopped process handles nothing else
-            grace_s = self._config.rank_termination_grace
-            if not self._is_gone(grace_s):
-                log.error(
-                    "rank %d (pid %d) still runs %g s after %s: sending SIGKILL",
-                    *(rank, self._task.pid, grace_s, wanted.name),
-                )
-                self._send(signal.SIGKILL)
+        name = f"rank {rank} (pid {self._task.pid})"
+        log.error("%s is ended with %s", name, wanted.name)
+        end_process(self._worker, self._task.pid, wanted, grace_s=self._config.rank_termination_grace, name=name)
 
     def _doubt_timeouts(self, report: HangReport, positions: Sequence[Position]) -> None:
         """Record that timeouts were exceeded: a learned one may be too short, unless this rank's position explains it.
@@ -134,15 +125,6 @@ class HangWatch:
         config, cycle = FaultToleranceConfig.from_json(self._task.configured), self._task.cycle
         update = partial(LearnedTimeouts.update, folder, seen, cycle=cycle, config=config, faulted=late)
         write_optional("learned timeouts", folder, update, timeout_s=MERGE_S)
-
-    def _send(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # it ended by itself meanwhile
-            send_signal(self._worker, self._task.pid, number)
-
-    def _is_gone(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._worker, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1e3))
 
 
 def run_duty(task: bytes, line: socket.socket, fds: list[int], pidfd: int) -> None:

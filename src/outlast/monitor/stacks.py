@@ -296,8 +296,8 @@ def py_spy(pid: int, *, native: bool = False, timeout_s: float = 3.0) -> str:
 
     Blocks: up to ``timeout_s``.
     """
-    beside = Path(sys.executable).with_name("py-spy")
-    program = beside if beside.exists() else shutil.which("py-spy")
+    installed = Path(sys.executable).with_name("py-spy")
+    program = installed if installed.exists() else shutil.which("py-spy")
     if program is None:
         return ""
     try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outlast.clock import MONOTONIC, Clock
+from outlast.incidents import Incident, IncidentKind
 from outlast.policy.deadlines import Expired, Timeouts, expired, wake_at_ns
 from outlast.runtime.board import Board, RankState
 
@@ -28,6 +29,23 @@ class HangReport:
     expired: list[Expired]
     """The longest overdue of each rank first."""
     states: list[RankState]
+
+    def incident(self, *, job: str, cycle: int, node: str) -> Incident:
+        """Return the incident of the first rank that exceeded a timeout; the root cause is identified later."""
+        first = self.expired[0]
+        state = next(one for one in self.states if one.local_rank == first.local_rank)
+        return Incident(
+            kind=IncidentKind.WORKER_HUNG,
+            job=job,
+            cycle=cycle,
+            node=node,
+            rank=state.global_rank,
+            pid=state.pid,
+            section="/".join(section.name for section in state.sections) or None,
+            iteration=state.iteration,
+            detected_after_s=round(first.elapsed_s, 4),
+            evidence={"summary": first.describe(node), "timeout_s": first.timeout_s},
+        )
 
 
 class Watchdog:

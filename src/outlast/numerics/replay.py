@@ -451,7 +451,7 @@ class Rewinder:
                     label = f"{prefix}.{name}" if prefix else name
                     buffer = _WatchedBuffer(owner, name, label, is_silent=is_silent, changes=is_silent)
                     self._buffers.setdefault((id(owner), name), buffer)
-            self._learn_anew()
+            self._relearn()
 
     def begin(self) -> None:
         """Record the state at the beginning of a run.
@@ -463,7 +463,7 @@ class Rewinder:
         parameters = self._parameters.values()
         self._gradient_versions = [None if (grad := one.grad) is None else grad._version for one in parameters]
         if [module.training for module in self._modules] != self._modes:
-            self._learn_anew()
+            self._relearn()
         if self._runs_to_learn:
             self._copy([buffer for buffer in self._buffers.values() if buffer.look(learning=True)])
             return
@@ -502,7 +502,7 @@ class Rewinder:
         if lost:
             log.warning("%s changed within a step for the first time and cannot be put back", ", ".join(lost))
 
-    def _learn_anew(self) -> None:
+    def _relearn(self) -> None:
         self._modes = [module.training for module in self._modules]
         self._runs_to_learn = LEARNING_RUNS
 

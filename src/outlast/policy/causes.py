@@ -126,8 +126,8 @@ def permanent_cause(causes: Sequence[Cause | None], *, has_session: bool) -> Cau
     first = causes[0] if causes else None
     if first is None or not is_permanent(first, has_session=has_session):
         return None
-    alike = all(one is not None and (one.type, one.frame) == (first.type, first.frame) for one in causes)
-    return first if alike else None
+    are_equal = all(one is not None and (one.type, one.frame) == (first.type, first.frame) for one in causes)
+    return first if are_equal else None
 
 
 def find_first(ended: Sequence[Ended]) -> Ended:

@@ -692,7 +692,7 @@ def describe_saves(
     tiers: tuple[str, ...],
     interval: int | str,
     near_interval: int | str,
-    is_told: bool,
+    is_notified: bool,
     saved_by: str | None = None,
 ) -> str:
     """Return where a session saves, and how it responds to a preemption notice.
@@ -701,7 +701,7 @@ def describe_saves(
         tiers: Tiers that it saves to; empty = none.
         interval: Iterations between saves to all tiers; 0 = only at a shutdown, at the end, or by hand.
         near_interval: Iterations between saves to the node-local tiers alone.
-        is_told: Preemption notices reach it.
+        is_notified: Preemption notices reach it.
         saved_by: Who saves in its place; ``None`` = the session does, or it is not known.
     """
     if saved_by is not None:
@@ -716,7 +716,7 @@ def describe_saves(
             near = "at automatic intervals" if near_interval == "auto" else f"every {near_interval} iterations"
             often.append(f"{near} to the node-local tiers")
         saves = f"checkpoints {' and '.join(often)} to {' + '.join(tiers)}"
-    if not is_told:
+    if not is_notified:
         leaving = "preemption no (outlast.init() was not called in the main thread)"
     else:
         leaving = "preemption yes" if tiers or saved_by is not None else "preemption no (nothing is saved)"

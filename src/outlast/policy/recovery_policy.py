@@ -500,8 +500,8 @@ def _blame(state: RecoveryState, end: CycleEnd, diagnosis: Diagnosis, what: str)
         action = f"node {node} is quarantined, restarting the workers on the others"
         return Remedy(what=what, action=action, quarantine=node, faulty_node=node, is_device_fault=True)
     if node and node not in state.quarantined and (end.num_spares > 0 or end.may_shrink):
-        heir = "a spare takes its slot" if end.num_spares > 0 else "training continues without it"
-        action = f"node {node} is quarantined, {heir}"
+        follows = "a spare takes its slot" if end.num_spares > 0 else "training continues without it"
+        action = f"node {node} is quarantined, {follows}"
         recovery_level = RecoveryLevel.REPLACE_NODE
         return Remedy(
             what=what,
@@ -908,8 +908,8 @@ def _remedy(
     source = describe_source(state) if limits.max_node_faults and node not in state.quarantined else None
     is_suspect = spare and source is not None and is_last_restart(state, limits)
     if incident.kind == IncidentKind.NODE_LOST:
-        heir = "a spare takes its slot" if spare else "no spare waits for its slot"
-        return RecoveryLevel.REPLACE_NODE, heir, (node,) if (worn_out or is_suspect) and spare else ()
+        action = "a spare takes its slot" if spare else "no spare waits for its slot"
+        return RecoveryLevel.REPLACE_NODE, action, (node,) if (worn_out or is_suspect) and spare else ()
     if incident.kind in (IncidentKind.CANNOT_START, IncidentKind.NODE_UNHEALTHY):
         if spare and node:
             return RecoveryLevel.REPLACE_NODE, f"a spare takes the slot of node {node}", (node,)

@@ -107,7 +107,7 @@ def find_root_cause(positions: Iterable[Position]) -> RootCause:
             reasons.append(reason)
             suspects = kept
     if len(suspects) > 1:
-        return RootCause(node=_common_node(suspects, left), reason=_describe_alike(suspects, reasons))
+        return RootCause(node=_common_node(suspects, left), reason=_describe_indistinguishable(suspects, reasons))
     root_cause = suspects[0]
     if not reasons:
         reasons.append("it is the only rank that can be named")
@@ -201,7 +201,7 @@ def _name(ranks: list[Position]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}"
 
 
-def _describe_alike(suspects: list[Position], reasons: list[str]) -> str:
+def _describe_indistinguishable(suspects: list[Position], reasons: list[str]) -> str:
     text = f"ranks {_ranks(suspects)} are indistinguishable"
     if reasons:
         text += f"; for each of them: {'; '.join(reasons)}"
@@ -214,8 +214,8 @@ def _describe_alike(suspects: list[Position], reasons: list[str]) -> str:
 def _common_node(suspects: list[Position], left: list[Position]) -> str:
     """Return the node whose ranks are all suspects while those of other nodes only wait; empty = none."""
     nodes = {one.node for one in suspects}
-    is_told_apart = any(one.node not in nodes for one in left) and all(_doing(one) != _WAITING for one in suspects)
-    return nodes.pop() if len(nodes) == 1 and is_told_apart else ""
+    is_distinguishable = any(one.node not in nodes for one in left) and all(_doing(one) != _WAITING for one in suspects)
+    return nodes.pop() if len(nodes) == 1 and is_distinguishable else ""
 
 
 def _by_iteration(ranks: list[Position]) -> tuple[list[Position], str]:

@@ -50,7 +50,7 @@ _BROUGHT = 0.25
 """Share of a rank's excess in a section that the other rank must have lost before it; else both lost it there."""
 _NONE_OF_IT = 0.5
 """Upper limit of the waiting rank's loss before the section, as a share of the other rank's."""
-_ALIKE = 0.1
+_EQUAL = 0.1
 """Relative difference up to which excesses count as equal."""
 
 
@@ -292,12 +292,12 @@ def judge_scope(rank: int, slow: Set[int], ranks: Sequence[RankTimings]) -> tupl
 def _straggler(
     one: Slowness, owner: RankTimings, streaks: Streaks, slow: Sequence[Slowness], ranks: Sequence[RankTimings]
 ) -> Straggler:
-    alike = (
+    equally_slow = (
         other.rank
         for other in slow
         if (other.basis, other.name) == (one.basis, one.name)
         and other.rank != one.rank
-        and abs(other.excess_s - one.excess_s) <= _ALIKE * one.excess_s
+        and abs(other.excess_s - one.excess_s) <= _EQUAL * one.excess_s
     )
     scope, reason = judge_scope(
         one.rank, {other.rank for other in slow if (other.basis, other.name) == (one.basis, one.name)}, ranks
@@ -315,7 +315,7 @@ def _straggler(
         excess_s=one.excess_s,
         z=one.z,
         num_windows=streaks.lengths[(one.rank, one.basis, one.name)],
-        alike=tuple(sorted(alike)),
+        alike=tuple(sorted(equally_slow)),
     )
 
 

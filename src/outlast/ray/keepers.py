@@ -7,6 +7,7 @@ replaced keeper's writer listens at the same address, so actors continue to save
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -100,17 +101,11 @@ class NodeKeepers:
     def look(self) -> list[str]:
         """Replace dead keepers; return the nodes that lost theirs since the last call. Blocks: never."""
         for node_id, kept in list(self._keepers.items()):
-            reply = kept.ping.poll(kept.handle.pid)
+            reply = kept.ping.poll(kept.handle.pid, SILENT_S if kept.has_started else math.inf)
             if reply is not None and reply.fault is None:
                 kept.has_started = True
                 kept.ping.note_answer(clock.now_s() + _LOOK_S)
-                continue
-            if reply is None:
-                silent_s = clock.now_s() - kept.ping.asked_s
-                if not kept.has_started or silent_s < SILENT_S:
-                    continue
-                reply = Reply(fault=ReplyFault.LATE, error=TimeoutError(f"no response for {silent_s:.0f} s"))
-            if self._lose(node_id, reply):
+            elif reply is not None and self._lose(node_id, reply):
                 self._start(node_id)
         lost, self._lost = self._lost, []
         return lost

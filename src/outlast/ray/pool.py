@@ -88,7 +88,7 @@ class DrainNotices:
         if ask is None:
             log.warning("this version of Ray does not report which nodes it drains: actors stay there until they die")
             return
-        told: dict[str, int] = {}
+        last_found: dict[str, int] = {}
         while not self._closing.wait(_DRAIN_POLL_S):
             try:
                 found: dict[str, int] = ask()
@@ -98,10 +98,10 @@ class DrainNotices:
             known = self.nodes
             self.nodes = {
                 # Converted once unless Ray changes it: the deadline is wall-clock time, which may be adjusted.
-                node: known[node] if told.get(node) == epoch_ms else _ends_s(epoch_ms)
+                node: known[node] if last_found.get(node) == epoch_ms else _ends_s(epoch_ms)
                 for node, epoch_ms in found.items()
             }
-            told = found
+            last_found = found
 
 
 def _ends_s(epoch_ms: int) -> float:
@@ -456,13 +456,11 @@ class Pool:
     def _ping_spares(self) -> None:
         for spare in self.spares:
             ping = self._pings.setdefault(spare.number, ActorPing())
-            reply = ping.poll(spare.handle.status)
+            reply = ping.poll(spare.handle.status, self._config.ping_timeout)
             if reply is not None and reply.fault is None:
                 ping.note_answer(ping.asked_s + self._config.ping_interval)
-            elif reply is not None and reply.fault == ReplyFault.DIED:
+            elif reply is not None:
                 self._lose(spare, reply)
-            elif clock.now_s() - ping.asked_s >= self._config.ping_timeout:
-                self._lose(spare, reply or Reply(fault=ReplyFault.LATE))
 
     def _lose(self, spare: Actor, reply: Reply) -> None:
         log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from ray import exceptions
 
 from outlast import clock
 
+log = logging.getLogger(__name__)
 _Key = TypeVar("_Key")
 _FETCH_S = 60.0
 """Limit for fetching a ready reply to this node."""
@@ -92,27 +94,32 @@ class ActorPing:
     """Monotonic time since which the actor has not replied; infinite = it has."""
     ref: Any = None
     """Reference of the pending ping."""
+    error: BaseException | None = None
+    """Why the last ping since then failed."""
 
-    def poll(self, method: Any) -> Reply | None:
-        """Return the reply if there is one; ping if due. Blocks: while the value is fetched."""
-        now_s = clock.now_s()
-        if self.ref is None:
-            if now_s >= self.due_s:
-                self.ref, self.asked_s = method.remote(), min(self.asked_s, now_s)
-            return None
-        reply = reply_if_ready(self.ref)
-        if reply is not None and reply.fault == ReplyFault.UNREACHABLE:
-            self.note_failure()  # it may be alive
-            return None
+    def poll(self, method: Any, timeout_s: float = math.inf) -> Reply | None:
+        """Return the reply, or the fault: ``DIED``, or ``LATE`` after ``timeout_s``; ping if due.
+
+        A ping that raised or did not reach the actor, which may be alive, is repeated soon.
+
+        Blocks: while the value is fetched.
+        """
+        reply, now_s = None, clock.now_s()
+        if self.ref is not None:
+            reply = reply_if_ready(self.ref)
+        elif now_s >= self.due_s:
+            self.ref, self.asked_s = method.remote(), min(self.asked_s, now_s)
+        if reply is not None and reply.fault in (ReplyFault.UNREACHABLE, ReplyFault.RAISED):
+            log.debug("a ping failed: %s", describe_error(reply.error))
+            self.ref, self.due_s, self.error, reply = None, now_s + _AGAIN_S, reply.error, None
+        if reply is None and (silent_s := now_s - self.asked_s) >= timeout_s:
+            error = self.error or TimeoutError(f"no response for {silent_s:.0f} s")
+            return Reply(fault=ReplyFault.LATE, error=error)
         return reply
-
-    def note_failure(self) -> None:
-        """Record a failed ping: the next one follows soon; the actor counts as silent since the first."""
-        self.ref, self.due_s = None, clock.now_s() + _AGAIN_S
 
     def note_answer(self, due_s: float) -> None:
         """Record a reply and schedule the next ping."""
-        self.ref, self.asked_s, self.due_s = None, math.inf, due_s
+        self.ref, self.asked_s, self.error, self.due_s = None, math.inf, None, due_s
 
 
 def describe_error(error: BaseException | None) -> str:

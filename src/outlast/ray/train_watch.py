@@ -10,10 +10,8 @@ root cause and has that worker ended; Ray Train ends the others, which wait for 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import select
 import signal
 import tempfile
 import threading
@@ -26,8 +24,8 @@ import ray
 from outlast import clock, env, logs
 from outlast.checkpoint.writer_client import WriterProcess
 from outlast.config import FaultToleranceConfig
-from outlast.incidents import EventKind, Incident, IncidentKind
-from outlast.launch.decisions import identify_root_cause
+from outlast.incidents import EventKind, Incident
+from outlast.launch.decisions import highest_committed, highest_durable, identify_root_cause
 from outlast.launch.protocol import CycleFacts
 from outlast.monitor.examination import examine
 from outlast.monitor.watchdog import HangReport, Watchdog
@@ -36,7 +34,7 @@ from outlast.policy.root_cause import Position
 from outlast.ray.replies import ReplyFault, await_replies, describe_error
 from outlast.runtime.board import Board
 from outlast.runtime.journal import Journal
-from outlast.runtime.processes import open_pidfd, send_signal
+from outlast.runtime.processes import end_process, open_pidfd
 from outlast.wording import count
 
 log = logging.getLogger(__name__)
@@ -161,13 +159,8 @@ class TrainWatch:
         try:
             wanted = signal.Signals[self._config.rank_termination_signal]
             log.error("rank %d is ended with %s, so that Ray Train restarts the group", rank, wanted.name)
-            _send(worker, pid, wanted)
-            if wanted != signal.SIGKILL:
-                _send(worker, pid, signal.SIGCONT)  # a stopped process handles no other signal
-                grace_s = self._config.rank_termination_grace
-                if not _is_gone(worker, grace_s):
-                    log.error("rank %d still runs %g s after %s: sending SIGKILL", rank, grace_s, wanted.name)
-                    _send(worker, pid, signal.SIGKILL)
+            grace_s = self._config.rank_termination_grace
+            end_process(worker, pid, wanted, grace_s=grace_s, name=f"rank {rank}")
         finally:
             os.close(worker)
         return True
@@ -175,12 +168,10 @@ class TrainWatch:
     def facts(self) -> CycleFacts:
         with self._lock:
             states = self._board.read_all() if self._board is not None else []
-            durable = [one.durable_iteration for one in states if one.durable_iteration is not None]
-            committed = [one.committed_iteration for one in states if one.committed_iteration is not None]
             return CycleFacts(
                 cycle=self._attempt,
-                durable_iteration=max(durable, default=None),
-                committed_iteration=max(committed, default=None),
+                durable_iteration=highest_durable(states),
+                committed_iteration=highest_committed(states),
                 progress_known=any(state.reports_progress for state in states),
                 incident=self._incident,
             )
@@ -210,20 +201,8 @@ class TrainWatch:
 
     def _on_hang(self, report: HangReport) -> None:
         """Report to the judge; if it does not respond, judge here. Thread: the watchdog's."""
-        attempt, late = self._attempt, report.expired[0]
-        state = next(one for one in report.states if one.local_rank == late.local_rank)
-        first = Incident(
-            kind=IncidentKind.WORKER_HUNG,
-            job=self._journal.job,
-            cycle=attempt,
-            node=self.node,
-            rank=state.global_rank,
-            pid=state.pid,
-            section="/".join(section.name for section in state.sections) or None,
-            iteration=state.iteration,
-            detected_after_s=round(late.elapsed_s, 4),
-            evidence={"summary": late.describe(self.node), "timeout_s": late.timeout_s},
-        )
+        attempt = self._attempt
+        first = report.incident(job=self._journal.job, cycle=attempt, node=self.node)
         if self._judge is not None:
             try:
                 timeout_s = 2 * (_ASK_S + self._config.rank_termination_grace)
@@ -254,14 +233,3 @@ def answers_of(asked: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
         if reply.fault not in (None, ReplyFault.LATE):  # the watch is dead
             log.warning("a machine did not %s: %s", what, describe_error(reply.error))
     return [reply.value for reply in replies if reply.fault is None]
-
-
-def _send(worker: int, pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # already ended
-        send_signal(worker, pid, number)
-
-
-def _is_gone(worker: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(worker, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1e3))

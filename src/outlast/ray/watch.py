@@ -165,25 +165,19 @@ class Watch:
         """Query the status of due actors and process the responses."""
         exceeded: dict[int, tuple[str, float]] = {}
         for rank, one in waiting.items():
-            reply, now_s = one.ping.poll(one.actor.handle.status), clock.now_s()
-            silent_s = now_s - one.ping.asked_s
+            reply = one.ping.poll(one.actor.handle.status, self._config.ping_timeout)
+            now_s = clock.now_s()
+            silent = f"no response for {now_s - one.ping.asked_s:.1f} s"
             if reply is not None and reply.fault is None:
                 self._note_status(one, reply.value)
                 if reply.value.exceeded:
                     exceeded[rank] = (reply.value.exceeded[0], one.open_s)
-                continue
-            if reply is not None and reply.fault == ReplyFault.DIED:
-                text = describe_error(reply.error)
-                gathered.lost[rank] = lose(rank, one.actor, LossKind.DIED, text, now_s - one.alive_s)
-                continue
-            if reply is not None:
-                log.debug("rank %d: its status is unavailable: %s", rank, describe_error(reply.error))
-                one.ping.note_failure()
-            if silent_s >= self._config.ping_timeout:
-                text = f"no response for {silent_s:.1f} s"
-                gathered.lost[rank] = lose(rank, one.actor, LossKind.SILENT, text, now_s - one.alive_s)
+            elif reply is not None:
+                is_dead = reply.fault == ReplyFault.DIED
+                kind, text = (LossKind.DIED, describe_error(reply.error)) if is_dead else (LossKind.SILENT, silent)
+                gathered.lost[rank] = lose(rank, one.actor, kind, text, now_s - one.alive_s)
             elif now_s >= self._silent_s(one):
-                text = f"a timeout is exceeded, and no response for {silent_s:.1f} s"
+                text = f"a timeout is exceeded, and {silent}"
                 exceeded[rank] = (text, one.open_s + now_s - one.alive_s)
         if exceeded and gathered.is_whole:
             self._find_root_cause(waiting, exceeded, gathered)

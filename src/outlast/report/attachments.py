@@ -108,13 +108,13 @@ class RunFiles:
             text = self._load(path, _OTHER_BYTES)
             if text is None:
                 continue
-            alike = _anonymous(text)
-            groups.setdefault(alike, []).append(rank)
-            first.setdefault(alike, (path, text))
+            key = _anonymous(text)
+            groups.setdefault(key, []).append(rank)
+            first.setdefault(key, (path, text))
         found: list[Attachment] = []
         by_size = sorted(groups.items(), key=lambda one: len(one[1]))
-        for alike, members in by_size[:_MAX_OTHERS]:
-            path, text = first[alike]
+        for key, members in by_size[:_MAX_OTHERS]:
+            path, text = first[key]
             noun = "rank" if len(members) == 1 else "ranks"
             title = f"{what} of {noun} {', '.join(number_ranges(members))}"
             found.append(self._admit(Attachment(title=title, path=path, text=text), budget))

@@ -135,7 +135,7 @@ prefersDark.addEventListener("change", applyTheme);
 window.addEventListener("beforeprint", () => { isPrinting = true; applyTheme(); });
 window.addEventListener("afterprint", () => { isPrinting = false; applyTheme(); });
 
-// -- the tip beside the pointer ------------------------------------------------------------------------------------
+// -- the tip next to the pointer -----------------------------------------------------------------------------------
 
 const tip = byId("tip");
 function showTip(x, y, lines) {

@@ -203,7 +203,7 @@ function buildGoodput() {
   return section("goodput", "Where the time went", "Goodput", el("p", { class: "soft small" }, `The parts add up to the wall time, ${time(run.wall_s)}.`), bars, means);
 }
 
-/** A curve, or dots, of [seconds, value, iteration]; a curve starts anew where iterations go back. */
+/** A curve, or dots, of [seconds, value, iteration]; a new curve starts where iterations go back. */
 function plot({ title, points, x, isTime, show, isDots }) {
   const figure = el("figure", {});
   const readout = el("span", { class: "num" });

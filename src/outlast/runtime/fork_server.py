@@ -1,6 +1,6 @@
 """The fork server: a process that imports torch once, and from which workers are forked.
 
-:class:`Zygote` is the agent's side, :func:`main` the process; they exchange the messages below over a socket pair
+:class:`ForkServer` is the agent's side, :func:`main` the process; they exchange the messages below over a socket pair
 (:mod:`outlast.runtime.wire`). The process is single-threaded, never runs a multi-threaded torch operation, and has no
 process group and no CUDA context: a child forked after any of those hangs or crashes much later.
 
@@ -43,7 +43,7 @@ _MAX_FDS = 2
 
 
 class Preload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Imports of the fork server; see :class:`Zygote`."""
+    """Imports of the fork server; see :class:`ForkServer`."""
 
     modules: tuple[str, ...]
     own_modules: tuple[str, ...]
@@ -87,7 +87,6 @@ class Clear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ForkServerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The imports are done."""
 
-    import_s: float
     failed: dict[str, str] = {}
     """Modules that could not be imported, and why."""
 
@@ -266,7 +265,7 @@ def main(fd: str) -> None:
 
 
 def _preload(task: Preload) -> tuple[ForkServerReady, list[Preloaded]]:
-    started_s, failed = clock.now_s(), dict[str, str]()
+    failed = dict[str, str]()
     preloaded = preload(task.modules, failed)
     folder = os.fsdecode(task.folder)
     sys.path.insert(0, folder)
@@ -275,7 +274,7 @@ def _preload(task: Preload) -> tuple[ForkServerReady, list[Preloaded]]:
     free_groups_last()
     gc.collect()
     gc.freeze()
-    return ForkServerReady(import_s=clock.now_s() - started_s, failed=failed), preloaded
+    return ForkServerReady(failed=failed), preloaded
 
 
 def _serve(channel: MessageChannel[Request], wake_read: int, children: _Children) -> Spawn | None:

@@ -200,7 +200,7 @@ def become_worker(
     postmortem.begin()
     sys.stdout = sys.__stdout__ = _by_lines(sys.stdout)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _by_lines(sys.stderr)  # type: ignore[misc]
-    _draw_anew()
+    _reseed()
     if (rank := environment.get("RANK", "")).isdecimal():
         logs.configure_worker(int(rank), environment.get(env.NODE, ""), least=logging.WARNING)
     if on_start:
@@ -270,7 +270,7 @@ class _LineBuffer(io.BufferedWriter):
         return written
 
 
-def _draw_anew() -> None:
+def _reseed() -> None:
     """Renew the random state that a fresh interpreter draws; Python's own generator reseeds itself after a fork."""
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
     torch, numpy_random = sys.modules.get("torch"), sys.modules.get("numpy.random")

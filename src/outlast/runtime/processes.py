@@ -314,10 +314,10 @@ class DatagramSocket:
         """Yield the pending datagrams with each sender's address, up to a limit, so that a flood ends."""
         for _ in range(_MAX_DATAGRAMS):
             try:
-                data, beside, _, sender = self._socket.recvmsg(self._max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
+                data, control, _, sender = self._socket.recvmsg(self._max_bytes, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
                 return
-            user = next((_CREDENTIALS.unpack(found)[1] for _, kind, found in beside if kind == _SCM_CREDENTIALS), None)
+            user = next((_CREDENTIALS.unpack(found)[1] for _, kind, found in control if kind == _SCM_CREDENTIALS), None)
             if user in (0, os.getuid(), os.geteuid()):
                 yield data, sender or None
             else:
@@ -385,11 +385,36 @@ def send_signal(pidfd: int, pid: int, number: int) -> None:
     except OSError as error:
         if error.errno not in NOT_ALLOWED | {errno.EBADF}:
             raise
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        if poll.poll(0):
+        if has_ended(pidfd, 0.0):
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from None
         os.kill(pid, number)
+
+
+def has_ended(pidfd: int, timeout_s: float) -> bool:
+    """Return whether a process of :func:`open_pidfd` ends in time. Blocks: up to ``timeout_s``."""
+    poll = select.poll()  # not select(): an agent with many nodes has descriptors above 1023
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))
+
+
+def end_process(pidfd: int, pid: int, number: signal.Signals, *, grace_s: float, name: str) -> None:
+    """Send a signal to a process of :func:`open_pidfd`, and SIGKILL if it still runs after the grace period.
+
+    Args:
+        name: Of the process, for the log.
+
+    Raises:
+        PermissionError: It may not be signalled.
+
+    Blocks: up to ``grace_s``; never for SIGKILL.
+    """
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        send_signal(pidfd, pid, number)
+        if number != signal.SIGKILL:
+            send_signal(pidfd, pid, signal.SIGCONT)  # a stopped process handles no other signal
+            if not has_ended(pidfd, grace_s):
+                log.error("%s still runs %g s after %s: sending SIGKILL", name, grace_s, number.name)
+                send_signal(pidfd, pid, signal.SIGKILL)
 
 
 class ChildProcess:
@@ -492,9 +517,7 @@ class ChildProcess:
         if grace_s and self._process.returncode is None:
             ended = open_pidfd(self.pid)  # not reaped before its group is ended, so its pid is not reused
             try:
-                poll = select.poll()  # not select(): an agent with many nodes has descriptors above 1023
-                poll.register(ended, select.POLLIN)
-                poll.poll(grace_s * 1e3)
+                has_ended(ended, grace_s)
             finally:
                 os.close(ended)
         self.kill()

@@ -148,7 +148,7 @@ def _read_own(path: Path) -> bytes:
         OSError: It cannot be read, or is not a regular file.
     """
     data, found = read_file(path, max_bytes=_MAX_BYTES), path.lstat()
-    # With root squash, both an administrator's file and the directory belong to nobody.
+    # With root squash, both an administrator's file and the directory belong to the user nobody.
     if found.st_uid not in {os.geteuid(), 0, path.parent.stat().st_uid}:
         raise ConfigError(
             f"the run key {path} belongs to user {found.st_uid}, not to you (user {os.geteuid()}) or to the owner of "

@@ -361,8 +361,8 @@ class MessageChannel(Generic[R]):
             return self._wait(socket.SO_RCVTIMEO, end_s, partial(self._socket.recv, num_bytes))
         # Not socket.recv_fds: it ignores the flag (Python 3.11), and children would inherit the descriptors.
         receive = partial(self._socket.recvmsg, num_bytes, socket.CMSG_SPACE(4 * max_fds), _CLOEXEC)
-        data, beside, _, _ = self._wait(socket.SO_RCVTIMEO, end_s, receive)
-        for level, kind, content in beside:
+        data, control, _, _ = self._wait(socket.SO_RCVTIMEO, end_s, receive)
+        for level, kind, content in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds += array.array("i", content[: len(content) // 4 * 4])
         return data

@@ -136,12 +136,12 @@ def warn_of_missing_protection(
 def _describe_protection(config: Config, place: WorkerEnv, *, watches_signals: bool, saved_by: str | None) -> str:
     checkpoint = config.checkpoint
     if checkpoint is None:
-        return describe_saves(tiers=(), interval=0, near_interval=0, is_told=watches_signals, saved_by=saved_by)
+        return describe_saves(tiers=(), interval=0, near_interval=0, is_notified=watches_signals, saved_by=saved_by)
     tiers = [] if place.writer is None else ["memory"]
     tiers += [str(one) for one in (checkpoint.local_directory, checkpoint.directory) if one is not None]
     near = checkpoint.non_persistent_save_interval if has_node_local_tier(checkpoint, place) else 0
     return describe_saves(
-        tiers=tuple(tiers), interval=checkpoint.save_interval, near_interval=near, is_told=watches_signals
+        tiers=tuple(tiers), interval=checkpoint.save_interval, near_interval=near, is_notified=watches_signals
     )
 
 

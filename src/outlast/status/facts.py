@@ -233,8 +233,8 @@ def _nodes(evidence: Evidence, job: JobView, recovery_state: RecoveryState | Non
     for name in names:
         agent, (_, start) = job.agents.get(name), newest.starts.get(name, (0.0, None))
         runs = state == RunState.RUNNING and start is not None and name not in newest.ends
-        if (told := there.get(name)) is not None and state == RunState.RUNNING:
-            runs = told.slot is not None and not told.ready
+        if (reported := there.get(name)) is not None and state == RunState.RUNNING:
+            runs = reported.slot is not None and not reported.ready
         if name in job.ended_agents:
             what = NodeState.ENDED
         elif (alive.get(name) is False or name in job.lost) and name not in there:
@@ -324,7 +324,7 @@ def _budgets(
     fresh budgets.
     """
     if live is not None:
-        told = live.budgets
+        budgets = live.budgets
     else:
         limits = job.setting("limits")
         if not isinstance(limits, dict) or recovery_state is None:
@@ -335,18 +335,18 @@ def _budgets(
             max_restarts_total=limits.get("max_restarts_total"),
             max_no_progress_cycles=next(filter(None, cycles), None) or limits.get("max_no_progress_cycles") or 0,
         )
-        told = LiveBudgets.of(recovery_state, allowed)
+        budgets = LiveBudgets.of(recovery_state, allowed)
     if live is not None:
         known = live.best_durable if live.best_committed is None else live.best_committed
     else:
         known = recovery_state.newest_iteration if recovery_state is not None else None
     if any(known is None or one.iteration > known for one in checkpoints):
-        told = msgspec.structs.replace(told, restarts_without_progress=0, cycles_without_progress=0)
+        budgets = msgspec.structs.replace(budgets, restarts_without_progress=0, cycles_without_progress=0)
     return Budgets(
-        restarts_in_a_row=_budget(told.restarts_without_progress, told.max_restarts),
-        restarts_total=_budget(told.restarts_total, told.max_restarts_total),
-        cycles_without_progress=_budget(told.cycles_without_progress, told.max_no_progress_cycles),
-        progress_known=told.progress_known,
+        restarts_in_a_row=_budget(budgets.restarts_without_progress, budgets.max_restarts),
+        restarts_total=_budget(budgets.restarts_total, budgets.max_restarts_total),
+        cycles_without_progress=_budget(budgets.cycles_without_progress, budgets.max_no_progress_cycles),
+        progress_known=budgets.progress_known,
     )
 
 
@@ -449,9 +449,9 @@ def _summary(report: StatusReport, unreachable: str | None) -> str:
             return f"waiting for {describe_waiting(report.waiting)}"
         case RunState.RUNNING:
             where = "" if report.cycle is None else f"cycle {report.cycle}"
-            told = "" if report.iteration is None else f"iteration {report.iteration}"
+            progress = "" if report.iteration is None else f"iteration {report.iteration}"
             rate = "" if report.rate is None else f"{report.rate:.3g} iterations/s"
-            return "running" + "".join(f", {part}" for part in (where, told, rate) if part)
+            return "running" + "".join(f", {part}" for part in (where, progress, rate) if part)
         case _:
             return "forming: the nodes come together for the next cycle"
 

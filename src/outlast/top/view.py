@@ -182,11 +182,8 @@ def _list_ranks(ranks: Sequence[RankLine], num: int) -> Iterator[Text]:
 def describe_others(others: Sequence[RankLine]) -> str:
     """Return one line that summarises the ranks without a line."""
     counts = Counter(line.state for line in others)
-    what = f"and {len(others)} more"
-    if len(counts) == 1:
-        what += f" alike: {next(iter(counts))}"
-    else:
-        what += ": " + ", ".join(f"{number} {state}" for state, number in counts.most_common())
+    what = f"and {len(others)} more: "
+    what += ", ".join(f"{'all' if len(counts) == 1 else number} {state}" for state, number in counts.most_common())
     done = [line.iteration for line in others if line.iteration is not None]
     if done:
         low, high = min(done), max(done)

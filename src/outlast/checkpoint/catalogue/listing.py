@@ -258,7 +258,7 @@ def _check(copy: NodeCopy, rank: int, manifest: Manifest) -> Problem | StoredFil
     return shard_file(manifest.shards[rank], read, name=name, room_bytes=PIECE_BYTES, node=copy.node)
 
 
-def _list_rebuildable(manifest: Manifest, present: Collection[int], beside: Collection[int]) -> tuple[int, ...]:
+def _list_rebuildable(manifest: Manifest, present: Collection[int], parities: Collection[int]) -> tuple[int, ...]:
     """Return the ranks without a copy here whose group's other shards and parities are all here."""
     if not manifest.parity:
         return ()
@@ -266,7 +266,7 @@ def _list_rebuildable(manifest: Manifest, present: Collection[int], beside: Coll
     for group in parity_groups(manifest.nodes, manifest.parity):
         absent = set(group).difference(present)
         others = set(group) - absent
-        if len(absent) == 1 and others and others.issubset(beside):
+        if len(absent) == 1 and others and others.issubset(parities):
             ranks += absent
     return tuple(sorted(ranks))
 

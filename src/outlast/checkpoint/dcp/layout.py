@@ -474,7 +474,7 @@ def compose(
     for rank, (inventory, duty, report) in enumerate(zip(inventories, duties, reports, strict=True)):
         first, table = len(files), inventory.table
         key = id(table), duty, report.tree_bytes, report.value_bytes
-        if (packed := known.get(key)) is None:  # once for all ranks that wrote alike
+        if (packed := known.get(key)) is None:  # once for all ranks that wrote the same layout
             nowhere = dict.fromkeys((row.name for row in table.rows), 0)
             values = map(bytes, report.value_bytes)
             packed = pack(Packing(file_bytes), inventory, duty, Range(0, report.tree_bytes), values, nowhere)

@@ -75,7 +75,7 @@ def prepare(script: BatchScript) -> tuple[str, tuple[str, ...]]:
         ConfigError: A file in the run directory cannot be used.
     """
     run_dir = Path(script.run_dir)
-    recovery_state = load_recovery_state(run_dir, is_new_job=False)
+    recovery_state = load_recovery_state(run_dir)
     if recovery_state.finished:
         log.warning(
             "the run in %s has finished: the job trains only if its script is given more iterations than before",
@@ -142,7 +142,7 @@ def end_job(run_dir: Path, job_id: str, exit_code: int, *, num_job_retries_on_fa
     Blocks: up to two minutes, while Slurm does not respond.
     Thread: the main thread; SIGTERM is ignored from then on if the job is requeued.
     """
-    recovery_state = load_recovery_state(run_dir, is_new_job=False)
+    recovery_state = load_recovery_state(run_dir)
     end = JobEnd(
         exit_code=exit_code,
         finished=recovery_state.finished,
@@ -247,7 +247,7 @@ def _why_not(entry: Checkpoint, excluded: frozenset[str]) -> str | None:
 
 def _excluded_attempts(run_dir: str | os.PathLike[str] | None, place: ListedPlace) -> frozenset[str]:
     """Return the attempts in this place that the run excludes from loading."""
-    excluded = load_recovery_state(None if run_dir is None else Path(run_dir), is_new_job=False).excluded
+    excluded = load_recovery_state(None if run_dir is None else Path(run_dir)).excluded
     tier = Tier.GLOBAL if place.tier == "global" else Tier.LOCAL
     known = [one for one in place.checkpoints if one.attempt is not None]
     lineage = {str(one.attempt): one.restored_attempt for one in known}
