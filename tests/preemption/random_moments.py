@@ -29,6 +29,7 @@ from outlast.checkpoint import CheckpointManager as _loaded_before_forks  # noqa
 from outlast.checkpoint.catalogue.listing import look_into, verify
 from outlast.incidents import EventKind
 from outlast.journal import read
+from outlast.runtime.processes import die_with_parent
 from outlast.session import session as _too  # noqa: F401
 from outlast.testing.ranks import free_port
 
@@ -98,10 +99,13 @@ def train(folder: Path, moment: Moment, number: int, listens: int) -> None:
         state["weights"].fill_(float(iteration + 1))
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: Path, moment: Moment, number: int, listens: int) -> None:
+def run_rank(
+    parent: int, rank: int, world_size: int, port: int, folder: Path, moment: Moment, number: int, listens: int
+) -> None:
     """Run one rank; never returns."""
     code = 1
     try:
+        die_with_parent(parent)
         os.setpgid(0, 0)
         with (folder / f"{rank}.log").open("ab") as log:
             os.dup2(log.fileno(), 1)
@@ -125,10 +129,10 @@ def play(number: int, moment: Moment, folder: Path, world_size: int, expected: i
     begin_s, port = clock.now_s(), free_port()
     reader, writer = os.pipe()
     signalled_ns = 0
-    ranks = {}
+    parent, ranks = os.getpid(), {}
     for rank in range(world_size):
         if (pid := os.fork()) == 0:
-            run_rank(rank, world_size, port, folder, moment, number, writer)
+            run_rank(parent, rank, world_size, port, folder, moment, number, writer)
         ranks[rank] = (pid, os.pidfd_open(pid))
     os.close(writer)
     try:

@@ -22,7 +22,7 @@ def test_run_survives_shutdowns_at_random_moments(tmp_path: Path, count: int) ->
     result = subprocess.run(
         [sys.executable, str(script), str(tmp_path), str(count), "7", "3"],
         env={**environment, "OMP_NUM_THREADS": "1"},
-        timeout=60 + 12 * count,
+        timeout=60 + 120 * count,
         check=False,
         text=True,
         capture_output=True,
