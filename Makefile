@@ -89,13 +89,13 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Ten processes run tests in parallel on two cores: most of the time a test waits.
+# Eight processes run tests in parallel on two cores: most of the time a test waits.
 unit: setup slurm chromium collected
-	$(BIN)/python -m pytest -n 10 --dist loadscope --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -n 8 --dist loadscope --no-loadscope-reorder --durations=10
 
 # `make test` and the tests marked `extended`.
 test-all: setup slurm chromium lint types docs collected
-	$(BIN)/python -m pytest -m 'not campaign and not gpu and not overlay' -n 10 --dist loadscope --no-loadscope-reorder \
+	$(BIN)/python -m pytest -m 'not campaign and not gpu and not overlay' -n 8 --dist loadscope --no-loadscope-reorder \
 	  --durations=10
 
 # Twelve minutes: two nodes and two spares train through 120 faults of all kinds; the result is bit-identical.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fault_strategies import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ def victims(plan: FaultPlan, iteration: int) -> list[list[int]]:
     return selected
 
 
+@pytest.mark.extended
 @given(plan=plans(world_size=4), iteration=st.integers(min_value=0, max_value=1000))
 def test_exactly_one_rank_is_selected(plan: FaultPlan, iteration: int) -> None:
     """Where neither node nor device is given, exactly one rank finds itself selected."""

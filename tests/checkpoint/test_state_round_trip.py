@@ -222,7 +222,11 @@ def test_unusual_values_are_restored_in_place(shape: str, tmp_path: Path) -> Non
         (lambda: torch.empty(3, device="meta"), "initialise it"),
         (lambda: torch.nn.LazyLinear(2), "call the module once"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind()"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "unbind()"),
+        pytest.param(
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "unbind()",
+            marks=pytest.mark.extended,  # torch imports its compiler
+        ),
         (lambda: torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "plain tensor"),
     ],
 )

@@ -364,7 +364,7 @@ SLOW = {"a YAML file"}  # PyYAML takes 1 ms for a line
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in DECODERS])
-@pytest.mark.parametrize("num_inputs", [2_000, pytest.param(10_000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("num_inputs", [500, pytest.param(10_000, marks=pytest.mark.extended)])
 def test_every_input_is_decoded_or_rejected(
     name: str, num_inputs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,6 +57,8 @@ BY_NVRX_NAMES: dict[str, list[End]] = {
     "exits with 3": [(3, REMOVED + "SystemExit: 3"), RETURNED],
 }
 """NVRx's default continues with fewer ranks."""
+SAMPLE = {"returns", "completion fails", "health_check fails", "fails everywhere", "exits with 3", "is killed"}
+"""Endings in ``make test``."""
 
 
 def last_line(output: str) -> str:
@@ -71,7 +73,10 @@ def last_line(output: str) -> str:
 @pytest.mark.parametrize(
     ("ending", "names", "expected"),
     [
-        *((ending, "ours", expected) for ending, expected in ENDS.items()),
+        *(
+            pytest.param(ending, "ours", expected, marks=[pytest.mark.extended] * (ending not in SAMPLE))
+            for ending, expected in ENDS.items()
+        ),
         *(
             pytest.param(ending, names, expected, marks=pytest.mark.extended)
             for names, ends in (("ours", WITH_A_SPARE), ("nvrx", BY_NVRX_NAMES))

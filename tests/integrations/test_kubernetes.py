@@ -117,6 +117,7 @@ LABELS = st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
 QUANTITIES = st.from_regex(r"[1-9][0-9]{0,3}(Mi|Gi)?", fullmatch=True)
 
 
+@pytest.mark.extended
 @settings(max_examples=20)
 @given(
     name=LABELS,

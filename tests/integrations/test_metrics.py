@@ -586,6 +586,7 @@ print("weight", weight.item(), flush=True)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_killed_run_is_continuous_in_tensorboard(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from outlast.testing import RankProcesses
 SCRIPT = Path(__file__).with_name("nvrx_two_ranks.py")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
 def test_two_ranks_agree_on_calls_stragglers_and_timeouts() -> None:

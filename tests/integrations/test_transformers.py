@@ -24,6 +24,8 @@ from outlast.errors import ConfigError, ExitReason, NotFinite, OutlastError
 from outlast.incidents import EventKind
 from outlast.testing import Cluster, RankProcesses
 
+pytestmark = pytest.mark.extended
+
 WITHIN_S = 240.0
 VARIANTS = Path(__file__).with_name("hf_variants.py")
 NO_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

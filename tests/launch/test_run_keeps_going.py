@@ -289,7 +289,14 @@ def test_goodput_report_begins_with_the_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sleeps", "holds the GIL", pytest.param("is stopped", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "holds the GIL",
+        pytest.param("sleeps", marks=pytest.mark.extended),
+        pytest.param("is stopped", marks=pytest.mark.campaign),
+    ],
+)
 def test_root_cause_of_a_hang_is_identified(mode: str, tmp_path: Path) -> None:
     """Of 4 ranks that all exceed the timeout, the one that the others wait for is identified, with its section, its
     iteration and the line where it hangs; its stacks are kept, and the next cycle finishes."""
@@ -360,7 +367,7 @@ def test_dead_fork_server_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extended)])
 def test_signal_ends_a_plain_script_with_its_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     """A script that saves nothing ends at the first signal; the exit code is that of the signal, and no process is
     left."""

@@ -250,6 +250,7 @@ def test_another_program_at_the_endpoint_is_reported(shell: Shell, response: byt
     assert "give a free port" in line
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_wait_for_a_missing_node_is_logged_and_bounded(shell: Shell) -> None:
     """A waiting node logs the missing number, the present nodes and the time limit; then it exits and reports the
@@ -313,6 +314,7 @@ def test_unreachable_object_store_is_reported(shell: Shell) -> None:
     assert len(result.lines) <= 10, result
 
 
+@pytest.mark.extended
 def test_full_disk_is_reported(shell: Shell) -> None:
     """A checkpoint directory on a full disk is rejected before the first step."""
     disk = shell.folder / "disk"
@@ -339,6 +341,7 @@ def test_errors_that_a_restart_cannot_fix_end_all_nodes(tmp_path: Path) -> None:
             assert "No module named 'nosuchthing' (train.py:1)" in agent.output().splitlines()[-1]
 
 
+@pytest.mark.extended
 def test_same_error_at_different_times_is_not_restarted(tmp_path: Path) -> None:
     """If the other node reports the same error first, a rank that has not failed yet still gets its time to do so."""
     folder = tmp_path / "run"
@@ -377,6 +380,7 @@ def test_checkpoint_of_another_model_is_reported_once(shell: Shell) -> None:
     assert {path: data for path, data in before.items() if path.read_bytes() != data} == {}
 
 
+@pytest.mark.extended
 def test_local_tier_of_another_world_size_is_rejected(shell: Shell) -> None:
     """One rank cannot load the node-local checkpoints of two ranks: exit code 2, and the error contains the remedy."""
     assert shell.train(TRAIN_LOCAL, "near", "2", options=("--run-dir=first",)).code == 0

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import runpy
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,7 @@ def test_results_in_the_docs_have_a_benchmark() -> None:
         assert f'"{bar}"' in source or f'"{stem}{{' in source, f"benchmark {bench} has no bar {bar}"
 
 
+@cache
 def templates() -> str:
     """Return every string of the source with ``…`` for placeholders, joined by zero bytes."""
     found = set()

@@ -60,6 +60,12 @@ def sources() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(encoding="utf-8"), filename=str(path)) for name, path in paths().items()}
 
 
+@cache
+def nodes_of(name: str) -> tuple[ast.AST, ...]:
+    """Return every node of a module."""
+    return tuple(ast.walk(sources()[name]))
+
+
 def paths() -> dict[str, Path]:
     """Return the file of every module."""
     found = {}
@@ -73,10 +79,10 @@ def is_package(name: str) -> bool:
     return (ROOT / Path(*name.split("."))).is_dir() if name else True
 
 
-def imports_of(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+def imports_of(name: str) -> Iterator[tuple[str, int]]:
     """Yield the modules below ``outlast`` (and foreign ones with their full name) that a module imports anywhere."""
     package = name if is_package(name) else name.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes_of(name):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield _own(alias.name), node.lineno
@@ -101,7 +107,7 @@ def _own(dotted: str) -> str:
 
 @cache
 def own_imports(name: str) -> list[tuple[str, int]]:
-    found = imports_of(name, sources()[name])
+    found = imports_of(name)
     return [(target.removeprefix("outlast:"), line) for target, line in found if target.startswith("outlast:")]
 
 
@@ -187,10 +193,10 @@ def test_policy_is_pure() -> None:
             "outlast:env",
             "outlast:clock",
         }
-        for target, line in imports_of(name, sources()[name]):
+        for target, line in imports_of(name):
             complete = target if target.startswith("outlast:") else target.split(".")[0]
             assert complete not in forbidden, f"{name}:{line} imports {target}"
-        for node in ast.walk(sources()[name]):
+        for node in nodes_of(name):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("open", "print", "input"), f"{name}:{node.lineno} does I/O"
 
@@ -200,7 +206,7 @@ def test_only_env_reads_the_environment() -> None:
     for name in MODULES:
         if name == "env":
             continue
-        for node in ast.walk(sources()[name]):
+        for node in nodes_of(name):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
                 assert node.attr not in ("environ", "getenv", "putenv", "environb"), f"{name}:{node.lineno}"
             if isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -212,7 +218,7 @@ def test_only_decoding_prepares_types() -> None:
     for name in MODULES:
         if name == "decoding":
             continue
-        for node in ast.walk(sources()[name]):
+        for node in nodes_of(name):
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
                 what = node.func.attr if isinstance(node.func, ast.Attribute) else ""
                 looks = what in ("convert", "Decoder") or (
@@ -226,7 +232,7 @@ def test_only_device_modules_use_cuda() -> None:
     for name in MODULES:
         if name in {"runtime.device", "runtime.device_collectives", "runtime.device_copies", "runtime.device_timing"}:
             continue
-        for node in ast.walk(sources()[name]):
+        for node in nodes_of(name):
             if isinstance(node, ast.Attribute | ast.Name):
                 word = node.attr if isinstance(node, ast.Attribute) else node.id
                 assert word != "cuda", f"{name}:{node.lineno} names CUDA"
@@ -237,7 +243,7 @@ def test_only_device_modules_use_cuda() -> None:
 def test_wall_clock_is_used_by_the_journal_only() -> None:
     """No module uses time.time(); the clock's wall time is used only in the journal and in the name of a new run."""
     for name in MODULES:
-        for node in ast.walk(sources()[name]):
+        for node in nodes_of(name):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 complete = f"{node.value.id}.{node.attr}"
                 assert complete not in ("time.time", "datetime.now", "datetime.utcnow"), f"{name}:{node.lineno}"
@@ -263,7 +269,7 @@ def test_no_module_is_a_grab_bag() -> None:
 def test_no_handler_swallows_all_errors() -> None:
     """No handler catches all exceptions and passes."""
     for name in [*MODULES, ""]:
-        for node in ast.walk(sources()[name]):
+        for node in nodes_of(name):
             if isinstance(node, ast.ExceptHandler):
                 broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
                 silent = all(isinstance(statement, ast.Pass) for statement in node.body)

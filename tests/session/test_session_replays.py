@@ -269,6 +269,7 @@ def test_a_replay_without_the_suspect_save_still_decides(tmp_path: Path, undistu
     assert broken not in {begin["node"] for begin in outcome.begins if begin["cycle"] > 0}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_script_that_detects_nan_rolls_back(tmp_path: Path, undisturbed_digest: str) -> None:
     """With ``NonFiniteDetector`` and ``run.roll_back()`` the launcher restarts the ranks once from the last

@@ -50,6 +50,7 @@ def decisions(cluster: Cluster) -> list[dict[str, Any]]:
     return [event.data["verdict"] for event in cluster.events() if event.kind == EventKind.DECISION]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_spare_replaces_a_slow_node_without_loss(tmp_path: Path) -> None:
     """The node of the slow rank is quarantined, the spare resumes where all ranks stopped, no other rank is

@@ -98,6 +98,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
 
 
+@pytest.mark.extended
 @given(scenarios(), st.integers(0, 1000))
 @settings(max_examples=300)
 def test_the_parts_add_up_to_the_wall_time(one: Scenario, seed: int) -> None:
@@ -152,6 +153,7 @@ def test_without_failures_only_saves_cost(interval: int, stall: float) -> None:
     assert run.ettr == pytest.approx(interval / (interval + stall), abs=1e-3)
 
 
+@pytest.mark.extended
 @given(st.integers(0, 10_000), st.integers(0, 3), st.integers(1, 3))
 @settings(max_examples=40)
 def test_more_spares_never_lower_the_goodput(seed: int, spares: int, more: int) -> None:
