@@ -220,7 +220,7 @@ def run_sequence(seed: int | None, nodes: RelayingNodes | None = None, cycle: in
     events = () if seed is None else draw(seed)
     relays = [""]
     if nodes is not None:
-        nodes.tell(f"cycle {cycle}")
+        nodes.send_command(f"cycle {cycle}")
         relays = nodes.addresses
         events += () if seed is None else draw_losses(seed)
     begin_s = clock.now_s()
@@ -275,7 +275,7 @@ def supervise(
                 event = due.pop(0)
                 if event.rank < 0:
                     assert nodes is not None
-                    nodes.tell(event.kind)
+                    nodes.send_command(event.kind)
                 elif event.rank in watched:
                     signal.pidfd_send_signal(watched[event.rank], getattr(signal, f"SIG{event.kind.upper()}"))
                     # A stopped spare blocks no other rank, so it is not ended.

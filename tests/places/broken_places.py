@@ -416,7 +416,7 @@ class Bucket:
     """Objects that each node reaches through a separate proxy; use as a context manager.
 
     Args:
-        server: The S3 server: its ``port``, ``environment``, ``bucket``, ``client()``, ``stop()``, ``go_on()``.
+        server: The S3 server: its ``port``, ``environment``, ``bucket``, ``client()``, ``stop()``, ``resume()``.
         nodes: Names of the nodes.
         slow_s: How long a slow store takes for a request.
     """
@@ -461,7 +461,7 @@ class Bucket:
     def lift(self) -> None:
         """End all faults."""
         if self._is_stopped:
-            self.server.go_on()
+            self.server.resume()
             self._is_stopped = False
         for node in self._nodes:
             if node not in self._proxies:

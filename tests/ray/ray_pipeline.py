@@ -100,7 +100,7 @@ class PipelineTrainer(Trainer):
     """Train some stages of the pipeline, on one slice of each sequence."""
 
     def setup(self) -> None:
-        self.strike("setup", -1)
+        self.inject_fault("setup", -1)
         self.stages = self.stages_of("interleaved")
         self.weight = torch.stack([first_stage_weights(stage) for stage in self.stages])
 
@@ -115,18 +115,18 @@ class PipelineTrainer(Trainer):
     def train_step(self, batch: torch.Tensor, iteration: int) -> float | None:  # type: ignore[override]
         """Make a step; return the loss where the last stage is."""
         with self.section("step"):
-            self.strike("begin", iteration)
+            self.inject_fault("begin", iteration)
             grads, losses = torch.zeros_like(self.weight), []
             for microbatch in batch.chunk(MICROBATCHES):
                 values = self._forward(microbatch, self.weight, iteration, "interleaved")
-                self.strike("middle", iteration)
+                self.inject_fault("middle", iteration)
                 losses.append(self._loss(values, iteration))
                 self._backward(values, grads, iteration)
             dist.barrier(group=self.peers("pp", iteration))  # no rank begins its update before all have their gradients
             dist.barrier(group=self.peers("cp", iteration))
-            self.strike("before_update", iteration)
+            self.inject_fault("before_update", iteration)
             with self.update(iteration):
-                self.strike("update", iteration)
+                self.inject_fault("update", iteration)
                 self.weight -= RATE * grads
         self.save(iteration)
         return None if losses[0] is None else sum(losses)

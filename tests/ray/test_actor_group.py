@@ -122,7 +122,7 @@ def test_an_actor_that_hangs_in_a_section_is_replaced(group: ActorGroup, folder:
     lost = report.lost[0]
     assert lost.kind == LossKind.HUNG
     assert "step" in lost.evidence
-    assert "strike" in lost.evidence  # the line at which it sleeps
+    assert "inject_fault" in lost.evidence  # the line at which it sleeps
     assert lost.detected_after_s is not None
     assert lost.detected_after_s >= SECTION_S
     assert report.loaded == (1,)

@@ -37,7 +37,7 @@ def megatron_trainer() -> type[PipelineTrainer]:
     class MegatronTrainer(PipelineTrainer, base):  # type: ignore[misc, valid-type]
         def regroup(self) -> None:
             base.regroup(self)
-            self.strike("regroup", -1)
+            self.inject_fault("regroup", -1)
 
         def peers(self, axis: str, iteration: int) -> Any:
             from megatron.core import parallel_state

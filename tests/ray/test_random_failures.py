@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(LIMIT_S + 60)]
 def stage(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(ray_cluster, tmp_path_factory.mktemp("failures"))
     yield stage
-    assert not stage.give_up()
+    assert not stage.close_group()
 
 
 @pytest.mark.extended

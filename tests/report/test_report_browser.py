@@ -73,7 +73,7 @@ class Browser:
 
     def wait_until(self, script: str, *values: Any) -> Any:
         """Wait until a script returns a true value; return that value."""
-        return WebDriverWait(self.driver, LONG_S, poll_frequency=0.02).wait_until(lambda _: self.run(script, *values))
+        return WebDriverWait(self.driver, LONG_S, poll_frequency=0.02).until(lambda _: self.run(script, *values))
 
     def find(self, selector: str) -> Any:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
