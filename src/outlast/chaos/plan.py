@@ -112,6 +112,11 @@ class FaultKind(StrEnum):
         return self in _OF_NETWORKS
 
     @property
+    def needs_netem(self) -> bool:
+        """Whether the kernel's packet scheduler netem injects the fault."""
+        return self in _BY_NETEM
+
+    @property
     def is_gentle(self) -> bool:
         """Whether the fault causes no restart, unless the run is configured to restart on it."""
         return self.is_of_copies or self.is_of_disks or self in _GENTLE
@@ -126,8 +131,9 @@ _OF_COPIES = frozenset({FaultKind.CORRUPT_COPY, FaultKind.TRUNCATE_COPY, FaultKi
 _OF_DISKS = frozenset({FaultKind.DISK_FULL, FaultKind.SLOW_DISK})
 _OF_COORDINATORS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.STOP_COORDINATOR})
 _STOPPED = frozenset({FaultKind.STOP_AGENT, FaultKind.STOP_COORDINATOR})
-_OF_NETWORKS = frozenset({FaultKind.PARTITION, FaultKind.DELAY, FaultKind.LOSS})
-_GENTLE = frozenset({FaultKind.SLOW, FaultKind.NAN, FaultKind.INF, FaultKind.DELAY, FaultKind.LOSS})
+_BY_NETEM = frozenset({FaultKind.DELAY, FaultKind.LOSS})
+_OF_NETWORKS = _BY_NETEM | {FaultKind.PARTITION}
+_GENTLE = _BY_NETEM | {FaultKind.SLOW, FaultKind.NAN, FaultKind.INF}
 _PASSING = _OF_DISKS | _OF_NETWORKS
 LOST_NODES = frozenset({FaultKind.LOSE_NODE, FaultKind.LOSE_NODE_AND_REPLICAS})
 _OUTSIDE = _OF_COPIES | _PASSING | _OF_COORDINATORS | _STOPPED | LOST_NODES | {FaultKind.KILL_AGENT}

@@ -135,10 +135,9 @@ def choose_kinds(wanted: Sequence[FaultKind] | None) -> tuple[list[FaultKind], s
         ConfigError: A wanted kind is not possible here.
     """
     why = _why_impossible(needs_netem=True)
-    possible = {FaultKind.DELAY, FaultKind.LOSS} if why is None else set()
-    if why is None or _why_impossible(needs_netem=False) is None:
-        possible.add(FaultKind.PARTITION)
-    impossible = [kind for kind in wanted or KINDS if kind.is_of_networks and kind not in possible]
+    has_networks = why is None or _why_impossible(needs_netem=False) is None
+    needed = [kind for kind in wanted or KINDS if kind.is_of_networks] if why is not None else []
+    impossible = [kind for kind in needed if kind.needs_netem or not has_networks]
     if wanted is not None and impossible:
         raise ConfigError(f"{' and '.join(impossible)} cannot be caused here: {why}")
     return [kind for kind in wanted or KINDS if kind not in impossible], why if impossible else None

@@ -124,12 +124,13 @@ def _run(given: FaultPlan, words: list[str], nodes: int | None, spares: int, *, 
     from outlast.journal import read
     from outlast.testing import Cluster
 
-    of_networks = sorted({fault.kind for fault in given.faults if FaultKind(fault.kind).is_of_networks})
+    kinds = [FaultKind(fault.kind) for fault in given.faults]
+    of_networks = sorted({kind for kind in kinds if kind.is_of_networks})
     if of_networks and not netns:
         raise ConfigError(f"{' and '.join(of_networks)} need separate hosts; give --netns, as root")
     if on_request := [fault for fault in given.faults if fault.on_request]:
         raise ConfigError(f"{on_request[0].describe()}: only a test can request it; give an iteration, or at_s")
-    needs_netem = bool({"delay", "loss"} & set(of_networks))
+    needs_netem = any(kind.needs_netem for kind in kinds)
     network = NodeNetwork((nodes or 1) + spares, needs_netem=needs_netem) if netns else None
     options, script, run_id, run_dir = _divide_words(words, nodes)
     if lost := [fault.kind for fault in given.faults if nodes is None and fault.kind in LOST_NODES]:
