@@ -75,6 +75,34 @@ manager.close()
     assert len(list((folder / "step-2").glob("rank-*"))) == 2
 
 
+@pytest.mark.process
+def test_ranks_of_a_node_with_different_folders_are_rejected_with_replication(tmp_path: Path) -> None:
+    """A node stores replicas in one folder, so that a commit would promise a replica that is not there: the start fails
+    on both ranks with that reason. Without replication, each rank saves to its own folder."""
+    script = (
+        OUTCOMES
+        + """
+config = {"local_directory": f"{os.path.dirname(folder)}/{rank}"}
+try:
+    told = manage(config=config)
+except Exception as error:
+    told = f"{type(error).__name__}: {error}"
+manager = manage(config={**config, "replication": False})
+tell(told=told, saved=outcome(lambda: manager.save(state, 1)))
+manager.close()
+"""
+    )
+    for code, report in start(tmp_path / "ckpt", script, world=2):
+        assert code == 0, report
+        assert report["told"] == (
+            "ConfigError: ranks 0 and 1 are both on node ckpt, but do not share a local_directory; a node stores "
+            "replicas in one folder: give all of its ranks the same, or set replication=false"
+        )
+        assert report["saved"] == 1
+    for rank in (0, 1):
+        assert [path.name for path in tmp_path.glob(f"{rank}/ckpt/step-1/rank-*")] == [f"rank-{rank:05}.safetensors"]
+
+
 @pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.parametrize(("saved_by", "kind"), [(2, "KeyError"), (2, "RuntimeError"), (1, "KeyError")])

@@ -155,10 +155,10 @@ def flip(path: Path) -> None:
 
 
 def run(code: str, folder: Path, logs: Path) -> tuple[list[int], str]:
-    """Run code on two ranks; return their exit codes and the output."""
+    """Run code on two ranks, each on a node of its own; return their exit codes and the output."""
     script = logs.with_suffix(".py")
     script.write_text(code)
-    with RankProcesses(script, str(folder), world_size=2, directory=logs) as ranks:
+    with RankProcesses(script, str(folder), world_size=2, nodes=["first", "second"], directory=logs) as ranks:
         codes = ranks.wait(timeout_s=200)
         return codes, ranks.tails()
 

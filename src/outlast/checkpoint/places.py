@@ -280,7 +280,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
 
     Raises:
         CheckpointError: A rank cannot use any of its folders, or a place did not respond for ``restore_timeout``.
-        ConfigError: ``replication`` is on, but nothing can hold a copy.
+        ConfigError: ``replication`` is on, but nothing can hold a copy, or the ranks of a node use different folders.
         PeerLost: A peer is gone.
 
     Collective: all ranks.
@@ -335,6 +335,7 @@ def agree_places(config: CheckpointConfig, place: WorkerEnv, peers: Peers, write
     leaders = tuple(sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values()))
     targets = {}
     if replicates and len(leaders) > 1:
+        _check_one_folder_per_node(everyone, leaders)
         targets = {
             nodes[rank]: Target(node=nodes[rank], host=everyone[rank].host, port=everyone[rank].port)
             for rank in leaders
@@ -843,6 +844,22 @@ def _name_nodes(everyone: list[_RankView], *, by_folder: bool) -> tuple[str, ...
         same = firsts.setdefault(one.node, first) == first
         names.append(one.node if same else f"{one.node}.{first}")
     return tuple(names)
+
+
+def _check_one_folder_per_node(everyone: Sequence[_RankView], leaders: Sequence[int]) -> None:
+    """Check that the ranks of a node share a folder: its writer stores replicas in only one.
+
+    Raises:
+        ConfigError: They use several.
+    """
+    firsts: dict[tuple[str, int], int] = {}
+    for rank in leaders:
+        first = firsts.setdefault((everyone[rank].host, everyone[rank].port), rank)
+        if first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} are both on node {everyone[rank].node}, but do not share a local_directory; a "
+                "node stores replicas in one folder: give all of its ranks the same, or set replication=false"
+            )
 
 
 def _replication_key(config: CheckpointConfig, offers: Sequence[str]) -> bytes:

@@ -35,7 +35,7 @@ class CheckpointConfig(Settings):
 
     local_directory: str | None = None
     """Local tier: a folder on a disk of each node, or in memory (``/dev/shm/...``); each node creates a subfolder with
-    its name. Can be loaded only by as many ranks as saved it."""
+    its name. With replication, the same on all ranks of a node. Can be loaded only by as many ranks as saved it."""
 
     save_interval: Interval = 0
     """Iterations between two saves to all tiers; 0 = only when the script requests a save, or at an orderly end;
