@@ -857,8 +857,8 @@ def _check_one_folder_per_node(everyone: Sequence[_RankView], leaders: Sequence[
         first = firsts.setdefault((everyone[rank].host, everyone[rank].port), rank)
         if first != rank:
             raise ConfigError(
-                f"ranks {first} and {rank} are both on node {everyone[rank].node}, but do not share a local_directory; a "
-                "node stores replicas in one folder: give all of its ranks the same, or set replication=false"
+                f"ranks {first} and {rank} are both on node {everyone[rank].node}, but do not share a local_directory; "
+                "a node stores replicas in one folder: give all of its ranks the same, or set replication=false"
             )
 
 
