@@ -25,7 +25,7 @@ from outlast.config.sources import LayeredSettings
 from outlast.errors import DeadlineExceeded, OutlastError
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control_link import ControlLink, LinkDown, LinkEvent, LinkFailed, LinkUp
 from outlast.launch.job_settings import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.processes import raise_descriptor_limit
@@ -232,7 +232,7 @@ class _OutlastAgent(_SimulatedAgent):
             [Endpoint(crowd.HOST, port)],
             JobSettings(job=run_id, num_slots=num_agents, join_timeout_s=crowd.TIMEOUT_S, host=f"node-{number}"),
             JobIdentity(run_id=run_id, key=RunKey.of_run_id(run_id)),
-            deliver=self._on_news,
+            deliver=self._on_event,
             layers=LayeredSettings(),
             has_loop=False,
         )
@@ -252,23 +252,23 @@ class _OutlastAgent(_SimulatedAgent):
     def _send(self, message: Callable[..., Any], **fields: object) -> None:
         self._link.send(message(node=self._link.node, epoch=self._link.epoch, **fields))
 
-    def _on_news(self, news: News) -> None:
-        match news:
+    def _on_event(self, event: LinkEvent) -> None:
+        match event:
             case LinkUp():
                 self._reached["connected"].set()
             case m.Prepare():
                 self._cycle_store = store = open_cycle_store(crowd.HOST)
-                self._send(m.Master, cycle=news.cycle, addr=crowd.HOST, port=store.port)
+                self._send(m.Master, cycle=event.cycle, addr=crowd.HOST, port=store.port)
             case m.Start():
-                self._cycle = news.cycle
-                self._take_rank(news.node_rank)
-                self._send(m.Running, cycle=news.cycle)
+                self._cycle = event.cycle
+                self._take_rank(event.node_rank)
+                self._send(m.Running, cycle=event.cycle)
             case m.Stop():
                 self._reached["over"].set()
             case LinkFailed() | LinkDown():
-                self._fail(news.error)
+                self._fail(event.error)
             case m.CycleOver():
-                self._fail(f"the cycle ended: {news.reason}")
+                self._fail(f"the cycle ended: {event.reason}")
             case _:
                 pass
 

@@ -263,7 +263,7 @@ class _Crowd:
             agent.join(None)
         return self._await_ranks(joining, 0)
 
-    def wait_beside(self) -> None:
+    def wait_as_spare(self) -> None:
         """Make the others join as spares."""
         spares = [agent for agent in self._agents.values() if agent.rank is None]
         for agent in spares:
@@ -307,16 +307,16 @@ class _Crowd:
                     f"no answer in time: {self.num_welcomed} welcomed, {self.num_ranked} with a rank in cycle "
                     f"{self.cycle}, {self.num_stopped} stopped"
                 )
-            self._beat(now_s)
+            self._heartbeat(now_s)
             wait_s = self._beats[0][0] - now_s if self._beats else _BEAT_S
             for key, events in self._selector.select(min(max(0.0, wait_s), _BEAT_S)):
                 key.data(events)
 
-    def _beat(self, now_s: float) -> None:
+    def _heartbeat(self, now_s: float) -> None:
         while self._beats and self._beats[0][0] <= now_s:
             due_s, agent = self._beats.popleft()
             if not agent.is_closed:
-                agent.beat()
+                agent.heartbeat()
                 self._beats.append((max(due_s + _BEAT_S, now_s), agent))
 
     def _on_input(self, _: int) -> None:
@@ -349,11 +349,11 @@ class _CrowdAgent:
     def join(self, ended: m.CycleFacts | None) -> None:
         self.send(m.JoinRequest(addr=HOST, nproc=NPROC, ended=ended))
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         self._count += 1
-        self.send(m.AgentBeat(count=self._count))
+        self.send(m.AgentHeartbeat(count=self._count))
 
-    def send(self, message: m.FromNode | m.AgentBeat) -> None:
+    def send(self, message: m.FromNode | m.AgentHeartbeat) -> None:
         assert self._channel is not None
         self._channel.send(message)
 

@@ -43,7 +43,7 @@ class FakeRank:
         poll.register(sys.stdin, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll(50)}
-            self.page.beat()
+            self.page.heartbeat()
             if "hang" not in self.traits:
                 self.page.stamp_progress()
             if self.link.fileno() in ready:

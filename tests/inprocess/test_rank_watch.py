@@ -20,7 +20,7 @@ def s(seconds: float) -> int:
 
 @dataclass
 class FakePage:
-    beat_ns: int = 0
+    heartbeat_ns: int = 0
     progress_ns: int = 0
     phase: RankPhase = RankPhase.IN_FN
     restart_count: int = 3
@@ -29,28 +29,28 @@ class FakePage:
 
 def test_progress_moves_the_deadline() -> None:
     """The next check is when the soft timeout would expire, and progress moves it."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(11.0))
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(11.0))
     watch = RankWatch(fake_page, TASK)
     assert watch.look(s(11.0)) == (None, s(12.0))
-    fake_page.progress_ns = fake_page.beat_ns = s(11.5)
+    fake_page.progress_ns = fake_page.heartbeat_ns = s(11.5)
     assert watch.look(s(12.0)) == (None, s(13.5))
 
 
 def test_the_soft_timeout_is_reported_once() -> None:
     """A lack of progress with a running monitor thread is reported at the soft timeout, once per call."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(11.9))
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(11.9))
     watch = RankWatch(fake_page, TASK)
     found, next_check_ns = watch.look(s(12.0))
     assert found is not None
     assert found.kind == RankFaultKind.SOFT_TIMEOUT
     assert (found.restart_count, next_check_ns) == (3, s(14.0))
-    fake_page.beat_ns = s(12.4)
+    fake_page.heartbeat_ns = s(12.4)
     assert watch.look(s(12.5)) == (None, s(14.0))
 
 
 def test_a_stopped_rank_is_reported_at_the_hard_timeout() -> None:
     """If the monitor thread stands still too, the first report is the hard timeout."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(10.1))
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(10.1))
     watch = RankWatch(fake_page, TASK)
     assert watch.look(s(12.0))[0] is None
     assert watch.look(s(13.9))[0] is None
@@ -62,21 +62,21 @@ def test_a_stopped_rank_is_reported_at_the_hard_timeout() -> None:
 
 def test_a_long_hold_of_the_gil_is_a_soft_timeout() -> None:
     """Once the monitor thread runs again without progress of the main thread, the next check reports a soft timeout."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(10.1))
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(10.1))
     watch = RankWatch(fake_page, TASK)
     _, next_check_ns = watch.look(s(12.0))
     assert next_check_ns is not None
     assert next_check_ns < s(12.2)
-    fake_page.beat_ns = next_check_ns
+    fake_page.heartbeat_ns = next_check_ns
     assert watch.look(next_check_ns)[0].kind == RankFaultKind.SOFT_TIMEOUT
 
 
 def test_a_busy_rank_is_limited_after_an_order_to_restart() -> None:
     """A rank that makes progress but does not leave the function has one hard timeout from the first order on."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(10.0))
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(10.0))
     watch = RankWatch(fake_page, TASK)
     watch.note_leave(s(10.0))
-    fake_page.progress_ns = fake_page.beat_ns = s(13.9)
+    fake_page.progress_ns = fake_page.heartbeat_ns = s(13.9)
     watch.note_leave(s(13.0))
     assert watch.look(s(13.9)) == (None, s(14.0))
     found, _ = watch.look(s(14.0))
@@ -87,7 +87,7 @@ def test_a_busy_rank_is_limited_after_an_order_to_restart() -> None:
 
 def test_an_order_to_restart_does_not_extend_a_timeout() -> None:
     """A rank that already hangs is reported at its own hard timeout."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(13.0))
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(13.0))
     watch = RankWatch(fake_page, TASK)
     watch.note_leave(s(13.0))
     assert watch.look(s(13.0)) == (None, s(14.0))
@@ -104,14 +104,14 @@ def test_cleanup_has_no_timeout() -> None:
 @pytest.mark.parametrize("phase", IDLE)
 def test_main_thread_may_wait_outside_the_function(phase: RankPhase) -> None:
     """A spare may wait without a limit while its monitor thread runs."""
-    fake_page = FakePage(phase=phase, progress_ns=s(10.0), beat_ns=s(999.0))
+    fake_page = FakePage(phase=phase, progress_ns=s(10.0), heartbeat_ns=s(999.0))
     assert RankWatch(fake_page, TASK).look(s(1000.0)) == (None, s(1003.0))
 
 
 @pytest.mark.parametrize("phase", IDLE)
 def test_a_stopped_spare_is_reported_at_the_hard_timeout(phase: RankPhase) -> None:
     """A stopped spare could not replace a rank."""
-    fake_page = FakePage(phase=phase, progress_ns=s(999.0), beat_ns=s(996.0))
+    fake_page = FakePage(phase=phase, progress_ns=s(999.0), heartbeat_ns=s(996.0))
     watch = RankWatch(fake_page, TASK)
     assert watch.look(s(999.9)) == (None, s(1000.0))
     found, _ = watch.look(s(1000.0))
@@ -123,7 +123,7 @@ def test_a_stopped_spare_is_reported_at_the_hard_timeout(phase: RankPhase) -> No
 
 def test_pause_suspends_both_timeouts() -> None:
     """Without hang protection nothing is reported; the next check is before a timeout could expire after the pause."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(10.0), is_paused=True)
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(10.0), is_paused=True)
     watch = RankWatch(fake_page, TASK)
     assert watch.look(s(500.0)) == (None, s(502.0))
     fake_page.is_paused, fake_page.progress_ns = False, s(501.0)
@@ -132,18 +132,18 @@ def test_pause_suspends_both_timeouts() -> None:
 
 def test_a_start_is_limited_by_the_barrier_timeout() -> None:
     """A rank that has the order to go and does not enter the function is reported after the barrier timeout."""
-    fake_page = FakePage(phase=RankPhase.WAITING, restart_count=2, beat_ns=s(20.0))
+    fake_page = FakePage(phase=RankPhase.WAITING, restart_count=2, heartbeat_ns=s(20.0))
     watch = RankWatch(fake_page, TASK)
     watch.note_go(3, s(10.0))
     assert watch.look(s(20.0)) == (None, s(24.0))
-    fake_page.phase, fake_page.restart_count, fake_page.beat_ns = RankPhase.STARTING, 3, s(129.0)
+    fake_page.phase, fake_page.restart_count, fake_page.heartbeat_ns = RankPhase.STARTING, 3, s(129.0)
     assert watch.look(s(129.0)) == (None, s(130.0))
     assert watch.look(s(130.0))[0].kind == RankFaultKind.HARD_TIMEOUT
 
 
 def test_a_rank_stopped_before_the_function_is_reported() -> None:
     """A rank that is stopped between the order to go and the function is reported at the hard timeout."""
-    fake_page = FakePage(phase=RankPhase.STARTING, beat_ns=s(10.5))
+    fake_page = FakePage(phase=RankPhase.STARTING, heartbeat_ns=s(10.5))
     watch = RankWatch(fake_page, TASK)
     watch.note_go(3, s(10.0))
     assert watch.look(s(14.4)) == (None, s(14.5))
@@ -154,7 +154,7 @@ def test_a_rank_stopped_before_the_function_is_reported() -> None:
 
 def test_an_order_to_go_ends_the_order_to_restart() -> None:
     """In the next call only progress counts."""
-    fake_page = FakePage(progress_ns=s(10.0), beat_ns=s(10.0))
+    fake_page = FakePage(progress_ns=s(10.0), heartbeat_ns=s(10.0))
     watch = RankWatch(fake_page, TASK)
     watch.note_leave(s(10.0))
     watch.note_go(4, s(11.0))

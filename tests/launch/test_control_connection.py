@@ -20,7 +20,7 @@ from outlast.errors import ExitReason, RendezvousError
 from outlast.launch import control
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity, Occupant, WrongRun, ask, join_handshake, probe
-from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control_link import ControlLink, LinkDown, LinkEvent, LinkFailed, LinkUp
 from outlast.launch.job_settings import JobSettings
 from outlast.runtime.addresses import Endpoint
 from outlast.runtime.run_key import KeySource, RunKey
@@ -37,11 +37,11 @@ class LinkedAgent:
     """An agent's link and the events that it delivered."""
 
     def __init__(self, node: str, *ports: int, identity: JobIdentity = IDENTITY, **job: Any) -> None:
-        self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         settings_of_job = {"num_slots": 1, "node_timeout_s": 60.0, "join_timeout_s": LIMIT_S, **job}
         self.link = ControlLink(
             [Endpoint("127.0.0.1", port) for port in ports],
-            JobSettings(job="job", beat_interval_s=0.05, host=node, **settings_of_job),
+            JobSettings(job="job", heartbeat_interval_s=0.05, host=node, **settings_of_job),
             identity,
             deliver=self.events.put,
             layers=LayeredSettings(),
@@ -194,14 +194,14 @@ def test_a_hung_main_loop_is_a_lost_node(make: Callable[..., LinkedAgent]) -> No
         host.join()
         stop = threading.Event()
 
-        def beat() -> None:
+        def heartbeat() -> None:
             while not stop.wait(0.02):
                 try:
-                    channel.send(m.AgentBeat(count=7))
+                    channel.send(m.AgentHeartbeat(count=7))
                 except OSError:
                     return
 
-        beating = threading.Thread(target=beat)
+        beating = threading.Thread(target=heartbeat)
         beating.start()
         try:
             prepare = host.wait_for(m.Prepare)

@@ -36,7 +36,7 @@ class Job:
         """Incidents that the coordinator wrote to the journal."""
         self.sent_to: dict[str, list[m.ToNode]] = {}
         self.running: dict[str, m.Start] = {}
-        self.beats: dict[str, int] = {}
+        self.heartbeats: dict[str, int] = {}
         self.positions: dict[str, tuple[Position, ...]] = {}
         """The positions that each node reports when an examination is requested."""
         self.dead: set[str] = set()
@@ -46,7 +46,7 @@ class Job:
         self.deliver(self.coordinator.handle(message, self.now_s))
 
     def join(self, name: str, *, ended: m.CycleFacts | None = None, nproc: int = 2, wish: int | None = None) -> None:
-        self.beats.setdefault(name, 0)
+        self.heartbeats.setdefault(name, 0)
         self.running.pop(name, None)
         self.say(m.JoinRequest(node=name, epoch=f"{name}-1", addr=name, nproc=nproc, ended=ended, wish=wish))
 
@@ -63,9 +63,9 @@ class Job:
         """Let time pass in steps of a second, with heartbeats of living nodes."""
         for _ in range(int(seconds)):
             self.now_s += 1.0
-            for name in self.beats:
-                self.beats[name] += name not in self.dead
-            self.deliver(self.coordinator.judge_beats(self.beats, self.now_s, since_last_s=1.0))
+            for name in self.heartbeats:
+                self.heartbeats[name] += name not in self.dead
+            self.deliver(self.coordinator.judge_heartbeats(self.heartbeats, self.now_s, since_last_s=1.0))
 
     def finish_all(self) -> None:
         for name, start in list(self.running.items()):
@@ -270,11 +270,11 @@ def test_a_starved_agent_is_kept_while_its_heartbeats_arrive(unheard_s: float | 
     job = Job()
     job.join("a")
     job.join("b")
-    job.beats = {"a": 0, "b": 0}
+    job.heartbeats = {"a": 0, "b": 0}
     for second in range(1, 100):
-        job.beats["a"] += 1
+        job.heartbeats["a"] += 1
         unheard = {} if unheard_s is None else {"b": unheard_s}
-        job.coordinator.judge_beats(job.beats, float(second), since_last_s=1.0, unheard_s=unheard)
+        job.coordinator.judge_heartbeats(job.heartbeats, float(second), since_last_s=1.0, unheard_s=unheard)
         if "b" not in job.coordinator.nodes.by_name:
             break
     assert lost_after_s < second <= lost_after_s + 2
@@ -397,8 +397,8 @@ def test_a_restarted_agent_gets_its_name_back() -> None:
     job.die("b")
     job.say(m.JoinRequest(node="b", epoch="b-2", addr="b", nproc=2))
     job.dead.discard("b")
-    job.beats["b"] = 0
-    job.coordinator.nodes.by_name["b"].beat = 0  # the counter of the old agent does not advance
+    job.heartbeats["b"] = 0
+    job.coordinator.nodes.by_name["b"].heartbeat = 0  # the counter of the old agent does not advance
     job.dead.add("b")
     job.pass_time(8)
     assert job.coordinator.nodes.by_name["b"].epoch == "b-2"
@@ -408,7 +408,7 @@ def test_a_takeover_keeps_cycle_and_slots() -> None:
     """A new coordinator restores the job from the agents' state; a running cycle continues."""
     job = Job(num_slots=2, former_host="x")
     for slot, name in enumerate(("a", "b")):
-        job.beats[name] = 0
+        job.heartbeats[name] = 0
         place = m.SlotPlace(cycle=7, slot=slot, num_slots=2)
         job.say(m.Register(node=name, epoch=f"{name}-1", addr=name, nproc=2, place=place, running=True))
     assert job.coordinator.phase == JobPhase.RUNNING
@@ -419,7 +419,7 @@ def test_a_takeover_keeps_cycle_and_slots() -> None:
 def test_a_takeover_replaces_the_node_of_the_store() -> None:
     """The unclaimed slot was lost with the host of the store; a spare takes it in the next cycle."""
     job = Job(num_slots=2, former_host="host")
-    job.beats.update(b=0, s=0)
+    job.heartbeats.update(b=0, s=0)
     place = m.SlotPlace(cycle=3, slot=1, num_slots=2, host_slot=0)
     job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))
     job.join("b", ended=m.CycleFacts(cycle=3, durable_iteration=40, progress_known=True))
@@ -460,7 +460,7 @@ def test_a_takeover_waits_for_the_node_of_an_unclaimed_slot(term: int, host_slot
     silent nodes: the cycle continues, and the lost host is not blamed."""
     for returns in (True, False):
         job = Job(num_slots=2, former_host="host", term=2 + term)
-        job.beats.update(b=0, late=0)
+        job.heartbeats.update(b=0, late=0)
         place = m.SlotPlace(term=1, cycle=3, slot=1, num_slots=2, host_slot=host_slot)
         job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place, running=True))
         job.pass_time(4)
@@ -479,7 +479,7 @@ def test_a_divided_network_has_one_run() -> None:
     """Where both parts of a divided network could be complete, only the part with most of the slots continues."""
     job = Job(num_slots=2, max_nodes=4, former_host="host", num_endpoints=2)
     place = m.SlotPlace(cycle=3, slot=1, num_slots=2)
-    job.beats.update(b=0, s=0)
+    job.heartbeats.update(b=0, s=0)
     job.say(m.Register(node="b", epoch="b-1", addr="b", nproc=2, place=place))
     job.join("b", ended=m.CycleFacts(cycle=3))
     job.say(m.Register(node="s", epoch="s-1", addr="s", nproc=2))
@@ -533,7 +533,7 @@ def test_the_recovery_state_survives_the_coordinator() -> None:
     """A new coordinator without the old one's files gets the exclusions and used restarts from the agents, in any
     order."""
     job = Job(num_slots=1, former_host="x")
-    job.beats["a"] = 0
+    job.heartbeats["a"] = 0
     one = Exclusion(checkpoint=120, attempt="job-0-aa.1", tier="memory")
     place = m.SlotPlace(cycle=7, slot=0, num_slots=1)
     recovery_state = RecoveryState(number=9, excluded=(one,), restarts_without_progress=4, restarts_total=7)
@@ -598,11 +598,11 @@ def test_each_cycle_has_one_complete_world(events: list[tuple[str, str]]) -> Non
     by one living node, and cycles without progress are bounded."""
     job = Job(limits=Limits(max_restarts=4, max_no_progress_cycles=100))
     for action, name in events:
-        if action == "join" and name not in job.beats:
+        if action == "join" and name not in job.heartbeats:
             job.join(name)
         elif action == "fail" and name in job.running:
             job.fail(name)
-        elif action == "die" and name in job.beats:
+        elif action == "die" and name in job.heartbeats:
             job.die(name)
         elif action == "time":
             job.pass_time(7)

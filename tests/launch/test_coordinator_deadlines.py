@@ -165,7 +165,7 @@ def place(slot: int | None, **fields: Any) -> m.SlotPlace:
 
 
 def register(job: Job, name: str, slot: int | None, *, running: bool = True, ran: bool = True) -> None:
-    job.beats.setdefault(name, 0)
+    job.heartbeats.setdefault(name, 0)
     taken = None if slot is None else place(slot)
     if running and taken is not None:
         job.running[name] = m.Start(
@@ -234,7 +234,7 @@ def test_a_first_cycle_that_only_one_node_started_ends_the_job(durable: int | No
     """The coordinator's machine is lost when one of three nodes has got its Start. The two remaining nodes may be the
     minority: they wait join_timeout and exit, with 75 if a checkpoint exists."""
     job = Job(num_slots=3, former_host="h", num_endpoints=2, order=1, host="a", join_timeout_s=60.0)
-    job.beats["a"] = 0
+    job.heartbeats["a"] = 0
     started_by = m.SlotPlace(term=1, cycle=0, num_slots=3, slot=0)
     job.say(m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=started_by, running=False))
     job.join("a", ended=m.CycleFacts(cycle=0, durable_iteration=durable))

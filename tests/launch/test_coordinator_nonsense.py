@@ -148,7 +148,7 @@ class CheckedCoordinator:
 
     def __init__(self, settings: JobSettings) -> None:
         self.coordinator = Coordinator(settings, RecoveryState())
-        self.now_s, self.beats = 0.0, itertools.count()
+        self.now_s, self.heartbeats = 0.0, itertools.count()
         self.unanswered: list[tuple[str, str, m.ToNode]] = []
         self.was_over = False
 
@@ -162,8 +162,8 @@ class CheckedCoordinator:
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
-        beats = {node.name: next(self.beats) for node in self.coordinator.nodes if node.name != "d"}
-        self.check(self.coordinator.judge_beats(beats, self.now_s, since_last_s=1.0))
+        heartbeats = {node.name: next(self.heartbeats) for node in self.coordinator.nodes if node.name != "d"}
+        self.check(self.coordinator.judge_heartbeats(heartbeats, self.now_s, since_last_s=1.0))
 
     def follow_orders(self) -> None:
         """Let the nodes follow the orders that they were sent."""
@@ -246,7 +246,7 @@ def test_no_message_breaks_a_running_job(script: list[Any]) -> None:
         m.Finished(facts=m.CycleFacts(cycle=-2)),
         m.Hello(run_id="run", node="n" * 5000, epoch="1", command="", command_text=""),
         m.Hello(run_id="run", node="n", epoch="1", command="", command_text="", term=1 << 63),
-        m.AgentBeat(count=-1),
+        m.AgentHeartbeat(count=-1),
     ],
 )
 def test_a_message_beyond_its_limits_is_rejected(message: msgspec.Struct) -> None:
@@ -275,7 +275,7 @@ def test_invalid_messages_and_floods_are_survived(make: Callable[..., LinkedAgen
         channel.send(m.Running(cycle=-1))
         assert drain(channel) == []
     for message in (
-        m.AgentBeat(count=1),
+        m.AgentHeartbeat(count=1),
         m.JoinRequest(addr="y" * 1000, nproc=1),
         m.Unhealthy(incident=WRONG, stays=True),
     ):

@@ -125,7 +125,7 @@ def test_a_loss_in_a_takeover_counts_without_a_survivor(survives: bool) -> None:
     place = m.SlotPlace(term=1, cycle=7, slot=1, num_slots=2, host_slot=0)
     if not survives:
         place = m.SlotPlace(term=1, cycle=7, spare=0, num_spares=1, num_slots=1, host_slot=0)
-    job.beats["a"] = 0
+    job.heartbeats["a"] = 0
     if survives:
         job.running["a"] = start_of(place)
     job.say(m.Register(node="a", epoch="a-1", addr="a", nproc=2, place=place, ran=place, running=survives))

@@ -94,14 +94,16 @@ class Network:
         for agent in self.rng.sample(self.agents, len(self.agents)):
             self._connect(agent)
         for host in list(self.hosts.values()):
-            beats = {}
+            heartbeats = {}
             for agent in host.linked.values():
                 if self.reach(agent, host.agent):
                     agent.count += 1
-                beats[agent.name] = agent.count
+                heartbeats[agent.name] = agent.count
             before, host.judged_s = host.judged_s, self.now_s
             self._send(host, host.coordinator.handle(m.CoordinatorTick(), self.now_s))
-            self._send(host, host.coordinator.judge_beats(beats, self.now_s, since_last_s=self.now_s - before))
+            self._send(
+                host, host.coordinator.judge_heartbeats(heartbeats, self.now_s, since_last_s=self.now_s - before)
+            )
         self._yield()
         self._check_worlds()
 

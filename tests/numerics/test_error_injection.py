@@ -25,7 +25,7 @@ def test_injection_follows_the_configured_rate() -> None:
         injector = ErrorInjector(injecting("transient_error", 50), name)
         hits = set()
         for step in range(20_000):
-            injector.struck.clear()
+            injector.injected.clear()
             hits |= {step} if injector.strikes(StepRun.FIRST_RUN, step, 0) else set()
         assert 300 < len(hits) < 500
         injected.append(hits)

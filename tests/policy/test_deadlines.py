@@ -232,18 +232,18 @@ def play(script) -> list[tuple[int, RankState]]:
 @given(
     scripts=st.lists(events, min_size=1, max_size=3),
     first=seconds,
-    beat=seconds,
+    heartbeat=seconds,
     step=seconds,
     setup=seconds,
     outside=seconds,
     warmup=st.integers(0, 2),
     defaults=st.sets(st.sampled_from([Subject.HEARTBEAT, Subject.INITIAL_HEARTBEAT])),
 )
-def test_sleeping_watchdog_never_oversleeps(scripts, first, beat, step, setup, outside, warmup, defaults):
+def test_sleeping_watchdog_never_oversleeps(scripts, first, heartbeat, step, setup, outside, warmup, defaults):
     """Sleeping until the earliest deadline, or for the smallest timeout, detects every timeout without delay."""
     timeouts = Timeouts(
         initial_heartbeat_s=first,
-        heartbeat_s=beat,
+        heartbeat_s=heartbeat,
         sections={"step": step, "setup": setup},
         out_of_section_s=outside,
         num_warmup_iterations=warmup,

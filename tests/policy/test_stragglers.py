@@ -37,7 +37,7 @@ def test_no_rank_is_reported_in_10000_quiet_windows(num_windows: int) -> None:
     for number in range(num_windows):
         streaks, findings = judge(streaks, simulated.window(), CONFIG)
         assert not findings.named, (number, findings.named)
-        assert findings.why_nobody
+        assert findings.why_none
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -79,7 +79,7 @@ def test_slowdown_of_all_ranks_reports_no_rank(factor: float) -> None:
     judge_windows(simulated, 5)
     found = judge_windows(simulated, 5, slowed={(rank, "*"): factor for rank in range(4)})
     assert not any(findings.named or findings.suspects for findings in found)
-    assert "4 of 4 ranks are slower than at their best" in found[-1].why_nobody
+    assert "4 of 4 ranks are slower than at their best" in found[-1].why_none
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -160,7 +160,7 @@ def test_two_slow_ranks_of_four_are_both_reported() -> None:
     for _ in range(3):
         same = [report_timings(rank, {"forward": 0.015 if rank in (1, 3) else 0.01}) for rank in range(4)]
         streaks, findings = judge(streaks, same, CONFIG)
-    assert [one.alike for one in findings.named] == [(3,), (1,)]
+    assert [one.equally_slow for one in findings.named] == [(3,), (1,)]
     assert "one may be waiting for the other" in findings.named[0].describe()
 
 
@@ -175,7 +175,7 @@ def test_differing_references_report_no_slow_rank() -> None:
 
     uncertain = judge_times(10, 12, 20, 21)
     assert uncertain.named_ranks == ()
-    assert uncertain.why_nobody == (
+    assert uncertain.why_none == (
         "rank 3 takes 1.75 times as long in 'forward', but the others differ too much among themselves for this to "
         "count as slow (3.0 of 4 standard deviations)"
     )
@@ -327,7 +327,7 @@ def test_interrupted_slowness_reports_no_rank() -> None:
     for ranks in (bad, bad, good, bad, bad):
         streaks, findings = judge(streaks, ranks, CONFIG)
         assert not findings.named
-        counted.append(findings.why_nobody)
+        counted.append(findings.why_none)
     assert "rank 3 is slow in 'forward' (2.00 times), in 2 of the 3 windows in a row" in counted[1]
     assert counted[2].startswith("all ranks are within noise of each other")
 
@@ -336,10 +336,10 @@ def test_compared_share_of_the_step_is_reported() -> None:
     """If no rank is slow in the compared time, the reason contains its share of the step: the rest may hide a node that
     is two times slower."""
     ranks = [msgspec.structs.replace(report_timings(rank, {"forward": 0.01}), pace_s=0.04) for rank in range(4)]
-    reason = judge(Streaks(), ranks, CONFIG)[1].why_nobody
+    reason = judge(Streaks(), ranks, CONFIG)[1].why_none
     assert reason == "all ranks are within noise of each other in what was compared, 25% of a step"
     unknown = [msgspec.structs.replace(one, pace_s=0.0, step_s=0.0) for one in ranks]
-    assert judge(Streaks(), unknown, CONFIG)[1].why_nobody == "all ranks are within noise of each other"
+    assert judge(Streaks(), unknown, CONFIG)[1].why_none == "all ranks are within noise of each other"
 
 
 def test_negligible_section_reports_no_rank() -> None:
@@ -356,14 +356,14 @@ def test_too_few_steps_report_no_rank() -> None:
     ]
     findings = judge(Streaks(), ranks, CONFIG)[1]
     assert not findings.suspects
-    assert findings.why_nobody == "too little was timed: fewer than 3 times of each section"
+    assert findings.why_none == "too little was timed: fewer than 3 times of each section"
 
 
 def test_single_rank_is_never_reported() -> None:
     """A single rank cannot be distinguished from slower work; its score is reported all the same."""
     findings = judge(Streaks(), [report_timings(0, {"forward": 0.02}, best_forward=0.01)], CONFIG)[1]
     assert findings.individual == {0: 0.5}
-    assert findings.why_nobody == "there is one rank, and nothing to compare it with"
+    assert findings.why_none == "there is one rank, and nothing to compare it with"
 
 
 def test_kernel_times_alone_identify_a_slow_rank() -> None:

@@ -170,8 +170,8 @@ def test_learned_timeouts_are_suggested_as_options():
     """The line can be pasted into the command, rounded up to seconds; without learned values there is no suggestion."""
     learned = Learned(sections={"step": 10.2, "setup": 50.0}, out_of_section_s=12.0, heartbeat_s=20.0)
     assert learned.suggest() == "--ft-rank-section-timeouts=setup:50,step:11 --ft-rank-out-of-section-timeout=12"
-    beats = Learned(heartbeat_s=20.0, initial_heartbeat_s=11.0)
-    assert beats.suggest() == "--ft-initial-rank-heartbeat-timeout=20 --ft-rank-heartbeat-timeout=20"
+    heartbeats = Learned(heartbeat_s=20.0, initial_heartbeat_s=11.0)
+    assert heartbeats.suggest() == "--ft-initial-rank-heartbeat-timeout=20 --ft-rank-heartbeat-timeout=20"
     assert Learned().suggest() == ""
 
 

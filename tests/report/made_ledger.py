@@ -113,7 +113,7 @@ def make_ledger(*, num_nodes: int = 2, ranks_each: int = 2, num_cycles: int = 3,
                     job="job-1", cycle=number, iteration=100 * number + 30 * window,
                     start_s=start_s + 30 + 160 * window, end_s=start_s + 190 + 160 * window,
                     named=(slow,) if window == 2 else (), scores=scores, excess=0.1,
-                    why_nobody="" if window == 2 else f"rank {slow} is slow in {window} of 3 windows{hostile}",
+                    why_none="" if window == 2 else f"rank {slow} is slow in {window} of 3 windows{hostile}",
                 )
             )  # fmt: skip
         steps += [

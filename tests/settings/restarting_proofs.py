@@ -102,7 +102,7 @@ def judged_windows(config: StragglerDetectionConfig) -> Any:
     for _ in range(3):
         streaks, findings = judge(streaks, timings(), config)
     assert findings is not None
-    return findings.relative, findings.individual, findings.named_ranks, findings.below_threshold, findings.why_nobody
+    return findings.relative, findings.individual, findings.named_ranks, findings.below_threshold, findings.why_none
 
 
 def report_of(scene: Scene, config: StragglerDetectionConfig) -> tuple[Report, bool]:

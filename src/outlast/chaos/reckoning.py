@@ -72,13 +72,13 @@ def reckon(plan: FaultPlan, events: Sequence[Event]) -> list[FaultOutcome]:
         events: All events of the run, in journal order.
     """
     starts = RunView.of(events).starts
-    strikes: dict[str, Event] = {}
+    injections: dict[str, Event] = {}
     for event in events:
         if event.kind == EventKind.FAULT_SIMULATED:
-            strikes.setdefault(str(event.data.get("fault_id")), event)
+            injections.setdefault(str(event.data.get("fault_id")), event)
     return [
         _reckon_one(
-            one.index, FaultKind(one.fault.kind), one.fault.describe(), strikes.get(one.fault_id), events, starts
+            one.index, FaultKind(one.fault.kind), one.fault.describe(), injections.get(one.fault_id), events, starts
         )
         for one in planned_faults(plan)
     ]
@@ -115,87 +115,94 @@ def _reckon_one(
     index: int,
     kind: FaultKind,
     planned: str,
-    strike: Event | None,
+    injected: Event | None,
     events: Sequence[Event],
     starts: Sequence[WorkersStart],
 ) -> FaultOutcome:
-    if strike is None:
+    if injected is None:
         return FaultOutcome(index=index, kind=kind, planned=planned, fired=False)
-    detected = next(_detections(kind, strike, events), None) or next(_detections_elsewhere(kind, strike, events), None)
+    detected = next(_detections(kind, injected, events), None) or next(
+        _detections_elsewhere(kind, injected, events), None
+    )
     name = None if detected is None else detected[0]
-    detected_s = None if detected is None else (detected[1].mono_ns - strike.mono_ns) / 1e9
+    detected_s = None if detected is None else (detected[1].mono_ns - injected.mono_ns) / 1e9
     recovered_ns: int | None = None
     lost = None
     if kind.is_numeric or not kind.is_gentle:
-        recovered_ns = _rerun_ns(kind, strike, events)
-        if recovered_ns is None and (found := _next_start(strike, starts)) is not None:
+        recovered_ns = _rerun_ns(kind, injected, events)
+        if recovered_ns is None and (found := _next_start(injected, starts)) is not None:
             ended, after = found
-            is_over = detected is not None or _ended_soon(strike, events)
+            is_over = detected is not None or _ended_soon(injected, events)
             recovered_ns = after.trained_ns if is_over else None
-            lost = max(0, max(ended.reached, strike.iteration or 0) - after.restored) if is_over else None
+            lost = max(0, max(ended.reached, injected.iteration or 0) - after.restored) if is_over else None
     return FaultOutcome(
         index=index,
         kind=kind,
         planned=planned,
         fired=True,
-        iteration=strike.iteration,
-        target=str(strike.data.get("target", "")),
+        iteration=injected.iteration,
+        target=str(injected.data.get("target", "")),
         detected_as=name,
         detected_after_s=detected_s,
-        recovered_after_s=None if recovered_ns is None else (recovered_ns - strike.mono_ns) / 1e9,
+        recovered_after_s=None if recovered_ns is None else (recovered_ns - injected.mono_ns) / 1e9,
         lost_iterations=lost,
     )
 
 
-def _detections(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
+def _detections(kind: FaultKind, injected: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
     """Yield the names under which a fault was detected, and the events, in order."""
     for event in events:
-        if event.mono_ns < strike.mono_ns:
+        if event.mono_ns < injected.mono_ns:
             continue
-        is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
+        is_same = (event.job, event.cycle) == (injected.job, injected.cycle)
         if kind == FaultKind.SIGTERM and event.kind == EventKind.NOTICE and is_same:
             yield "notice", event
         elif kind == FaultKind.SLOW and event.kind == EventKind.STRAGGLER_REPORT and is_same:
-            if strike.rank in event.data.get("named", ()):
+            if injected.rank in event.data.get("named", ()):
                 yield str(IncidentKind.STRAGGLER), event
         elif event.kind in (EventKind.INCIDENT, EventKind.DECISION) and event.data.get("incident"):
             incident = event.data["incident"]
-            if _fits(kind, strike, incident, is_same=is_same):
+            if _fits(kind, injected, incident, is_same=is_same):
                 name = IncidentKind.INVALID_RESULT if kind.is_numeric else incident["kind"]
                 yield str(name), event
 
 
-def _detections_elsewhere(kind: FaultKind, strike: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
+def _detections_elsewhere(kind: FaultKind, injected: Event, events: Sequence[Event]) -> Iterator[tuple[str, Event]]:
     """Yield indirect detections: a successor of the coordinator, or another cause of the cycle's end."""
     if kind.is_gentle:
         return
     for event in events:
-        is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
+        is_same = (event.job, event.cycle) == (injected.job, injected.cycle)
         incident = event.data.get("incident")
-        if event.mono_ns < strike.mono_ns:
+        if event.mono_ns < injected.mono_ns:
             continue
-        takes_over = event.proc == "coordinator" and event.node != strike.data.get("node")
-        if kind in _OF_COORDINATORS and takes_over and event.kind == EventKind.NODE_JOINED and event.job == strike.job:
+        takes_over = event.proc == "coordinator" and event.node != injected.data.get("node")
+        if (
+            kind in _OF_COORDINATORS
+            and takes_over
+            and event.kind == EventKind.NODE_JOINED
+            and event.job == injected.job
+        ):
             yield "taken over", event
         elif event.kind == EventKind.DECISION and is_same and incident:
             yield f"{incident['kind']} elsewhere", event
 
 
-def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_same: bool) -> bool:
+def _fits(kind: FaultKind, injected: Event, incident: dict[str, object], *, is_same: bool) -> bool:
     """Return whether an incident is the expected detection of a fault, at the right rank or node."""
     found = incident.get("kind")
     if kind.is_of_copies:
         evidence = incident.get("evidence")
         tier = evidence.get("tier") if isinstance(evidence, dict) else None
-        return found == IncidentKind.COPY_REJECTED and tier in (None, strike.data.get("tier"))
+        return found == IncidentKind.COPY_REJECTED and tier in (None, injected.data.get("tier"))
     if kind.is_of_disks:
         return found in _DETECTED_AS.get(kind, ())
     if kind.is_outside:
         # A coordinator that was stopped or cut off declares the other nodes lost.
-        is_its = kind in _EITHER_SIDE or incident.get("node") == strike.data.get("node")
+        is_its = kind in _EITHER_SIDE or incident.get("node") == injected.data.get("node")
         # A coordinator that takes over, or resumes, judges the cycle that it knows.
-        return found == IncidentKind.NODE_LOST and incident.get("job", strike.job) == strike.job and is_its
-    if not is_same or incident.get("rank") not in (None, strike.rank):
+        return found == IncidentKind.NODE_LOST and incident.get("job", injected.job) == injected.job and is_its
+    if not is_same or incident.get("rank") not in (None, injected.rank):
         return False
     if kind.is_numeric:
         evidence = incident.get("evidence")
@@ -204,35 +211,35 @@ def _fits(kind: FaultKind, strike: Event, incident: dict[str, object], *, is_sam
     return found in _DETECTED_AS.get(kind, ())
 
 
-def _rerun_ns(kind: FaultKind, strike: Event, events: Sequence[Event]) -> int | None:
+def _rerun_ns(kind: FaultKind, injected: Event, events: Sequence[Event]) -> int | None:
     """Return when the step with a wrong number was repeated in place."""
     if not kind.is_numeric:
         return None
     for event in events:
         decision = event.data.get("verdict")
-        is_same = (event.job, event.cycle) == (strike.job, strike.cycle)
-        if is_same and event.mono_ns >= strike.mono_ns and isinstance(decision, dict):
+        is_same = (event.job, event.cycle) == (injected.job, injected.cycle)
+        if is_same and event.mono_ns >= injected.mono_ns and isinstance(decision, dict):
             return event.mono_ns if decision.get("rung") == RecoveryLevel.RERUN_STEP else None
     return None
 
 
-def _ended_soon(strike: Event, events: Sequence[Event]) -> bool:
+def _ended_soon(injected: Event, events: Sequence[Event]) -> bool:
     """Return whether the cycle of the injection ended by a later decision."""
     return any(
         event.kind == EventKind.DECISION
-        and event.mono_ns >= strike.mono_ns
-        and (event.job, event.cycle) == (strike.job, strike.cycle)
-        and FaultKind(str(strike.data.get("fault_kind", FaultKind.KILL))).is_outside
+        and event.mono_ns >= injected.mono_ns
+        and (event.job, event.cycle) == (injected.job, injected.cycle)
+        and FaultKind(str(injected.data.get("fault_kind", FaultKind.KILL))).is_outside
         for event in events
     )
 
 
-def _next_start(strike: Event, starts: Sequence[WorkersStart]) -> tuple[WorkersStart, WorkersStart] | None:
+def _next_start(injected: Event, starts: Sequence[WorkersStart]) -> tuple[WorkersStart, WorkersStart] | None:
     """Return the workers of the injection, and the first later ones whose ranks all trained."""
-    key = (strike.job, strike.cycle or 0)
-    struck = [at for at, one in enumerate(starts) if (one.job, one.cycle) == key and one.began_ns <= strike.mono_ns]
-    if not struck:
+    key = (injected.job, injected.cycle or 0)
+    before = [at for at, one in enumerate(starts) if (one.job, one.cycle) == key and one.began_ns <= injected.mono_ns]
+    if not before:
         return None
-    at = struck[-1]
-    after = next((one for one in starts[at + 1 :] if (one.trained_ns or 0) > strike.mono_ns), None)
+    at = before[-1]
+    after = next((one for one in starts[at + 1 :] if (one.trained_ns or 0) > injected.mono_ns), None)
     return None if after is None else (starts[at], after)

@@ -165,7 +165,7 @@ class _ShardCopy(VerifiedCopy):
 class _GlobalCopy(VerifiedCopy):
     def __init__(self, files: VerifiedFiles, rank: int, state: Mapping[str, Any], *, keeps_missing: bool) -> None:
         self.keeps_missing = keeps_missing
-        self._unfit: Exception | None = None
+        self._error: Exception | None = None
 
         def accept(tree: bytes) -> None:
             try:
@@ -173,14 +173,14 @@ class _GlobalCopy(VerifiedCopy):
             except OtherLayout:
                 raise
             except Exception as error:  # noqa: BLE001 - an error of the live state; check() raises it
-                self._unfit = error
+                self._error = error
 
         self._state = read_rank(files, rank, accept=accept)
         self.num_bytes_read = self._state.num_bytes_read
 
     def check(self, state: Mapping[str, Any]) -> None:
-        if self._unfit is not None:
-            raise self._unfit
+        if self._error is not None:
+            raise self._error
         self._saved = decode(self._state.tree, partial(_present, self._state.tensors), meshes_of(capture(state)))
         self._saved["state"] = self._fit(state, self._saved["state"])
 

@@ -298,8 +298,8 @@ class _Flattener:
         attributes, context = value.__tensor_flatten__()
         found = {attribute: getattr(value, attribute) for attribute in attributes}
         first = found[attributes[0]]
-        is_alike = type(first) in PLAIN_TYPES and (first.shape, first.dtype) == (value.shape, value.dtype)
-        own = self._add(first, path, shape, offset) if is_alike and len(attributes) == 1 else None
+        is_same_kind = type(first) in PLAIN_TYPES and (first.shape, first.dtype) == (value.shape, value.dtype)
+        own = self._add(first, path, shape, offset) if is_same_kind and len(attributes) == 1 else None
         if is_whole := own is not None:  # its only part can be read as a plain tensor, too
             parts = [(attributes[0], ("T", own))]
         else:

@@ -219,7 +219,7 @@ class SlowRanksWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Global rank to its relative score, from 0 to 1; journals of earlier versions have the five worst."""
     excess: float = 0.0
     """Share of a step that slow ranks added compared with the median rank, from 0 to below 1."""
-    why_nobody: str = ""
+    why_none: str = ""
 
 
 class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

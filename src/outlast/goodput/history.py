@@ -253,8 +253,8 @@ def _undecided(job: JobView, cycle: CycleView) -> Iterator[Episode]:
         decision.get("rung") if isinstance(decision, dict) else int(RecoveryLevel.RESTART_WORKERS)
         for decision in decisions
     ]
-    num_mended = sum(recovery_level == RecoveryLevel.RESTART_IN_PROCESS for recovery_level in decided)
-    for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)[num_mended:]:
+    num_in_process = sum(recovery_level == RecoveryLevel.RESTART_IN_PROCESS for recovery_level in decided)
+    for time_s, event in cycle.of(EventKind.RESTARTED_IN_PROCESS)[num_in_process:]:
         fault = (event.data.get("faults") or [{}])[0]
         began_s = time_s - float(event.data.get("duration_s") or 0.0)
         yield Episode(

@@ -48,7 +48,7 @@ def find_slow_windows(jobs: Sequence[JobHistory]) -> list[SlowRanksWindow]:
                     named=named,
                     scores=scores,
                     excess=slow_share(scores, named),
-                    why_nobody=str(event.data.get("why_nobody") or ""),
+                    why_none=str(event.data.get("why_nobody") or ""),
                 )
             )
     for place in range(len(found) - 1, 0, -1):  # windows in which the rank was slow, but not reported yet

@@ -29,7 +29,7 @@ from outlast import clock
 from outlast.errors import OutlastError
 from outlast.inprocess import protocol as m
 from outlast.inprocess.coordinator import (
-    Beat,
+    Heartbeat,
     JoinCoordinator,
     NodeChannel,
     NodeLink,
@@ -113,7 +113,7 @@ class AgentLink:
         self._search: _Search | None = None
         self._link: NodeLink | None = None
         self._answer_s: float | None = None
-        self._next_beat_s = 0.0
+        self._next_heartbeat_s = 0.0
         self._was_silent = False
         self._coordinator: RankCoordinator | None = None
         self._looked_s = clock.now_s()
@@ -236,7 +236,7 @@ class AgentLink:
     def _use_link(self, link: NodeLink, term: int, came: list[OnLink]) -> None:
         self._search, self._was_silent = None, False
         self._link, self._answer_s = link, None
-        self._next_beat_s = clock.now_s() + self._task.heartbeat_interval_s
+        self._next_heartbeat_s = clock.now_s() + self._task.heartbeat_interval_s
         link.on_messages, link.on_broken = self._on_messages, self._on_broken
         for message in self._relay.introduce(term):
             link.send(message)
@@ -249,7 +249,7 @@ class AgentLink:
                     self._relay.obey(message)
                 case Welcome(addresses=addresses):
                     self._addresses = addresses
-                case Beat():
+                case Heartbeat():
                     pass  # the channel has recorded the time
                 case other:
                     log.warning("unexpected message from the coordinator: %s", type(other).__name__)
@@ -272,7 +272,7 @@ class AgentLink:
         """Limit the time for a heartbeat of the coordinator: it is needed, or another node lost it."""
         if self._link is not None and self._answer_s is None:
             self._answer_s = clock.now_s() + _ANSWER_S
-            self._link.send(Beat())
+            self._link.send(Heartbeat())
 
     def _look_at_link(self, now_s: float, link: NodeLink) -> float:
         """Send a heartbeat if it is due, and close the connection to a silent coordinator."""
@@ -285,10 +285,10 @@ class AgentLink:
         if now_s >= due_s:
             self._lose_link(f"no heartbeat for {now_s - received_s:.1f} s", was_silent=True)
             return now_s
-        if now_s >= self._next_beat_s:
-            self._next_beat_s = now_s + self._task.heartbeat_interval_s
-            link.send(Beat())
-        return min(due_s, self._next_beat_s)
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + self._task.heartbeat_interval_s
+            link.send(Heartbeat())
+        return min(due_s, self._next_heartbeat_s)
 
     # -- the search for the coordinator ------------------------------------------------------------------------------
 

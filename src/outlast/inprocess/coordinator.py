@@ -57,11 +57,11 @@ class NotCoordinator(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It was started in place of one that was killed, and has no standings."""
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A heartbeat; the coordinator sends it back."""
 
 
-OnLink = JoinCoordinator | Welcome | NotCoordinator | Beat | m.RankStandings | m.RankReports | m.RankOrder
+OnLink = JoinCoordinator | Welcome | NotCoordinator | Heartbeat | m.RankStandings | m.RankReports | m.RankOrder
 NodeChannel = BufferedChannel[OnLink]
 NodeLink = SelectedChannel[OnLink]
 
@@ -152,7 +152,7 @@ class RankCoordinator:
     def _on_messages(self, join: JoinCoordinator, link: NodeLink, came: list[OnLink]) -> None:
         for message in came:
             match message:
-                case Beat():
+                case Heartbeat():
                     link.send(message)
                 case m.RankStandings() | m.RankReports():
                     message = msgspec.structs.replace(message, node=join.node, epoch=join.life)

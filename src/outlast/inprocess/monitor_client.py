@@ -108,7 +108,7 @@ class MonitorThread:
 
     def _look(self) -> float:
         """Update the page, and continue to interrupt the main thread; return the seconds until the next call."""
-        self._page.beat()
+        self._page.heartbeat()
         if self._progress.take() and not self._pings_only:
             self._page.stamp_progress()
         self._progress.ask()

@@ -22,7 +22,7 @@ from outlast.policy.inprocess_protocol import RankFault, RankFaultKind
 from outlast.runtime.files import memory_file
 
 _PAGE_BYTES = 4096
-_BEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES = range(5)
+_HEARTBEAT, _PROGRESS, _PHASE, _RESTART_COUNT, _PAUSES = range(5)
 
 
 class RankPhase(IntEnum):
@@ -48,8 +48,8 @@ class Page:
     Args:
         fd: Descriptor of the shared memory; this object owns it.
 
-    Thread: in the rank, :meth:`beat` is the monitor thread's, :meth:`stamp_progress` any thread's, other methods are
-    the main thread's; the agent process only reads.
+    Thread: in the rank, :meth:`heartbeat` is the monitor thread's, :meth:`stamp_progress` any thread's, other methods
+    are the main thread's; the agent process only reads.
     """
 
     def __init__(self, fd: int) -> None:
@@ -62,7 +62,7 @@ class Page:
         fd = memory_file("outlast-inprocess")
         os.ftruncate(fd, _PAGE_BYTES)
         page = cls(fd)
-        page.beat()
+        page.heartbeat()
         page.stamp_progress()
         return page
 
@@ -75,8 +75,8 @@ class Page:
 
     # -- written by the rank -----------------------------------------------------------------------------------
 
-    def beat(self) -> None:
-        self._words[_BEAT] = now_ns()
+    def heartbeat(self) -> None:
+        self._words[_HEARTBEAT] = now_ns()
 
     def stamp_progress(self) -> None:
         self._words[_PROGRESS] = now_ns()
@@ -104,8 +104,8 @@ class Page:
     # -- read by the agent process ---------------------------------------------------------------------------
 
     @property
-    def beat_ns(self) -> int:
-        return self._words[_BEAT]
+    def heartbeat_ns(self) -> int:
+        return self._words[_HEARTBEAT]
 
     @property
     def progress_ns(self) -> int:
@@ -162,7 +162,7 @@ class MainThreadProgress:
 _IN_FN = (RankPhase.IN_FN, RankPhase.LEAVING)
 _IDLE = (RankPhase.WAITING, RankPhase.COMPLETED)
 """The main thread waits in the wrapper, and outlast does not hold the interpreter's lock."""
-_BEAT_SLACK_S = 0.25
+_HEARTBEAT_SLACK_S = 0.25
 """Seconds that a monitor thread may be late on a busy machine and still count as running."""
 
 
@@ -178,7 +178,7 @@ class RankWatch:
         self._page, self._task = page, task
         self._soft_ns, self._hard_ns = int(task.soft_timeout_s * 1e9), int(task.hard_timeout_s * 1e9)
         self._start_ns = int(task.limits.barrier_timeout_s * 1e9)
-        self._fresh_ns = int((task.thread_interval_s + _BEAT_SLACK_S) * 1e9)
+        self._fresh_ns = int((task.thread_interval_s + _HEARTBEAT_SLACK_S) * 1e9)
         self._reported_soft = -1
         self._went: tuple[int, int] | None = None
         self._ordered_to_leave_ns: int | None = None
@@ -222,10 +222,10 @@ class RankWatch:
                 text = f"the function was not entered within {self._task.limits.barrier_timeout_s:g} s"
                 return self._fault(self._went[0], RankFaultKind.HARD_TIMEOUT, text), None
             else:
-                found, silent_ns = self._look_at_beat(self._went[0], now_ns, "before the function was entered")
+                found, silent_ns = self._check_heartbeat(self._went[0], now_ns, "before the function was entered")
                 return found, due if silent_ns is None else min(due, silent_ns)
         if phase in _IDLE:
-            return self._look_at_beat(restart_count, now_ns, "outside the function")
+            return self._check_heartbeat(restart_count, now_ns, "outside the function")
         if phase not in _IN_FN:
             return None, None
         if page.is_paused:
@@ -240,7 +240,7 @@ class RankWatch:
         soft_ns = progress_ns + self._soft_ns
         if now_ns < soft_ns:
             return None, soft_ns
-        fresh_until_ns = page.beat_ns + self._fresh_ns
+        fresh_until_ns = page.heartbeat_ns + self._fresh_ns
         if now_ns <= fresh_until_ns:
             self._reported_soft = restart_count
             text = f"no progress for {(now_ns - progress_ns) / 1e9:.1f} s (soft_timeout={self._task.soft_timeout_s:g})"
@@ -248,14 +248,14 @@ class RankWatch:
         # The monitor thread does not run either: a long call may hold the interpreter's lock.
         return None, min(hard_ns, now_ns + self._fresh_ns // 4)
 
-    def _look_at_beat(self, restart_count: int, now_ns: int, where: str) -> tuple[RankFault | None, int | None]:
+    def _check_heartbeat(self, restart_count: int, now_ns: int, where: str) -> tuple[RankFault | None, int | None]:
         """Judge a rank whose main thread may wait, such as a spare, by the heartbeats of its monitor thread."""
         if self._is_over:
             return None, None
-        silent_ns = self._page.beat_ns + self._hard_ns
+        silent_ns = self._page.heartbeat_ns + self._hard_ns
         if now_ns < silent_ns:
             return None, silent_ns
-        since_s = (now_ns - self._page.beat_ns) / 1e9
+        since_s = (now_ns - self._page.heartbeat_ns) / 1e9
         text = f"no thread of it has run for {since_s:.1f} s {where}; it was stopped, or held the interpreter's lock"
         text += f" (hard_timeout={self._task.hard_timeout_s:g})"
         return self._fault(restart_count, RankFaultKind.HARD_TIMEOUT, text), None
@@ -265,7 +265,7 @@ class RankWatch:
 
     def _why_hard(self, now_ns: int) -> str:
         text = f"no progress for {(now_ns - self._page.progress_ns) / 1e9:.1f} s"
-        if now_ns > self._page.beat_ns + self._fresh_ns:
+        if now_ns > self._page.heartbeat_ns + self._fresh_ns:
             text += "; it was stopped, or held the interpreter's lock"
         elif self._ordered_to_leave_ns is not None:
             text = "it could not be interrupted"

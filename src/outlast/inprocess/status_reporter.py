@@ -60,7 +60,7 @@ class StatusReporter:
             except OutlastError as error:
                 log.warning("restarts in process cannot be reported to the node's agent: %s", error)
         if call == 0 and place.is_first:
-            _say_what_the_launcher_allows(place.launcher)
+            _log_what_the_launcher_allows(place.launcher)
 
     def begin(self, go: p.Go) -> None:
         rank = go.ranks.get(self._place.global_rank)
@@ -143,7 +143,7 @@ def _for_agent(faults: Iterable[p.RankFault]) -> list[InProcessFault]:
     ]
 
 
-def _say_what_the_launcher_allows(launcher: str) -> None:
+def _log_what_the_launcher_allows(launcher: str) -> None:
     if launcher == "torchrun" and env.environ().get("TORCHELASTIC_RUN_ID"):
         log.warning(
             "torchrun ends all ranks when one process ends: exceptions, and hangs that can be interrupted, are "

@@ -186,7 +186,7 @@ class BackgroundSink(ABC):
             self._logged.add(text)
             log.log(level, text, self.name, *values)
 
-    def _tell_no_id(self, run: MetricsRun) -> None:
+    def _log_missing_id(self, run: MetricsRun) -> None:
         text = "%s: the run has no id, so that a restart begins another one there; give it an id (--rdzv-id)"
         self._log_once(text, level=logging.WARNING if run.global_rank == 0 else logging.DEBUG)
 
@@ -456,7 +456,7 @@ class WandbSink(BackgroundSink):
                 names["group"] = self._group or (run.run_id if self.every_rank else None)
                 names["resume"] = "allow"
             elif "id" not in self._settings:
-                self._tell_no_id(run)
+                self._log_missing_id(run)
             self._wandb_run, self._is_own = self._wandb.init(**{**names, **self._settings}), True
         self._wandb_run.define_metric("outlast/iteration", hidden=True)
         self._wandb_run.define_metric("outlast/*", step_metric="outlast/iteration")
@@ -514,7 +514,7 @@ class MLflowSink(BackgroundSink):
             tags["outlast.run_id"] = quoted = own.replace("'", "")
             runs = client.search_runs([experiment_id], f"tags.`outlast.run_id` = '{quoted}'", max_results=1)
         else:
-            self._tell_no_id(run)
+            self._log_missing_id(run)
         if runs:
             self._mlflow_run_id = runs[0].info.run_id
             client.update_run(self._mlflow_run_id, status="RUNNING")

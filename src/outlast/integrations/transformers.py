@@ -166,7 +166,7 @@ class TrainerProtection(TrainerCallback):
         self._given: str | bool | None = None
         self._ignored_keys: list[str] | None = None
         self._loaded: dict[str, Any] = {}
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._decision: StepDecision | None = None
         self._in_step = False
         # Position.
@@ -633,7 +633,7 @@ class TrainerProtection(TrainerCallback):
     # -- metrics ---------------------------------------------------------------------------------------------------
 
     def _take_metrics(self, metrics: dict[str, float], iteration: int) -> None:
-        self._figures.update(metrics)
+        self._metrics.update(metrics)
 
     def _log_with_metrics(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Log the session's metrics with the training loss."""
@@ -645,8 +645,8 @@ class TrainerProtection(TrainerCallback):
                 self._has_warned = True
                 text = "%s is %s at step %d, and training continues with it; this is reported once"
                 log_on_rank_0(log, text, bad, seen[bad], self._trainer.state.global_step)
-            logs.update(self._figures)
-            self._figures.clear()
+            logs.update(self._metrics)
+            self._metrics.clear()
         return self._originals["log"](logs, *args, **kwargs)
 
 

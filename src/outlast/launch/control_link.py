@@ -92,7 +92,7 @@ class LinkFailed:
     exit_code: int = ExitReason.FAILED
 
 
-News = m.ToNode | LinkDown | LinkUp | LinkFailed
+LinkEvent = m.ToNode | LinkDown | LinkUp | LinkFailed
 
 
 class _Refusal(WrongRun):
@@ -132,7 +132,7 @@ class ControlLink:
         settings: JobSettings,
         identity: JobIdentity,
         *,
-        deliver: Callable[[News], None],
+        deliver: Callable[[LinkEvent], None],
         layers: LayeredSettings,
         on_host: Callable[[], None] = lambda: None,
         may_write: Callable[[], bool] = lambda: True,
@@ -167,7 +167,7 @@ class ControlLink:
         self._leader = ""
         self._silent: Endpoint | None = None
         """Endpoint of a coordinator that has just stopped responding; not tried for a while."""
-        self._news: list[m.OnAgent] = []
+        self._events: list[m.OnAgent] = []
         self._errors: list[OSError] = []
         self._yields = threading.Event()
         self._successor: Endpoint | None = None
@@ -254,23 +254,23 @@ class ControlLink:
             selector.register(relay, selectors.EVENT_READ, lambda _: None)
         self._errors.clear()
         now_s = clock.now_s()
-        next_beat_s, looked_s = now_s, now_s
+        next_heartbeat_s, looked_s = now_s, now_s
         while True:
             now_s = clock.now_s()
             if now_s - looked_s > self.settings.node_timeout_s / 2:
                 channel.channel.received_ns = clock.now_ns()  # this process was paused: silence proves nothing
             looked_s = now_s
-            if now_s >= next_beat_s:
-                next_beat_s = now_s + self.settings.beat_interval_s
+            if now_s >= next_heartbeat_s:
+                next_heartbeat_s = now_s + self.settings.heartbeat_interval_s
                 self.count += not self._has_loop
-                channel.send(m.AgentBeat(count=self.count))
-            self._deliver_news()
-            due_s = next_beat_s
+                channel.send(m.AgentHeartbeat(count=self.count))
+            self._deliver_events()
+            due_s = next_heartbeat_s
             if relay is not None and relay.deadline_s is not None:
                 due_s = min(due_s, relay.deadline_s)
             for key, events in selector.select(max(0.0, due_s - clock.now_s())):
                 key.data(events)
-            self._deliver_news()
+            self._deliver_events()
             if relay is not None:
                 for message in relay.serve():
                     channel.send(message)
@@ -289,18 +289,18 @@ class ControlLink:
                 raise _LinkOver(f"the coordinator at {self.endpoint} did not respond for {silent_s:.1f} s")
 
     def _on_messages(self, _: SelectedChannel[m.OnAgent], came: list[m.OnAgent]) -> None:
-        self._news += came
+        self._events += came
 
     def _on_broken(self, _: SelectedChannel[m.OnAgent], error: OSError) -> None:
         self._errors.append(error)
 
-    def _deliver_news(self) -> None:
-        news, self._news = self._news, []
-        for message in news:
+    def _deliver_events(self) -> None:
+        events, self._events = self._events, []
+        for message in events:
             if isinstance(message, m.RankOrder):
                 if self.relay is not None:
                     self.relay.obey(message)
-            elif not isinstance(message, m.Welcome | m.Refused | m.AgentBeat):
+            elif not isinstance(message, m.Welcome | m.Refused | m.AgentHeartbeat):
                 self._deliver(message)
 
     def _send_all(self, channel: SelectedChannel[m.OnAgent], _: int) -> None:
@@ -423,9 +423,9 @@ class ControlLink:
         with selectors.DefaultSelector() as selector:
             waiting = SelectedChannel(selector, channel, self._on_messages, self._on_broken)
             self._errors.clear()
-            self._news.clear()
+            self._events.clear()
             last_ns = clock.now_ns()
-            while not self._news:
+            while not self._events:
                 if self._closing.is_set():
                     raise ConnectionAbortedError("the link is closed")
                 last_ns = max(last_ns, channel.received_ns)
@@ -438,7 +438,7 @@ class ControlLink:
                         raise self._errors[0]
                     raise ConnectionResetError(f"it ended the connection ({self._errors[0]})")
             waiting.release()
-        first = self._news.pop(0)
+        first = self._events.pop(0)
         if isinstance(first, m.Refused):
             raise _Refusal(first)
         if not isinstance(first, m.Welcome):

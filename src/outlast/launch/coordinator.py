@@ -96,14 +96,14 @@ class Coordinator:
         settings: JobSettings,
         state: RecoveryState,
         *,
-        tell_time: Callable[[], str] = str,
+        format_time: Callable[[], str] = str,
         stop: m.Stop | None = None,
     ) -> None:
         self.settings = settings
         self.nodes = Nodes(settings.num_slots)
         self._effects: Effects = []
         self._recovery_state = RecoveryStateClient(
-            state, _limits(settings), nodes=self.nodes, effects=self._effects, tell_time=tell_time
+            state, _limits(settings), nodes=self.nodes, effects=self._effects, format_time=format_time
         )
         self.cycle = 0
         """The cycle that forms or runs."""
@@ -243,37 +243,37 @@ class Coordinator:
         self._advance(now_s)
         return self.nodes.take_out()
 
-    def judge_beats(
+    def judge_heartbeats(
         self,
-        beats: Mapping[str, int],
+        heartbeats: Mapping[str, int],
         now_s: float,
         *,
         since_last_s: float,
-        unheard_s: Mapping[str, float] = MappingProxyType({}),
+        silences_s: Mapping[str, float] = MappingProxyType({}),
     ) -> Outbox:
         """Declare nodes lost whose heartbeats do not advance.
 
         Args:
-            beats: Heartbeat counter by node.
+            heartbeats: Heartbeat counter by node.
             now_s: Monotonic seconds.
             since_last_s: Seconds since the last call; after a long pause of this process no node is judged.
-            unheard_s: Seconds since anything came from a node's agent.
+            silences_s: Seconds since anything came from a node's agent.
         """
         timeout_s = self.settings.node_timeout_s
-        alive, silent = self.nodes.judge_beats(
-            beats,
+        alive, silent = self.nodes.judge_heartbeats(
+            heartbeats,
             now_s,
             timeout_s=timeout_s,
             loop_timeout_s=timeout_s * self.settings.loop_timeout_factor,
             paused=since_last_s > timeout_s / 2,
-            unheard_s=unheard_s,
+            silences_s=silences_s,
         )
         for node in alive:
             self.nodes.refuse_claim(node)
         for node in silent:
-            silent_s = now_s - node.beat_at_s
+            silent_s = now_s - node.heartbeat_at_s
             why = f"no heartbeat for {silent_s:.1f} s"
-            if unheard_s.get(node.name, silent_s) < timeout_s / 2:
+            if silences_s.get(node.name, silent_s) < timeout_s / 2:
                 why = f"its agent's main loop has not run for {silent_s:.1f} s"
             self._lose(node, why, now_s)
         self._advance(now_s)
@@ -407,7 +407,7 @@ class Coordinator:
                 if not self._send_start_again(node):
                     self.nodes.send(node, last)
                 if self.phase == m.JobPhase.RUNNING and self._members.places:
-                    self._tell_ran(node)
+                    self._notify_ran(node)
             self._report_finished([node.name])
             return
         if self.stop is not None:
@@ -525,7 +525,7 @@ class Coordinator:
                 self._places = self._forming.place_nodes(self.cycle, self.state, term=self._term)
                 self._votes = set(self.nodes.holders)
                 if not self._quorum.is_held_by(self._votes):
-                    self._forming.tell_spares(self._places, self.state)  # they vote, and must know the cycle
+                    self._forming.notify_spares(self._places, self.state)  # they vote, and must know the cycle
                 self._start_if_held(now_s)
             case m.Counted() if self.phase == m.JobPhase.PREPARING and (message.term, message.cycle) == (
                 self._term,
@@ -586,11 +586,11 @@ class Coordinator:
             self._quorum.note_ran(self._places)
             self._members = _Members(self._places)
             for member in self.nodes.present(self._places):
-                self._tell_ran(member)
+                self._notify_ran(member)
             self._places, self._phase_since_s = {}, None
             self._count_spares()
 
-    def _tell_ran(self, node: Node) -> None:
+    def _notify_ran(self, node: Node) -> None:
         """Send a node the number of spares of the running cycle; it does not replace the node's last order."""
         num_spares = self._members.num_spares + len(self._members.coming)
         self.nodes.out.append((node.name, node.epoch, m.Ran(cycle=self.cycle, num_spares=num_spares)))
@@ -606,7 +606,7 @@ class Coordinator:
         if num_spares != self._members.num_spares:
             self._members.num_spares = num_spares
             for holder in self.nodes.present(self.nodes.holders):
-                self._tell_ran(holder)
+                self._notify_ran(holder)
 
     def _count_spares(self) -> None:
         """Make late spares members; first every holder must know their number, as it counts for the quorum."""
@@ -618,7 +618,7 @@ class Coordinator:
             return
         members.coming, members.counted = coming, set()
         for holder in self.nodes.present(self.nodes.holders):
-            self._tell_ran(holder)
+            self._notify_ran(holder)
 
     def _on_counted(self, counted: m.Counted, node: Node) -> None:
         members = self._members
@@ -636,7 +636,7 @@ class Coordinator:
         self._quorum.admit({name: members.places[name] for name in members.coming})
         coming, members.num_spares, members.coming = members.coming, num_spares, []
         for spare in self.nodes.present(coming):
-            self._tell_ran(spare)
+            self._notify_ran(spare)
         self._count_spares()
 
     def _record(self, kind: EventKind, data: dict[str, object]) -> None:
@@ -716,7 +716,7 @@ class Coordinator:
         if self.phase == m.JobPhase.ADOPTING:
             self._adoption.lose(node.name, why)
         if self.nodes.holds_slot(node) and self._ending is not None:
-            incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.beat_at_s, 3))
+            incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.heartbeat_at_s, 3))
             self._record(EventKind.INCIDENT, {"incident": incident})
 
     # -- a cycle's end -----------------------------------------------------------------------------------------
@@ -839,7 +839,7 @@ class Coordinator:
                 return
         if self._restart_at_s is not None:  # nodes join meanwhile
             return
-        if self._forming.lacks_heir(self.state):
+        if self._forming.lacks_successor(self.state):
             self._recovery_state.drop_replay(f"no spare is left for the slot of node {', '.join(self.state.held_back)}")
         slots = self._forming.fill(self.cycle, now_s, barred=self.state.barred)
         self._note_forming(missing=0 if slots is not None else max(1, self._forming.missing))

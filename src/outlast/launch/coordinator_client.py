@@ -54,7 +54,7 @@ class CoordinatorClient:
         self._term, self._place = start.term, start.place
         return True
 
-    def wait_beside(self, place: m.SlotPlace) -> None:
+    def wait_as_spare(self, place: m.SlotPlace) -> None:
         """Take the place of this node among a cycle's spares."""
         if self._place is None or place.order > self._place.order:
             self._place = place

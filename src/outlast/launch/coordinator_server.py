@@ -115,7 +115,7 @@ class CoordinatorServer:
         self._unwritten = state if stop is None and saved.finished and not state.finished else None
         """State that ``ladder.json`` lacks; written later."""
         self._writes_again_s = 0.0
-        self._coordinator = Coordinator(settings, state, tell_time=self._journal.tell_time, stop=stop)
+        self._coordinator = Coordinator(settings, state, format_time=self._journal.format_time, stop=stop)
         self.leader = secrets.token_hex(4)
         """Identifies this life of the coordinator."""
         self._selector = selectors.DefaultSelector()
@@ -236,16 +236,18 @@ class CoordinatorServer:
         self._agents.clear()
 
     def _tick(self, now_s: float) -> None:
-        self._next_tick_s = now_s + self.settings.beat_interval_s
+        self._next_tick_s = now_s + self.settings.heartbeat_interval_s
         self._handle(m.CoordinatorTick())
         if self._unwritten is not None and now_s >= self._writes_again_s:
             self._remember(self._unwritten)
         since_s, self._judged_at_s = now_s - self._judged_at_s, now_s
         # Another agent of a node's name may be connected; its silence says nothing about the member.
         lives = {who[0]: agent for who, agent in self._agents.items() if self._coordinator.nodes.is_here(*who)}
-        beats = {node: agent.count for node, agent in lives.items()}
-        heard_s = {node: now_s - agent.channel.channel.received_ns / 1e9 for node, agent in lives.items()}
-        self._send_all(self._coordinator.judge_beats(beats, now_s, since_last_s=since_s, unheard_s=heard_s))
+        heartbeats = {node: agent.count for node, agent in lives.items()}
+        silences_s = {node: now_s - agent.channel.channel.received_ns / 1e9 for node, agent in lives.items()}
+        self._send_all(
+            self._coordinator.judge_heartbeats(heartbeats, now_s, since_last_s=since_s, silences_s=silences_s)
+        )
         if self._coordinator.may_close or self._coordinator.should_give_up_on_goodbyes(now_s):
             self.closed.set()
 
@@ -330,7 +332,7 @@ class CoordinatorServer:
         agent = self._agents[who]
         for message in came:
             match message:
-                case m.AgentBeat():
+                case m.AgentHeartbeat():
                     agent.count = message.count
                     link.send(message)
                 case m.Moving():
@@ -394,7 +396,7 @@ class CoordinatorServer:
 
     def _status(self) -> m.LiveStatus:
         return self._coordinator.status(
-            clock.now_s(), time=self._journal.tell_time(), run_id=self._identity.run_id, run_dir=self._run_dir
+            clock.now_s(), time=self._journal.format_time(), run_id=self._identity.run_id, run_dir=self._run_dir
         )
 
     def _take_script_settings(self, reported: m.ScriptSettings) -> None:

@@ -145,15 +145,15 @@ class RestartReports:
     once all nodes have reported it, the next restart begins, or :data:`REPORT_S` has passed.
     """
 
-    charged: tuple[int, int] = (0, 0)
+    counted: tuple[int, int] = (0, 0)
     """Call and number of the newest restart that was charged."""
     _pending: list[m.Restarted] = field(default_factory=list)
     _since_s: float = 0.0
 
     def add(self, report: m.Restarted, now_s: float) -> CycleEnd | None:
         """Add a node's report; return an earlier restart that must be charged now."""
-        newest = _restart_of(self._pending[0]) if self._pending else self.charged
-        if _restart_of(report) < newest or _restart_of(report) == self.charged:
+        newest = _restart_of(self._pending[0]) if self._pending else self.counted
+        if _restart_of(report) < newest or _restart_of(report) == self.counted:
             return None
         earlier = self._charge() if self._pending and _restart_of(report) > newest else None
         if not self._pending:
@@ -179,7 +179,7 @@ class RestartReports:
 
     def _charge(self) -> CycleEnd:
         reports, self._pending = self._pending, []
-        self.charged = _restart_of(reports[0])
+        self.counted = _restart_of(reports[0])
         # The node of the failed rank knows most about it.
         first = next((one for one in reports if one.incident.node == one.node), reports[0])
         return CycleEnd(
@@ -339,10 +339,10 @@ class RecoveryStateClient:
     """
 
     def __init__(
-        self, state: RecoveryState, limits: Limits, *, nodes: Nodes, effects: Effects, tell_time: Callable[[], str]
+        self, state: RecoveryState, limits: Limits, *, nodes: Nodes, effects: Effects, format_time: Callable[[], str]
     ) -> None:
         self.state, self.limits = state, limits
-        self._nodes, self._effects, self._tell_time = nodes, effects, tell_time
+        self._nodes, self._effects, self._format_time = nodes, effects, format_time
 
     def rule(self, end: CycleEnd) -> Decision:
         """Return the decision on a cycle's end, or on an in-process restart."""
@@ -400,7 +400,7 @@ class RecoveryStateClient:
         """Return the state with the time at its newest step, if that is new."""
         if not state.history or state.history[-1].time or state.history == self.state.history:
             return state
-        newest = msgspec.structs.replace(state.history[-1], time=self._tell_time())
+        newest = msgspec.structs.replace(state.history[-1], time=self._format_time())
         return msgspec.structs.replace(state, history=(*state.history[:-1], newest))
 
     def _keep(self, state: RecoveryState) -> None:

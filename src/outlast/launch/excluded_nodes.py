@@ -49,23 +49,23 @@ class ExcludedNodes:
         if node is None:
             self._outside[report.node] = report
             self._recovery_state.bar(report.node)
-            self._tell(report, cycle, "it did not join")
+            self._log(report, cycle, "it did not join")
             return False
         if node.name in self._recovery_state.state.quarantined:
             return False
         if not self._nodes.holds_slot(node):
             self._recovery_state.bar(node.name)
             self._nodes.send(node, m.Wait(reason=why_it_waits(node, self._recovery_state.state)))
-            self._tell(report, cycle, "it gets no slot")
+            self._log(report, cycle, "it gets no slot")
             return False
         if not is_running or report.incident.cycle != cycle:
             return False  # the node reports it again
         spares = self._nodes.num_successors(node.name, self._recovery_state.state.barred)
         end = CycleEnd(cycle=cycle, incident=report.incident, num_spares=spares)
         if report.incident.evidence.get("computes_wrong") or self._recovery_state.would_replace(end):
-            self._tell(report, cycle, "it is replaced")
+            self._log(report, cycle, "it is replaced")
             return True
-        self._tell(report, cycle, "no spare waits for its slot: it trains on")
+        self._log(report, cycle, "no spare waits for its slot: it trains on")
         return False
 
     def admit(self, node: Node) -> None:
@@ -87,7 +87,7 @@ class ExcludedNodes:
         """Return the excluded nodes and the reasons, as the end of a sentence; empty: none."""
         return "".join(f"; {report.incident.describe()}" for report in self._outside.values())
 
-    def _tell(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
+    def _log(self, report: m.Unhealthy, cycle: int, what_follows: str) -> None:
         """Send a report to all other nodes, and record it; once for the same failures."""
         listed = report.incident.evidence.get("checks", ())
         listed = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list | tuple) else []

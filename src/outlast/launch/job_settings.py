@@ -34,7 +34,7 @@ class JobSettings:
     loaded machine."""
     goodbye_timeout_s: float = 5.0
     """How long the coordinator waits for nodes to receive Stop."""
-    beat_interval_s: float = 1.0
+    heartbeat_interval_s: float = 1.0
     """Between two heartbeats of a node."""
     prepare_timeout_s: float = 30.0
     """How long the first node may take to open a cycle's store."""

@@ -45,8 +45,8 @@ class Node:
     """The node waits for a cycle; otherwise it is in one."""
     last: m.ToNode | None = None
     """The last message sent to it."""
-    beat: int = -1
-    beat_at_s: float = 0.0
+    heartbeat: int = -1
+    heartbeat_at_s: float = 0.0
 
 
 class Nodes:
@@ -94,7 +94,7 @@ class Nodes:
         self.num_joins += 1
         self.num_changes += 1
         candidate = SlotCandidate(order=self.num_joins, nproc=message.nproc, wish=message.wish)
-        node = Node(name=message.node, epoch=message.epoch, candidate=candidate, beat_at_s=now_s)
+        node = Node(name=message.node, epoch=message.epoch, candidate=candidate, heartbeat_at_s=now_s)
         self.by_name[node.name] = node
         self._ready.add(node.name)
         return node
@@ -179,36 +179,36 @@ class Nodes:
         node = self.by_name.get(name)
         return node is not None and node.epoch == epoch
 
-    def judge_beats(
+    def judge_heartbeats(
         self,
-        beats: Mapping[str, int],
+        heartbeats: Mapping[str, int],
         now_s: float,
         *,
         timeout_s: float,
         loop_timeout_s: float,
         paused: bool,
-        unheard_s: Mapping[str, float],
+        silences_s: Mapping[str, float],
     ) -> tuple[list[Node], list[Node]]:
         """Return the nodes whose main loop ran since the last call, and those that are lost.
 
         Args:
-            beats: Heartbeat counter by node.
+            heartbeats: Heartbeat counter by node.
             now_s: Monotonic seconds.
             timeout_s: How long nothing may come from a node.
             loop_timeout_s: How long its main loop may stand still while heartbeats arrive.
             paused: The caller itself was paused: no node is judged.
-            unheard_s: Seconds since anything came from a node's agent.
+            silences_s: Seconds since anything came from a node's agent.
         """
         alive, silent = [], []
         for node in self:
-            beat = beats.get(node.name, node.beat)
-            if beat != node.beat or paused:
-                node.beat, node.beat_at_s = beat, now_s
+            heartbeat = heartbeats.get(node.name, node.heartbeat)
+            if heartbeat != node.heartbeat or paused:
+                node.heartbeat, node.heartbeat_at_s = heartbeat, now_s
                 if not paused:
                     alive.append(node)
                 continue
-            still_s = now_s - node.beat_at_s
-            if min(still_s, unheard_s.get(node.name, still_s)) > timeout_s or still_s > loop_timeout_s:
+            still_s = now_s - node.heartbeat_at_s
+            if min(still_s, silences_s.get(node.name, still_s)) > timeout_s or still_s > loop_timeout_s:
                 silent.append(node)
         return alive, silent
 
@@ -599,14 +599,14 @@ class Forming:
                 ),
             )
             base_rank += slot.nproc or 0
-        self.tell_spares(places, state)
+        self.notify_spares(places, state)
 
-    def tell_spares(self, places: Mapping[str, m.SlotPlace], state: RecoveryState) -> None:
+    def notify_spares(self, places: Mapping[str, m.SlotPlace], state: RecoveryState) -> None:
         """Send the spares their places in a cycle."""
         for node in self.nodes.present(name for name, place in places.items() if place.slot is None):
             self.nodes.send(node, m.Wait(reason=why_it_waits(node, state), place=places[node.name]))
 
-    def lacks_heir(self, state: RecoveryState) -> bool:
+    def lacks_successor(self, state: RecoveryState) -> bool:
         """Return whether a node that is held back is needed after all: the spare for its slot is gone."""
         return bool(state.held_back) and not self._can_fill(state.barred) and self._can_fill(state.quarantined)
 

@@ -197,7 +197,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         self._client.link.start()
-        self._beat()
+        self._heartbeat()
         self._wait_for_link(self.options.join_timeout_s)
         while not self._is_done:
             self._wait_and_handle()
@@ -293,7 +293,7 @@ class NodeAgent(SimpleElasticAgent):
                 self._timers.cancel("answer")
                 if event.place is not None:
                     self._num_missing = 0
-                    self._client.wait_beside(event.place)
+                    self._client.wait_as_spare(event.place)
                 level = logging.DEBUG if event.reason == self._waits_for else logging.INFO
                 self._waits_for, self._has_no_slot = event.reason, True
                 log.log(level, "node %s waits: %s", self._client.node, event.reason)
@@ -334,12 +334,12 @@ class NodeAgent(SimpleElasticAgent):
             case _:
                 raise AssertionError(f"unexpected event {event!r}")
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """Show the coordinator that this loop runs, and report the first step of a cycle."""
         self._client.link.count += 1
         if (cycle := self._running) is not None and cycle.has_trained:
             self._client.report_step(cycle.number)
-        self._timers.set("beat", self._client.link.settings.beat_interval_s, self._beat)
+        self._timers.set("heartbeat", self._client.link.settings.heartbeat_interval_s, self._heartbeat)
 
     def _wait_for_link(self, left_s: float) -> None:
         """Log every ten seconds that the coordinator is not found yet."""
@@ -425,9 +425,9 @@ class NodeAgent(SimpleElasticAgent):
             return
         if start.node_rank != 0:
             self._cycle_store = None
-        if (unfit := self._health.refuse(start.cycle)) is not None:
-            self._journal.write_incident(unfit)
-            self._join(m.CycleFacts(cycle=start.cycle, incident=unfit))
+        if (unhealthy := self._health.refuse(start.cycle)) is not None:
+            self._journal.write_incident(unhealthy)
+            self._join(m.CycleFacts(cycle=start.cycle, incident=unhealthy))
             return
         try:
             self._cycle = Cycle.prepare(

@@ -84,7 +84,7 @@ class NodeHealth:
         """A check after a fault runs; it began after the workers were gone."""
         self._is_reporting = False
         """The places are checked after the fault, for the log only."""
-        self._unfit: CheckedUp | None = None
+        self._unhealthy: CheckedUp | None = None
         """Failed result of the last check after a fault."""
         self._known: frozenset[tuple[str, str]] = frozenset()
         """Failures while training that were logged already."""
@@ -171,7 +171,7 @@ class NodeHealth:
         if self._is_alone:  # no node could replace it: its workers start whatever the result
             self._checkups.begin(Occasion.TRAINING, gpus=False, computes=self._num_faults > 1)
             return
-        self.is_looking, self._is_clear, self._is_asked, self._unfit = True, False, False, None
+        self.is_looking, self._is_clear, self._is_asked, self._unhealthy = True, False, False, None
         if not self._with_gpus:  # dying workers still hold GPU memory
             self._look_after_fault()
 
@@ -183,8 +183,8 @@ class NodeHealth:
 
     def refuse(self, cycle: int) -> Incident | None:
         """Return once why this node's workers must not start in a cycle; ``None``: they may."""
-        unfit, self._unfit = self._unfit, None
-        return None if unfit is None else self._incident(unfit, cycle=cycle)
+        unhealthy, self._unhealthy = self._unhealthy, None
+        return None if unhealthy is None else self._incident(unhealthy, cycle=cycle)
 
     @property
     def uses_gpus(self) -> bool:
@@ -205,15 +205,15 @@ class NodeHealth:
 
     def _take_after_fault(self, found: CheckedUp) -> None:
         self._is_asked = False
-        is_unfit = self._prevents_training(found)
-        if is_unfit and not self._since_clear:
+        is_unhealthy = self._prevents_training(found)
+        if is_unhealthy and not self._since_clear:
             # Dying workers may have held what was missing: only a check without them counts.
             if self._is_clear:
                 self._look_after_fault()
             return
         self._log(found)
-        if is_unfit:
-            self._unfit = found
+        if is_unhealthy:
+            self._unhealthy = found
         self.is_looking = False
 
     # -- while training ----------------------------------------------------------------------------------------

@@ -80,8 +80,8 @@ class NodeJournal:
             f" (node rank {start.node_rank} of {start.num_nodes})" if start.num_nodes > 1 else "",
         )
 
-    def write_exited(self, worker: WorkerProcess, news: Exited, *, killed_by_us: bool) -> None:
-        rank, pid, code = worker.global_rank, news.pid, news.exit_code
+    def write_exited(self, worker: WorkerProcess, exited: Exited, *, killed_by_us: bool) -> None:
+        rank, pid, code = worker.global_rank, exited.pid, exited.exit_code
         lost = {"spared": True} if worker.lost is not None else {}
         self.write(EventKind.WORKER_EXITED, rank=rank, pid=pid, exit_code=code, killed_by_us=killed_by_us, **lost)
 

@@ -76,7 +76,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     """Endpoint of the coordinator to which this one has yielded; ``None``: it has not yielded."""
 
 
-class AgentBeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AgentHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent's heartbeat, and the coordinator's answer with the same counter."""
 
     count: Number
@@ -467,7 +467,7 @@ ToCoordinator = FromAgent | NameClaim | Dead | CoordinatorTick
 ToNode = Wait | NodesMissing | Prepare | Start | Ran | CycleOver | RankOrder | PeersFinished | Decided | Remark | Stop
 """Messages from the coordinator."""
 Question = AskStatus | AskLeadership
-OnControl = FromAgent | Hello | AgentBeat | Moving | Question
+OnControl = FromAgent | Hello | AgentHeartbeat | Moving | Question
 """Messages at the coordinator's listener."""
 
 
@@ -562,5 +562,5 @@ class LiveStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 Answer = LiveStatus | Leads | Refused
 """To a :data:`Question`."""
-OnAgent = ToNode | Welcome | Refused | AgentBeat
+OnAgent = ToNode | Welcome | Refused | AgentHeartbeat
 """Messages at an agent."""

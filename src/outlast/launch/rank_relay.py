@@ -117,7 +117,7 @@ class RankRelay:
         self._calls: dict[int, _RelayedCall] = {}
         self._lost: dict[int, p.RankFault] = {}
         """Ranks that ended in this cycle before they had a duty."""
-        self._news: list[tuple[int, m.KnownRank | tuple[int, Gone | p.Report]]] = []
+        self._events: list[tuple[int, m.KnownRank | tuple[int, Gone | p.Report]]] = []
         """Unsent events: the call, and a rank that joined it or a report."""
 
     # -- for the agent -----------------------------------------------------------------------------------------
@@ -165,14 +165,14 @@ class RankRelay:
             for rank in call.ranks.values():
                 if rank.until_s is not None and now_s >= rank.until_s:
                     self._give_up(rank, p.RankFaultKind.LINK_LOST)
-        return self._take_news()
+        return self._take_events()
 
     def introduce(self, term: int) -> list[m.RankStandings | m.RankReports]:
         """Return the standings of all ranks for a coordinator that was just reached; older terms are not obeyed any
         more."""
         self._run_commands()
         self.term = max(self.term, term)
-        self._news.clear()  # contained in the standings
+        self._events.clear()  # contained in the standings
         if self._cycle is None:
             return []
         messages: list[m.RankStandings | m.RankReports] = [
@@ -252,7 +252,7 @@ class RankRelay:
         if call.end is not None:
             self._give(rank, link, call.end, encode_frame(call.end))
             return
-        self._news.append((join.call, _describe(rank)))
+        self._events.append((join.call, _describe(rank)))
         for number in join.ranks.keys() - call.ranks.keys() - call.absent.keys():
             self._watch_absent(call, join, number)
         if came[1:]:
@@ -270,7 +270,7 @@ class RankRelay:
             if not isinstance(message, Gone):
                 rank.record.note_report(message)
             if not rank.is_over:
-                self._news.append((rank.join.call, (rank.join.initial_rank, message)))
+                self._events.append((rank.join.call, (rank.join.initial_rank, message)))
 
     def _on_broken(self, rank: _RelayedRank, link: DutyLink, error: OSError) -> None:
         self._drop(link)
@@ -299,7 +299,7 @@ class RankRelay:
         rank.last_words = Gone(
             fault=p.RankFault(initial_rank=join.initial_rank, restart_count=restart_count, kind=kind)
         )
-        self._news.append((join.call, (join.initial_rank, rank.last_words)))
+        self._events.append((join.call, (join.initial_rank, rank.last_words)))
 
     def _end_absence(self, rank: _RelayedRank) -> None:
         rank.until_s = None
@@ -331,7 +331,7 @@ class RankRelay:
         dead = msgspec.structs.replace(join, initial_rank=number, standing=p.MemberStanding())
         rank = _RelayedRank(join=dead, record=MemberRecord(), link=None, last_words=Gone(fault=fault))
         call.ranks[number] = rank
-        self._news.append((join.call, _describe(rank)))  # not a report: a new coordinator waits for its standing
+        self._events.append((join.call, _describe(rank)))  # not a report: a new coordinator waits for its standing
 
     def _forget_absent(self, call: _RelayedCall, number: int) -> None:
         if (pidfd := call.absent.pop(number, None)) is not None:
@@ -364,7 +364,7 @@ class RankRelay:
                 self._end_absence(rank)
                 rank.is_over = True  # the connection stays open: its end would make the rank abort
         self._cycle, self._calls, self._lost = cycle, {}, {}
-        self._news.clear()
+        self._events.clear()
 
     def _lose(self, fault: p.RankFault) -> None:
         number = fault.initial_rank
@@ -373,15 +373,15 @@ class RankRelay:
         ):
             return  # its duty reports the reason, or its connection ends
         self._lost[number] = fault
-        self._news.append((ANY_CALL, (number, Gone(fault=fault))))
+        self._events.append((ANY_CALL, (number, Gone(fault=fault))))
 
     # -- what the coordinator has to know ----------------------------------------------------------------------
 
-    def _take_news(self) -> list[m.RankStandings | m.RankReports]:
+    def _take_events(self) -> list[m.RankStandings | m.RankReports]:
         """Return the unsent events as messages, in order; consecutive ones of one kind and call share a message."""
         messages: list[m.RankStandings | m.RankReports] = []
-        news, self._news = self._news, []
-        for (call, comes), group in groupby(news, key=lambda one: (one[0], isinstance(one[1], m.KnownRank))):
+        events, self._events = self._events, []
+        for (call, comes), group in groupby(events, key=lambda one: (one[0], isinstance(one[1], m.KnownRank))):
             some: list[Any] = [what for _, what in group]
             if comes:
                 messages.append(self._standings(call, some))

@@ -268,13 +268,13 @@ def _check_endpoints(
     :data:`_SILENT_S` where the only endpoint's listener is silent; up to ``resolve_timeout_s`` more where no host is
     known.
     """
-    until_s, told_s = clock.now_s() + resolve_timeout_s, clock.now_s()
+    until_s, logged_s = clock.now_s() + resolve_timeout_s, clock.now_s()
     while unknown := _find_unknown(endpoints, identity, has_more=has_more):
         left_s = until_s - clock.now_s()
         if left_s <= 0:
             raise ConfigError(f"--rdzv-endpoint: no such host: {', '.join(unknown)}; check the name")
-        if clock.now_s() - told_s >= _RESOLVE_REMIND_S:
-            told_s = clock.now_s()
+        if clock.now_s() - logged_s >= _RESOLVE_REMIND_S:
+            logged_s = clock.now_s()
             log.info("waiting for the name of a host: %s; gives up in %.0f s", ", ".join(unknown), left_s)
         threading.Event().wait(min(_RESOLVE_AGAIN_S, left_s))
 
@@ -447,7 +447,7 @@ def _make_client(
         join_timeout_s=options.join_timeout_s,
         is_named=options.is_named,
         node_timeout_s=ft.node_heartbeat_timeout,
-        beat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
+        heartbeat_interval_s=min(1.0, ft.node_heartbeat_timeout / 5),
         start_timeout_s=START_S + ft.gpu_memory_reclaim_timeout,
         host=options.node_name,
         last_job=last_job,

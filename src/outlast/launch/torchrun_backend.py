@@ -28,7 +28,7 @@ from outlast.errors import ExitReason
 from outlast.incidents import Incident, IncidentKind
 from outlast.launch import protocol as m
 from outlast.launch.control import JobIdentity
-from outlast.launch.control_link import ControlLink, LinkDown, LinkFailed, LinkUp, News
+from outlast.launch.control_link import ControlLink, LinkDown, LinkEvent, LinkFailed, LinkUp
 from outlast.launch.coordinator_client import CoordinatorClient
 from outlast.launch.job_settings import JobSettings
 from outlast.policy.recovery_policy import Limits
@@ -58,7 +58,7 @@ class OutlastRendezvous(RendezvousHandler):
         node = params.get("node_name") or f"{env.hostname()}-{os.getpid()}"
         endpoints = parse_endpoints(params.endpoint)
         self._addr = params.local_addr or address_for_peers(endpoints, is_one_machine=params.max_nodes == 1)
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._waiting = 0
         self._closed = False
         self._cycle: int | None = None
@@ -73,7 +73,7 @@ class OutlastRendezvous(RendezvousHandler):
             ),
             join_timeout_s=self._join_timeout_s,
             node_timeout_s=node_timeout_s,
-            beat_interval_s=node_timeout_s / 5,
+            heartbeat_interval_s=node_timeout_s / 5,
             host=node,
         )
         identity = JobIdentity(
@@ -82,7 +82,7 @@ class OutlastRendezvous(RendezvousHandler):
         )
 
         self._link = ControlLink(
-            endpoints, settings, identity, deliver=self._news.put, layers=LayeredSettings(), has_loop=False
+            endpoints, settings, identity, deliver=self._events.put, layers=LayeredSettings(), has_loop=False
         )
         self._client = CoordinatorClient(self._link, addr=self._addr, nproc=0, wish=None)
         self._link.start()
@@ -115,48 +115,48 @@ class OutlastRendezvous(RendezvousHandler):
         deadline_s: float | None = clock.now_s() + self._join_timeout_s
         while True:
             try:
-                news = self._news.get(timeout=None if deadline_s is None else max(0.0, deadline_s - clock.now_s()))
+                event = self._events.get(timeout=None if deadline_s is None else max(0.0, deadline_s - clock.now_s()))
             except queue.Empty:
                 raise RendezvousTimeoutError(
                     f"no cycle was complete within {self._join_timeout_s:.0f} s (--rdzv-conf join_timeout=...)"
                 ) from None
-            match news:
+            match event:
                 case m.Wait():
                     deadline_s = None  # a spare waits as long as the job lasts
-                    if news.place is not None:
-                        self._client.wait_beside(news.place)
+                    if event.place is not None:
+                        self._client.wait_as_spare(event.place)
                 case m.Prepare():
                     self._hosted = open_cycle_store(self._addr)
-                    self._link.send(m.Master(cycle=news.cycle, addr=self._addr, port=self._hosted.port))
+                    self._link.send(m.Master(cycle=event.cycle, addr=self._addr, port=self._hosted.port))
                 case m.Start():
-                    if self._client.take_place(news):
-                        return self._enter(news)
+                    if self._client.take_place(event):
+                        return self._enter(event)
                 case m.Stop():
                     self._closed = True
-                    if news.exit_code == ExitReason.FINISHED:
+                    if event.exit_code == ExitReason.FINISHED:
                         # RendezvousGracefulExitError has this meaning, but torch 2.13's launcher fails on it
                         # (AttributeError: 'NoneType' object has no attribute 'is_failed').
-                        log.info("%s; this spare was not needed", news.reason)
+                        log.info("%s; this spare was not needed", event.reason)
                         raise SystemExit(0)
-                    raise RendezvousClosedError(news.reason)
+                    raise RendezvousClosedError(event.reason)
                 case LinkFailed():
-                    raise RendezvousConnectionError(news.error)
+                    raise RendezvousConnectionError(event.error)
                 case LinkDown():
-                    log.warning("the coordinator is out of reach (%s)", news.error)
+                    log.warning("the coordinator is out of reach (%s)", event.error)
                     deadline_s = clock.now_s() + self._join_timeout_s
                 case _:
-                    self._note(news, is_running=False)
+                    self._note(event, is_running=False)
 
-    def _note(self, news: News, *, is_running: bool) -> None:
-        match news:
+    def _note(self, event: LinkEvent, *, is_running: bool) -> None:
+        match event:
             case LinkUp():
-                self._client.note_term(news.term)
-                if not news.is_first:
+                self._client.note_term(event.term)
+                if not event.is_first:
                     self._client.register(is_running=is_running, is_joining=not is_running, has_finished=False)
             case m.Ran():
-                self._client.note_ran(news)
+                self._client.note_ran(event)
             case m.Decided():
-                self._link.recovery_state = news.recovery_state
+                self._link.recovery_state = event.recovery_state
 
     def _enter(self, start: m.Start) -> RendezvousInfo:
         self._cycle = start.cycle
@@ -183,17 +183,17 @@ class OutlastRendezvous(RendezvousHandler):
         """Return 1 once the running cycle is over elsewhere, otherwise 0: spares are not a reason to restart."""
         while True:
             try:
-                news = self._news.get_nowait()
+                event = self._events.get_nowait()
             except queue.Empty:
                 return self._waiting
-            if isinstance(news, m.CycleOver) and news.cycle == self._cycle:
+            if isinstance(event, m.CycleOver) and event.cycle == self._cycle:
                 self._waiting = 1
-            elif isinstance(news, m.Stop):
+            elif isinstance(event, m.Stop):
                 self._closed = True
-            elif isinstance(news, LinkDown):
-                log.warning("the coordinator is out of reach (%s); training continues", news.error)
+            elif isinstance(event, LinkDown):
+                log.warning("the coordinator is out of reach (%s); training continues", event.error)
             else:
-                self._note(news, is_running=True)
+                self._note(event, is_running=True)
 
     def get_run_id(self) -> str:
         return self._params.run_id

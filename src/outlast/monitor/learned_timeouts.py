@@ -66,13 +66,13 @@ class _NvrxState(msgspec.Struct, frozen=True, kw_only=True):
     current_timeouts: _NvrxTimeouts
 
     def learned(self) -> Learned:
-        beats, sections = self.current_timeouts.heartbeat, self.current_timeouts.section
+        heartbeats, sections = self.current_timeouts.heartbeat, self.current_timeouts.section
         known = {name: sections.section.get(name) for name in sections.calculated_sections}
         return Learned(
             sections={name: seconds for name, seconds in known.items() if seconds is not None},
             out_of_section_s=sections.out_of_section if sections.is_out_of_section_calculated else None,
-            initial_heartbeat_s=beats.initial if beats.were_calculated else None,
-            heartbeat_s=beats.subsequent if beats.were_calculated else None,
+            initial_heartbeat_s=heartbeats.initial if heartbeats.were_calculated else None,
+            heartbeat_s=heartbeats.subsequent if heartbeats.were_calculated else None,
         )
 
 

@@ -457,7 +457,7 @@ class RankMonitor:
             if learned and self.env.is_first:
                 learned.log_suggestion()
 
-    def tell_protection(self, text: str) -> None:
+    def note_protection(self, text: str) -> None:
         """Report the session's protection to the agent, for the line on a run's protection."""
         self.page.set_protection(text)
         self.watch.wake_agent()

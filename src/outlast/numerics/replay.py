@@ -249,7 +249,7 @@ class StepReplay:
             "node": self._place.node,
             "device": self._device,
             "rejected": [[msgspec.to_builtins(one), store(result)[0]] for one, result in rejected],
-            "struck": sorted(validation.injector.struck),
+            "struck": sorted(validation.injector.injected),
             "batches": None if problems else [[form for form, _ in batches] for batches in forms],
             "random_after": [list(iterator.random_after) for iterator in iterators],
             "problems": problems,

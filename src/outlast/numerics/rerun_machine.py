@@ -167,8 +167,8 @@ class RerunMachine:
         for iterator in self._iterators:
             iterator.is_recording = self._is_active
         self._iteration, self._num_runs, self._is_open = iteration, 0, True
-        expected, struck = self._replay.begin_step(iteration, self._iterators)
-        self._validation.begin_step(iteration, self._state, expected=expected, struck=struck)
+        expected, injected = self._replay.begin_step(iteration, self._iterators)
+        self._validation.begin_step(iteration, self._state, expected=expected, injected=injected)
 
     def should_run(self) -> bool:
         """Return whether the step is to be run (again); if not, :attr:`decision` is set.

@@ -104,12 +104,12 @@ class StepValidation:
         state: StepRun = StepRun.FIRST_RUN,
         *,
         expected: Mapping[int, tuple[Rejected, Any]] | None = None,
-        struck: Iterable[int] = (),
+        injected: Iterable[int] = (),
     ) -> None:
         self._iteration = iteration
         self._expected = {call: one for call, (one, _) in (expected or {}).items()}
         self._results_before = {call: (one.what, result) for call, (one, result) in (expected or {}).items()}
-        self.injector.struck = set(struck)
+        self.injector.injected = set(injected)
         self._begin_run(state)
 
     def begin_second_run(self) -> None:
@@ -362,7 +362,7 @@ class ErrorInjector:
 
     def __init__(self, config: RerunStateMachineConfig, name: str) -> None:
         self._rate, self._kind, self._name = config.error_injection_rate, config.error_injection_type, name
-        self.struck: set[int] = set()
+        self.injected: set[int] = set()
         """Validations of this step that were changed in its first run."""
 
     def strikes(self, state: StepRun, iteration: int, call: int) -> bool:
@@ -370,11 +370,11 @@ class ErrorInjector:
             return False
         if state is StepRun.FIRST_RUN:
             if xxhash.xxh3_64_intdigest(f"{self._name}/{iteration}/{call}".encode()) % self._rate == 0:
-                self.struck.add(call)
-            return call in self.struck
+                self.injected.add(call)
+            return call in self.injected
         if self._kind == "transient_error" or (self._kind == "persistent_error" and state is StepRun.REPLAY_ELSEWHERE):
             return False
-        return call in self.struck
+        return call in self.injected
 
 
 def _as_number(result: Any) -> float | None:

@@ -254,23 +254,23 @@ def _of(rank: RankFacts, timeouts: Timeouts) -> Iterator[_PassingTimeout]:
     if not rank.attached or rank.finished or rank.in_process in _WAITS:
         return
     is_restarted = rank.in_process == InProcessState.ACTIVE and rank.in_process_restart_count > 0
-    anew_ns = rank.in_process_since_ns if is_restarted else 0
-    beat = Subject.HEARTBEAT if rank.last_heartbeat_ns else Subject.INITIAL_HEARTBEAT
+    restarted_ns = rank.in_process_since_ns if is_restarted else 0
+    heartbeat = Subject.HEARTBEAT if rank.last_heartbeat_ns else Subject.INITIAL_HEARTBEAT
     seconds = timeouts.heartbeat_s if rank.last_heartbeat_ns else timeouts.initial_heartbeat_s
-    since_ns = max(rank.last_heartbeat_ns or rank.attached_ns, anew_ns)
-    if beat in timeouts.defaults:
+    since_ns = max(rank.last_heartbeat_ns or rank.attached_ns, restarted_ns)
+    if heartbeat in timeouts.defaults:
         since_ns = max(since_ns, rank.left_ns, *(section.start_ns for section in rank.sections))
         seconds = _unless_given(rank, timeouts, seconds)
-    if seconds is not None and (beat not in timeouts.defaults or rank.promises_heartbeats):
-        yield _PassingTimeout(beat, None, since_ns, seconds)
+    if seconds is not None and (heartbeat not in timeouts.defaults or rank.promises_heartbeats):
+        yield _PassingTimeout(heartbeat, None, since_ns, seconds)
     for section in rank.sections:
         seconds = timeouts.sections.get(section.name)
         if seconds is None or (section.name == STEP and section.ordinal < timeouts.num_warmup_iterations):
             continue
-        if section.start_ns >= anew_ns:
+        if section.start_ns >= restarted_ns:
             yield _PassingTimeout(Subject.SECTION, section.name, section.start_ns, seconds)
     if not rank.depth and rank.left_ns and timeouts.out_of_section_s is not None:
-        yield _PassingTimeout(Subject.OUT_OF_SECTION, None, max(rank.left_ns, anew_ns), timeouts.out_of_section_s)
+        yield _PassingTimeout(Subject.OUT_OF_SECTION, None, max(rank.left_ns, restarted_ns), timeouts.out_of_section_s)
 
 
 def _unless_given(rank: RankFacts, timeouts: Timeouts, default_s: float | None) -> float | None:

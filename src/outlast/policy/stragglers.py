@@ -84,7 +84,7 @@ class Straggler:
     """Robust standard deviations beyond the others."""
     num_windows: int
     """Windows in a row in which it was slow there, this one included."""
-    alike: tuple[int, ...] = ()
+    equally_slow: tuple[int, ...] = ()
     """Ranks that are slow there by the same amount: one of them may wait for the other."""
     scope: Scope = Scope.RANK
     scope_reason: str = ""
@@ -97,8 +97,8 @@ class Straggler:
             f"{REFERENCES[self.basis]}: "
             f"{self.excess_s * 1e3:.3g} ms a step, score {self.score:.2f}, windows in a row {self.num_windows}"
         )
-        if self.alike:
-            line += f"; so does rank {', '.join(map(str, self.alike))}: one may be waiting for the other"
+        if self.equally_slow:
+            line += f"; so does rank {', '.join(map(str, self.equally_slow))}: one may be waiting for the other"
         if self.scope_reason:
             about = "the node" if self.scope == Scope.NODE else "the rank (its process or GPU), not the node"
             line += f"; the decision is about {about}: {self.scope_reason}"
@@ -149,7 +149,7 @@ class Findings:
     waiting: tuple[WaitingRank, ...] = ()
     notes: tuple[str, ...] = ()
     """What could not be compared, and why."""
-    why_nobody: str = ""
+    why_none: str = ""
     """Why no rank is reported; empty = one is."""
     below_threshold: tuple[int, ...] = ()
     """Reported ranks whose score is below the configured threshold: those to stop for."""
@@ -204,7 +204,7 @@ def judge(streaks: Streaks, ranks: Sequence[RankTimings], config: StragglerDetec
         notes=tuple(remarks(ranks)),
         below_threshold=_below_threshold(named, relative, individual, config),
     )
-    return after, findings if named else replace(findings, why_nobody=_why_nobody(findings, ranks, config, limits))
+    return after, findings if named else replace(findings, why_none=_why_none(findings, ranks, config, limits))
 
 
 def _excuse(
@@ -315,7 +315,7 @@ def _straggler(
         excess_s=one.excess_s,
         z=one.z,
         num_windows=streaks.lengths[(one.rank, one.basis, one.name)],
-        alike=tuple(sorted(equally_slow)),
+        equally_slow=tuple(sorted(equally_slow)),
     )
 
 
@@ -345,7 +345,7 @@ def _below_threshold(
     return tuple(dict.fromkeys(found))
 
 
-def _why_nobody(
+def _why_none(
     findings: Findings,
     ranks: Sequence[RankTimings],
     config: StragglerDetectionConfig,

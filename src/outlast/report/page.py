@@ -356,7 +356,7 @@ class _Contents:
                     "scores": "".join(map(_level, least)),
                     "named": sorted({rank for one in group for rank in one.named}),
                     "excess": round(max(one.excess for one in group), 4),
-                    "why_nobody": group[-1].why_nobody[:400],
+                    "why_nobody": group[-1].why_none[:400],
                 }
             )
         return {

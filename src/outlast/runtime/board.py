@@ -60,7 +60,7 @@ VERSION = 7
 H_MAGIC, H_VERSION, H_RANKS, H_TOKEN = range(4)
 # Words of a rank's page.
 DONE, PID, RANK, CYCLE, ATTACHED, FINISHED, ITERATION, DURABLE, REPORTS, RESTORED = range(10)
-BEAT, FIRST_BEAT, NUM_BEATS, LONGEST_GAP, COLLECTIVES, REQUESTED = range(10, 16)
+LAST_HEARTBEAT, FIRST_HEARTBEAT, NUM_HEARTBEATS, LONGEST_GAP, COLLECTIVES, REQUESTED = range(10, 16)
 DEPTH, ENTRIES, ENTRIES_AT_ITERATION, LEFT, LONGEST_OUTSIDE, NUM_NAMES, LEAVING, PROMISES = range(16, 24)
 STACK = 24  # MAX_DEPTH x (name | ordinal << 8, start)
 BEGUN = STACK + 2 * MAX_DEPTH
@@ -155,8 +155,22 @@ class RankPage:
     """
 
     __slots__ = (
-        "_beat", "_counts", "_entries", "_gap", "_left", "_longest", "_names", "_num_beats",
-        "_outside", "_owner", "_seq", "_stack", "_warmup", "_warned", "_words", "local_rank",
+        "_counts",
+        "_entries",
+        "_gap",
+        "_heartbeat",
+        "_left",
+        "_longest",
+        "_names",
+        "_num_heartbeats",
+        "_outside",
+        "_owner",
+        "_seq",
+        "_stack",
+        "_warmup",
+        "_warned",
+        "_words",
+        "local_rank",
     )  # fmt: skip
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
@@ -174,7 +188,7 @@ class RankPage:
         self._entries = [0] * (MAX_NAMES + 1)  # opened
         self._warmup = [0] * (MAX_NAMES + 1)
         self._owner = _get_ident()
-        self._beat = self._gap = self._num_beats = self._left = self._outside = 0
+        self._heartbeat = self._gap = self._num_heartbeats = self._left = self._outside = 0
 
     def attach(
         self, *, pid: int, global_rank: int, cycle: int, warmup: Mapping[str, int] | None = None, settings: str = ""
@@ -230,15 +244,15 @@ class RankPage:
 
     def heartbeat(self) -> None:
         now = now_ns()
-        words, last = self._words, self._beat
-        self._beat = words[BEAT] = now
+        words, last = self._words, self._heartbeat
+        self._heartbeat = words[LAST_HEARTBEAT] = now
         if last:
             gap = now - last
             if gap > self._gap:
                 self._gap = words[LONGEST_GAP] = gap
         else:
-            words[FIRST_BEAT] = now
-        self._num_beats = words[NUM_BEATS] = self._num_beats + 1
+            words[FIRST_HEARTBEAT] = now
+        self._num_heartbeats = words[NUM_HEARTBEATS] = self._num_heartbeats + 1
 
     def open(self, index: int) -> None:
         """Enter the section whose name was interned as ``index``."""
@@ -665,7 +679,7 @@ def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool
         tag, start_ns = words[STACK + 2 * depth], words[STACK + 2 * depth + 1]
         if (tag & 0xFF) in names and start_ns > 0:
             sections.append(BoardSection(names[tag & 0xFF], start_ns, tag >> 8))
-    first_beat, attached, in_process = words[FIRST_BEAT], words[ATTACHED], words[IN_PROCESS]
+    first_heartbeat, attached, in_process = words[FIRST_HEARTBEAT], words[ATTACHED], words[IN_PROCESS]
     loaded = None
     if words[RESTORED] and 0 < words[LOAD_TIER] <= len(Tier):
         attempt = whole[8 * LOAD_ATTEMPT : 8 * (LOAD_ATTEMPT + ATTEMPT_WORDS)].rstrip(b"\0")
@@ -698,8 +712,8 @@ def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool
         leaving_with=words[LEAVING],
         requested=EndRequest(words[REQUESTED] if words[REQUESTED] in _REQUESTS else 0),
         attached_ns=attached,
-        last_heartbeat_ns=words[BEAT],
-        num_heartbeats=words[NUM_BEATS],
+        last_heartbeat_ns=words[LAST_HEARTBEAT],
+        num_heartbeats=words[NUM_HEARTBEATS],
         promises_heartbeats=bool(words[PROMISES]),
         sections=tuple(sections),
         depth=max(words[DEPTH], 0),
@@ -709,7 +723,7 @@ def _decode(local_rank: int, words: tuple[int, ...], whole: bytes, *, torn: bool
         collectives=words[COLLECTIVES],
         longest_s=MappingProxyType(longest),
         counts=MappingProxyType(counts),
-        initial_heartbeat_s=(first_beat - attached) / 1e9 if first_beat > attached else 0.0,
+        initial_heartbeat_s=(first_heartbeat - attached) / 1e9 if first_heartbeat > attached else 0.0,
         longest_heartbeat_gap_s=words[LONGEST_GAP] / 1e9,
         in_process=InProcessState(in_process if 0 <= in_process < len(InProcessState) else InProcessState.OFF),
         in_process_call=words[IN_PROCESS_CALL],

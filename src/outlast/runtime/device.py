@@ -199,7 +199,7 @@ def is_done(mark: Any, *, timeout_s: float) -> bool:
     """Return whether the work before a mark is done. Blocks: until it is, up to ``timeout_s``. Thread: any."""
     end_s, pause_s = clock.now_s() + timeout_s, _QUERY_S / 64
     while True:
-        with beside_training(mark.device):  # only for the query: training captures nothing while it waits
+        with in_background(mark.device):  # only for the query: training captures nothing while it waits
             if mark.query():
                 return True
         if clock.now_s() >= end_s:
@@ -209,7 +209,7 @@ def is_done(mark: Any, *, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def beside_training(device: torch.device) -> Iterator[None]:
+def in_background(device: torch.device) -> Iterator[None]:
     """Make the device calls of a thread other than training's harmless.
 
     A thread starts on the first GPU, where its first call would allocate memory for a context. And while training

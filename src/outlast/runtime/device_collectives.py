@@ -13,7 +13,7 @@ from typing import Any
 
 from outlast import clock, env
 from outlast.errors import ConfigError
-from outlast.runtime.device import beside_training, start_driver_thread
+from outlast.runtime.device import in_background, start_driver_thread
 
 log = logging.getLogger(__name__)
 _SETTLE_S, _ABORT_S = 10.0, 60.0
@@ -104,7 +104,7 @@ def _settle_devices() -> None:
     has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     for index in range(torch.cuda.device_count()):
         if has_context(index):
-            with contextlib.suppress(RuntimeError), beside_training(torch.device("cuda", index)):
+            with contextlib.suppress(RuntimeError), in_background(torch.device("cuda", index)):
                 torch.cuda.synchronize()  # a kernel's error is raised at the next use of the device
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from outlast.runtime.device import beside_training, is_capturing, is_done
+from outlast.runtime.device import in_background, is_capturing, is_done
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class DeviceCopies:
         import torch
 
         self.device = device
-        with beside_training(device):
+        with in_background(device):
             self._stream = torch.cuda.Stream(device)
 
     def pin(self, address: int, num_bytes: int) -> bool:
@@ -88,7 +88,7 @@ class DeviceCopies:
         """
         import torch
 
-        with beside_training(self.device):
+        with in_background(self.device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
             if code:
                 self._forget_error()
@@ -99,7 +99,7 @@ class DeviceCopies:
         """Undo :meth:`pin`. Blocks: until the device copies nothing there any more."""
         import torch
 
-        with beside_training(self.device):
+        with in_background(self.device):
             if int(torch.cuda.cudart().cudaHostUnregister(address)):
                 self._forget_error()
 
@@ -130,7 +130,7 @@ class DeviceCopies:
         """
         import torch
 
-        with beside_training(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+        with in_background(self.device), torch.cuda.stream(self._stream), torch.no_grad():
             if isinstance(behind, Copied):
                 behind.hold_back(0.0)
             elif behind is not None:
@@ -183,7 +183,7 @@ class DeviceCopies:
         """Return new pinned host memory, as bytes."""
         import torch
 
-        with beside_training(self.device):
+        with in_background(self.device):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _forget_error(self) -> None:

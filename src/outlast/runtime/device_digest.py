@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from outlast.runtime.device import architecture_of, beside_training
+from outlast.runtime.device import architecture_of, in_background
 from outlast.runtime.device_copies import Copied, DeviceCopies
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def find_digests(device: torch.device, num_bytes: int) -> ChunkDigests | None:
             _found[key] = None
             if (architecture := architecture_of(device)) is not None:
                 try:
-                    with beside_training(device):
+                    with in_background(device):
                         digests = ChunkDigests(device, _Kernel(device, architecture, num_bytes))
                         _found[key] = _try(digests, device, num_bytes)
                 except (OSError, AttributeError, RuntimeError) as error:

@@ -97,7 +97,7 @@ class Journal:
             self._file.write(_encode(event))
         return event
 
-    def tell_time(self) -> str:
+    def format_time(self) -> str:
         """Return the current time in the journal's format, for records stored alongside it."""
         return clock.as_iso(clock.wall_ns())
 

@@ -37,7 +37,7 @@ RENEW_S = 2.0
 """Between two renewals on a file system."""
 MAX_POLL_S = 2.0
 """Longest time between two reads by a process that waits for a lease."""
-SAY_S = 10.0
+REPORT_S = 10.0
 """Time between two log lines of a process that waits for a lease."""
 RELEASE_S = 2.0
 RECORD_BYTES = 1024
@@ -284,7 +284,7 @@ class Lease:
     # -- taking it ---------------------------------------------------------------------------------------------
 
     def _acquire(self, leads: bool) -> None:
-        silence, watched, said_s = Silence(), 0, None
+        silence, watched, logged_s = Silence(), 0, None
         newest = _Newest()
         for _ in range(MAX_LOOKS):
             if self._is_over:
@@ -308,9 +308,13 @@ class Lease:
                     return
                 continue
             assert newest.owner is not None
-            is_due = silence.silent_s >= 2 * newest.owner.renew_s if said_s is None else clock.now_s() - said_s >= SAY_S
+            is_due = (
+                silence.silent_s >= 2 * newest.owner.renew_s
+                if logged_s is None
+                else clock.now_s() - logged_s >= REPORT_S
+            )
             if is_due:
-                said_s = clock.now_s()
+                logged_s = clock.now_s()
                 log.warning(
                     "%s was last used by %s, which cannot be queried from this node; waiting until it has sent no "
                     "heartbeat for %.0f s (%.0f s so far)",

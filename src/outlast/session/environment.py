@@ -74,7 +74,7 @@ def announce_session(
         version=__version__,
         **describe_self(),
     )
-    monitor.tell_protection(_describe_protection(config, place, watches_signals=watches_signals, saved_by=saved_by))
+    monitor.note_protection(_describe_protection(config, place, watches_signals=watches_signals, saved_by=saved_by))
     if place.is_first and scope.call_number == 0:
         warn_of_missing_protection(
             config,

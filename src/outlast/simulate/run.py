@@ -342,14 +342,14 @@ class _World:
             if self._is_over or at_s >= self._end_s:
                 break
             if at_s >= self._began_s:  # before that the job waits, and has no nodes
-                self._strike(at_s, SimulatedFault(kind), slot, repair_s)
+                self._inject(at_s, SimulatedFault(kind), slot, repair_s)
         if not self._is_over:
             self._finish()
         return self._sum_up()
 
-    def _strike(self, at_s: float, kind: SimulatedFault, slot: int, repair_s: float) -> None:
+    def _inject(self, at_s: float, kind: SimulatedFault, slot: int, repair_s: float) -> None:
         if at_s < self._formed_s:
-            self._strike_while_down(at_s, kind, slot, repair_s)
+            self._inject_while_down(at_s, kind, slot, repair_s)
             return
         self._form()
         if at_s < self._ready_s:
@@ -365,7 +365,7 @@ class _World:
         else:
             self._end_cycle(at_s, kind, slot, repair_s, durable)
 
-    def _strike_while_down(self, at_s: float, kind: SimulatedFault, slot: int, repair_s: float) -> None:
+    def _inject_while_down(self, at_s: float, kind: SimulatedFault, slot: int, repair_s: float) -> None:
         if kind == SimulatedFault.PREEMPTION:
             self._by_kind[kind.name.lower()] += 1
             self._spend_recovery(at_s)

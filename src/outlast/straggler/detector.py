@@ -363,7 +363,7 @@ class StragglerDetector:
 
     def _stop_for(self, findings: Findings) -> tuple[int, ...]:
         """Return the ranks below a threshold, without those that may only wait for another one."""
-        ambiguous = {one.rank for one in findings.named if one.alike}
+        ambiguous = {one.rank for one in findings.named if one.equally_slow}
         in_work = (SlownessCause.WORK, SlownessCause.UNKNOWN)
         verified = {rank for rank, cause in self._causes.items() if cause not in in_work}
         return tuple(rank for rank in findings.below_threshold if rank not in ambiguous or rank in verified)

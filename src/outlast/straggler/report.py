@@ -82,7 +82,7 @@ class Report:
             lines += [f"Straggler: {one.describe()}" for one in self.findings.named]
             lines += [f"Straggler: {decision.describe()}" for decision in self.machines]
         else:
-            lines.append(f"No straggler: {self.findings.why_nobody}")
+            lines.append(f"No straggler: {self.findings.why_none}")
         lines += [f"Not a straggler: {one.describe()}" for one in self.findings.waiting if self.findings.named]
         lines.append(f"Straggler report processing time: {self.processing_s:.3f} sec.")
         return "\n".join(lines)
@@ -193,7 +193,7 @@ def record(report: Report, place: WorkerEnv, journal: Journal) -> None:
         named=list(findings.named_ranks),
         metrics=report.metrics(),
         scores=[None if score is None else round(score, 3) for score in scores] if findings.relative else [],
-        why_nobody=findings.why_nobody,
+        why_nobody=findings.why_none,
         notes=list(findings.notes),
         machines=[decision.describe() for decision in report.machines],
         processing_s=report.processing_s,

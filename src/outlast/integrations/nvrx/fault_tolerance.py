@@ -322,18 +322,18 @@ class _Measured:
 
     def __init__(self) -> None:
         self.began_ns = self._left_ns = clock.now_ns()
-        self._beat_ns: int | None = None
+        self._heartbeat_ns: int | None = None
         self.open: dict[str, int] = {}
         self.sections: dict[str, float] = {}
         self.outside = self.initial = self.subsequent = 0.0
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         now = clock.now_ns()
-        if self._beat_ns is None:
+        if self._heartbeat_ns is None:
             self.initial = (now - self.began_ns) / 1e9
         else:
-            self.subsequent = max(self.subsequent, (now - self._beat_ns) / 1e9)
-        self._beat_ns = now
+            self.subsequent = max(self.subsequent, (now - self._heartbeat_ns) / 1e9)
+        self._heartbeat_ns = now
 
     def start(self, name: str) -> None:
         self.note_outside()
@@ -435,7 +435,7 @@ class RankMonitorClient:
         Thread: any.
         """
         self._monitor().heartbeat()
-        self._measured.beat()
+        self._measured.heartbeat()
 
     def start_section(self, section: str) -> None:
         """Enter a section; different sections may overlap.
@@ -561,9 +561,9 @@ class RankMonitorClient:
     def state_dict(self) -> dict[str, Any]:
         """Return the calculated timeouts, the same on all ranks, in the extension's form, which JSON can represent."""
         current: dict[str, Any] = {}
-        beats, sections = self.hb_timeouts, self.section_timeouts
-        if beats is not None and beats.were_calculated and beats.are_valid:
-            current["heartbeat"] = dataclasses.asdict(beats)
+        heartbeats, sections = self.hb_timeouts, self.section_timeouts
+        if heartbeats is not None and heartbeats.were_calculated and heartbeats.are_valid:
+            current["heartbeat"] = dataclasses.asdict(heartbeats)
         if sections is not None and (sections.calculated_sections or sections.is_out_of_section_calculated):
             current["section"] = {
                 **dataclasses.asdict(sections),
