@@ -97,7 +97,7 @@ def meet(num_agents: int) -> CrowdFigures:
         ordered_ns = clock.now_ns()
         first = order(processes, crowds, "join", num_agents)
         _check(first, num_agents)
-        order(processes, crowds, "wait_beside")
+        order(processes, crowds, "wait_as_spare")
         lost_ns = clock.now_ns()
         order(processes, crowds, "lose", num_agents - NUM_LOST, num_agents)
         second = order(processes, crowds, "rejoin")

@@ -263,8 +263,8 @@ def test_a_second_agent_of_a_name_is_rejected() -> None:
     assert "--node-name" in refusals[0].reason
 
 
-@pytest.mark.parametrize(("unheard_s", "lost_after_s"), [(0.5, 60), (None, 5)])
-def test_a_starved_agent_is_kept_while_its_heartbeats_arrive(unheard_s: float | None, lost_after_s: int) -> None:
+@pytest.mark.parametrize(("silent_s", "lost_after_s"), [(0.5, 60), (None, 5)])
+def test_a_starved_agent_is_kept_while_its_heartbeats_arrive(silent_s: float | None, lost_after_s: int) -> None:
     """On a loaded machine an agent's main loop may not run: its node is lost after 60 s, and after 5 s if no heartbeat
     arrives either."""
     job = Job()
@@ -273,8 +273,8 @@ def test_a_starved_agent_is_kept_while_its_heartbeats_arrive(unheard_s: float | 
     job.heartbeats = {"a": 0, "b": 0}
     for second in range(1, 100):
         job.heartbeats["a"] += 1
-        unheard = {} if unheard_s is None else {"b": unheard_s}
-        job.coordinator.judge_heartbeats(job.heartbeats, float(second), since_last_s=1.0, unheard_s=unheard)
+        silences = {} if silent_s is None else {"b": silent_s}
+        job.coordinator.judge_heartbeats(job.heartbeats, float(second), since_last_s=1.0, silences_s=silences)
         if "b" not in job.coordinator.nodes.by_name:
             break
     assert lost_after_s < second <= lost_after_s + 2

@@ -149,4 +149,4 @@ def test_a_silent_node_does_not_delay_a_charge_for_ever() -> None:
     newest = reports.due("ab", 1.0 + REPORT_S, progress_counts=True)
     assert newest is not None
     assert newest.durable_iteration == 10
-    assert reports.charged == (0, 2)
+    assert reports.counted == (0, 2)
