@@ -76,7 +76,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "commit": Benchmark(
         "What a save of 16,384 ranks costs rank 0.",
-        "From the answers of 16,384 simulated ranks of an 80-layer model under FSDP with Adam to the outcome that "
+        "From the responses of 16,384 simulated ranks of an 80-layer model under FSDP with Adam to the outcome that "
         "rank 0 posts; how large the manifest is that it writes. The same for the global tier with 1,024 ranks. "
         "Writes about 2 GiB to TMPDIR.",
         takes_s=180,

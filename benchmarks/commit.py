@@ -97,7 +97,7 @@ def measure(*, repeats: int, progress: Progress, num_ranks: int = NUM_RANKS) -> 
             Bar("global_manifest_mib", global_mib, "MiB", 256.0),
         ),
         (
-            f"{num_ranks} ranks on {-(-num_ranks // RANKS_PER_NODE)} nodes; a rank's answer takes "
+            f"{num_ranks} ranks on {-(-num_ranks // RANKS_PER_NODE)} nodes; a rank's response takes "
             f"{len(msgspec.json.encode(_answers(num_ranks, 1)[0]))} bytes, its share of the manifest "
             f"{max(sizes) / num_ranks:.0f}; the global tier lists {num_global} x {len(tensors_of_rank(num_global))} "
             "parts of tensors",

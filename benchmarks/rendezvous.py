@@ -196,7 +196,7 @@ class _SimulatedAgent(ABC):
         Blocks: until the deadline.
         """
         if not self._reached[what].wait(max(0.0, deadline_s - clock.now_s())) or self._error is not None:
-            raise DeadlineExceeded(f"an agent is not {what}: {self._error or 'no answer in time'}")
+            raise DeadlineExceeded(f"an agent is not {what}: {self._error or 'no response in time'}")
 
     @abstractmethod
     def join(self) -> None:

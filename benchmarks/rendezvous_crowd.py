@@ -304,7 +304,7 @@ class _Crowd:
             now_s = clock.now_s()
             if end_s is not None and now_s > end_s:
                 raise DeadlineExceeded(
-                    f"no answer in time: {self.num_welcomed} welcomed, {self.num_ranked} with a rank in cycle "
+                    f"no response in time: {self.num_welcomed} welcomed, {self.num_ranked} with a rank in cycle "
                     f"{self.cycle}, {self.num_stopped} stopped"
                 )
             self._heartbeat(now_s)

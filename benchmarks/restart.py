@@ -153,7 +153,7 @@ def kill_under_torchrun(size: int, task: Task, failures: list[str], progress: Pr
             return _kill_one(*_TORCHRUN, size=size, task=task, variables=_PEER_VARIABLES)
         except DeadlineExceeded as error:
             failures.append(str(error))
-            progress(f"torchrun with {size} ranks did not recover; once more ({str(error).splitlines()[0]})")
+            progress(f"torchrun with {size} ranks did not recover; trying again ({str(error).splitlines()[0]})")
     raise OutlastError(f"torchrun with {size} ranks did not recover {_MOST_FAILURES} times in a row: {failures[-1]}")
 
 

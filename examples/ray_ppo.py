@@ -291,7 +291,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=10 * STEPS, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--fail", type=parse_failures, default={}, metavar="KIND@ITERATION,...", help="what fails when")
-    parser.add_argument("--compare", action="store_true", help="train undisturbed, too; fail unless both end alike")
+    parser.add_argument(
+        "--compare", action="store_true", help="also train without failures; fail unless both end with the same weights"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write there what happened")
     options = parser.parse_args()
     logging.getLogger("outlast").addHandler(logging.NullHandler())  # its warnings are printed below
@@ -310,10 +312,14 @@ def main() -> int:
         say(f"{name:12} {run['seconds']:5.1f} s, weights and moments of each rank: {' '.join(run['digests'])}")
         say(f"{'':12} mean returns {' '.join(f'{mean:.1f}' for mean in run['returns'].values())}")
     if options.compare:
-        print("both ended alike, bit for bit" if equal else "they did NOT end alike")
+        print(
+            "both runs ended with the same weights, bit for bit"
+            if equal
+            else "the runs did NOT end with the same weights"
+        )
     happened = len(runs["disturbed"]["recoveries"]) >= len(options.fail)
     if not happened:
-        say("fewer recoveries than failures: one was planned beyond the end, or not noticed")
+        say("fewer recoveries than failures: one was planned beyond the end, or not detected")
     if options.json:
         options.json.write_text(json.dumps({"equal": equal, **runs}, indent=1), encoding="utf-8")
     return 0 if equal and happened else 1

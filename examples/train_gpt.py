@@ -93,8 +93,8 @@ def digest(value: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--checkpoint-dir", help="where generations are saved, and loaded from: a path or a URL")
-    parser.add_argument("--save-interval", type=int, default=20, help="iterations between two generations")
+    parser.add_argument("--checkpoint-dir", help="where checkpoints are saved, and loaded from: a path or a URL")
+    parser.add_argument("--save-interval", type=int, default=20, help="iterations between two checkpoints")
     parser.add_argument("--config", help="instead of these two: outlast's settings, a .toml, .yaml or .json file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="write digests of the result to this JSON file")

@@ -22,7 +22,7 @@ VOCABULARY, WIDTH = 128_000, 256
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="where generations are saved, and loaded from")
+    parser.add_argument("directory", help="where checkpoints are saved, and loaded from")
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--save-interval", type=int, default=100)
     args = parser.parse_args()

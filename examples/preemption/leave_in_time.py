@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="where checkpoints and the run directory go")
     parser.add_argument("--iterations", type=int, default=5000)
-    parser.add_argument("--timeout", type=float, default=60, help="seconds from the first notice to the end")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds from the preemption notice to the end")
     parser.add_argument("--workers", type=int, default=2, help="the data loader's")
     arguments = parser.parse_args()
     folder: Path = arguments.folder

@@ -14,7 +14,8 @@ import outlast
 from outlast.cli.main import cli
 
 PACKAGE = Path(outlast.__file__).parent
-DOCS = PACKAGE.parents[1] / "docs"
+REPOSITORY = PACKAGE.parents[1]
+DOCS = REPOSITORY / "docs"
 ENTRIES = [
     line.split("\t")
     for line in Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
@@ -67,10 +68,11 @@ def commands(command: click.Command, path: str = "outlast") -> Iterator[tuple[st
 
 
 def test_messages_use_standard_terms() -> None:
-    """No log message, error or help text in the code contains a word of the list."""
+    """No log message, error or help text of the package, examples and benchmarks contains a word of the list."""
     found = [
-        f"{path.relative_to(PACKAGE)}:{line}: {word} in {text!r}"
-        for path in sorted(PACKAGE.rglob("*.py"))
+        f"{path.relative_to(REPOSITORY)}:{line}: {word} in {text!r}"
+        for folder in (PACKAGE, REPOSITORY / "examples", REPOSITORY / "benchmarks")
+        for path in sorted(folder.rglob("*.py"))
         for line, text in messages(path)
         for word in find_words(text)
     ]
