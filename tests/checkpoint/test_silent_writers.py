@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from outlast.checkpoint.arena_pool import ArenaPool
 from outlast.checkpoint.manifest import CopyKey
 from outlast.checkpoint.replica.client import ReplicaError, Target, ping
 from outlast.checkpoint.writer_client import WriterClient, WriterProcess
+from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
 from outlast.runtime.files import memory_file
 
@@ -66,6 +68,34 @@ def test_only_the_first_save_waits_for_a_stopped_writer() -> None:
                     pool.take(4096)
             writer_process.resume()
             _wait_until(lambda: _can_take_memory(pool))
+
+
+def test_neither_a_load_nor_the_end_waits_for_a_stopped_agent_process() -> None:
+    """Memory for the first save is prepared in the background, also while the agent process that starts the writer does
+    not respond; closing does not wait for it, and a save after its return succeeds."""
+    place = WorkerEnv(node=f"stopped-{os.getpid()}")
+    with closing(WriterClient(None, place=place)) as first:
+        first.start()
+        agent = next(one for one in psutil.Process().children() if place.node in one.cmdline())
+        agent.suspend()
+        try:
+            _wait_until(lambda: _is_stopped(agent.pid))
+            client = WriterClient(None, place=place)
+            pool = ArenaPool(client, 0, limit_s=LONG_S, answer_s=LONG_S, may_steal=False)
+            pool.prepare(4096)
+            client.close()
+            assert any(thread.name == "outlast-touch" for thread in threading.enumerate())  # it still waits
+        finally:
+            agent.resume()
+        pool.close()
+        _wait_until(lambda: all(thread.name != "outlast-touch" for thread in threading.enumerate()))
+        with pytest.raises(CheckpointError, match="no checkpoint writer"):
+            pool.take(4096)
+        with closing(WriterClient(None, place=place)) as last:
+            pool = ArenaPool(last, 0, limit_s=LONG_S, answer_s=LONG_S, may_steal=False)
+            pool.prepare(4096)
+            pool.give_back(pool.take(4096))
+            pool.close()
 
 
 def _is_stopped(pid: int) -> bool:

@@ -100,10 +100,6 @@ class ArenaPool:
         """
         if self._toucher is not None and self._toucher.is_alive():
             return
-        try:
-            self._writer.start()  # here, since the writer process dies with the thread that starts it
-        except CheckpointError:
-            return  # the save that needs it reports the error
         self._toucher = start_driver_thread(partial(self._prepare, num_bytes, device), "outlast-touch", self._stop)
 
     def stop(self) -> None:

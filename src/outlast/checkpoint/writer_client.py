@@ -282,36 +282,54 @@ class WriterClient:
         self._number = -1
         self._idle: list[MessageChannel[f.Reply]] = []
         self._busy: set[MessageChannel[f.Reply]] = set()
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
         self._closed = False
         self._serving: f.Serve | None = None
         """The granted request to serve peers, with the port that peers know; sent first to a writer that replaces this
         one."""
 
     def start(self) -> None:
-        """Have the node's agent process start a writer if none runs. Raises: CheckpointError, when it cannot."""
-        with self._lock:
-            if self.outlives_worker or self._closed or (self._duty is not None and not _is_readable(self._duty.line)):
-                return
+        """Have the node's agent process start a writer if none runs.
+
+        Raises:
+            CheckpointError: It cannot, or the client is closed meanwhile.
+
+        Blocks: until the agent process has started one, about 0.2 s.
+        """
+        with self._starting:  # not _lock: close() does not wait for a start
+            with self._lock:
+                duty = self._duty
+                if self.outlives_worker or self._closed or (duty is not None and not _is_readable(duty.line)):
+                    return
             try:
-                if self._duty is None:
-                    place = env.read_worker() if self._place is None else self._place
-                    if self._number < 0:
-                        with _sharing:
-                            self._number = next(number for number in itertools.count() if number not in _numbers)
-                            _numbers.add(self._number)
-                    task = WriterTask(node=place.node, number=self._number)
-                    self._duty = AgentDuty("outlast.checkpoint.writer_client", task, place)
+                if duty is None:
+                    duty = self._begin_duty()
                 else:
-                    log.warning("agent process %d ended, and the checkpoint writer with it", self._duty.pid)
-                    self._duty.restart()
-                _is_readable(self._duty.line, _START_S)
-                outcome = self._duty.line.recv(1 << 16, socket.MSG_DONTWAIT).decode()
+                    log.warning("agent process %d ended, and the checkpoint writer with it", duty.pid)
+                    duty.restart()
+                self._adopt(duty)
+                _is_readable(duty.line, _START_S)
+                outcome = duty.line.recv(1 << 16, socket.MSG_DONTWAIT).decode()
             except OSError as error:
                 raise CheckpointError(f"no writer process can be started: {error}") from error
             if not outcome.startswith("+"):
                 raise CheckpointError(f"no writer process can be started: {outcome[1:] or 'the agent process ended'}")
             self._address = outcome[1:]
+
+    def _adopt(self, duty: AgentDuty) -> None:
+        with self._lock:
+            if self._closed:
+                duty.release()
+                raise CheckpointError("the checkpoint writer is not needed anymore")
+            self._duty = duty
+
+    def _begin_duty(self) -> AgentDuty:
+        place = env.read_worker() if self._place is None else self._place
+        if self._number < 0:
+            with _sharing:
+                self._number = next(number for number in itertools.count() if number not in _numbers)
+                _numbers.add(self._number)
+        return AgentDuty("outlast.checkpoint.writer_client", WriterTask(node=place.node, number=self._number), place)
 
     def ask(
         self, request: msgspec.Struct, reply: type[R], *, timeout_s: float, fd: int | None = None
