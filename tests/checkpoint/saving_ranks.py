@@ -19,6 +19,7 @@ from outlast.config import CheckpointConfig
 from outlast.env import read_worker
 from outlast.errors import CheckpointError
 from outlast.runtime.journal import Journal
+from outlast.testing.ranks import having_argument
 
 folder, rank, world = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if world > 1:
@@ -53,7 +54,7 @@ def manage(**arguments):
 def writer_pid():
     import psutil
     helpers = psutil.Process().children(recursive=True)
-    return next(one.pid for one in helpers if "outlast.checkpoint.writer" in one.cmdline())
+    return having_argument(helpers, "outlast.checkpoint.writer")[0].pid
 
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)

@@ -24,6 +24,7 @@ from outlast.checkpoint.writer_client import WriterClient, WriterProcess
 from outlast.env import WorkerEnv
 from outlast.errors import CheckpointError
 from outlast.runtime.files import memory_file
+from outlast.testing.ranks import having_argument
 
 KEY = b"k" * 32
 LONG_S = 300.0
@@ -76,7 +77,7 @@ def test_neither_a_load_nor_the_end_waits_for_a_stopped_agent_process() -> None:
     place = WorkerEnv(node=f"stopped-{os.getpid()}")
     with closing(WriterClient(None, place=place)) as first:
         first.start()
-        agent = next(one for one in psutil.Process().children() if place.node in one.cmdline())
+        (agent,) = having_argument(psutil.Process().children(), place.node)
         agent.suspend()
         try:
             _wait_until(lambda: _is_stopped(agent.pid))

@@ -31,7 +31,7 @@ from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed, choose_gpus, find_held
 from outlast.launch.node_agent import AgentState, NodeAgent
 from outlast.launch.node_health import NodeHealth
-from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes, processes_with
+from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes, having_argument, processes_with
 
 GIB = 2**30
 BEFORE = GIB // 2
@@ -191,7 +191,7 @@ def make_reclaim() -> Iterator[Callable[..., Reclaim]]:
 
 def probes() -> list[psutil.Process]:
     """Return the probe processes of this process."""
-    return [reclaim for reclaim in psutil.Process().children() if "outlast.health.node" in reclaim.cmdline()]
+    return having_argument(psutil.Process().children(), "outlast.health.node")
 
 
 def threads() -> list[threading.Thread]:

@@ -11,6 +11,7 @@ import pytest
 from outlast.incidents import EventKind
 from outlast.runtime.processes import GROUP_SIGNALS
 from outlast.testing import Cluster
+from outlast.testing.ranks import having_argument
 
 pytestmark = [pytest.mark.process]
 
@@ -36,7 +37,7 @@ if cycle == "0":
 
 
 def _writer(cluster: Cluster) -> psutil.Process:
-    (writer,) = [one for one in cluster.processes() if "outlast.checkpoint.writer" in one.cmdline()]
+    (writer,) = having_argument(cluster.processes(), "outlast.checkpoint.writer")
     return writer
 
 

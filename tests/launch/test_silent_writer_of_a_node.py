@@ -12,6 +12,7 @@ import pytest
 
 from outlast.incidents import EventKind
 from outlast.testing import Cluster
+from outlast.testing.ranks import having_argument
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.extended]
 
@@ -56,7 +57,7 @@ for iteration in range(begin + 1, 100000):
 
 def _writer(cluster: Cluster, node: int) -> psutil.Process:
     children = psutil.Process(cluster.agent(node).pid).children()
-    (writer,) = [one for one in children if "outlast.checkpoint.writer" in one.cmdline()]
+    (writer,) = having_argument(children, "outlast.checkpoint.writer")
     return writer
 
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -61,6 +61,16 @@ def end_processes(token: str, *, within_s: float = 10.0) -> None:
         if clock.now_s() >= deadline:
             named = "; ".join(describe_process(process) for process in left)
             raise DeadlineExceeded(f"these processes of the test cannot be ended: {named}")
+
+
+def having_argument(processes: Iterable[psutil.Process], argument: str) -> list[psutil.Process]:
+    """Return the processes whose command line has an argument; those that end meanwhile are left out."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if argument in process.cmdline():
+                found.append(process)
+    return found
 
 
 def describe_process(process: psutil.Process) -> str:
