@@ -310,7 +310,7 @@ class WriterClient:
                 self._adopt(duty)
                 _is_readable(duty.line, _START_S)
                 outcome = duty.line.recv(1 << 16, socket.MSG_DONTWAIT).decode()
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: close() has closed the line
                 raise CheckpointError(f"no writer process can be started: {error}") from error
             if not outcome.startswith("+"):
                 raise CheckpointError(f"no writer process can be started: {outcome[1:] or 'the agent process ended'}")
