@@ -101,10 +101,10 @@ def measure(*, repeats: int, progress: Progress, num_tensors: int = NUM_TENSORS)
         progress=progress,
     )
     notes = _notes(num_tensors, saves, late, found, failures)
-    return BenchResult("gpu", _bars(saves, late, in_process, found), notes, {"gpu": describe_device()})
+    return BenchResult("gpu", bars_of(saves, late, in_process, found), notes, {"gpu": describe_device()})
 
 
-def _bars(
+def bars_of(
     saves: MeasuredRounds,
     late: MeasuredRounds,
     in_process: MeasuredRounds,

@@ -139,7 +139,7 @@ def no_listener_left_behind() -> Iterator[None]:
     ending = [one for one in threading.enumerate() if one.name == "outlast-deadline"]
     for one in ending:
         one.join(60)  # of a listener that was just closed
-    left = [*(signals._open if signals else ()), *(one for one in ending if one.is_alive())]
+    left = [*(signals.open_watches if signals else ()), *(one for one in ending if one.is_alive())]
     assert not left, f"close the session's ShutdownListener: {left}"
 
 

@@ -458,15 +458,15 @@ def _run(request: Mapping[str, Any], preloaded: Preloaded) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["masked"])
     _open_standard_streams("u" in options or bool(os.environ.get("PYTHONUNBUFFERED")))
-    forked_worker._reseed()
-    forked_worker._set_torch_threads(os.environ)
+    forked_worker.reseed()
+    forked_worker.set_torch_threads(os.environ)
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     sys.orig_argv = list(request["argv"])
     known = {name.partition(".")[0] for name in sys.modules}
     if kind == "m" and rest[0] in sys.modules:  # the main program: runpy warns of a module that is already imported
         _forget(rest[0], preloaded)
     preloaded.hide()
-    sys.meta_path.insert(0, forked_worker._Finder([preloaded]))
+    sys.meta_path.insert(0, forked_worker.PreloadedFinder([preloaded]))
     code: Any = 0
     try:
         _run_main(kind, list(rest), is_safe="P" in options)
@@ -476,8 +476,8 @@ def _run(request: Mapping[str, Any], preloaded: Preloaded) -> NoReturn:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        code = forked_worker._report(error.with_traceback(trace))
-    forked_worker._leave(code, known)
+        code = forked_worker.report_uncaught(error.with_traceback(trace))
+    forked_worker.exit_interpreter(code, known)
 
 
 def _open_standard_streams(unbuffered: bool) -> None:
@@ -510,7 +510,7 @@ def _run_main(kind: str, rest: list[str], *, is_safe: bool) -> None:
         exec(compile(rest[0], "<string>", "exec", dont_inherit=True), vars(main))
         return
     sys.argv = rest
-    if (code := forked_worker._run_script(rest[0], main)) != 0:
+    if (code := forked_worker.run_script(rest[0], main)) != 0:
         raise SystemExit(code)
 
 

@@ -33,7 +33,7 @@ def test_bars_are_ratios_to_hardware_limits() -> None:
     steps = {"step": 0.01, "step_meanwhile": 0.0102, "overlapped_lost": 0.02}
     late = MeasuredRounds([{"overlapped": 0.004, "timers_us": 9.0, "within": 0.3, "digest": 0.5, **steps}])
     killed = {name: [RestartTiming(seconds, 1, {})] for name, seconds in (("outlast", 0.5), ("torchrun", 4.0))}
-    bars = {bar.name: bar for bar in gpu._bars(saves, late, MeasuredRounds([{"restarted": 0.1}]), killed)}
+    bars = {bar.name: bar for bar in gpu.bars_of(saves, late, MeasuredRounds([{"restarted": 0.1}]), killed)}
     assert {name: pytest.approx(bar.value) for name, bar in bars.items()} == {
         "gpu_save_stall_vs_copy": 1.05,
         "gpu_save_stall_vs_dcp": 0.7,

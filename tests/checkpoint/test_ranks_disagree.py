@@ -280,12 +280,12 @@ def test_a_store_lost_after_the_outcome_changes_nothing(operation: str) -> None:
         stall_s=0.0,
         tiers=frozenset({Tier.LOCAL}),
     )
-    lane._post("outcome", SaveOutcome())
+    lane.post("outcome", SaveOutcome())
     store.is_gone = True
     if operation == "forget":
-        lane._forget(1)
+        lane.forget(1)
     else:
-        lane._part(save)
+        lane.part(save)
     store.is_gone = False
-    assert lane._receive(save, "outcome", SaveOutcome, grace_s=60.0) == SaveOutcome()
+    assert lane.receive(save, "outcome", SaveOutcome, grace_s=60.0) == SaveOutcome()
     assert lane.stop(60.0)

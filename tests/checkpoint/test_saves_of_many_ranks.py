@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,17 +32,20 @@ WORLD, PER_NODE, LONG_S = 300, 10, 120.0
 ATTEMPT = SaveAttempt(job="job", cycle=0, token="many", ordinal=3)
 
 
-class _CountedStore(HashStore):
-    """A HashStore that records the reads of each thread and their bytes."""
+class _CountedStore:
+    """A rank's view of the ranks' HashStore that records the bytes of each read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: dict[str, list[int]] = {}
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+        self.read: list[int] = []
 
     def get(self, key: str) -> bytes:
-        data = bytes(super().get(key))
-        self.read.setdefault(threading.current_thread().name, []).append(len(data))
+        data = bytes(self._store.get(key))
+        self.read.append(len(data))
         return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 class _FakeWriter:
@@ -90,7 +92,8 @@ class _Ranks:
     """One lane per rank, in threads of this process."""
 
     def __init__(self, timeout_s: float = LONG_S) -> None:
-        self.store = _CountedStore()
+        store = HashStore()
+        self.stores = [_CountedStore(store) for _ in range(WORLD)]
         self.writers = [_FakeWriter() for _ in range(WORLD)]
         nodes = tuple(f"node-{rank // PER_NODE}" for rank in range(WORLD))
         places = Places(
@@ -115,7 +118,7 @@ class _Ranks:
             MemoryLane(
                 replace(places, node=nodes[rank]),
                 rank=rank,
-                store=self.store,
+                store=self.stores[rank],  # type: ignore[arg-type]
                 writer=self.writers[rank],  # type: ignore[arg-type]
                 timeout_s=timeout_s,
                 claim=unclaimed,
@@ -199,11 +202,9 @@ def test_all_ranks_commit_one_manifest() -> None:
 def test_a_rank_reads_a_bounded_number_of_responses() -> None:
     """A rank reads the responses of its children in the tree, the manifest if it leads a node, and the outcome."""
     with _ranks() as ranks:
-        for rank, lane in enumerate(ranks.lanes):
-            lane._thread.name = f"rank {rank}"
         assert ranks.commit({rank: ranks.save(rank) for rank in range(WORLD)}) == [None] * WORLD
         for rank in range(WORLD):
-            reads = ranks.store.read[f"rank {rank}"]
+            reads = ranks.stores[rank].read
             assert len(reads) <= 2 * FAN_OUT + 2
             if rank > WORLD // FAN_OUT and rank % PER_NODE:
                 assert sum(reads) < 100
@@ -259,6 +260,6 @@ def test_a_response_does_not_grow_with_the_model() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 1024, 1025, 16384, 10**6])
 def test_polling_for_the_outcome_is_bounded(num_ranks: int) -> None:
     """Any number of ranks together polls the store no more often than 1,024 ranks do; few ranks poll often."""
-    pause_s = MemoryLane._poll_s(num_ranks)
+    pause_s = MemoryLane.poll_pause_s(num_ranks)
     assert num_ranks / pause_s <= 1024 / POLL_S * (1 + 1e-9)
     assert pause_s == POLL_S or num_ranks > 1024

@@ -212,6 +212,8 @@ class Lanes:
     on_outcome: Callable[[int, Save, CheckpointError | None], object] | None = None
     """Called with rank, save and error of each outcome, those of retries included."""
     lanes: list[GlobalLane] = field(default_factory=list)
+    store_of: Callable[[int], Any] | None = None
+    """Returns a rank's view of the HashStore of all ranks; ``None`` = the HashStore itself."""
     committed: Committed = field(default_factory=Committed)
     """The commits that the ranks know of when they resume."""
 
@@ -227,7 +229,7 @@ class Lanes:
         self.lanes = [
             open_lane(
                 self.directory,
-                store,
+                store if self.store_of is None else self.store_of(rank),
                 rank=rank,
                 world=self.world,
                 token=self.token,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,30 +30,25 @@ WORLD = 70
 NUM_TENSORS = 200
 
 
-class _CountedStore(HashStore):
-    """Counts the bytes that each thread reads and that are posted."""
+class _CountedStore:
+    """A rank's view of the ranks' HashStore that counts the bytes that the rank reads and posts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: dict[str, list[int]] = {}
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+        self.read: list[int] = []
         self.posted: dict[str, int] = {}
 
     def get(self, key: str) -> bytes:
-        data = bytes(super().get(key))
-        self.read.setdefault(threading.current_thread().name, []).append(len(data))
+        data = bytes(self._store.get(key))
+        self.read.append(len(data))
         return data
 
     def set(self, key: str, value: str) -> None:
         self.posted[key] = len(value)
-        super().set(key, value)
+        self._store.set(key, value)
 
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> _CountedStore:
-    """The ranks' HashStore, which counts bytes."""
-    counted = _CountedStore()
-    monkeypatch.setattr("lanes.HashStore", lambda: counted)
-    return counted
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def _flats(seed: float = 0.0) -> list[FlatState]:
@@ -61,7 +57,7 @@ def _flats(seed: float = 0.0) -> list[FlatState]:
     return [flat_state({**shared_tensors, "step": 7}, {"cpu": torch.full((4,), seed + rank)}) for rank in range(WORLD)]
 
 
-def test_every_rank_loads_its_saved_state(tmp_path: Path, store: _CountedStore) -> None:
+def test_every_rank_loads_its_saved_state(tmp_path: Path) -> None:
     """Each of 70 ranks loads identical tensors, and each shared tensor is stored once."""
     flats = _flats()
     with Lanes(str(tmp_path), WORLD) as lanes:
@@ -84,24 +80,25 @@ def test_every_rank_loads_its_saved_state(tmp_path: Path, store: _CountedStore) 
     assert [len(item.pieces) for item in weights] == [1] * NUM_TENSORS
 
 
-def test_equal_data_is_sent_once(tmp_path: Path, store: _CountedStore) -> None:
+def test_equal_data_is_sent_once(tmp_path: Path) -> None:
     """One table of 200 tensors serves 70 ranks: each rank adds little, and no rank reads a message of every other
     rank."""
-    with Lanes(str(tmp_path), WORLD) as lanes:
-        for rank, lane in enumerate(lanes.lanes):
-            lane._thread.name = f"rank {rank}"
+    store = HashStore()
+    stores = [_CountedStore(store) for _ in range(WORLD)]
+    with Lanes(str(tmp_path), WORLD, store_of=stores.__getitem__) as lanes:
         assert lanes.save(_flats(), 10) == [None] * WORLD
-    shared = sorted(size for key, size in store.posted.items() if "/shared/" in key)
+    posted = {key: size for one in stores for key, size in one.posted.items()}
+    shared = sorted(size for key, size in posted.items() if "/shared/" in key)
     assert len(shared) == 2  # names and shapes; digests
     assert shared[0] > 8 * NUM_TENSORS
-    responses = [size for key, size in store.posted.items() if key.rpartition("/")[0].endswith("/has")]
+    responses = [size for key, size in posted.items() if key.rpartition("/")[0].endswith("/has")]
     assert len(responses) == WORLD - 1
     assert sum(responses) < 2 * 300 * WORLD
-    orders = [size for key, size in store.posted.items() if "/order/" in key]
+    orders = [size for key, size in posted.items() if "/order/" in key]
     assert len(orders) == WORLD - 1
     assert sum(orders) < 2 * 150 * WORLD
     for rank in range(1, WORLD):
-        reads = store.read[f"rank {rank}"]
+        reads = stores[rank].read
         assert len(reads) <= 2 * FAN_OUT + 3
         if not children(rank, WORLD):
             assert sum(reads) < 1000
@@ -226,7 +223,7 @@ def test_composed_metadata_equals_pickled_metadata(shape: list[int], start: int,
         ),
         ranks=(),
     )
-    assert items._knows_classes()
+    assert items.knows_classes()
     assert pickle.loads(dump_metadata(manifest)) == make_metadata(manifest)
 
 
@@ -245,9 +242,9 @@ def test_metadata_of_another_torch_is_pickled(monkeypatch: pytest.MonkeyPatch) -
         items=(Item(name="v", path=("v",), dtype=None, shape=(), pieces=(TensorPiece((), (), Where(0, 0, 1, 0, 1)),)),),
         ranks=(),
     )
-    items._knows_classes.cache_clear()
+    items.knows_classes.cache_clear()
     monkeypatch.setattr(items, "_put_together", lambda _: b"another format")
     try:
         assert pickle.loads(dump_metadata(manifest)) == make_metadata(manifest)
     finally:
-        items._knows_classes.cache_clear()
+        items.knows_classes.cache_clear()

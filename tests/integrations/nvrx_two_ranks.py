@@ -81,15 +81,15 @@ def check_async_calls(rank: int) -> None:
 
 def check_a_lost_peer(rank: int) -> None:
     """Waiting without a collective for a missing rank raises PeerLost within the limit."""
-    limits = async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S
-    async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S = 1.0, 0.5
+    limits = async_calls.CALL_TIMEOUT_S, async_calls.CALL_MARGIN_S
+    async_calls.CALL_TIMEOUT_S, async_calls.CALL_MARGIN_S = 1.0, 0.5
     calls = AsyncCallsQueue()
     calls.schedule_async_request(AsyncRequest(None, (), []))
     if rank == 0:
         with pytest.raises(PeerLost, match=r"did not reach the end of asynchronous call 0 within 1.5 s"):
             calls.maybe_finalize_async_calls(blocking=True, no_dist=True)
     calls.close(abort=True)
-    async_calls.CALL_TIMEOUT_S, async_calls._MARGIN_S = limits
+    async_calls.CALL_TIMEOUT_S, async_calls.CALL_MARGIN_S = limits
     dist.barrier()
 
 

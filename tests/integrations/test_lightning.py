@@ -257,7 +257,7 @@ def finder(name: str) -> Any:
 def settings(trainer: Any) -> outlast.Config:
     """Return the merged settings of a trainer's callbacks."""
     hosted = [callback for callback in trainer.callbacks if hasattr(callback, "session")]
-    made: outlast.Config = adapter._merged(trainer, hosted)[0]
+    made: outlast.Config = adapter.merge_settings(trainer, hosted)[0]
     return made
 
 
@@ -324,7 +324,7 @@ def test_sharded_state_is_not_saved_by_the_session(tmp_path: Path) -> None:
     def merged(**options: Any) -> Any:
         callback = adapter.FaultToleranceCallback(**options)
         trainer = types.SimpleNamespace(strategy=FSDPStrategy(), callbacks=[callback])
-        return adapter._merged(trainer, trainer.callbacks)
+        return adapter.merge_settings(trainer, trainer.callbacks)
 
     save_directory = re.escape(str(tmp_path / "ckpt"))
     with pytest.raises(
@@ -351,7 +351,7 @@ def test_without_a_directory_the_trainer_saves(caplog: pytest.LogCaptureFixture)
         adapter.LocalCheckpointCallback(every_n_train_steps=10),
     ]
     for callback in callbacks:
-        made, why = adapter._merged(make_trainer(callback), [callback])
+        made, why = adapter.merge_settings(make_trainer(callback), [callback])
         assert (made.checkpoint, why) == (None, "no checkpoint.directory is known")
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("outlast")]
     assert "saves nothing: call update_trainer_local_checkpoint_io(" in warning

@@ -197,7 +197,7 @@ def test_recipe_gets_callbacks_once(nemo: Any, plugins: Any) -> None:
         plugin.setup(recipe, nemo.LocalExecutor())
     assert recipe.trainer.callbacks[: len(own)] == own
     stragglers, ft, preemption = recipe.trainer.callbacks[len(own) :]
-    assert not nemo.config.fdl.build(stragglers)._detection["stop_if_detected"]
+    assert not nemo.config.fdl.build(stragglers).detection["stop_if_detected"]
     assert (ft.__fn_or_cls__.__name__, ft.exp_dir, ft.calculate_timeouts) == ("FaultToleranceCallback", "/logs", False)
     assert (preemption.__fn_or_cls__.__name__, preemption.sig) == ("PreemptionCallback", signal.SIGTERM)
     recipe.trainer.callbacks = []

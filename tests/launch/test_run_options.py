@@ -55,7 +55,7 @@ def test_completion_option_of_newer_torch_is_rejected(
     """The parser of torch 2.15, which has an option that prints torchrun's completion, is built from its source
     text; that option is rejected with the equivalent command."""
     (tmp_path / "distributed").mkdir()
-    torch = run_parser._torch()
+    torch = run_parser.torch_folder()
     text = (torch / "distributed" / "run.py").read_text()
     added = """
     parser.add_argument(
@@ -69,7 +69,7 @@ def test_completion_option_of_newer_torch_is_rejected(
         "training_script","""
     newer = text.replace('\n    parser.add_argument(\n        "training_script",', added)
     (tmp_path / "distributed" / "run.py").write_text(newer)
-    monkeypatch.setattr(run_parser, "_torch", lambda: tmp_path)
+    monkeypatch.setattr(run_parser, "torch_folder", lambda: tmp_path)
     monkeypatch.setitem(sys.modules, "torch.distributed.run", None)  # an import would fail
     assert "print_completion" in [option.name for option in list_torchrun_options()]
     assert parse_options([script])
@@ -208,7 +208,7 @@ def test_missing_devices_are_rejected_at_once(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(device, "_torch_built_for", lambda: built_for)
+    monkeypatch.setattr(device, "torch_built_for", lambda: built_for)
     monkeypatch.setattr(device, "_exists", lambda *paths: bool({*paths} & {*files}))
     monkeypatch.setattr(device, "_has_driver", lambda: "libcuda.so.1" in files)
     if "--numa-binding" in argv and "--numa-binding" not in names_of(list_torchrun_options()):
@@ -225,7 +225,7 @@ def test_device_support_is_read_from_torchs_version_file() -> None:
     """The version file of the installed torch lists the device types that torch supports."""
     import torch
 
-    assert device._torch_built_for() == {
+    assert device.torch_built_for() == {
         name for name in ("cuda", "hip", "xpu") if getattr(torch.version, name, None) is not None
     }
 

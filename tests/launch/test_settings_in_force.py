@@ -3,6 +3,7 @@ log line on what is in force."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,9 +288,16 @@ def test_cleared_script_settings_restore_the_launchers() -> None:
     assert limits == [(7, 2, 9.0, 5), (3, None, 60.0, 5)]
 
 
+def write_learned(folder: Path, learned: Learned) -> None:
+    """Write the file of learned timeouts."""
+    (file := LearnedTimeouts.load(folder)).save()
+    state = json.loads(file.path.read_text()) | {"learned": msgspec.to_builtins(learned)}
+    file.path.write_text(json.dumps(state))
+
+
 def enforced(cycle: Cycle) -> Timeouts:
     assert cycle.watchdog is not None
-    return cycle.watchdog._timeouts
+    return cycle.watchdog.timeouts
 
 
 def test_default_timeouts_apply_to_sessions(make_cycle: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -357,17 +365,12 @@ def test_learned_timeouts_replace_defaults(make_cycle: Any, caplog: pytest.LogCa
     and logged as learned; learned sections alone leave heartbeats unchanged. Half of a default is the minimum."""
     caplog.set_level(logging.DEBUG)
     learns = FaultToleranceConfig(calc_ft_timeouts=True)
-    learned = LearnedTimeouts.load(tmp_path)
-    learned._state = msgspec.structs.replace(learned._state, learned=Learned(sections={"step": 12.0}))
-    learned.save()
+    write_learned(tmp_path, Learned(sections={"step": 12.0}))
     cycle = make_cycle()
     connect_and_apply(cycle, learns)
     assert enforced(cycle).sections == {"step": 12.0}
     assert enforced(cycle).heartbeat_s == 1800.0
-    learned._state = msgspec.structs.replace(
-        learned._state, learned=Learned(heartbeat_s=30.0, initial_heartbeat_s=1200.0)
-    )
-    learned.save()
+    write_learned(tmp_path, Learned(heartbeat_s=30.0, initial_heartbeat_s=1200.0))
     cycle = make_cycle()
     connect_and_apply(cycle, learns)
     assert (enforced(cycle).initial_heartbeat_s, enforced(cycle).heartbeat_s) == (1200.0, 900.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,7 +62,7 @@ class BrokenKernel:
 def kernel_sums(tensors: list[torch.Tensor]) -> list[int]:
     """Return the results of one kernel, without a device to run it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outlast.numerics.replica_digest._find_kernel", SimulatedKernel)
+        patch.setattr("outlast.numerics.replica_digest.find_kernel", SimulatedKernel)
         sums = weigh_at_once(tensors, torch.device("cpu"))
     assert sums is not None
     return sums.tolist()
@@ -196,13 +198,18 @@ def test_batched_digests_equal_single_digests() -> None:
 
 def test_broken_triton_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without a compiler the sums are computed otherwise, which is logged, and Triton is not tried again."""
-    monkeypatch.setattr(replica_digest, "_broken", [])
-    find = replica_digest._find_kernel
-    monkeypatch.setattr(replica_digest, "_find_kernel", lambda: None if replica_digest._broken else BrokenKernel())
-    monkeypatch.setattr(replica_digest._find_kernel, "cache_clear", find.cache_clear, raising=False)
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            assert weigh_at_once([_random(64)], torch.device("cpu")) is None
+    monkeypatch.setattr(replica_digest, "kernel_errors", [])
+    for name in ("tl", "constexpr"):
+        monkeypatch.setattr(replica_digest, name, None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(jit=lambda _: BrokenKernel()))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace(constexpr=None))  # type: ignore[arg-type]
+    replica_digest.find_kernel.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
+                assert weigh_at_once([_random(64)], torch.device("cpu")) is None
+    finally:
+        replica_digest.find_kernel.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
         "digests are computed by torch's own operations, several times slower: Failed to find C compiler"
     ]

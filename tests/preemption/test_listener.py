@@ -110,13 +110,17 @@ def test_listener_gives_up_before_the_deadline(monkeypatch: pytest.MonkeyPatch) 
     # These would end this process.
     monkeypatch.setattr("outlast.preemption.listener.ShutdownListener._end_in_time", lambda _: None)
     monkeypatch.setattr("outlast.preemption.listener.LastResort.arm", lambda *_: None)
+    now_s = 1000.0
+    monkeypatch.setattr("outlast.clock.now_s", lambda: now_s)
     with ShutdownListener((), deadline_s=60) as listener:
         listener.request("go")
         assert not listener.should_give_up
         listener.request("sooner", left_s=2.0)
+        now_s += 1.5
+        assert not listener.should_give_up
+        now_s += 0.2
         assert listener.wait_to_give_up(60)
-        assert listener._give_up_s is not None
-        assert listener._give_up_s < listener._hard_s
+        assert listener.remaining_s == pytest.approx(0.3)
 
 
 def run(code: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

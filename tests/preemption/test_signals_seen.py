@@ -104,9 +104,9 @@ def test_listeners_may_be_closed_in_any_order(order: str) -> None:
         listeners = [ShutdownListener([signal.SIGUSR1], echo_s=0, impatience_s=300) for _ in range(3)]
         os.kill(os.getpid(), signal.SIGUSR1)
         assert all(listener.wait(60) for listener in listeners)
-        for ordinal_expected, listener in enumerate(listeners if order == "as made" else listeners[::-1], 2):
-            listener.close()
-            others = [one for one in listeners if not one._closing.is_set()]
+        others = list(listeners if order == "as made" else reversed(listeners))
+        for ordinal_expected in (2, 3, 4):
+            others.pop(0).close()
             os.kill(os.getpid(), signal.SIGUSR1)
             assert all(one.wait(60, ordinal=ordinal_expected) for one in others)
             assert not any(one.wait(0, ordinal=ordinal_expected + 1) for one in others)

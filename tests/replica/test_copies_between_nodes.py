@@ -159,14 +159,14 @@ def test_one_broken_connection_fails_the_fetch(node, hold: Callable[[bytes], int
     monkeypatch.setattr(client, "NUM_CONNECTIONS", 2)
     data = make_bytes(12 * CHUNK_BYTES)
     node.memory.parts[COPY] = data
-    original = client._fetch_ranges
+    original = client.fetch_ranges
 
     def break_second(*arguments) -> None:
         if threading.current_thread().name == "outlast-fetch":
             raise ConnectionResetError("it ended the connection")
         original(*arguments)
 
-    monkeypatch.setattr(client, "_fetch_ranges", break_second)
+    monkeypatch.setattr(client, "fetch_ranges", break_second)
     with pytest.raises(ReplicaError, match="it ended the connection"):
         fetch(node.target, KEY, COPY, hold(bytes(len(data))), len(data), timeout_s=10)
     assert not [thread for thread in threading.enumerate() if thread.name in ("outlast-fetch", "outlast-map")]

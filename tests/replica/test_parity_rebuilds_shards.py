@@ -251,7 +251,7 @@ def test_shards_of_unequal_sizes_are_rebuilt(data: st.DataObject) -> None:
         members = [ParityMember(rank, len(shards[rank]), None) for rank in ranks]  # type: ignore[arg-type]
         for lost in ranks:
             rebuilt = b""
-            for pieces in client._plan(CopyKey(1, "a", lost), members):
+            for pieces in client.plan_rebuild(CopyKey(1, "a", lost), members):
                 assert all(ranks[member] != lost for member, _ in pieces)
                 out = bytearray(pieces[0][1].num_bytes)
                 for _, piece in pieces:

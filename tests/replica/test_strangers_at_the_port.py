@@ -162,8 +162,8 @@ def test_invalid_messages_from_a_peer_are_rejected(node, hold: Callable[[bytes],
         raw, channel = join(node)
         body = rng.randbytes(rng.randrange(1, 200))
         head = struct.pack("<I", len(body))
-        assert channel._signer is not None
-        tag = channel._signer.sign(head, body) if number % 2 else rng.randbytes(16)
+        assert channel.signer is not None
+        tag = channel.signer.sign(head, body) if number % 2 else rng.randbytes(16)
         raw.settimeout(10)
         raw.sendall(head + body + tag)
         assert read_to_end(raw) == b""

@@ -23,7 +23,7 @@ from outlast.inprocess.rank_local_state import SharedBuffer
 from outlast.preemption.signals import SignalWatch
 from outlast.ray import keepers, replies
 from outlast.ray.replies import ActorPing, Reply, ReplyFault
-from outlast.ray.watch import Gathered, LossKind, Watch, _AwaitedActor
+from outlast.ray.watch import AwaitedActor, Gathered, LossKind, Watch
 from outlast.runtime import files
 from outlast.runtime.processes import open_pidfd, send_signal
 
@@ -46,13 +46,13 @@ def test_hung_disk_gets_no_further_work(tmp_path: Path) -> None:
         files.in_time(tmp_path, second)
     second.assert_not_called()
     assert files.in_time("/proc/self/status", lambda: 5) == 5
-    (stuck,) = files._overdue.values()
+    (stuck,) = files.overdue.values()
     release.set()
     stuck.result(100)
     assert files.in_time(tmp_path, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         files.in_time(tmp_path, lambda: 1 // 0)
-    assert files._overdue == {}
+    assert files.overdue == {}
 
 
 def test_memory_file_works_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_replica_request_ends_if_the_disk_hangs(monkeypatch: pytest.MonkeyPatch)
         return late
 
     with pytest.raises(TimeoutError, match="has not responded"):
-        service._patiently(work, serving._drop_later)
+        service.run_patiently(work, serving.drop_later)
     assert channel.send.call_count == 3
     release.set()
     assert dropped.wait(100)
@@ -136,24 +136,24 @@ def test_stopped_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "start_on", lambda *_: replacement)
     own, stopped = keepers.NodeKeepers(), Mock()
     asked_s = clock.now_s() - keepers.SILENT_S + 30
-    own._keepers["n"] = kept = keepers._Keeper(stopped, ActorPing(ref="asked", asked_s=asked_s), has_started=True)
+    own.by_node["n"] = kept = keepers.Keeper(stopped, ActorPing(ref="asked", asked_s=asked_s), has_started=True)
     assert own.look() == []
     kept.ping.asked_s -= 31
     assert own.look() == ["n"]
     ray.kill.assert_called_once_with(stopped)
-    assert own._keepers["n"].handle is replacement
+    assert own.by_node["n"].handle is replacement
 
 
 def test_status_that_raises_counts_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor whose status raises is queried again without a busy loop, and is lost when that has lasted too long."""
     monkeypatch.setattr(replies, "reply_if_ready", lambda _: Reply(fault=ReplyFault.RAISED, error=ValueError("no")))
     config, gathered, now_s = RecoveryConfig(), Gathered(), clock.now_s()
-    one = _AwaitedActor(actor=Mock(), call="c", alive_s=now_s, ping=ActorPing(ref="asked", asked_s=now_s))
+    one = AwaitedActor(actor=Mock(), call="c", alive_s=now_s, ping=ActorPing(ref="asked", asked_s=now_s))
     watch = Watch(config, Mock())
-    watch._check({0: one}, gathered)
+    watch.check({0: one}, gathered)
     assert gathered.is_whole
     assert one.ping.ref is None  # a ready reference would end every wait at once
     assert one.ping.due_s > now_s
     one.ping.ref, one.ping.asked_s = "asked", now_s - config.ping_timeout - 1
-    watch._check({0: one}, gathered)
+    watch.check({0: one}, gathered)
     assert gathered.lost[0].kind == LossKind.SILENT

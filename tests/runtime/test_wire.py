@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from outlast.runtime.wire import (
     AuthenticationFailed,
     BufferedChannel,
+    FrameSigner,
     Handshake,
     MessageChannel,
     MessageReader,
     ProtocolError,
-    _Signer,
     encode_frame,
     socket_pair,
 )
@@ -390,8 +390,8 @@ def test_changed_or_repeated_frames_are_rejected() -> None:
         key_part, server_part = client(), server()
         server_part_answer = server_part.feed(key_part.feed(server_part.outgoing))
         key_part.feed(server_part_answer)
-        one._signer = _Signer(key_part.signing_keys()[0])
-        other._checker = _Signer(server_part.signing_keys()[1])
+        one.signer = FrameSigner(key_part.signing_keys()[0])
+        other.checker = FrameSigner(server_part.signing_keys()[1])
         with one, other, theirs, relay_in:
             one.send(Number(1))
             first = theirs.recv(1000)

@@ -112,13 +112,13 @@ def digest(model):
 
 
 if options.get("closes_slowly"):  # a rank that leaves because a peer failed is interrupted there
-    restore_handlers = SignalWatch._restore
+    restore_handlers = SignalWatch.restore
 
     def restore_slowly(watch):
         restore_handlers(watch)
         time.sleep(0.2)
 
-    SignalWatch._restore = restore_slowly
+    SignalWatch.restore = restore_slowly
 
 config = outlast.InProcessRestartConfig(
     active_world_size=options.get("active"), granularity="rank", soft_timeout=60, hard_timeout=90

@@ -138,9 +138,9 @@ pytest.importorskip("ray", reason="groups of actors need Ray")
 from outlast.ray import actor_group, pool, recovery, watch  # noqa: E402
 from outlast.ray.pool import Pool, Reply  # noqa: E402
 from outlast.ray.protocol import Mesh  # noqa: E402
-from outlast.ray.recovery import Incarnation, Recovery, _Progress  # noqa: E402
+from outlast.ray.recovery import Incarnation, Progress, Recovery  # noqa: E402
 from outlast.ray.replies import ActorPing  # noqa: E402
-from outlast.ray.watch import Gathered, Watch, _AwaitedActor  # noqa: E402
+from outlast.ray.watch import AwaitedActor, Gathered, Watch  # noqa: E402
 
 MESH = Mesh.of({"dp": 2})
 
@@ -160,8 +160,8 @@ def incarnation() -> Incarnation:
     return Incarnation(number=0, mesh=MESH, members={0: actor(0), 1: actor(1)})
 
 
-def progress() -> _Progress:
-    return _Progress(method="", first=incarnation())
+def progress() -> Progress:
+    return Progress(method="", first=incarnation())
 
 
 def recover(scene: Scene, config: RecoveryConfig, *, spares: tuple[Any, ...] = ()) -> Any:
@@ -243,15 +243,15 @@ def actors_are_pinged_at_the_interval(scene: Scene) -> None:
     scene.patch.setattr(watch.ray, "wait", wait)
     for config in (RecoveryConfig(), RecoveryConfig(ping_interval=0.1)):
         now_s = clock.now_s()
-        waiting = {0: _AwaitedActor(actor=actor(0), call="ref", alive_s=now_s, ping=ActorPing(due_s=now_s + 99))}
-        Watch(config, Mock())._await_something(waiting, math.inf)
+        waiting = {0: AwaitedActor(actor=actor(0), call="ref", alive_s=now_s, ping=ActorPing(due_s=now_s + 99))}
+        Watch(config, Mock()).wait_for_event(waiting, math.inf)
     assert waits == [0.5, 0.1]
 
 
 def silence_limit_s(config: RecoveryConfig) -> float:
     """Return the number of seconds after which an actor that does not respond is lost."""
-    return Watch(config, Mock())._silent_s(
-        _AwaitedActor(actor=actor(0), call="ref", alive_s=0.0, ping=ActorPing(asked_s=0.0))
+    return Watch(config, Mock()).silent_s(
+        AwaitedActor(actor=actor(0), call="ref", alive_s=0.0, ping=ActorPing(asked_s=0.0))
     )
 
 

@@ -139,13 +139,13 @@ def test_options_of_srun_plug_ins_are_accepted(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "srun").write_text("#!/bin/sh\necho '      --site-burst=[MODE]   [site] a plug-in'\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    step_options._installed_options.cache_clear()
+    step_options.installed_options.cache_clear()
     try:
         assert "--site-burst=on" in step(script(srun=("--site-burst=on",)).render())
         with pytest.raises(ConfigError, match="did you mean --site-burst"):
             script(srun=("--site-brst",))
     finally:
-        step_options._installed_options.cache_clear()
+        step_options.installed_options.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from outlast.config import StragglerDetectionConfig
 from outlast.policy.slowness import RankTimings, summarise
-from outlast.policy.stragglers import SlownessCause, Streaks, judge
+from outlast.policy.stragglers import SlownessCause, Streaks, judge, ranks_to_stop_for
 from outlast.straggler import Report, StragglerDetector
 
 
@@ -123,14 +123,10 @@ def test_printing_and_metrics_are_configurable(caplog: pytest.LogCaptureFixture)
 def test_of_equally_slow_ranks_only_a_slow_machine_stops() -> None:
     """One of two equally slow ranks may only wait for the other, so the check of the machines decides which one
     training stops for."""
-    config = StragglerDetectionConfig(stop_if_detected=True)
     found = report_of({0: 0.01, 1: 0.02, 2: 0.02, 3: 0.01}, num_windows=3).findings
-    detector = StragglerDetector(config)
     assert found.below_threshold == (1, 2)
-    assert detector._stop_for(found) == ()
-    detector._causes = {1: SlownessCause.WORK, 2: SlownessCause.MACHINE}
-    assert detector._stop_for(found) == (2,)
-    detector.close()
+    assert ranks_to_stop_for(found, {}) == ()
+    assert ranks_to_stop_for(found, {1: SlownessCause.WORK, 2: SlownessCause.MACHINE}) == (2,)
 
 
 @pytest.mark.extended

@@ -181,15 +181,15 @@ def test_free_ports_are_outside_the_ephemeral_range() -> None:
 def only_port(monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the one port that ``free_port`` can return before it asks the kernel for another one."""
     port = free_port()
-    os.close(reaping._claims.pop())
-    monkeypatch.setattr(reaping, "_FIRST_PORT", port)
-    monkeypatch.setattr(reaping, "_ephemeral_ports", lambda: (port + 1, 65535))
+    os.close(reaping.claims.pop())
+    monkeypatch.setattr(reaping, "FIRST_PORT", port)
+    monkeypatch.setattr(reaping, "ephemeral_ports", lambda: (port + 1, 65535))
     return port
 
 
 def test_two_processes_never_get_the_same_port(only_port: int) -> None:
     """A port is reserved for its process, even if unused, and is available again once that process has exited."""
-    choice = f"r._FIRST_PORT, r._ephemeral_ports = {only_port}, lambda: ({only_port + 1}, 65535)"
+    choice = f"r.FIRST_PORT, r.ephemeral_ports = {only_port}, lambda: ({only_port + 1}, 65535)"
     ask = f"import outlast.testing.ranks as r; {choice}; print(r.free_port(), flush=True); input()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", ask], stdin=pipe, stdout=pipe, text=True) as other:

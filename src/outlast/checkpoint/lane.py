@@ -311,7 +311,7 @@ class Lane(ABC):
     def _left_s(self) -> float:
         return (self._end_ns - clock.now_ns()) / 1e9
 
-    def _post(self, name: str, value: msgspec.Struct) -> None:
+    def post(self, name: str, value: msgspec.Struct) -> None:
         """Post a message about a save. Raises: PeerSilent, when the ranks' store is gone."""
         key = self._store_key(name)
         with self._store_errors():
@@ -332,7 +332,7 @@ class Lane(ABC):
                 self._posted += [(self._turn, claims), (self._turn, key)]
         return name
 
-    def _receive(
+    def receive(
         self,
         save: Save,
         name: str,
@@ -368,7 +368,7 @@ class Lane(ABC):
         poll_s: float = POLL_S,
         is_limited: bool = True,
     ) -> str:
-        """Return the first of these names under which a message was posted; see :meth:`_receive`."""
+        """Return the first of these names under which a message was posted; see :meth:`receive`."""
         begin_s, pause_s, is_reported = clock.now_s(), 0.001, False
         end_s = begin_s + self._left_s() + grace_s
         while True:
@@ -393,7 +393,7 @@ class Lane(ABC):
             pause_s = min(longest_s, 2 * pause_s)
 
     @staticmethod
-    def _poll_s(num_ranks: int) -> float:
+    def poll_pause_s(num_ranks: int) -> float:
         return POLL_S * max(1.0, num_ranks / MAX_POLLING_RANKS)
 
     def _gather_up(
@@ -424,7 +424,7 @@ class Lane(ABC):
                 break
             try:
                 self._outcomes.late.wait_for(self.name, self._describe_folder(members[child]))
-                subtree = self._receive(save, f"{name}/{members[child]}", Subtree, grace_s=grace_s)
+                subtree = self.receive(save, f"{name}/{members[child]}", Subtree, grace_s=grace_s)
             except PeerSilent as error:
                 silence = silence or str(error)
                 continue
@@ -436,7 +436,7 @@ class Lane(ABC):
                 raise self._error(save, silence, PeerSilent)
             return sorted(known, key=lambda one: one[0])
         packed = [(rank, msgspec.Raw(msgspec.json.encode(answer))) for rank, answer in known]
-        self._post(f"{name}/{self._rank}", Subtree(packed, silence))
+        self.post(f"{name}/{self._rank}", Subtree(packed, silence))
         return []
 
     def _gather_answers(self, save: Save, name: str, mine: A, *, waits_for_all: bool = False) -> list[A]:
@@ -467,19 +467,19 @@ class Lane(ABC):
 
     def _conclude(self, save: Save, what: str, *, is_limited: bool = True) -> SaveOutcome:
         """Wait for rank 0's outcome. Raises: CheckpointError, the same on all ranks unless the ranks' store is gone."""
-        poll_s = self._poll_s(self._world_size)
-        outcome = self._receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=poll_s, is_limited=is_limited)
+        poll_s = self.poll_pause_s(self._world_size)
+        outcome = self.receive(save, "outcome", SaveOutcome, grace_s=GRACE_S, poll_s=poll_s, is_limited=is_limited)
         self._is_decided = True
         is_refused = outcome.kind == DirectoryRefused.__name__
         if is_refused:
-            self._part(save)
+            self.part(save)
         if outcome.error is not None:
             text = outcome.error if is_refused else f"{what}: {outcome.error}"
             raise outcome.failure(text, rank=self._rank, iteration=save.iteration)
-        self._forget(self._turn)
+        self.forget(self._turn)
         return outcome
 
-    def _part(self, save: Save) -> None:
+    def part(self, save: Save) -> None:
         """Acknowledge the outcome of a save after which ranks exit.
 
         Rank 0, which may host the store, waits up to ``GRACE_S`` for all others, so that each of them can read the
@@ -489,7 +489,7 @@ class Lane(ABC):
         with contextlib.suppress(CheckpointError):  # only the outcome matters
             self._gather_up(save, "acknowledged", SaveOutcome(), range(self._world_size), waits_for_all=True)
 
-    def _forget(self, before: int) -> None:
+    def forget(self, before: int) -> None:
         """Delete this rank's messages of earlier turns; all ranks have taken part in a later one."""
         try:
             for turn, key in self._posted:
@@ -672,15 +672,15 @@ class RetryingLane(Lane):
         retry = self._retry[1] + 1 if ordinal == self._retry[0] else 0
         self._is_there = self.has(save)
         if self._world_size > 1:
-            self._post("turn", Turn(ordinal, save.iteration, retry, self._is_there))
+            self.post("turn", Turn(ordinal, save.iteration, retry, self._is_there))
         return self._start(save, retry)
 
     def _join_turn(self) -> Save:
         with self._changed:
             waiting = self._waiting[0]
-        poll_s = self._poll_s(self._world_size)
+        poll_s = self.poll_pause_s(self._world_size)
         self._start_clock()
-        turn = self._receive(waiting, "turn", Turn, grace_s=GRACE_S, poll_s=poll_s, is_limited=False)
+        turn = self.receive(waiting, "turn", Turn, grace_s=GRACE_S, poll_s=poll_s, is_limited=False)
         self._is_there = turn.is_committed
         with self._changed:
             while self._newest < turn.ordinal:

@@ -167,7 +167,7 @@ class NearLane(Lane):
                 raise
             described, infinite = Described(failure=SaveOutcome.of(failure)), {}
         if len(self._places.leaders) > 1:
-            self._post("manifest", described)
+            self.post("manifest", described)
         return described, infinite
 
     def _lead(self, save: Save, described: Described | None) -> bool:
@@ -183,12 +183,12 @@ class NearLane(Lane):
         is_finite, lacks_copies, mine = True, False, SaveOutcome()
         try:
             if described is None:
-                described = self._receive(
+                described = self.receive(
                     save,
                     "manifest",
                     Described,
                     grace_s=GRACE_S,
-                    poll_s=self._poll_s(len(self._places.leaders)),
+                    poll_s=self.poll_pause_s(len(self._places.leaders)),
                     is_limited=self._is_limited,
                 )
             mine = described.failure
@@ -212,7 +212,7 @@ class NearLane(Lane):
                 # Before the outcome: the call may end, or this process be killed, and the next one must know the
                 # commit.
                 self._outcomes.report_committed(save.iteration, save.tiers & self.tiers - {Tier.REPLICA})
-            self._post("outcome", outcome)
+            self.post("outcome", outcome)
         return is_finite
 
     def _manifest(self, save: Save, answers: Sequence[ShardReady]) -> Manifest:

@@ -114,7 +114,7 @@ class _Exchange:
 
     def __init__(self, group: Group, key: str, rank: int, world_size: int, number: int) -> None:
         self._group, self._key, self._rank = group, key, rank
-        self._expected = [_answer(rank, number) for rank in range(world_size)]
+        self._expected = [expected_answer(rank, number) for rank in range(world_size)]
         self._outcome: CheckOutcome | None = None
         self._done = threading.Event()
         self._is_judging = False
@@ -198,7 +198,7 @@ class _Exchange:
         return absent
 
 
-def _answer(rank: int, number: int) -> int:
+def expected_answer(rank: int, number: int) -> int:
     return (rank * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9) % (1 << 62)
 
 

@@ -303,17 +303,17 @@ class StragglerDetectionCallback(_HostedCallback):
         known = {one.name for one in dataclasses.fields(StragglerDetectionConfig)}
         super().__init__(config)
         self.logs = enable_ptl_logging
-        self._detection: dict[str, Any] = {name: value for name, value in given.items() if name in known}
-        self._detection |= {"enabled": True, "enable_logging": enable_ptl_logging}
+        self.detection: dict[str, Any] = {name: value for name, value in given.items() if name in known}
+        self.detection |= {"enabled": True, "enable_logging": enable_ptl_logging}
         if logger_name is None:
-            del self._detection["logger_name"]
-        StragglerDetectionConfig(**self._detection)  # refuse an invalid value here
+            del self.detection["logger_name"]
+        StragglerDetectionConfig(**self.detection)  # refuse an invalid value here
 
     def _adapt(self, config: Config, trainer: Any) -> Config:
         if config.straggler_detection is None:
-            return dataclasses.replace(config, straggler_detection=StragglerDetectionConfig(**self._detection))
-        usual = StragglerDetectionCallback()._detection
-        named = {name: value for name, value in self._detection.items() if value != usual.get(name)}
+            return dataclasses.replace(config, straggler_detection=StragglerDetectionConfig(**self.detection))
+        usual = StragglerDetectionCallback().detection
+        named = {name: value for name, value in self.detection.items() if value != usual.get(name)}
         changed = dataclasses.replace(config.straggler_detection, **{"enabled": True, **named})
         return dataclasses.replace(config, straggler_detection=changed)
 
@@ -696,7 +696,7 @@ def _refuse(trainer: Any) -> None:
 
 def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHost:
     _refuse(trainer)
-    config, why = _merged(trainer, callbacks)
+    config, why = merge_settings(trainer, callbacks)
     if trainer.fast_dev_run and config.checkpoint is not None:
         log.warning("fast_dev_run is on: nothing is saved or restored")
         config = dataclasses.replace(config, checkpoint=None)
@@ -724,7 +724,7 @@ def _open_host(trainer: Any, callbacks: Sequence[_HostedCallback]) -> TrainerHos
     return host
 
 
-def _merged(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config, str | None]:
+def merge_settings(trainer: Any, callbacks: Sequence[_HostedCallback]) -> tuple[Config, str | None]:
     """Return the settings of all callbacks of a trainer, and why the session does not save; ``None`` = it saves.
 
     Raises:

@@ -639,7 +639,7 @@ def list_torchrun_options() -> tuple[Option, ...]:
         "_PrintCompletionAction": "print",
     }
     try:
-        root = _torch()
+        root = torch_folder()
         functions: dict[str, Any] = {**stand_ins, "_AffinityMode": _read_affinity_modes(root / "numa" / "binding.py")}
         exec(
             _find(root / "distributed" / "run.py", "def get_args_parser"), functions
@@ -657,14 +657,14 @@ def list_torchrun_options() -> tuple[Option, ...]:
 def find_event_handlers() -> frozenset[str]:
     """Return the valid names for ``--event-log-handler`` of the installed torch; empty: not known."""
     try:
-        text = (_torch() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
+        text = (torch_folder() / "distributed" / "elastic" / "events" / "handlers.py").read_text()
     except (OSError, ImportError):
         return frozenset()
     table = re.search(r"^_log_handlers\b[^{]*\{(.*?)\}", text, re.MULTILINE | re.DOTALL)
     return frozenset(re.findall(r"^\s*\"(\w+)\":", table[1], re.MULTILINE)) if table is not None else frozenset()
 
 
-def _torch() -> Path:
+def torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("torch is not installed")

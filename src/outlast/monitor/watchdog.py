@@ -76,7 +76,7 @@ class Watchdog:
         clock: Clock = MONOTONIC,
     ) -> None:
         self._board = board
-        self._timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts or Timeouts()
         self._has_timeouts = timeouts is not None
         self._node = node
         self._on_hang = on_hang
@@ -91,14 +91,14 @@ class Watchdog:
 
     def start(self) -> None:
         if self._has_timeouts:
-            self._log(self._timeouts.describe(), self._level)
+            self._log(self.timeouts.describe(), self._level)
         else:
             log.debug("the ranks are watched as soon as the script calls outlast.init() or makes a RankMonitor")
         self._thread.start()
 
     def enforce(self, timeouts: Timeouts, description: str) -> None:
         """Replace the timeouts; the log describes them at DEBUG. Thread: any."""
-        self._timeouts = timeouts
+        self.timeouts = timeouts
         self._log(description, logging.DEBUG)
         self._wake.set()
 
@@ -142,7 +142,7 @@ class Watchdog:
             states = self._board.read_all()
             seen = {_key(one) for one in late}
             late = [one for one in self._late(states, now) if _key(one) in seen]
-        self._wake_ns = wake_at_ns(states, self._timeouts, now)
+        self._wake_ns = wake_at_ns(states, self.timeouts, now)
         if late and not self._hanging:
             for one in late:
                 log.error("%s", one.describe(self._node))
@@ -154,7 +154,7 @@ class Watchdog:
         return self._wake_ns
 
     def _late(self, states: list[RankState], now_ns: int) -> list[Expired]:
-        return [one for state in states for one in expired(state, self._timeouts, now_ns)]
+        return [one for state in states for one in expired(state, self.timeouts, now_ns)]
 
     def _run(self) -> None:
         try:

@@ -508,7 +508,7 @@ GROUP_BLOCKS = 8
 _TILE_WORDS = 1024
 """Places in each block that a program weighs: it reads their weights once."""
 tl: Any = None
-"""triton.language, once :func:`_find_kernel` has imported it; the kernel looks it up here."""
+"""triton.language, once :func:`find_kernel` has imported it; the kernel looks it up here."""
 constexpr: TypeAlias = Any
 """Triton's name for compile-time arguments of the kernel."""
 
@@ -524,7 +524,7 @@ def weigh_at_once(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
 
     Blocks: while the tables are copied to the device; the first time some seconds, while the kernel is compiled.
     """
-    if (kernel := _find_kernel()) is None:
+    if (kernel := find_kernel()) is None:
         return None
     with torch.accelerator.device_index(device.index) if device.index is not None else nullcontext():
         return _weigh_at_once(kernel, tensors, device)
@@ -556,8 +556,8 @@ def _weigh_at_once(kernel: Any, tensors: Sequence[torch.Tensor], device: torch.d
             )
         except Exception as error:  # noqa: BLE001 - a compiler, a driver or a GPU that Triton cannot work with
             log.info("digests are computed by torch's own operations, several times slower: %s", str(error)[:300])
-            _broken.append(str(error))
-            _find_kernel.cache_clear()
+            kernel_errors.append(str(error))
+            find_kernel.cache_clear()
             return None
         totals.index_add_(0, table[3], sums.sum(dim=1))
     for index, (words, num_words) in enumerate(zip(held, counts.tolist(), strict=True)):
@@ -566,15 +566,15 @@ def _weigh_at_once(kernel: Any, tensors: Sequence[torch.Tensor], device: torch.d
     return totals
 
 
-_broken: list[str] = []
+kernel_errors: list[str] = []
 """Why the kernel does not work here."""
 
 
 @cache
-def _find_kernel() -> Any:
+def find_kernel() -> Any:
     """Return the kernel; ``None`` = Triton is missing, or does not work here."""
     global tl
-    if _broken:
+    if kernel_errors:
         return None
     try:
         triton: Any = importlib.import_module("triton")

@@ -462,6 +462,18 @@ class MachineDecision(msgspec.Struct, frozen=True, kw_only=True):
         return f"Rank={self.rank} Node={self.node}: {meaning} ({self.reason})"
 
 
+def ranks_to_stop_for(findings: Findings, causes: Mapping[int, SlownessCause]) -> tuple[int, ...]:
+    """Return the ranks below a threshold, without those that may only wait for another one.
+
+    Args:
+        causes: Causes by rank, as the checks of the machines found them.
+    """
+    ambiguous = {one.rank for one in findings.named if one.equally_slow}
+    in_work = (SlownessCause.WORK, SlownessCause.UNKNOWN)
+    verified = {rank for rank, cause in causes.items() if cause not in in_work}
+    return tuple(rank for rank in findings.below_threshold if rank not in ambiguous or rank in verified)
+
+
 def choose_others(
     suspect: int, nodes: Mapping[int, str], roles: Mapping[int, str], scores: Mapping[int, float], slow: Sequence[int]
 ) -> tuple[int, ...]:

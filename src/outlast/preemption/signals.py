@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _CLOSE = 0  # no signal has this number
 _LOOK_S = 0.5
 _outlived: frozenset[int] = frozenset()
-_open: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
+open_watches: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
 def does_nothing_else(number: int) -> bool:
@@ -89,7 +89,7 @@ class SignalWatch:
                 del self._earlier[number]
                 self.close()
                 raise OutlastError(f"signal {number} cannot be handled ({error}); name another one") from None
-        _open.add(self)
+        open_watches.add(self)
 
     def close(self) -> None:
         """Restore the earlier handlers and end the watcher. Idempotent.
@@ -99,24 +99,24 @@ class SignalWatch:
         """
         if self._closed:
             return
-        self._restore()
+        self.restore()
         self._writer.send(bytes([_CLOSE]))
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
         self._writer.close()
         self._reader.close()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         self._closed = True
-        _open.discard(self)
-        for later in _open:  # a watch created after this one must not call or wake this one any more
+        open_watches.discard(self)
+        for later in open_watches:  # a watch created after this one must not call or wake this one any more
             later._take_over(self)
         for number, handler in self._earlier.items():
             if signal.getsignal(number) == self._handle:  # a handler set later stays
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         current = signal.set_wakeup_fd(-1)
         wanted = self._earlier_fd if current == self._writer.fileno() else current
-        ours = {watch._writer.fileno() for watch in _open}
+        ours = {watch._writer.fileno() for watch in open_watches}
         try:
             signal.set_wakeup_fd(wanted, warn_on_full_buffer=wanted not in ours)
         except (OSError, ValueError) as error:  # its owner closed it meanwhile
@@ -166,7 +166,7 @@ class SignalWatch:
     def _forget_in_child(self) -> None:
         # A child shares the descriptor: a signal to the child, such as the end of a data loader worker, would be
         # reported here.
-        self._restore()
+        self.restore()
         self._reader.close()
         self._writer.close()
         if self._keep_forked:
@@ -225,7 +225,7 @@ def _take(numbers: frozenset[int], parent: int) -> None:
 def _after_fork() -> None:
     if _outlived:  # a loader had forked this process's parent
         _start(_outlived)
-    for watch in list(_open):
+    for watch in list(open_watches):
         watch._forget_in_child()
 
 

@@ -58,7 +58,7 @@ class NodeKeeper:
 
 
 @dataclass(slots=True)
-class _Keeper:
+class Keeper:
     handle: Any
     ping: ActorPing = field(default_factory=ActorPing)
     has_started: bool = False
@@ -76,7 +76,7 @@ class NodeKeepers:
 
     def __init__(self, runtime_env: Mapping[str, Any] | None = None) -> None:
         self._options: dict[str, Any] = {"runtime_env": dict(runtime_env)} if runtime_env else {}
-        self._keepers: dict[str, _Keeper] = {}
+        self.by_node: dict[str, Keeper] = {}
         self._name = f"outlast-keeper-{uuid.uuid4().hex}"
         self._lost: list[str] = []
 
@@ -94,13 +94,13 @@ class NodeKeepers:
 
     def forget(self, node_id: str) -> None:
         """Drop the writer of a lost node. Idempotent. Blocks: never."""
-        kept = self._keepers.pop(node_id, None)
+        kept = self.by_node.pop(node_id, None)
         if kept is not None:
             ray.kill(kept.handle)
 
     def look(self) -> list[str]:
         """Replace dead keepers; return the nodes that lost theirs since the last call. Blocks: never."""
-        for node_id, kept in list(self._keepers.items()):
+        for node_id, kept in list(self.by_node.items()):
             reply = kept.ping.poll(kept.handle.pid, SILENT_S if kept.has_started else math.inf)
             if reply is not None and reply.fault is None:
                 kept.has_started = True
@@ -112,23 +112,23 @@ class NodeKeepers:
 
     def close(self) -> None:
         """End all writers. Idempotent. Blocks: up to 3 s."""
-        closing = [kept.handle.close.remote() for kept in self._keepers.values()]
+        closing = [kept.handle.close.remote() for kept in self.by_node.values()]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
-        for node_id in list(self._keepers):
+        for node_id in list(self.by_node):
             self.forget(node_id)
 
     def _ask(self, node_ids: Collection[str], timeout_s: float) -> tuple[dict[str, str], list[str]]:
         """Return the addresses that arrived in time, and the nodes whose keeper is dead."""
         for node_id in node_ids:
-            if node_id not in self._keepers:
+            if node_id not in self.by_node:
                 self._start(node_id)
-        refs = {node_id: self._keepers[node_id].handle.address.remote() for node_id in node_ids}
+        refs = {node_id: self.by_node[node_id].handle.address.remote() for node_id in node_ids}
         found, gone = {}, []
         for node_id, reply in await_replies(refs, timeout_s).items():
             if reply.fault is None:
                 found[node_id] = reply.value
-                self._keepers[node_id].has_started = True
+                self.by_node[node_id].has_started = True
             elif reply.fault == ReplyFault.LATE:
                 log.log(
                     logging.WARNING if timeout_s > 0 else logging.DEBUG,
@@ -142,11 +142,11 @@ class NodeKeepers:
 
     def _start(self, node_id: str) -> None:
         address = f"{self._name}-{node_id}"
-        self._keepers[node_id] = _Keeper(start_on(node_id, NodeKeeper, {"address": address}, **self._options))
+        self.by_node[node_id] = Keeper(start_on(node_id, NodeKeeper, {"address": address}, **self._options))
 
     def _lose(self, node_id: str, reply: Reply) -> bool:
         """Drop a dead keeper; return whether another one can replace it."""
-        had_started = self._keepers[node_id].has_started
+        had_started = self.by_node[node_id].has_started
         self.forget(node_id)
         log.warning("node %s has no checkpoint writer (%s)", node_id[:8], describe_error(reply.error))
         node_lives = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())

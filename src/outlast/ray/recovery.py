@@ -90,7 +90,7 @@ class Incarnation:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Progress:
+class Progress:
     method: str
     first: Incarnation
     """The failed incarnation, as it was when the call began."""
@@ -121,7 +121,7 @@ class Recovery:
         ordered = sorted(spares, key=lambda one: (nodes.index(one.node), one.identity.device, one.number))
         self._pool.take([one.number for one in ordered])
         first = self._next(mesh, dict(enumerate(ordered)))
-        progress = _Progress(method="", first=first)
+        progress = Progress(method="", first=first)
         gathered = self._join(first, {}, progress)
         return _started(first, gathered) if gathered.is_whole else self._recover(first, gathered, progress)[0]
 
@@ -131,10 +131,10 @@ class Recovery:
         Raises: SparesExhausted (no spare can take an empty slot); ActorFailed (``max_rounds`` attempts failed). Blocks:
         up to the limits of the phases; a second or less with an available spare.
         """
-        return self._recover(failed, gathered, _Progress(method=method, first=failed))
+        return self._recover(failed, gathered, Progress(method=method, first=failed))
 
     def _recover(
-        self, current: Incarnation, gathered: Gathered, progress: _Progress
+        self, current: Incarnation, gathered: Gathered, progress: Progress
     ) -> tuple[Incarnation, RecoveryReport]:
         while progress.num_rounds < self._config.max_rounds:
             progress.num_rounds += 1
@@ -197,7 +197,7 @@ class Recovery:
         return exact
 
     def _note_losses(
-        self, current: Incarnation, exact: Mapping[int, int | None], gathered: Gathered, progress: _Progress
+        self, current: Incarnation, exact: Mapping[int, int | None], gathered: Gathered, progress: Progress
     ) -> dict[int, ActorFacts]:
         """Add the losses to the report; return the survivors with the iteration of the state that each may keep.
 
@@ -266,7 +266,7 @@ class Recovery:
         self._number += 1
         return Incarnation(number=self._number, mesh=mesh, members=members)
 
-    def _join(self, new: Incarnation, has: Mapping[int, int | None], progress: _Progress) -> Gathered:
+    def _join(self, new: Incarnation, has: Mapping[int, int | None], progress: Progress) -> Gathered:
         host = new.members[0]
         with timed(progress.phases_s, "store"):
             reply = await_replies({0: host.handle.host_store.remote()}, self._config.store_timeout)[0]
@@ -305,7 +305,7 @@ class Recovery:
             for rank, actor in new.members.items()
         }
 
-    def _report(self, new: Incarnation, joined: Mapping[int, Joined], progress: _Progress) -> RecoveryReport:
+    def _report(self, new: Incarnation, joined: Mapping[int, Joined], progress: Progress) -> RecoveryReport:
         before = {actor.number for actor in progress.first.members.values()}
         for phase in sorted({name for one in joined.values() for name in one.phases}):
             progress.phases_s[phase] = max(one.phases.get(phase, 0.0) for one in joined.values())

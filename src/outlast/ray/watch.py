@@ -79,7 +79,7 @@ class Gathered:
 
 
 @dataclass(slots=True, kw_only=True)
-class _AwaitedActor:
+class AwaitedActor:
     """One actor with a pending reply."""
 
     actor: Actor
@@ -116,14 +116,14 @@ class Watch:
         now_s = begun_s = clock.now_s()
         due_s, gathered = now_s + self._config.ping_interval, Gathered()
         waiting = {
-            rank: _AwaitedActor(actor=members[rank], call=ref, alive_s=now_s, ping=ActorPing(due_s=due_s))
+            rank: AwaitedActor(actor=members[rank], call=ref, alive_s=now_s, ping=ActorPing(due_s=due_s))
             for rank, ref in refs.items()
         }
         while waiting:
-            self._await_something(waiting, begun_s + timeout_s)
+            self.wait_for_event(waiting, begun_s + timeout_s)
             self._pool.idle()
             self._read(waiting, gathered)
-            self._check(waiting, gathered)
+            self.check(waiting, gathered)
             if leaves_nodes and waiting and gathered.is_whole:
                 for rank, text in self._pool.due_to_leave(members).items():
                     gathered.lost[rank] = lose(rank, members[rank], LossKind.DRAINED, text)
@@ -136,16 +136,16 @@ class Watch:
                 break
         return gathered
 
-    def _await_something(self, waiting: Mapping[int, _AwaitedActor], deadline_s: float) -> None:
+    def wait_for_event(self, waiting: Mapping[int, AwaitedActor], deadline_s: float) -> None:
         some = waiting.values()
         refs = [*(one.call for one in some), *(one.ping.ref for one in some if one.ping.ref is not None)]
         now_s = clock.now_s()
         wake_s = min(deadline_s, now_s + self._config.ping_interval)
         for one in some:
-            wake_s = min(wake_s, one.ping.due_s if one.ping.ref is None else self._silent_s(one))
+            wake_s = min(wake_s, one.ping.due_s if one.ping.ref is None else self.silent_s(one))
         ray.wait(refs, num_returns=1, timeout=max(0.001, wake_s - now_s), fetch_local=False)
 
-    def _read(self, waiting: dict[int, _AwaitedActor], gathered: Gathered) -> None:
+    def _read(self, waiting: dict[int, AwaitedActor], gathered: Gathered) -> None:
         refs = [one.call for one in waiting.values()]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         for rank in [rank for rank, one in waiting.items() if one.call in ready]:
@@ -161,7 +161,7 @@ class Watch:
                 log.debug("rank %d: the reply was lost: %s", rank, describe_error(reply.error))
                 gathered.unclear.add(rank)
 
-    def _check(self, waiting: Mapping[int, _AwaitedActor], gathered: Gathered) -> None:
+    def check(self, waiting: Mapping[int, AwaitedActor], gathered: Gathered) -> None:
         """Query the status of due actors and process the responses."""
         exceeded: dict[int, tuple[str, float]] = {}
         for rank, one in waiting.items():
@@ -176,26 +176,26 @@ class Watch:
                 is_dead = reply.fault == ReplyFault.DIED
                 kind, text = (LossKind.DIED, describe_error(reply.error)) if is_dead else (LossKind.SILENT, silent)
                 gathered.lost[rank] = lose(rank, one.actor, kind, text, now_s - one.alive_s)
-            elif now_s >= self._silent_s(one):
+            elif now_s >= self.silent_s(one):
                 text = f"a timeout is exceeded, and {silent}"
                 exceeded[rank] = (text, one.open_s + now_s - one.alive_s)
         if exceeded and gathered.is_whole:
             self._find_root_cause(waiting, exceeded, gathered)
 
-    def _note_status(self, one: _AwaitedActor, status: ActorStatus) -> None:
+    def _note_status(self, one: AwaitedActor, status: ActorStatus) -> None:
         now_s = clock.now_s()
         one.alive_s, one.open_s = now_s, max((open_s for _, open_s in status.sections), default=0.0)
         one.overdue_s = math.inf if status.due_in_s is None else now_s + status.due_in_s
         due_s = min(now_s + self._config.ping_interval, one.overdue_s + _AFTER_DUE_S)
         one.ping.note_answer(max(now_s + _SHORTEST_S, due_s))
 
-    def _silent_s(self, one: _AwaitedActor) -> float:
+    def silent_s(self, one: AwaitedActor) -> float:
         """Return when an unanswered query indicates a failure."""
         overdue_s = max(one.overdue_s, one.ping.asked_s) + self._config.examine_timeout
         return min(overdue_s, one.ping.asked_s + self._config.ping_timeout)
 
     def _find_root_cause(
-        self, waiting: Mapping[int, _AwaitedActor], exceeded: Mapping[int, tuple[str, float]], gathered: Gathered
+        self, waiting: Mapping[int, AwaitedActor], exceeded: Mapping[int, tuple[str, float]], gathered: Gathered
     ) -> None:
         """After an exceeded timeout, identify the actor that the others wait for, if any."""
         refs = {rank: one.actor.handle.examine.remote() for rank, one in waiting.items()}

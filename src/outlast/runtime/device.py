@@ -42,7 +42,7 @@ def why_absent(kind: str) -> str | None:
     Takes milliseconds instead of the seconds of torch's import: it checks for which devices the installed torch was
     built, and the files of drivers.
     """
-    built_for = _torch_built_for()
+    built_for = torch_built_for()
     if built_for is None:
         return None
     if kind == "xpu":
@@ -61,7 +61,7 @@ def why_absent(kind: str) -> str | None:
     return "there is no NVIDIA driver here (no /dev/nvidiactl, no libcuda.so.1)"
 
 
-def _torch_built_for() -> set[str] | None:
+def torch_built_for() -> set[str] | None:
     """Return the kinds of accelerators that the installed torch supports; ``None`` = not shown by its version file."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 DISK_S = 2.0
 """Seconds for which a process with more urgent work waits for a disk."""
-_overdue: dict[str, Future[Any]] = {}
+overdue: dict[str, Future[Any]] = {}
 """Mount point to the call that hangs there."""
 
 NOT_ALLOWED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
@@ -116,14 +116,14 @@ def in_time(path: str | os.PathLike[str], work: Callable[[], T], timeout_s: floa
     Blocks: up to the timeout. Thread: any.
     """
     where = _mount_point(path)
-    if (earlier := _overdue.get(where)) is not None:
+    if (earlier := overdue.get(where)) is not None:
         if not earlier.done():
             raise TimeoutError(f"the disk at {where} does not respond")
-        _overdue.pop(where, None)
+        overdue.pop(where, None)
     outcome = begin(work)
     wait((outcome,), DISK_S if timeout_s is None else timeout_s)
     if not outcome.done():
-        _overdue[where] = outcome
+        overdue[where] = outcome
         raise TimeoutError(f"the disk at {where} does not respond")
     return outcome.result()
 

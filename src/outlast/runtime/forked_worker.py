@@ -91,7 +91,7 @@ class Preloaded:
         unheeded = changed & self._read
         if "torch" in self.modules:
             if not changed.isdisjoint(_THREADS):
-                _set_torch_threads(values)
+                set_torch_threads(values)
             unheeded |= {name for name in changed.difference(_THREADS) if name.startswith(_NATIVE_PREFIXES)}
         if unheeded and values.get("LOCAL_RANK", "0") == "0":
             log.warning(
@@ -102,7 +102,7 @@ class Preloaded:
             )
 
 
-class _Finder:
+class PreloadedFinder:
     """Import preloaded modules when the script imports them."""
 
     def __init__(self, groups: list[Preloaded]) -> None:
@@ -200,7 +200,7 @@ def become_worker(
     postmortem.begin()
     sys.stdout = sys.__stdout__ = _by_lines(sys.stdout)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _by_lines(sys.stderr)  # type: ignore[misc]
-    _reseed()
+    reseed()
     if (rank := environment.get("RANK", "")).isdecimal():
         logs.configure_worker(int(rank), environment.get(env.NODE, ""), least=logging.WARNING)
     if on_start:
@@ -210,8 +210,8 @@ def become_worker(
     for group in preloaded:
         group.hide()
     if preloaded:
-        sys.meta_path.insert(0, _Finder(preloaded))
-    _leave(_run_main(list(argv), is_module=is_module), known)
+        sys.meta_path.insert(0, PreloadedFinder(preloaded))
+    exit_interpreter(_run_main(list(argv), is_module=is_module), known)
 
 
 def _by_lines(stream: Any) -> Any:
@@ -270,7 +270,7 @@ class _LineBuffer(io.BufferedWriter):
         return written
 
 
-def _reseed() -> None:
+def reseed() -> None:
     """Renew the random state that a fresh interpreter draws; Python's own generator reseeds itself after a fork."""
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
     torch, numpy_random = sys.modules.get("torch"), sys.modules.get("numpy.random")
@@ -282,7 +282,7 @@ def _reseed() -> None:
     tempfile.tempdir = None  # determined at first use, from TMPDIR at that time
 
 
-def _set_torch_threads(values: Mapping[str, str]) -> None:
+def set_torch_threads(values: Mapping[str, str]) -> None:
     """Apply the number of threads in the environment to torch, which was loaded before."""
     text = next((values[name] for name in _THREADS if name in values), "").partition(",")[0].strip()
     num_threads = int(text) if text.isdecimal() else len(os.sched_getaffinity(0))
@@ -307,7 +307,7 @@ def _run_main(argv: list[str], *, is_module: bool) -> Any:
             sys.path.insert(0, argv[0])  # a folder or archive with a __main__
             runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         else:
-            return _run_script(argv[0], main)
+            return run_script(argv[0], main)
     except SystemExit as leave:
         if leave.code:
             _record(leave)
@@ -322,7 +322,7 @@ def _run_main(argv: list[str], *, is_module: bool) -> Any:
             level = logging.INFO if isinstance(error, PeerLost) else logging.ERROR
             log.log(level, "%s: %s", type(error).__qualname__, error)
             return 1
-        return _report(error)
+        return report_uncaught(error)
     return 0
 
 
@@ -339,7 +339,7 @@ def _put_first(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _run_script(path: str, main: types.ModuleType) -> int:
+def run_script(path: str, main: types.ModuleType) -> int:
     full = os.path.join(os.getcwd(), path)
     main.__file__, main.__cached__ = full, None  # type: ignore[attr-defined]
     if path.endswith(".pyc"):
@@ -359,7 +359,7 @@ def _run_script(path: str, main: types.ModuleType) -> int:
     return 0
 
 
-def _report(error: BaseException) -> Any:
+def report_uncaught(error: BaseException) -> Any:
     """Print an uncaught exception as an interpreter does; return the exit code."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     try:
@@ -377,7 +377,7 @@ def _report(error: BaseException) -> Any:
     return KeyboardInterrupt() if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _leave(code: Any, known: set[str]) -> NoReturn:
+def exit_interpreter(code: Any, known: set[str]) -> NoReturn:
     """End the process as an interpreter does, except for the teardown of installed modules.
 
     Threads are joined, exit handlers run, and the objects of the script and its own modules are freed, so that
@@ -403,7 +403,7 @@ def _leave(code: Any, known: set[str]) -> NoReturn:
         try:
             step()
         except BaseException as error:  # noqa: BLE001  report it and continue, as an interpreter does
-            _report(error)
+            report_uncaught(error)
     ctypes.CDLL(None).fflush(None)  # output of C libraries
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

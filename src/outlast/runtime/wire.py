@@ -74,7 +74,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
-class _Signer:
+class FrameSigner:
     """Signatures of one direction, each over the number of its frame."""
 
     def __init__(self, key: bytes) -> None:
@@ -217,8 +217,8 @@ class MessageChannel(Generic[R]):
         self._is_packets = connection.type == socket.SOCK_SEQPACKET
         self._decoder = msgpack_decoder(receives)
         self._max_bytes = max_bytes
-        self._signer: _Signer | None = None
-        self._checker: _Signer | None = None
+        self.signer: FrameSigner | None = None
+        self.checker: FrameSigner | None = None
         self._armed: dict[int, float | None] = {}
         self.timeout_s = timeout_s
         """Seconds without progress; may be changed between calls."""
@@ -271,7 +271,7 @@ class MessageChannel(Generic[R]):
                 self._send([answer], end_s)
         if sign:
             own, other = handshake.signing_keys()
-            self._signer, self._checker = _Signer(own), _Signer(other)
+            self.signer, self.checker = FrameSigner(own), FrameSigner(other)
         return True
 
     # -- messages ----------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class MessageChannel(Generic[R]):
         if len(body) > self._max_bytes:
             raise ProtocolError(f"a message of {len(body)} bytes is larger than the limit of {self._max_bytes}")
         head = _LENGTH.pack(len(body))
-        parts = [head, body] if self._signer is None else [head, body, self._signer.sign(head, body)]
+        parts = [head, body] if self.signer is None else [head, body, self.signer.sign(head, body)]
         self._send(parts, _end_s(within_s), fds)
 
     def receive(self, *, within_s: float | None = None) -> R | None:
@@ -314,14 +314,14 @@ class MessageChannel(Generic[R]):
             length = int.from_bytes(head, "little")
             if length > self._max_bytes:
                 raise ProtocolError(f"a message of {length} bytes is announced; the limit is {self._max_bytes}")
-            size = _LENGTH.size + length + (0 if self._checker is None else _SIGNATURE_BYTES)
+            size = _LENGTH.size + length + (0 if self.checker is None else _SIGNATURE_BYTES)
             if not self._is_packets:
                 self._extend(data, size, end_s)
             elif len(data) != size:
                 raise ProtocolError(f"a packet of {len(data)} bytes announces a message of {length}")
             rest = memoryview(data)[_LENGTH.size :]
             body, signature = rest[:length], rest[length:]
-            if self._checker is not None and not hmac.compare_digest(self._checker.sign(head, body), signature):
+            if self.checker is not None and not hmac.compare_digest(self.checker.sign(head, body), signature):
                 raise ProtocolError("the signature of a message is wrong")
             return _decode(self._decoder, body), fds
         except BaseException:  # the descriptors must not leak

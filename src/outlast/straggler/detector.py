@@ -33,6 +33,7 @@ from outlast.policy.stragglers import (
     Streaks,
     choose_others,
     judge,
+    ranks_to_stop_for,
 )
 from outlast.runtime.device import device_word, training_device
 from outlast.runtime.device_timing import timing_event
@@ -276,7 +277,7 @@ class StragglerDetector:
             ranks=ranks,
             findings=findings,
             machines=machines,
-            stop_for=self._stop_for(findings) if self.config.stop_if_detected else (),
+            stop_for=ranks_to_stop_for(findings, self._causes) if self.config.stop_if_detected else (),
         )
         report = replace(report, processing_s=(clock.now_ns() - begin_ns) / 1e9)
         if self._rank == 0:
@@ -360,13 +361,6 @@ class StragglerDetector:
             scope = next(one.scope for one in findings.named if one.rank == rank)
             decisions.append(gather_machine_decision(group, rank, others, nodes, scope=scope, device=self._device))
         return tuple(decisions)
-
-    def _stop_for(self, findings: Findings) -> tuple[int, ...]:
-        """Return the ranks below a threshold, without those that may only wait for another one."""
-        ambiguous = {one.rank for one in findings.named if one.equally_slow}
-        in_work = (SlownessCause.WORK, SlownessCause.UNKNOWN)
-        verified = {rank for rank, cause in self._causes.items() if cause not in in_work}
-        return tuple(rank for rank in findings.below_threshold if rank not in ambiguous or rank in verified)
 
     def _pace(self, ranks: tuple[RankTimings, ...]) -> None:
         """Set the step of the next report, the same on all ranks."""

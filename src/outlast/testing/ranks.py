@@ -32,10 +32,10 @@ TOKEN = "OUTLAST_TEST_CLUSTER"
 """Environment variable that marks the processes of one test."""
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 20000  # many programs use lower ports, such as Ray's workers
+FIRST_PORT = 20000  # many programs use lower ports, such as Ray's workers
 _NUM_TRIES = 100
 _MAX_CLAIMS = 64
-_claims: deque[int] = deque()
+claims: deque[int] = deque()
 """Sockets whose names reserve this process's newest ports on this machine; the reservations end with the process."""
 
 
@@ -87,8 +87,8 @@ def free_port() -> int:
     machine is given the same port while this process lives and has not asked for 64 more: a server may start late, and
     restart.
     """
-    low, high = _ephemeral_ports()
-    candidates = [port for port in range(_FIRST_PORT, 1 << 16) if not low <= port <= high]
+    low, high = ephemeral_ports()
+    candidates = [port for port in range(FIRST_PORT, 1 << 16) if not low <= port <= high]
     draw = random.SystemRandom()  # independent of a test's seed and of forks
     for port in [*draw.sample(candidates, min(_NUM_TRIES, len(candidates))), 0]:
         with socket.socket() as probe:
@@ -110,13 +110,13 @@ def _claim(port: int) -> bool:
     except OSError:
         claim.close()
         return False
-    _claims.append(claim.detach())
-    if len(_claims) > _MAX_CLAIMS:
-        os.close(_claims.popleft())
+    claims.append(claim.detach())
+    if len(claims) > _MAX_CLAIMS:
+        os.close(claims.popleft())
     return True
 
 
-def _ephemeral_ports() -> tuple[int, int]:
+def ephemeral_ports() -> tuple[int, int]:
     try:
         low, high = _EPHEMERAL.read_text().split()
     except OSError:  # the kernel's default

@@ -145,16 +145,16 @@ class GlobalLane(RetryingLane):
         if plan is not None:
             orders = {rank: Order.of(duty) for rank, duty in enumerate(plan.duties)}
         else:
-            key, poll_s = f"order/{self._rank}", self._poll_s(self._world_size)
+            key, poll_s = f"order/{self._rank}", self.poll_pause_s(self._world_size)
             if self._wait_for(save, "outcome", key, grace_s=GRACE_S, poll_s=poll_s, is_limited=False) == "outcome":
                 return None
-            orders = dict(self._receive(save, key, Orders).orders)
+            orders = dict(self.receive(save, key, Orders).orders)
         mine = orders.pop(self._rank)
         below: dict[int, list[tuple[int, Order]]] = {rank: [] for rank in children(self._rank, self._world_size)}
         for rank, order in orders.items():
             below[child_above(rank, self._rank)].append((rank, order))
         for child, some in below.items():
-            self._post(f"order/{child}", Orders(some))
+            self.post(f"order/{child}", Orders(some))
         return mine.duty
 
     def _write(self, save: Save, directory: GlobalDirectory, items: Items | None, duty: Duty) -> Wrote:
@@ -211,7 +211,7 @@ class GlobalLane(RetryingLane):
             if self.has_newer(save) and self._left_s() < self._timeout_s - STALE_S:
                 raise Replaced("the directory did not respond for a while, and a newer save has come")
         except (CheckpointError, OSError) as error:
-            self._post("outcome", self._failed_here(error))
+            self.post("outcome", self._failed_here(error))
             return None
         self._start_clock()
         try:
@@ -221,12 +221,12 @@ class GlobalLane(RetryingLane):
             digests = {one.digests: PartDigests for one in roots}
             inventories = join(
                 roots,
-                {name: self._receive(save, f"shared/{name}", kind) for name, kind in tables.items()},
-                {name: self._receive(save, f"shared/{name}", kind) for name, kind in digests.items()},
+                {name: self.receive(save, f"shared/{name}", kind) for name, kind in tables.items()},
+                {name: self.receive(save, f"shared/{name}", kind) for name, kind in digests.items()},
             )
             return _SharedWriting(inventories, assign(inventories))
         except CheckpointError as error:
-            self._post("outcome", SaveOutcome.of(error))
+            self.post("outcome", SaveOutcome.of(error))
             return None
 
     def _report(self, save: Save, directory: GlobalDirectory, plan: _SharedWriting | None, wrote: Wrote) -> None:
@@ -259,7 +259,7 @@ class GlobalLane(RetryingLane):
                 directory.discard(save.iteration, save.attempt)
             except (CheckpointError, OSError) as failure:
                 log.warning("files of a failed save cannot be removed: %s", failure)
-        self._post("outcome", outcome)
+        self.post("outcome", outcome)
 
     def _place(
         self, save: Save, directory: GlobalDirectory, plan: _SharedWriting, reports: Sequence[WriteReport]

@@ -217,11 +217,11 @@ def dump_metadata(manifest: GlobalManifest) -> bytes:
     The pickle is assembled by hand, because pickling four objects for each rank and tensor takes ten times as long and
     holds the interpreter lock. With unknown versions of torch's classes the pickler is used.
     """
-    return _put_together(manifest) if _knows_classes() else pickle.dumps(make_metadata(manifest), _PROTOCOL)
+    return _put_together(manifest) if knows_classes() else pickle.dumps(make_metadata(manifest), _PROTOCOL)
 
 
 @functools.cache
-def _knows_classes() -> bool:
+def knows_classes() -> bool:
     """Return whether the hand-made pickle of a sample manifest equals torch's objects."""
     where = Where(0, 1, 2, 1, 2)
     pieces = (TensorPiece((0, 1), (1, 2), where),)

@@ -208,7 +208,7 @@ def fetch_into(target: Target, key: bytes, copy: CopyKey, into: memoryview, *, t
     def work() -> None:
         try:
             with connect(target, key, timeout_s=timeout_s) as channel:
-                _fetch_ranges(channel, copy, into, ranges, digests)
+                fetch_ranges(channel, copy, into, ranges, digests)
         except ReplicaError as error:
             errors.append(str(error))
             deque(ranges, maxlen=0)  # stops the other connection
@@ -244,7 +244,7 @@ def read_small(target: Target, key: bytes, copy: CopyKey, *, max_bytes: int, tim
     return bytes(into)
 
 
-def _fetch_ranges(
+def fetch_ranges(
     channel: ReplicaChannel, copy: CopyKey, into: memoryview, ranges: Iterator[range], digests: list[str]
 ) -> None:
     """Fetch ranges until none is left, requesting one range ahead of the one being received.
@@ -300,10 +300,10 @@ def rebuild(
             for number, member in enumerate(members)
             if member.rank != lost.rank
         }
-        return _combine(_plan(lost, members), members, channels, view)
+        return _combine(plan_rebuild(lost, members), members, channels, view)
 
 
-def _plan(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[tuple[int, Get]]]:
+def plan_rebuild(lost: CopyKey, members: Sequence[ParityMember]) -> list[list[tuple[int, Get]]]:
     """Return for each chunk of the lost shard the pieces to XOR, with their members; the first piece is full-length."""
     group = [member.rank for member in members]
     sizes = {member.rank: member.num_bytes for member in members}

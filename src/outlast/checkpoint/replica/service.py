@@ -75,7 +75,7 @@ class DiskWork:
         return passed_s
 
 
-def _drop_later(begun: Future[Incoming | Block]) -> None:
+def drop_later(begun: Future[Incoming | Block]) -> None:
     def drop(done: Future[Incoming | Block]) -> None:
         if done.exception() is None:
             done.result().drop()
@@ -117,7 +117,7 @@ class Service:
 
     def _put(self, request: Put) -> None:
         try:
-            part = self._patiently(lambda: self._begin(request), _drop_later)
+            part = self.run_patiently(lambda: self._begin(request), drop_later)
         except (ConnectionError, TimeoutError):
             raise
         except (HoldingsError, OSError) as error:
@@ -145,7 +145,7 @@ class Service:
                 self._channel.send(Chunk(self._channel.receive_chunk(size, self._scratch, write)))
             if not isinstance(self._channel.receive(), Keep):
                 raise ConnectionResetError("it left before the end")
-            self._patiently(part.keep, leave)
+            self.run_patiently(part.keep, leave)
             self._channel.send(Kept())
         except HoldingsError as error:
             self._give_up(str(error), request.num_bytes - received)
@@ -170,7 +170,7 @@ class Service:
             self._channel.receive_into(piece)
             num_bytes -= len(piece)
 
-    def _patiently(self, work: Callable[[], T], leave: Callable[[Future[T]], None]) -> T:
+    def run_patiently(self, work: Callable[[], T], leave: Callable[[Future[T]], None]) -> T:
         """Do work that may take a disk long, and send the peer :class:`Working` meanwhile, up to ``MAX_WORK_S``.
 
         Args:

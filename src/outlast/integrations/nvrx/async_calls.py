@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3600.0
 """Seconds after which a running call counts as failed."""
-_MARGIN_S = 60.0
+CALL_MARGIN_S = 60.0
 """Additional seconds for the other ranks to report the same."""
 _GIVEN_UP = "is given up, and what it wrote is not committed"
 _SIGTERM_TIMEOUT_S = 30.0
@@ -491,7 +491,7 @@ class AsyncCallsQueue:
             )
         store = dist.distributed_c10d._get_default_store()
         keys = [f"{call.place}/{rank}" for rank in range(dist.get_world_size())]
-        limit_s = CALL_TIMEOUT_S + _MARGIN_S
+        limit_s = CALL_TIMEOUT_S + CALL_MARGIN_S
         try:
             if mine.ended and not call.is_posted:
                 store.set(keys[dist.get_rank()], msgspec.json.encode(mine).decode())

@@ -223,7 +223,7 @@ class _HollowPickler(pickle.Pickler):
         return len(self.inner) - 1
 
 
-class _HollowUnpickler(pickle.Unpickler):
+class HollowUnpickler(pickle.Unpickler):
     """Read hollow state; refuse all other classes."""
 
     def __init__(self, data: bytes, inner: Sequence[torch.Tensor]) -> None:
@@ -275,7 +275,7 @@ def _split_state(state_dict: TensorAwareStateDict, session_id: str) -> dict[str,
         pickler = _HollowPickler(buffer)
         pickler.dump(state_dict)
         hollow = buffer.getvalue()
-        _HollowUnpickler(hollow, pickler.inner).load()
+        HollowUnpickler(hollow, pickler.inner).load()
     except Exception as error:  # objects of a state dict may raise anything
         text = f"this state dict cannot be saved, as it could not be loaded again: {error}"
         raise CheckpointingException(text) from error
@@ -291,7 +291,7 @@ def _split_state(state_dict: TensorAwareStateDict, session_id: str) -> dict[str,
 
 
 def _join_state(saved: dict[str, Any]) -> TensorAwareStateDict:
-    hollow = _HollowUnpickler(saved[_HOLLOW], _in_order(saved[_INNER])).load()
+    hollow = HollowUnpickler(saved[_HOLLOW], _in_order(saved[_INNER])).load()
     hollow.insert_tensors(_in_order(saved[_TENSORS]))
     hollow.restore_tensor_device(non_blocking=False)
     return cast(TensorAwareStateDict, hollow)

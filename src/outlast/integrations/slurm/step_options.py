@@ -88,8 +88,8 @@ def check_step_options(options: Iterable[str]) -> None:
         require(name not in _REFUSED, f"the srun option --{name} cannot be added: {_REFUSED.get(name)}")
         require(name not in given, f"the srun option --{name} is given twice; leave one out")
         given[name] = option
-        if name not in _ACCEPTED and name not in _installed_options():
-            known = _ACCEPTED | _installed_options()
+        if name not in _ACCEPTED and name not in installed_options():
+            known = _ACCEPTED | installed_options()
             close = nearest(name, known)
             hint = close.replace("'", "--", 1).replace("'", "") if close.startswith("did you mean") else ""
             where = "an option of a plug-in is known only where srun is installed"
@@ -118,7 +118,7 @@ def name_of(option: str) -> str:
 
 
 @cache
-def _installed_options() -> frozenset[str]:
+def installed_options() -> frozenset[str]:
     """Return the options in the help of the installed ``srun``, plug-ins included; empty without ``srun``."""
     try:
         done = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=10.0, check=False)
