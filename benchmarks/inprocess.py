@@ -258,12 +258,12 @@ def run_rank(library: str, folder: str, faults: str, port: str) -> None:
         port: Port of a store for the peer.
     """
     torch.set_num_threads(1)
-    function = _StruckFunction(MarkWriter(folder), parse_json(faults))
+    function = _FailingFunction(MarkWriter(folder), parse_json(faults))
     wrapped = _wrap_nvrx(function, int(port)) if library == "nvrx" else _wrap_ours(function)
     wrapped()
 
 
-class _StruckFunction:
+class _FailingFunction:
     """Consecutive all-reduces, with the plan's faults."""
 
     def __init__(self, mark: MarkWriter, faults: Faults) -> None:
@@ -319,20 +319,24 @@ def _fail(kind: str) -> None:
             raise ValueError(f"unknown fault {kind!r}")
 
 
-def _wrap_ours(struck: _StruckFunction) -> Callable[[], object]:
+def _wrap_ours(failing: _FailingFunction) -> Callable[[], object]:
     config = InProcessRestartConfig(
-        active_world_size=_ACTIVE, granularity="rank", soft_timeout=_SOFT_TIMEOUT_S, hard_timeout=_HARD_TIMEOUT_S
+        active_world_size=_ACTIVE,
+        granularity="rank",
+        soft_timeout=_SOFT_TIMEOUT_S,
+        hard_timeout=_HARD_TIMEOUT_S,
+        max_no_progress_restarts=_NUM_RESTARTS,
     )
 
     def function(handle: Handle) -> None:
-        struck(handle.iteration)
+        failing(handle.iteration)
 
     function.__annotations__["handle"] = Handle
     wrapped: Callable[[], object] = Wrapper(config)(function)
     return wrapped
 
 
-def _wrap_nvrx(struck: _StruckFunction, port: int) -> Callable[[], object]:
+def _wrap_nvrx(failing: _FailingFunction, port: int) -> Callable[[], object]:
     """Wrap the function in nvidia-resiliency-ext, with intervals as short as outlast's."""
     inprocess = importlib.import_module(f"{_PEER}.inprocess")
     ranks = importlib.import_module(f"{_PEER}.inprocess.rank_assignment")
@@ -347,7 +351,7 @@ def _wrap_nvrx(struck: _StruckFunction, port: int) -> Callable[[], object]:
             wait_for_workers=False,
             timeout=_STORE_TIMEOUT,
         )
-        struck(call.iteration, PrefixStore(str(call.iteration), store))
+        failing(call.iteration, PrefixStore(str(call.iteration), store))
 
     function.__annotations__["call"] = inprocess.CallWrapper
     tenth, one = timedelta(seconds=0.1), timedelta(seconds=1)

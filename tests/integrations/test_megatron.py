@@ -308,7 +308,7 @@ def context(step: int = 0, ft: Any = None) -> SimpleNamespace:
 
 def rank_state(monitor: RankMonitor) -> RankState:
     """Return the state of this worker in the heartbeat memory."""
-    return monitor.board_state
+    return monitor._board.read(0)
 
 
 def sections(monitor: RankMonitor) -> list[str]:

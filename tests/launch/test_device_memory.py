@@ -14,23 +14,27 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
+from simulated_agent import SimulatedAgent, simulated_cycle
 
 from outlast.config import FaultToleranceConfig, HealthConfig
 from outlast.health.devices import read_memory_use
 from outlast.incidents import EventKind
 from outlast.journal import read
 from outlast.launch import device_memory
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import SignalReceived
 from outlast.launch.checkups import CheckedUp, Occasion
 from outlast.launch.device_memory import MemoryReclaim, MemoryReclaimed, choose_gpus, find_held
-from outlast.launch.node_agent import AgentState, NodeAgent
+from outlast.launch.node_agent import AgentState
 from outlast.launch.node_health import NodeHealth
+from outlast.runtime.fork_server import Cleared, Exited, Started
 from outlast.testing.ranks import TOKEN, LoggedProcess, end_processes, having_argument, processes_with
 
 GIB = 2**30
@@ -338,24 +342,38 @@ def test_close_interrupts_a_wait(
 # -- the agent -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("state", "are_cleared", "uses_gpus", "begins"),
-    [
-        (AgentState.JOINING, True, False, True),
-        (AgentState.JOINING, False, False, False),
-        (AgentState.JOINING, True, True, False),
-        (AgentState.RUNNING, True, False, False),
-        (AgentState.LEAVING, True, False, False),
-    ],
-)
-def test_the_wait_follows_workers_and_checks(
-    state: AgentState, are_cleared: bool, uses_gpus: bool, begins: bool
-) -> None:
+def test_the_wait_follows_workers_and_checks(tmp_path: Path) -> None:
     """The wait begins once all workers are gone and after a check of the GPUs, which uses memory as well."""
-    agent: Any = Mock(_state=state, _is_done=False, _start=None)
-    agent._workers.are_cleared, agent._health.uses_gpus, agent._health.stop = are_cleared, uses_gpus, None
-    NodeAgent._advance(agent)
-    assert agent._memory.begin.called is begins
+    with closing(SimulatedAgent(tmp_path, "--nnodes=2")) as agent:
+        begin = agent.memory.begin
+
+        def begins() -> bool:
+            is_called = begin.called
+            begin.reset_mock()
+            return is_called
+
+        agent.join()
+        assert begins(), "no worker is left"
+        agent.run(simulated_cycle(tmp_path))
+        begins()
+        agent.receive(m.Remark(text="while training"))
+        assert not begins(), "the workers run"
+        for number, uses_gpus in enumerate((False, True), 1):
+            agent.report(Exited(key=0, pid=1, exit_code=1, mono_ns=1))
+            agent.report(Exited(key=1, pid=2, exit_code=1, mono_ns=1))
+            assert agent.state == AgentState.JOINING
+            assert not begins(), "killed workers are not reaped yet"
+            agent.report(Cleared())
+            assert begins() is not uses_gpus
+            agent.receive(CheckedUp(Occasion.FAULT, ()))
+            assert begins()
+            agent.run(simulated_cycle(tmp_path, number))
+            begins()
+        for key in range(2):
+            agent.report(Started(key=key, pid=key + 1))
+        agent.receive(SignalReceived(signal.SIGTERM))
+        assert agent.state == AgentState.LEAVING
+        assert not begins(), "no cycle follows"
 
 
 def test_a_gpu_check_uses_the_gpus_until_its_result() -> None:

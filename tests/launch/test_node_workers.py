@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +14,20 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from simulated_agent import SimulatedAgent, simulated_cycle
 
+from outlast import clock
 from outlast.incidents import Incident, IncidentKind
-from outlast.launch.cycle import Cycle
+from outlast.launch import protocol as m
+from outlast.launch.agent_events import SignalReceived
+from outlast.launch.checkups import CheckedUp, Occasion
+from outlast.launch.cycle import ALONE_S, Cycle
 from outlast.launch.in_process_recovery import InProcessRecovery
-from outlast.launch.node_agent import AgentState, NodeAgent
+from outlast.launch.node_agent import AgentState
 from outlast.launch.workers import NodeWorkers, WorkerProcess
 from outlast.policy.inprocess_protocol import InProcessState
 from outlast.policy.root_cause import find_root_cause
 from outlast.runtime.board import Board, InProcessFault, InProcessMark, MarkChanged, agent_address
-from outlast.runtime.event_loop import Timers
 from outlast.runtime.fork_server import Clear, Cleared, Exited, Started
 from outlast.runtime.postmortem import Postmortem
 
@@ -97,50 +103,86 @@ def test_no_clearing_after_the_fork_server_died() -> None:
     assert workers.are_cleared
 
 
+@pytest.fixture
+def make_agent(tmp_path: Path) -> Iterator[Callable[..., SimulatedAgent]]:
+    """Return a function that creates an agent of a node that checks its GPUs from the second fault on."""
+    agents: list[SimulatedAgent] = []
+
+    def make(*arguments: str) -> SimulatedAgent:
+        agents.append(SimulatedAgent(tmp_path, "--nnodes=2", *arguments))
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+def exited(key: int) -> Exited:
+    """Return the event that a worker exited without having saved."""
+    return Exited(key=key, pid=key + 1, exit_code=1, mono_ns=1)
+
+
 @pytest.mark.parametrize("state", [AgentState.JOINING, AgentState.RUNNING])
-def test_fork_server_death_counts_as_workers_cleared(state: AgentState) -> None:
-    """Workers of a dead fork server are gone: GPU checks and the wait for their device memory start at once."""
-    agent: Any = Mock(_state=state)
-    NodeAgent._on_workers_lost(agent)
-    assert agent._end_cycle.called is (state == AgentState.RUNNING)
-    agent._health.note_cleared.assert_called_once_with()
+def test_fork_server_death_counts_as_workers_cleared(
+    make_agent: Callable[..., SimulatedAgent], tmp_path: Path, state: AgentState
+) -> None:
+    """Workers of a dead fork server are gone: the cycle is over, and GPU checks and the wait for their device memory
+    start at once."""
+    agent = make_agent()
+    for number in range(2):
+        agent.run(simulated_cycle(tmp_path, number))
+        if state == AgentState.JOINING:
+            agent.report(exited(0))
+            agent.report(exited(1))
+            assert agent.state == state
+        begun = agent.memory.begin.call_count
+        assert agent.gpu_checks == [False] * (number or state == AgentState.JOINING)
+        agent.report(None)
+        assert agent.gpu_checks == [False, True][: number + 1]
+        (ended, *_) = [one.ended for one in agent.sent_of(m.JoinRequest) if one.ended is not None][number:]
+        assert ended.incident.kind == (
+            IncidentKind.WORKER_DIED if state == AgentState.RUNNING else IncidentKind.WORKER_FAILED
+        )
+        agent.receive(CheckedUp(Occasion.FAULT, ()))
+        assert agent.memory.begin.call_count > begun
 
 
-def exit_worker(state: AgentState, timers: Timers, *, all_ended: bool) -> Any:
-    """Return an agent in ``state`` after a worker of its cycle exited without having saved."""
-    cycle = Mock(over=state == AgentState.JOINING, all_ended=all_ended, lacks_a_rank=True)
-    cycle.continues_without.return_value = False
-    agent: Any = Mock(_state=state, _cycle=cycle, _timers=timers)
-    NodeAgent._on_exited(agent, Exited(key=0, pid=1, exit_code=1, mono_ns=1))
-    return agent
-
-
-@pytest.mark.parametrize("all_ended", [True, False])
-def test_grace_period_ends_with_the_last_worker(all_ended: bool) -> None:
+def test_grace_period_ends_with_the_last_worker(make_agent: Callable[..., SimulatedAgent], tmp_path: Path) -> None:
     """The next cycle waits for the survivors of a failed cycle until the last of them has exited, and no longer."""
-    timers = Timers()
-    timers.set("grace", 600.0, Mock())
-    agent = exit_worker(AgentState.JOINING, timers, all_ended=all_ended)
-    assert agent._clear.called is all_ended
-    assert timers.is_set("grace") is not all_ended
+    agent = make_agent("--restart-grace=600")
+    agent.run(simulated_cycle(tmp_path))
+    agent.end_cycle()
+    assert agent.fork_server.signals == [signal.SIGTERM]
+    agent.report(exited(0))
+    assert agent.fork_server.num_clears == 0
+    agent.report(exited(1))
+    assert agent.fork_server.num_clears == 1
 
 
-def test_successive_exits_do_not_prolong_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grace_s", [600.0, 3.0])
+def test_successive_exits_do_not_prolong_a_shutdown(
+    make_agent: Callable[..., SimulatedAgent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float
+) -> None:
     """After the first exit without a save the other workers get a few seconds, and never more than before; later
     exits do not extend that deadline."""
-    now_s, timers = 1000.0, Timers()
-    monkeypatch.setattr("outlast.clock.now_s", lambda: now_s)
-    timers.set("grace", 600.0, killing := Mock())
-    exit_worker(AgentState.LEAVING, timers, all_ended=False)
-    first_s = timers.until_next_s()
-    assert first_s is not None
-    assert first_s < 600.0
+    now_s = clock.now_s()
+    monkeypatch.setattr(clock, "now_s", lambda: now_s)
+    agent = make_agent()
+    agent.run(simulated_cycle(tmp_path, num_workers=3, options={"shutdown_grace": grace_s}))
+    for key in range(3):
+        agent.report(Started(key=key, pid=key + 1))
+    agent.receive(SignalReceived(signal.SIGTERM))
+    assert agent.state == AgentState.LEAVING
+    deadline_s = now_s + min(grace_s, ALONE_S)
+    agent.report(exited(0))
     now_s += 1.0
-    exit_worker(AgentState.LEAVING, timers, all_ended=False)
-    assert timers.until_next_s() == first_s - 1.0
-    now_s += 600.0
-    timers.fire()
-    killing.assert_called_once_with()
+    agent.report(exited(1))
+    now_s = deadline_s - 0.01
+    agent.receive(m.Remark(text="a moment before the deadline"))
+    assert signal.SIGKILL not in agent.fork_server.signals
+    now_s = deadline_s
+    agent.handle_next()
+    assert agent.fork_server.signals[-1] == signal.SIGKILL
 
 
 @pytest.mark.process

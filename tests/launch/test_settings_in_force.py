@@ -6,36 +6,28 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import pytest
+from simulated_agent import SimulatedAgent, simulated_cycle
 
+from outlast import clock
 from outlast.config import FaultToleranceConfig
 from outlast.config.sources import LayeredSettings
 from outlast.env import WorkerEnv
 from outlast.errors import ConfigError
 from outlast.incidents import EventKind, IncidentKind
 from outlast.launch import protocol as m
-from outlast.launch.control import JobIdentity
-from outlast.launch.coordinator_client import CoordinatorClient
-from outlast.launch.coordinator_server import CoordinatorServer
-from outlast.launch.cycle import Cycle, WorkerLaunch
-from outlast.launch.in_process_recovery import InProcessRecovery
+from outlast.launch.control_link import LinkUp
+from outlast.launch.cycle import Cycle
 from outlast.launch.job_settings import JobSettings
-from outlast.launch.node_agent import AgentState, NodeAgent
+from outlast.launch.node_agent import AgentState
 from outlast.launch.options import parse_options
-from outlast.launch.workers import WorkerProcess
 from outlast.monitor.learned_timeouts import LearnedTimeouts
 from outlast.monitor.rank_monitor import PlacedRankMonitor
 from outlast.policy.deadlines import Learned, Timeouts
-from outlast.runtime.board import Board
-from outlast.runtime.event_loop import Mailbox
 from outlast.runtime.fork_server import Exited
-from outlast.runtime.postmortem import Postmortem
-from outlast.runtime.run_key import RunKey
 from outlast.testing import Cluster
 
 # The loop and the file of "Getting started", with timeouts for a test.
@@ -125,17 +117,8 @@ def make_cycle(tmp_path: Path) -> Any:
     """Return a function that creates a cycle of two ranks with hang detection, from given options and file."""
     cycles = []
 
-    def make(**layers: Any) -> Cycle:
-        parts: dict[str, Any] = dict.fromkeys(("start", "spawns"))
-        parts["start"] = SimpleNamespace(cycle=0, node_rank=0, num_nodes=1)
-        parts["logs"] = SimpleNamespace(start=lambda: None, stop=lambda **_: None)
-        parts["workers"] = {key: WorkerProcess(local_rank=key, global_rank=key) for key in range(2)}
-        parts["board"] = board = Board.create(num_ranks=2)
-        parts["in_process"] = InProcessRecovery(
-            board=board, workers=parts["workers"], is_alone=True, job="job", cycle=0, node="n"
-        )
-        options: Any = SimpleNamespace(layers=LayeredSettings(**layers), run_dir=tmp_path)
-        cycle = Cycle(**parts, options=options, job="job", node="n", postmortem=Postmortem(2))
+    def make(number: int = 0, **layers: Any) -> Cycle:
+        cycle = simulated_cycle(tmp_path, number, **layers)
         cycle.watch(lambda _: None)
         cycles.append(cycle)
         return cycle
@@ -157,77 +140,45 @@ def connect_and_apply(cycle: Cycle, config: FaultToleranceConfig | None = None, 
     cycle.apply_script_settings()
 
 
-class SimulatedAgent:
-    """An agent whose workers run, with the messages that it sent to the coordinator."""
-
-    def __init__(self, cycle: Cycle) -> None:
-        self.sent: list[Any] = []
-        self.mailbox, self.fork_server = Mailbox[object](), Mailbox[Exited]()
-        self.before_receive = lambda: None
-        """Called between the wait for an event of the workers and its receipt."""
-        workers: Any = Mock(fileno=self.fork_server.fileno, receive=self._receive)
-        self.client = CoordinatorClient(Mock(node="n", epoch="e", send=self.sent.append), addr="n", nproc=2, wish=None)
-        options: Any = SimpleNamespace(max_nodes=1, num_slots=1, run_dir="", torchrun=SimpleNamespace(max_restarts=3))
-        options.workers_stop_timeout_s = 60.0
-        self.agent = NodeAgent(
-            WorkerLaunch(options=options, kind="exec", argv=(), env={}, spec=Mock(local_world_size=2), logs=Mock()),
-            workers=workers,
-            writer=None,
-            client=self.client,
-            checkups=None,
-            memory=Mock(waited_s=0.0),
-            mailbox=self.mailbox,
-            began_s=0.0,
-        )
-        self.use_cycle(cycle)
-        self.agent._state = AgentState.RUNNING
-
-    def _receive(self) -> Exited:
-        self.before_receive()
-        return self.fork_server.take_all()[0]
-
-    def use_cycle(self, cycle: Cycle) -> None:
-        self.agent._cycle = cycle
-
-    def handle_next(self) -> None:
-        """Wait for an event and handle it."""
-        self.agent._wait_and_handle()
-
-    @property
-    def sent_settings(self) -> list[str]:
-        """The script settings that were sent."""
-        return [one.fault_tolerance for one in self.sent if isinstance(one, m.ScriptSettings)]
-
-
 @pytest.fixture
-def make_agent() -> Any:
-    """Return a function that creates an agent of a cycle."""
+def make_agent(tmp_path: Path) -> Any:
+    """Return a function that creates an agent that runs a cycle."""
     agents = []
 
     def make(cycle: Cycle) -> SimulatedAgent:
-        agents.append(SimulatedAgent(cycle))
+        agents.append(SimulatedAgent(tmp_path))
+        agents[-1].run(cycle)
         return agents[-1]
 
     yield make
     for one in agents:
-        one.mailbox.close()
-        one.fork_server.close()
+        one.close()
 
 
-def test_plain_script_gets_one_hang_warning(make_cycle: Any, make_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
+def settings_sent(simulated: SimulatedAgent) -> list[str]:
+    """Return the script settings that were sent to the coordinator."""
+    return [one.fault_tolerance for one in simulated.sent_of(m.ScriptSettings)]
+
+
+def test_plain_script_gets_one_hang_warning(
+    make_cycle: Any, make_agent: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Workers without a heartbeat for a minute get one WARNING with the cause and the remedy; workers that have
     connected by then, or have exited, get none."""
     attached, ended, plain = make_cycle(), make_cycle(), make_cycle()
-    connect_and_apply(attached)
     for worker in ended.workers.values():
         worker.exit_code = 0
-    simulated = make_agent(ended)
-    for cycle, num_warnings in ((ended, 0), (attached, 0), (plain, 1), (plain, 1)):
-        simulated.use_cycle(cycle)
-        simulated.agent._log_protection()
-        warnings = [one for one in caplog.records if "hang no" in one.message]
-        assert len(warnings) == num_warnings
-        assert all(one.levelname == "WARNING" for one in warnings)
+    for cycle, expected in ((ended, 0), (attached, 0), (plain, 1)):
+        simulated, started_s = make_agent(cycle), clock.now_s()
+        if cycle is attached:
+            connect_and_apply(cycle)
+        for after_s in (10.0, 61.0, 122.0):
+            with monkeypatch.context() as patch:
+                patch.setattr(clock, "now_s", lambda at_s=started_s + after_s: at_s)
+                simulated.receive(m.Remark(text="a minute later"))
+            warnings = [one for one in caplog.records if "hang no" in one.message]
+            assert len(warnings) == (expected if after_s > 60 else 0)
+            assert all(one.levelname == "WARNING" for one in warnings)
     for text in ("outlast.init()", "RankMonitor()"):
         assert text in caplog.text
     assert "enable_ft_package is false" not in caplog.text
@@ -237,11 +188,10 @@ def test_settings_of_a_worker_apply_as_another_exits(make_cycle: Any, make_agent
     """The settings of a worker are in force even if its message arrives while the agent handles the exit of another
     worker."""
     simulated = make_agent(cycle := make_cycle())
-    simulated.fork_server.put(Exited(key=1, pid=1, exit_code=0, mono_ns=0))
-    simulated.before_receive = lambda: connect(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
-    simulated.handle_next()
+    simulated.fork_server.before_receive = lambda: connect(cycle, FaultToleranceConfig(rank_heartbeat_timeout=7.0))
+    simulated.report(Exited(key=1, pid=1, exit_code=0, mono_ns=0))
     assert enforced(cycle).heartbeat_s == 7.0
-    assert simulated.sent_settings == ['{"rank_heartbeat_timeout": 7.0}']
+    assert settings_sent(simulated) == ['{"rank_heartbeat_timeout": 7.0}']
 
 
 def test_stopped_agent_deregisters_once(make_cycle: Any, make_agent: Any) -> None:
@@ -249,10 +199,9 @@ def test_stopped_agent_deregisters_once(make_cycle: Any, make_agent: Any) -> Non
     wait for them."""
     simulated = make_agent(make_cycle())
     for _ in range(2):
-        simulated.mailbox.put(m.Stop(exit_code=0, reason="over"))
-        simulated.handle_next()
-    assert [one for one in simulated.sent if isinstance(one, m.Bye)] == [m.Bye()]
-    assert simulated.agent._state == AgentState.STOPPING
+        simulated.receive(m.Stop(exit_code=0, reason="over"))
+    assert simulated.sent_of(m.Bye) == [m.Bye()]
+    assert simulated.state == AgentState.STOPPING
 
 
 def test_cleared_script_settings_are_sent(make_cycle: Any, make_agent: Any) -> None:
@@ -263,29 +212,28 @@ def test_cleared_script_settings_are_sent(make_cycle: Any, make_agent: Any) -> N
     simulated.handle_next()
     connect(first, local_rank=1)
     simulated.handle_next()
-    for _ in range(2):
-        simulated.use_cycle(cycle := make_cycle())
+    for number in (1, 2):
+        simulated.run(cycle := make_cycle(number))
         connect(cycle)
         simulated.handle_next()
-    assert simulated.sent_settings == ['{"max_node_faults": 7}', ""]
-    simulated.client.register(is_running=True, is_joining=False, has_finished=False)
-    assert simulated.sent_settings[2:] == [""]
+    assert settings_sent(simulated) == ['{"max_node_faults": 7}', ""]
+    simulated.receive(LinkUp(job="job", is_host=False, is_first=False))
+    assert settings_sent(simulated)[2:] == [""]
 
 
 def test_cleared_script_settings_restore_the_launchers() -> None:
     """The coordinator uses the newest script's settings: a script that sets nothing restores those of options and
     file."""
-    layers, job = LayeredSettings(options={"max_no_progress_cycles": 5}), JobSettings(job="job", num_slots=4)
-    identity = JobIdentity(run_id="run", key=RunKey.of_run_id("run"))
-    server = CoordinatorServer((), job, identity, layers=layers, on_error=lambda _: None)
+    layers, settings = LayeredSettings(options={"max_no_progress_cycles": 5}), JobSettings(job="job", num_slots=4)
     limits = []
-    for text in (FaultToleranceConfig(max_node_faults=7, min_nodes=2, max_restart_delay=9.0).to_json(), ""):
-        server._handle(m.ScriptSettings(node="n", epoch="e", fault_tolerance=text))
-        settings = server._coordinator.settings
+    for script in (FaultToleranceConfig(max_node_faults=7, min_nodes=2, max_restart_delay=9.0).to_json(), "{}"):
+        layers = layers.with_script(script)
+        settings = settings.changed_by(layers.config)
         given = settings.limits.max_node_faults, settings.min_nodes, settings.limits.max_restart_delay_s
         limits.append((*given, settings.limits.max_no_progress_cycles))
-    server.close()
     assert limits == [(7, 2, 9.0, 5), (3, None, 60.0, 5)]
+    too_many = FaultToleranceConfig(min_nodes=5, max_node_faults=7)
+    assert settings.changed_by(too_many).min_nodes is None
 
 
 def write_learned(folder: Path, learned: Learned) -> None:

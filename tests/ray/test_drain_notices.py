@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from outlast import clock
-from outlast.ray import ActorGroup, pool
-from outlast.ray.pool import DrainNotices
+from outlast.ray import pool
+from outlast.ray.pool import DrainNotices, by_deadline
 
 LIMIT_S = 120.0
 
@@ -51,16 +50,6 @@ def test_a_changed_deadline_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         notices.close()
 
 
-def test_draining_nodes_come_from_one_response() -> None:
-    """The draining nodes are those of a single response, though another thread receives the next one at that moment."""
-    responses: list[dict[str, float]] = [{"a": 2.0, "b": 1.0}, {}, {}]
-
-    class Changing:
-        @property
-        def draining(self) -> Mapping[str, float]:
-            return responses.pop(0)
-
-    group: Any = ActorGroup.__new__(ActorGroup)
-    group._pool, group._current, group._staying = Changing(), SimpleNamespace(members={}), set()
-    group._leave_drained_nodes()
-    assert len(responses) == 2
+def test_draining_nodes_are_left_by_deadline() -> None:
+    """The node that Ray ends first is left first; a node without a deadline is left last."""
+    assert by_deadline({"a": 2.0, "b": 1.0, "c": math.inf}) == ["b", "a", "c"]

@@ -17,6 +17,7 @@ from ranks import Ranks
 from slowed import SCRIPT as SLOWED
 
 import outlast
+from open_sessions import open_sessions
 from outlast import clock
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.errors import ExitReason
@@ -185,20 +186,11 @@ def session(folder: Path, **settings: Any) -> Iterator[outlast.Session]:
     """Open a session of one rank in this process; its changes to this process are undone."""
     log_metrics: Callable[[dict[str, float], int], object] | None = settings.pop("log_metrics", None)
     tiers: dict[str, Any] = settings.pop("tiers", {})
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     checkpoint = outlast.CheckpointConfig(directory=str(folder / "ckpt"), save_interval=2, async_save=False, **tiers)
     settings_of_session = outlast.Config(checkpoint=checkpoint, run_dir=str(folder / "run"), **settings)
-    run = outlast.init(settings_of_session, log_metrics=log_metrics)
-    try:
-        yield run
-    finally:
-        assert run._saves is not None
-        run._saves.manager.close()
-        run._preemption._outlives_session = False
-        run._preemption.close()
-        run._let_go()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with open_sessions() as sessions:
+        sessions.append(outlast.init(settings_of_session, log_metrics=log_metrics))
+        yield sessions[0]
 
 
 def wait_for_notice(folder: Path, count: int = 1) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ import pytest
 import torch
 
 import outlast
+from open_sessions import open_sessions
 from outlast.checkpoint.catalogue.listing import look_into
 from outlast.config import CheckpointConfig, Config
-from outlast.monitor.rank_monitor import open_monitor
 
 Proof = Callable[["Scene"], None]
 
@@ -43,22 +42,9 @@ class Scene:
     @contextmanager
     def session(self, config: Config) -> Iterator[outlast.Session]:
         """Open a session of one rank in this process."""
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-        run = None
-        try:
-            run = outlast.init(config)
-            yield run
-        finally:
-            if run is not None:
-                if run._saves is not None:
-                    run._saves.manager.close()
-                run._preemption._outlives_session = False  # its deadline would end pytest
-                run._preemption.close()
-                run._let_go()
-            elif (monitor := open_monitor()) is not None:  # init() raised
-                monitor.close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with open_sessions() as sessions:
+            sessions.append(outlast.init(config))
+            yield sessions[0]
 
     def train(
         self, config: Config, body: Callable[[outlast.Session], Any] | None = None, *, total: int = 9

@@ -14,7 +14,6 @@ difference.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import selectors
@@ -406,22 +405,13 @@ class CoordinatorServer:
         except ConfigError as error:
             log.warning("the settings of node %s's script are not used: %s", reported.node, error)
             return
-        config = self._layers.config
-        settings = self._coordinator.settings
-        least = config.min_nodes
+        settings, least = self._coordinator.settings, self._layers.config.min_nodes
         if least is not None and least > settings.num_slots:
             log.warning(
                 "fault_tolerance.min_nodes=%d of the script's config is more than the %d nodes of --nnodes; not used",
                 *(least, settings.num_slots),
             )
-            least = settings.min_nodes
-        limits = dataclasses.replace(
-            settings.limits,
-            max_no_progress_cycles=config.max_no_progress_cycles,
-            max_node_faults=config.max_node_faults,
-            max_restart_delay_s=config.max_restart_delay,
-        )
-        self._coordinator.resettle(dataclasses.replace(settings, limits=limits, min_nodes=least))
+        self._coordinator.resettle(settings.changed_by(self._layers.config))
 
     # -- what the coordinator has others do --------------------------------------------------------------------
 

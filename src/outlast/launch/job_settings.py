@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from outlast.config import FaultToleranceConfig
 from outlast.policy.recovery_policy import Limits, RecoveryState
 
 START_S = 180.0
@@ -54,6 +55,18 @@ class JobSettings:
     """The agent of the former coordinator is certainly dead."""
     last_job: str = ""
     """The run's last job when this agent began; empty: none."""
+
+    def changed_by(self, config: FaultToleranceConfig) -> JobSettings:
+        """Return the settings after a script's config has been applied; more ``min_nodes`` than slots are not used."""
+        least = config.min_nodes
+        limits = replace(
+            self.limits,
+            max_no_progress_cycles=config.max_no_progress_cycles,
+            max_node_faults=config.max_node_faults,
+            max_restart_delay_s=config.max_restart_delay,
+        )
+        is_possible = least is None or least <= self.num_slots
+        return replace(self, limits=limits, min_nodes=least if is_possible else self.min_nodes)
 
 
 def name_job(allocation: str | None, state: RecoveryState) -> str:

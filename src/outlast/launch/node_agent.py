@@ -200,7 +200,7 @@ class NodeAgent(SimpleElasticAgent):
         self._heartbeat()
         self._wait_for_link(self.options.join_timeout_s)
         while not self._is_done:
-            self._wait_and_handle()
+            self.wait_and_handle()
         has_failed = self._failures and self.stop.exit_code
         state = WorkerState.FAILED if has_failed else WorkerState.SUCCEEDED
         ranks = [worker.global_rank for worker in self._worker_group.workers]
@@ -233,7 +233,7 @@ class NodeAgent(SimpleElasticAgent):
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
-    def _wait_and_handle(self) -> None:
+    def wait_and_handle(self) -> None:
         sources = [self._workers.fileno(), self._mailbox.fileno()]
         cycle = self._running
         reports = cycle.in_process.fileno() if cycle is not None else -1

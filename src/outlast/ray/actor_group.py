@@ -28,7 +28,7 @@ from outlast.errors import ActorFailed, ConfigError, DeadlineExceeded, OutlastEr
 from outlast.policy.actor_recovery import RecoveryBudget, ends_call
 from outlast.ray.dispatch import Dispatch, copy_for_later, find_dispatch, takes_weights
 from outlast.ray.keepers import NodeKeepers
-from outlast.ray.pool import GroupClosed, Pool, describe_drain
+from outlast.ray.pool import GroupClosed, Pool, by_deadline, describe_drain
 from outlast.ray.protocol import Call, FailureKind, Mesh, ShellSettings
 from outlast.ray.recovery import Incarnation, Recovery, RecoveryReport, cause_of, journal_recovery
 from outlast.ray.replies import describe_error
@@ -505,8 +505,7 @@ class ActorGroup:
         While there are too few spares elsewhere, or if the state cannot be moved, training continues until the node
         ends.
         """
-        draining = self._pool.draining  # replaced by another thread
-        for node in sorted(draining, key=draining.__getitem__):
+        for node in by_deadline(self._pool.draining):
             members = self._current.members
             leaving = [rank for rank, actor in members.items() if actor.node == node]
             if not leaving or node in self._staying:

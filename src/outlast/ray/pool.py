@@ -109,6 +109,11 @@ def _ends_s(epoch_ms: int) -> float:
     return clock.now_s() + clock.seconds_until(epoch_ms / 1e3) if epoch_ms else math.inf
 
 
+def by_deadline(draining: Mapping[str, float]) -> list[str]:
+    """Return the draining nodes of one response of Ray, the earliest deadline first."""
+    return sorted(draining, key=draining.__getitem__)
+
+
 def describe_drain(ends_s: float) -> str:
     """Return a line with the seconds until a drained node ends."""
     text = "its node is drained"
