@@ -30,8 +30,8 @@ try:
                 print("stops", flush=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
             if iteration == 3 and run.global_rank == 2 and what == "wrong":
-                right = process_group._answer
-                process_group._answer = lambda who, number: right(who, number) + (who == 2)
+                right = process_group.expected_answer
+                process_group.expected_answer = lambda who, number: right(who, number) + (who == 2)
 except (outlast.errors.PeerLost, outlast.errors.UnhealthyRank) as error:
     print(f"FOUND {type(error).__name__} rank={error.rank} iteration={error.iteration}: {error}", flush=True)
     if dist.get_rank() < 2:
