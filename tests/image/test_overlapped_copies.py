@@ -256,9 +256,9 @@ def test_a_new_optimizer_at_a_reused_address_is_watched() -> None:
     watch_all(guard, copies)
     old_optimizer.step()
     assert copies.calls == ["hold_back"]
-    assert len(guard._hooks) == 1
+    assert len(guard.hooks) == 1
     reference = weakref.ref(old_optimizer)
     del old_optimizer
     gc.collect()
     assert reference() is None
-    assert not guard._hooks
+    assert not guard.hooks

@@ -138,7 +138,7 @@ def test_a_free_port_shows_a_dead_host(make: Callable[..., LinkedAgent], monkeyp
     port = free_port()
     host, next_host = make("a", port).start(), make("b", port).start()
     assert host.link.server is not None
-    join, is_reset = next_host.link._join_at, threading.Event()
+    join, is_reset = next_host.link.join_at, threading.Event()
 
     def join_late(endpoint: Endpoint, answer_s: float) -> Any:
         if not is_reset.is_set():
@@ -146,7 +146,7 @@ def test_a_free_port_shows_a_dead_host(make: Callable[..., LinkedAgent], monkeyp
             raise ConnectionResetError
         return join(endpoint, answer_s)
 
-    monkeypatch.setattr(next_host.link, "_join_at", join_late)
+    monkeypatch.setattr(next_host.link, "join_at", join_late)
     host.link.close(goodbye_timeout_s=0.0)
     assert next_host.wait_for(LinkUp).is_host
     assert next_host.link.server is not None

@@ -129,7 +129,7 @@ def test_a_repeated_end_of_a_cycle_counts_once() -> None:
     incident = Incident(kind=IncidentKind.WORKER_FAILED, node="a", cycle=0, exit_code=1)
     for _ in range(5):
         job.join("a", ended=m.CycleFacts(cycle=0, incident=incident))
-    ending = job.coordinator._ending
+    ending = job.coordinator.ending
     assert ending is not None
     assert (len(ending.facts), len(ending.incidents)) == (1, 1)
     job.join("b", ended=m.CycleFacts(cycle=0))

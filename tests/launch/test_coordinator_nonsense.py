@@ -195,7 +195,7 @@ class CheckedCoordinator:
             assert len(holders) == len(nodes.slots)
             assert all(name in nodes.by_name for name in holders), "the cycle that is prepared has all of its nodes"
         if phase == JobPhase.RUNNING:
-            assert all(name in nodes.by_name or name in coordinator._finished for name in holders)
+            assert all(name in nodes.by_name or name in coordinator.finished for name in holders)
         self.unanswered += [one for one in outbox if nodes.is_here(one[0], one[1])]
 
 

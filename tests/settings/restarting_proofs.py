@@ -183,7 +183,7 @@ def join_limits(scene: Scene, config: RecoveryConfig) -> Any:
     """Return the limits for joining the members of an incarnation."""
     subject, _, checks, waits = recover(scene, config)
     members = incarnation()
-    subject._join(members, {}, progress())
+    subject.join_members(members, {}, progress())
     order = members.members[1].handle.join.remote.call_args.args[0]
     return waits, checks.gather.call_args.kwargs, order.timeout_s
 
@@ -202,12 +202,12 @@ def recovery_ends_after_max_rounds(scene: Scene) -> None:
     for number in (1, 3):
         subject, *_ = recover(scene, RecoveryConfig(max_rounds=number))
         work = progress()
-        scene.patch.setattr(subject, "_abort", lambda *_: {})
+        scene.patch.setattr(subject, "abort_members", lambda *_: {})
         scene.patch.setattr(subject, "_fill", lambda *_: (MESH, recovery.Formation(slots=())))
         scene.patch.setattr(subject, "_assign_slots", lambda *_: {0: actor(0)})
-        scene.patch.setattr(subject, "_join", lambda *_: Gathered(unclear={0}))
+        scene.patch.setattr(subject, "join_members", lambda *_: Gathered(unclear={0}))
         with pytest.raises(ActorFailed, match=f"max_rounds={number}"):
-            subject._recover(incarnation(), Gathered(), work)
+            subject.recover_in_rounds(incarnation(), Gathered(), work)
         assert work.num_rounds == number
 
 
@@ -227,7 +227,7 @@ def aborted_calls_have_time_to_end(scene: Scene) -> None:
             return {key: Reply(value=aborted) for key in replies(refs, timeout_s)}
 
         scene.patch.setattr(recovery, "await_replies", abort)
-        subject._abort(incarnation(), Gathered())
+        subject.abort_members(incarnation(), Gathered())
         aborts_s.append(round(waits[0], 1))
     assert aborts_s == [3.7, 9.7, 5.0]
 

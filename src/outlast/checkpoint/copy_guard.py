@@ -65,7 +65,7 @@ class CopyGuard:
         self._under_way: list[Staged] = []
         self._newest: Staged | None = None
         self._captured = weakref.WeakSet[torch.optim.Optimizer]()
-        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
+        self.hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
         self._seen, self._trusted = weakref.WeakSet[torch.optim.Optimizer](), weakref.WeakSet[torch.optim.Optimizer]()
         self._iteration: int | None = None
         self._lock = threading.Lock()
@@ -77,13 +77,13 @@ class CopyGuard:
             iteration: Iteration of the save; all saves of one iteration get the same result. ``None`` = no save yet.
         """
         optimizers = [optimizer for _, optimizer in find_kind(state, torch.optim.Optimizer)]
-        if new := [optimizer for optimizer in optimizers if optimizer not in self._hooks]:
+        if new := [optimizer for optimizer in optimizers if optimizer not in self.hooks]:
             had_graphs = has_graphs()
             for optimizer in new:
                 if had_graphs and all(group.get("capturable", True) for group in optimizer.param_groups):
                     self._captured.add(optimizer)
                 hook = torch.compiler.disable(self._before_step)
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(hook)
+                self.hooks[optimizer] = optimizer.register_step_pre_hook(hook)
         if iteration != self._iteration:
             self._iteration, self._trusted, self._seen = iteration, self._seen, weakref.WeakSet()
         if self._newest is not None and self._newest.changed is not None:
@@ -106,9 +106,9 @@ class CopyGuard:
 
     def close(self) -> None:
         """Remove the hooks and wait for the copies. Idempotent. Blocks: up to the rest of one copy, or 10 s."""
-        for hook in self._hooks.values():
+        for hook in self.hooks.values():
             hook.remove()
-        self._hooks.clear()
+        self.hooks.clear()
         try:
             self.wait(SETTLE_S)
         except CheckpointError as error:

@@ -336,7 +336,7 @@ class ControlLink:
                 if endpoint.port == 0 or (endpoint == silent and clock.now_s() < avoid_s):
                     continue
                 try:
-                    return self._join_at(endpoint, answer_s)
+                    return self.join_at(endpoint, answer_s)
                 except WrongRun as failure:
                     refused = failure.refused if isinstance(failure, _Refusal) else m.Refused(reason="")
                     error = self.problem = str(failure)
@@ -363,7 +363,7 @@ class ControlLink:
             for order, endpoint in enumerate(self.endpoints):
                 # Later endpoints give earlier ones time to host.
                 if order <= num_rounds and self._host_at(endpoint, order, host_is_dead=gone):
-                    return self._join_at(self.endpoints[order], answer_s)
+                    return self.join_at(self.endpoints[order], answer_s)
             num_rounds += 1
             if is_first and clock.now_s() > end_s:
                 raise RendezvousError(error)
@@ -384,7 +384,7 @@ class ControlLink:
             self._deliver(stop)
         return stop is not None
 
-    def _join_at(self, endpoint: Endpoint, answer_s: float) -> BufferedChannel[m.OnAgent]:
+    def join_at(self, endpoint: Endpoint, answer_s: float) -> BufferedChannel[m.OnAgent]:
         """Return a connection to the coordinator at an endpoint that has welcomed this agent.
 
         Raises:

@@ -116,7 +116,7 @@ class Coordinator:
         if stop is not None:
             self.phase = m.JobPhase.OVER
         self._noted_forming: tuple[int, bool] | None = None
-        self._ending: CycleEnding | None = None
+        self.ending: CycleEnding | None = None
         """The ending cycle, until all of its nodes have reported."""
         self._adoption = Adoption(settings.num_slots, settings.term - 1)
         self._quorum = Quorum(settings, self.nodes)
@@ -136,7 +136,7 @@ class Coordinator:
         self._phase_since_s: float | None = None
         """Since when this phase waits for nodes."""
         self._excluded = ExcludedNodes(self.nodes, self._recovery_state, self._effects)
-        self._finished: dict[str, m.CycleFacts] = {}
+        self.finished: dict[str, m.CycleFacts] = {}
         """Nodes whose workers all finished the running cycle; a finished node may exit before the others."""
         self._restarts = RestartReports()
         """In-process restarts of the running cycle."""
@@ -184,7 +184,7 @@ class Coordinator:
             slot, first = slots.get(node.name, (None, None))
             nproc = node.candidate.nproc
             nodes.append(m.LiveNode(name=node.name, slot=slot, first_rank=first, nproc=nproc, ready=node.ready))
-        is_forming = self.phase == m.JobPhase.FORMING and self._ending is None
+        is_forming = self.phase == m.JobPhase.FORMING and self.ending is None
         return m.LiveStatus(
             time=time,
             run_id=run_id,
@@ -364,7 +364,7 @@ class Coordinator:
                 return
             self._end_cycle(f"node {node.name} left the cycle", examine=False, but=node)
         self.nodes.mark(node, ready=True)
-        self._finished.pop(node.name, None)
+        self.finished.pop(node.name, None)
         if join.ended is not None:
             self._take_facts(join.ended, node)
         if node.name in self.state.quarantined or (
@@ -485,7 +485,7 @@ class Coordinator:
             if adoption.is_stale(name) and (node := self.nodes.by_name.get(name)) is not None:
                 reason = f"cycle {self.cycle} began without this node"
                 self.nodes.send(node, m.CycleOver(cycle=place.cycle, reason=reason))
-        self._finished = {name: facts for name, facts in self._finished.items() if facts.cycle == self.cycle}
+        self.finished = {name: facts for name, facts in self.finished.items() if facts.cycle == self.cycle}
         if adoption.is_running:
             self.phase = m.JobPhase.RUNNING
             self._ranks.take_over(self.cycle, self._term, self.nodes.holders, now_s)
@@ -495,10 +495,10 @@ class Coordinator:
         if self.nodes.holders.isdisjoint(self.nodes.by_name):  # no node that knows is left
             self._newest_trained = self.cycle
         reason = "the coordinator's node is gone" if adoption.missing else "the cycle was ending"
-        self._ending = self._end_cycle(reason, examine=False, but=None)
+        self.ending = self._end_cycle(reason, examine=False, but=None)
         for name, why in adoption.lost.items():
             if name in self.nodes.holders:
-                incident = self._ending.lose(name, why)
+                incident = self.ending.lose(name, why)
                 self._record(EventKind.INCIDENT, {"incident": incident})
         for slot in adoption.missing:
             name, why = "", f"it held slot {slot} and did not come to the new coordinator"
@@ -507,7 +507,7 @@ class Coordinator:
                     self.settings.former_host or "",
                     f"it held slot {slot} and was lost together with the coordinator",
                 )
-            incident = self._ending.lose(name, why)
+            incident = self.ending.lose(name, why)
             self._record(EventKind.INCIDENT, {"incident": incident})
         for name, facts in adoption.ended.items():
             if (node := self.nodes.by_name.get(name)) is not None:
@@ -548,9 +548,9 @@ class Coordinator:
             case m.Finished() if self.phase == m.JobPhase.ADOPTING or (
                 message.facts.cycle == self.cycle and self.phase == m.JobPhase.RUNNING
             ):
-                self._finished[node.name] = message.facts
+                self.finished[node.name] = message.facts
                 self._finish_if_all(now_s)
-                if len(self._finished) == 1:
+                if len(self.finished) == 1:
                     self._report_finished(self.nodes.holders)
             case m.Detected():
                 self._detected[node.name] = message.signal
@@ -560,7 +560,7 @@ class Coordinator:
                 self._lose(node, message.reason, now_s, is_known=message.is_known)
             case m.Bye() if (
                 self.phase == m.JobPhase.OVER
-                or node.name in self._finished
+                or node.name in self.finished
                 or (node.ready and not (self.phase == m.JobPhase.PREPARING and self.nodes.holds_slot(node)))
             ):
                 self._quorum.note_dead(node)
@@ -659,7 +659,7 @@ class Coordinator:
             late, why = [self.nodes.slots[0].holder or ""], "it did not open the cycle's store"
         elif self.phase == m.JobPhase.RUNNING and self._places and waited_s > settings.start_timeout_s:
             late, why = sorted(self.nodes.holders - self._started), "it did not start its workers"
-        elif self._ending is not None and waited_s > settings.rejoin_timeout_s:
+        elif self.ending is not None and waited_s > settings.rejoin_timeout_s:
             late = [node.name for node in self.nodes if self.nodes.holds_slot(node) and not node.ready]
             why = "it did not report the cycle's end"
         for node in self.nodes.present(late):
@@ -715,8 +715,8 @@ class Coordinator:
             self._end_cycle(f"node {node.name} is lost: {why}", examine=False, but=None)
         if self.phase == m.JobPhase.ADOPTING:
             self._adoption.lose(node.name, why)
-        if self.nodes.holds_slot(node) and self._ending is not None:
-            incident = self._ending.lose(node.name, why, detected_after_s=round(now_s - node.heartbeat_at_s, 3))
+        if self.nodes.holds_slot(node) and self.ending is not None:
+            incident = self.ending.lose(node.name, why, detected_after_s=round(now_s - node.heartbeat_at_s, 3))
             self._record(EventKind.INCIDENT, {"incident": incident})
 
     # -- a cycle's end -----------------------------------------------------------------------------------------
@@ -731,8 +731,8 @@ class Coordinator:
             is_agreed = facts.incident is not None and facts.incident.exit_code in OWN_DECISIONS
             awaits_exits = is_agreed or facts.permanent is not None
             self._end_cycle(reason, examine=False, but=node, awaits_exits=awaits_exits)
-        if self._ending is not None:
-            self._ending.take(node.name, facts)
+        if self.ending is not None:
+            self.ending.take(node.name, facts)
 
     def _end_cycle(self, reason: str, *, examine: bool, but: Node | None, awaits_exits: bool = False) -> CycleEnding:
         has_begun = self.phase != m.JobPhase.PREPARING and not self._places
@@ -740,19 +740,17 @@ class Coordinator:
         self._places = {}
         self._ranks.close()
         has_trained = self._newest_trained >= self.cycle
-        self._ending = CycleEnding(
-            job=self.settings.job, cycle=self.cycle, has_begun=has_begun, has_trained=has_trained
-        )
+        self.ending = CycleEnding(job=self.settings.job, cycle=self.cycle, has_begun=has_begun, has_trained=has_trained)
         over = m.CycleOver(cycle=self.cycle, reason=reason, examine=examine, awaits_exits=awaits_exits)
         for node in self.nodes:
             if node is not but and self.nodes.holds_slot(node) and not node.ready:
                 self.nodes.send(node, over)
-        return self._ending
+        return self.ending
 
     def _finish_if_all(self, now_s: float) -> None:
-        if self.phase != m.JobPhase.RUNNING or not self.nodes.holders <= self._finished.keys():
+        if self.phase != m.JobPhase.RUNNING or not self.nodes.holders <= self.finished.keys():
             return
-        facts = list(self._finished.values())
+        facts = list(self.finished.values())
         lost = [one.incident for one in facts if one.incident is not None]
         if len(lost) == len(facts):
             ending = self._end_cycle(lost[0].describe(), examine=False, but=None)
@@ -771,9 +769,9 @@ class Coordinator:
 
     def _report_finished(self, names: Collection[str]) -> None:
         """Notify those of the nodes whose workers still run that another node's workers exited with 0."""
-        if self.phase != m.JobPhase.RUNNING or not self._finished:
+        if self.phase != m.JobPhase.RUNNING or not self.finished:
             return
-        for node in self.nodes.present(self.nodes.holders.intersection(names) - self._finished.keys()):
+        for node in self.nodes.present(self.nodes.holders.intersection(names) - self.finished.keys()):
             self.nodes.out.append((node.name, node.epoch, m.PeersFinished(cycle=self.cycle)))
 
     def _carry_out(self, decision: Decision, now_s: float) -> None:
@@ -800,7 +798,7 @@ class Coordinator:
         """Enter the next phase if its conditions hold."""
         if self._restart_at_s is not None and now_s >= self._restart_at_s:
             self._restart_at_s = None
-        if self._ending is not None and self._phase_since_s is None:
+        if self.ending is not None and self._phase_since_s is None:
             self._phase_since_s = now_s
         self._lose_late(now_s)
         self._settle_claims(now_s)
@@ -818,13 +816,13 @@ class Coordinator:
             self._report_finished(self.nodes.holders)
         if self.phase != m.JobPhase.FORMING:
             return
-        if self._ending is not None and self.nodes.any_busy_holder():
+        if self.ending is not None and self.nodes.any_busy_holder():
             return
         if self._quorum.is_lost:  # the other part of the job decides what follows
             self._await_quorum(now_s)
             return
-        if self._ending is not None:
-            ending, self._ending, self._phase_since_s = self._ending, None, None
+        if self.ending is not None:
+            ending, self.ending, self._phase_since_s = self.ending, None, None
             barred = self.state.barred
             end = ending.summarise(
                 num_successors=lambda name: self.nodes.num_successors(name, barred),
@@ -846,7 +844,7 @@ class Coordinator:
         if slots is None:
             self._wait_for_nodes(now_s)
             return
-        self.nodes.slots, self._finished = slots, {}
+        self.nodes.slots, self.finished = slots, {}
         self._enter(m.JobPhase.PREPARING, now_s)
         self._master, self._votes = None, set()
         first = self.nodes.holder(slots[0])
@@ -871,7 +869,7 @@ class Coordinator:
             return
         reason += self._excluded.describe()
         recovery_level, code = RecoveryLevel.STOP, ExitReason.FAILED
-        facts = [*self._adoption.ended.values(), *(self._ending.facts if self._ending is not None else ())]
+        facts = [*self._adoption.ended.values(), *(self.ending.facts if self.ending is not None else ())]
         is_durable = self.state.best_durable is not None or highest_durable(facts) is not None
         if self._quorum.is_lost and is_durable:
             recovery_level, code = RecoveryLevel.REQUEUE_JOB, ExitReason.PREEMPTED

@@ -122,8 +122,8 @@ class Recovery:
         self._pool.take([one.number for one in ordered])
         first = self._next(mesh, dict(enumerate(ordered)))
         progress = Progress(method="", first=first)
-        gathered = self._join(first, {}, progress)
-        return _started(first, gathered) if gathered.is_whole else self._recover(first, gathered, progress)[0]
+        gathered = self.join_members(first, {}, progress)
+        return _started(first, gathered) if gathered.is_whole else self.recover_in_rounds(first, gathered, progress)[0]
 
     def recover(self, failed: Incarnation, gathered: Gathered, *, method: str) -> tuple[Incarnation, RecoveryReport]:
         """Form the next incarnation.
@@ -131,9 +131,9 @@ class Recovery:
         Raises: SparesExhausted (no spare can take an empty slot); ActorFailed (``max_rounds`` attempts failed). Blocks:
         up to the limits of the phases; a second or less with an available spare.
         """
-        return self._recover(failed, gathered, Progress(method=method, first=failed))
+        return self.recover_in_rounds(failed, gathered, Progress(method=method, first=failed))
 
-    def _recover(
+    def recover_in_rounds(
         self, current: Incarnation, gathered: Gathered, progress: Progress
     ) -> tuple[Incarnation, RecoveryReport]:
         while progress.num_rounds < self._config.max_rounds:
@@ -142,13 +142,13 @@ class Recovery:
             with timed(progress.phases_s, "abort"):
                 for rank in gathered.lost:
                     self._pool.discard(current.members[rank])
-                exact = self._abort(current, gathered)
+                exact = self.abort_members(current, gathered)
                 survivors = self._note_losses(current, exact, gathered, progress)
             with timed(progress.phases_s, "fill"):
                 mesh, formation = self._fill(current, survivors)
                 current = self._next(mesh, self._assign_slots(current, formation))
             has = {slot.rank: slot.has for slot in formation.slots}
-            gathered = self._join(current, has, progress)
+            gathered = self.join_members(current, has, progress)
             if gathered.is_whole:
                 started = _started(current, gathered)
                 return started, self._report(started, gathered.values, progress)
@@ -158,7 +158,7 @@ class Recovery:
             f"{texts}; see the actors' logs"
         ) from cause_of(gathered)
 
-    def _abort(self, current: Incarnation, gathered: Gathered) -> dict[int, int | None]:
+    def abort_members(self, current: Incarnation, gathered: Gathered) -> dict[int, int | None]:
         """Abort the call on all living actors; return rank to iteration, and record those that stay in the call."""
         limit_s = self._config.abort_timeout
         deadline_s = clock.now_s() + limit_s
@@ -266,7 +266,7 @@ class Recovery:
         self._number += 1
         return Incarnation(number=self._number, mesh=mesh, members=members)
 
-    def _join(self, new: Incarnation, has: Mapping[int, int | None], progress: Progress) -> Gathered:
+    def join_members(self, new: Incarnation, has: Mapping[int, int | None], progress: Progress) -> Gathered:
         host = new.members[0]
         with timed(progress.phases_s, "store"):
             reply = await_replies({0: host.handle.host_store.remote()}, self._config.store_timeout)[0]
