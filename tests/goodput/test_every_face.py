@@ -141,14 +141,14 @@ def test_all_outputs_show_the_same_goodput_and_rate(tmp_path: Path, monkeypatch:
             session.begin(10 * cycle)
         if not cycle:
             with writer.at(18.0):
-                session.note_step(10)
+                session.note_step(clock.now_ns(), 10)
                 session.note_slow_ranks({0: 1.0, 1: 0.75}, [1])
                 saved = session.state_dict()
             session.note_wait(3.0)
             with writer.at(41.0):
-                session.note_step(30)
+                session.note_step(clock.now_ns(), 30)
     with writer.at(120.0):
-        session.note_step(160)
+        session.note_step(clock.now_ns(), 160)
         assert session.share == pytest.approx(expected, rel=0.01)
 
 

@@ -68,7 +68,6 @@ class FakeRank:
                 self.get_ready(0)
                 self.report("connected")
             case "fault":
-                consequence = "consequence" in rest
                 self.page.set_phase(RankPhase.OUT)
                 self.link.send(
                     p.RankFault(
@@ -76,19 +75,11 @@ class FakeRank:
                         restart_count=self.restart_count,
                         kind=p.RankFaultKind.EXCEPTION,
                         summary="told to",
-                        is_consequence=consequence,
                     )
                 )
             case "complete":
                 self.page.set_phase(RankPhase.COMPLETED)
                 self.link.send(p.Completed(restart_count=self.restart_count))
-            case "left":
-                self.link.send(p.Left(reason="told to", fatal="fatal" in rest))
-                self.link.close()
-                self.report("left")
-                raise SystemExit
-            case "exit":
-                raise SystemExit
             case trait:
                 self.traits.add(trait)
                 self.report("trait")
@@ -120,8 +111,7 @@ class FakeRank:
                 else:
                     self.get_ready(restart_count)
             case p.Assign() as question:
-                if "dumb" not in self.traits:
-                    self.link.send(self.assign(question))
+                self.link.send(self.assign(question))
             case p.Go() as go:
                 self.restart_count = go.restart_count
                 if self.task.initial_rank not in go.ranks:

@@ -1,6 +1,7 @@
 """Ranks that train a small model in a wrapped function, with an injected fault.
 
-Arguments: the fault, the initial rank that has it, and optionally the number of active ranks.
+Arguments: the folder for the reports of each rank, the fault, the initial rank that has it, and the number of active
+ranks.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from outlast import InProcessRestartConfig, inprocess
 
-FAULT, VICTIM = sys.argv[1], int(sys.argv[2])
-ACTIVE = int(sys.argv[3]) if len(sys.argv) > 3 else None
+FOLDER, FAULT, VICTIM, ACTIVE = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 NUM_STEPS, FAULT_STEP = 12, 5
 INITIAL_RANK = int(os.environ["RANK"])
 HANGS = FAULT in ("sleep", "swallow", "stop", "gil")
@@ -28,8 +29,8 @@ CONFIG = InProcessRestartConfig(soft_timeout=SOFT_S, hard_timeout=HARD_S, granul
 
 
 def report(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
+    with (FOLDER / f"rank-{INITIAL_RANK}").open("a") as file:
+        file.write(" ".join(map(str, words)) + "\n")
 
 
 def inject() -> None:

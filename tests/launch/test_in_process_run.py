@@ -1,6 +1,7 @@
 """`outlast run` with workers that restart inside their processes: ranks that continue, charges, and the end of the job.
 
-The workers here only send a wrapper's messages; tests/inprocess verifies the wrapper itself.
+The workers here only send a wrapper's messages, so that each message comes at a chosen time;
+``test_in_process_wrapper.py`` has the same launcher with the real wrapper.
 """
 
 from __future__ import annotations
@@ -258,24 +259,6 @@ finish(everybody)
     with cluster(tmp_path, code, nproc=2, options=("--max-restarts=1",)) as job:
         assert job.wait(timeout_s=PATIENCE_S) == [0]
         assert level(job) == [1] * 5 + [RecoveryLevel.STOP]
-
-
-@pytest.mark.slow
-def test_a_job_finishes_without_the_ranks_of_one_node(tmp_path: Path) -> None:
-    """When all ranks of one node are lost and those of another continue in process, the job finishes in the same
-    cycle."""
-    code = """
-arm()
-if rank in (2, 3):
-    die()
-await_end_of(2), await_end_of(3)
-restart(1, (0, 1), died(2), died(3))
-finish((0, 1))
-"""
-    with cluster(tmp_path, code, num_nodes=2, nproc=2) as job:
-        assert job.wait(timeout_s=PATIENCE_S) == [0, 0]
-        assert cycles(job) == {0}
-        assert level(job) == [RecoveryLevel.RESTART_IN_PROCESS, RecoveryLevel.STOP]
 
 
 @pytest.mark.slow

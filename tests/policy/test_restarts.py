@@ -120,6 +120,68 @@ def test_fault_restarts_all_members_once() -> None:
     assert [fault.initial_rank for fault in coordinator.state.faults] == [1, 2]
 
 
+def test_death_of_a_spare_restarts_no_member() -> None:
+    """The death of a spare changes nothing for the others, and the next restart does not wait for it."""
+    coordinator = running(2, 4)
+    assert coordinator.die(3) == []
+    assert only(coordinator.fault(1, 0))[0] == (0, 1, 2)
+    _, order = only(coordinator.ready(1, [0, 1, 2]))
+    assert isinstance(order, o.Assign)
+    assert [member.initial_rank for member in order.members if member.alive] == [0, 1, 2]
+    assert [fault.initial_rank for fault in coordinator.state.faults] == [1]
+
+
+def test_deaths_during_a_restart_are_part_of_it() -> None:
+    """Members that die before they are ready are replaced in the same restart, and each of them is recorded."""
+    coordinator = running(4, 6)
+    coordinator.die(0)
+    coordinator.die(3)
+    assert coordinator.ready(1, [1, 2, 4]) == []
+    _, order = only(coordinator.ready(1, [5]))
+    assert isinstance(order, o.Assign)
+    assert [member.initial_rank for member in order.members if member.alive] == [1, 2, 4, 5]
+    to, order = only(coordinator.assign({1: 1, 2: 2, 4: 0, 5: 3}))
+    assert to == (1, 2, 4, 5)
+    assert isinstance(order, o.Go)
+    assert (order.restart_count, order.fault_counts) == (1, {0: 1, 3: 1})
+
+
+def test_death_of_the_assigning_member_is_handled() -> None:
+    """If the member that was requested to assign the ranks dies, the next one is requested."""
+    coordinator = running(3, 4)
+    coordinator.fault(1, 0)
+    assert only(coordinator.ready(1, [0, 1, 2, 3]))[0] == (0,)
+    to, order = only(coordinator.die(0))
+    assert to == (1,)
+    assert isinstance(order, o.Assign)
+    assert [member.initial_rank for member in order.members if member.alive] == [1, 2, 3]
+
+
+def test_exit_during_a_restart_is_not_a_fault() -> None:
+    """A member that exits instead of getting ready is not waited for and is not at fault."""
+    coordinator = running(3, 4)
+    coordinator.fault(0, 0)
+    coordinator.ready(1, [0, 2, 3])
+    _, order = only(coordinator.receive(1, o.Left(reason="unhealthy")))
+    assert isinstance(order, o.Assign)
+    _, order = only(coordinator.assign({0: 0, 2: 2, 3: 1}))
+    assert isinstance(order, o.Go)
+    assert order.fault_counts == {0: 1}
+
+
+def test_error_of_the_assignment_stops_all_members() -> None:
+    """If the requested member cannot assign the ranks, no member enters, and all get its error and the counts."""
+    coordinator = running(3, 3)
+    coordinator.die(1)
+    coordinator.ready(1, [0, 2])
+    assert coordinator.state.question is not None
+    failed = o.Assigned(ordinal=coordinator.state.question.ordinal, error="no spare is left")
+    to, order = only(coordinator.receive(0, failed))
+    assert to == (0, 2)
+    assert isinstance(order, o.Abort)
+    assert (order.reason, order.fault_counts) == ("no spare is left", {1: 1})
+
+
 def test_stale_reports_change_nothing() -> None:
     """Reports about an earlier call are dropped."""
     coordinator = running(2, 2)

@@ -93,37 +93,31 @@ def test_a_running_update_of_another_rank_is_finished(tmp_path: Path, undisturbe
     assert result.ends == undisturbed
 
 
-@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("on", [0, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("on", "is_launched"),
+    [
+        (2, True),
+        pytest.param(0, False, marks=pytest.mark.extended),
+        pytest.param(2, False, marks=pytest.mark.campaign),
+    ],
+)
 def test_a_spare_gets_the_state_of_a_surviving_rank(
-    tmp_path: Path, undisturbed: set[tuple[str, float]], on: int
+    tmp_path: Path, undisturbed: set[tuple[str, float]], on: int, is_launched: bool
 ) -> None:
     """After SIGKILL of a rank, the spare continues with a surviving rank's weights and the dead rank's random
-    numbers and sampler, the other ranks resume in place at the same iteration, and all end with identical weights."""
-    result = RunResult(tmp_path, 5, {"fault": "kill", "on": on, "active": 4})
-    assert sorted(result.codes) == [-signal.SIGKILL, 0, 0, 0, 0], result.tails
+    numbers and sampler, the other ranks resume in place at the same iteration, and all end with identical weights;
+    under ``outlast run`` in the same cycle and with exit code 0."""
+    result = RunResult(tmp_path, 5, {"fault": "kill", "on": on, "active": 4}, is_launched=is_launched)
+    assert sorted(result.codes) == ([0] if is_launched else [-signal.SIGKILL, 0, 0, 0, 0]), result.tails
     before, after = result.at(0), result.at(1)
     assert {begins for begins, _ in after.values()} == {7}, result.tails
     assert {rank for rank in before if before[rank][1] != after[rank][1]} == {on}
     assert result.tiers == {(rank, "peer" if rank == on else "in_place") for rank in range(4)}
     assert result.ends == undisturbed
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_under_the_launcher_a_spare_replaces_a_killed_rank(tmp_path: Path, undisturbed: set[tuple[str, float]]) -> None:
-    """Under ``outlast run`` a killed rank is replaced by a spare in the same cycle, with exit code 0 and identical
-    weights."""
-    result = RunResult(tmp_path, 5, {"fault": "kill", "on": 2, "active": 4}, is_launched=True)
-    assert result.codes == [0], result.tails
-    before, after = result.at(0), result.at(1)
-    assert {begins for begins, _ in after.values()} == {7}, result.tails
-    assert {rank for rank in before if before[rank][1] != after[rank][1]} == {2}
-    assert result.tiers == {(rank, "peer" if rank == 2 else "in_place") for rank in range(4)}
-    assert result.ends == undisturbed
-    assert {event.cycle for event in read(tmp_path / "run") if event.kind == EventKind.RESTORED} == {0}
+    if is_launched:
+        assert {event.cycle for event in read(tmp_path / "run") if event.kind == EventKind.RESTORED} == {0}
 
 
 @pytest.mark.campaign

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
@@ -96,7 +97,7 @@ class StepValidation:
         self._judged: dict[int, Judged] = {}
         self._results_before: dict[int, tuple[str, Any]] = {}
         self._expected: dict[int, Rejected] = {}  # rejected by the run before
-        self._state, self._iteration, self._num_calls = StepRun.FIRST_RUN, 0, 0
+        self._state, self._iteration, self._calls = StepRun.FIRST_RUN, 0, count()
 
     def begin_step(
         self,
@@ -118,7 +119,7 @@ class StepValidation:
         self._begin_run(StepRun.SECOND_RUN)
 
     def _begin_run(self, state: StepRun) -> None:
-        self._state, self._num_calls = state, 0
+        self._state, self._calls = state, count()
         self.numbers.clear()
         self._results, self._rejected, self._judged = {}, {}, {}
         self._pending.clear()
@@ -129,7 +130,7 @@ class StepValidation:
         self, value: Any, what: str, *, rejects: Callable[[float], bool] | None, message: str, tolerance: float
     ) -> None:
         """Validate one number; one on a device is validated when the run ends."""
-        asked = _Asked(self._next_call(), what, message, tolerance)
+        asked = _Asked(next(self._calls), what, message, tolerance)
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{what} has {value.numel()} elements; validate one number, such as its mean")
@@ -138,10 +139,6 @@ class StepValidation:
                 self._pending.append((value, lambda number: self._judge(number, asked, rejects)))
                 return
         self._judge(float(value), asked, rejects)
-
-    def _next_call(self) -> int:
-        self._num_calls += 1
-        return self._num_calls - 1
 
     def _judge(self, number: float, asked: _Asked, rejects: Callable[[float], bool] | None) -> None:
         what = asked.what
@@ -172,7 +169,7 @@ class StepValidation:
         fatal: bool = True,
     ) -> None:
         """Validate one result immediately; see :meth:`outlast.numerics.RerunStateMachine.validate_result`."""
-        asked = _Asked(self._next_call(), message, message, tolerance, comparison_func or _difference)
+        asked = _Asked(next(self._calls), message, message, tolerance, comparison_func or _difference)
         if self.injector.strikes(self._state, self._iteration, asked.call):
             result = torch.full_like(result, math.nan) if isinstance(result, torch.Tensor) else math.nan
         if comparison_func is None and _as_number(result) is None:

@@ -109,14 +109,20 @@ class ProductiveTime:
         """
         if not self.has_begun:
             return
-        self.total_s += max(0.0, at_s - self._last_s - wait_s)
-        self._last_s, self.has_advanced = max(at_s, self._last_s), True
-        if self._points[-1][0] < iteration:
-            self._points.append((iteration, self.total_s))
+        passed_s = at_s - self._last_s  # in each step of training: no call that can be avoided
+        if passed_s > wait_s:
+            self.total_s += passed_s - wait_s
+        if passed_s > 0.0:
+            self._last_s = at_s
+        self.has_advanced = True
+        points = self._points
+        last = points[-1][0]
+        if last < iteration:
+            points.append((iteration, self.total_s))
+            if len(points) > _MAX_POINTS:
+                del points[1:-1:2]
         else:
-            self._points[-1] = (self._points[-1][0], self.total_s)
-        if len(self._points) > _MAX_POINTS:
-            del self._points[1:-1:2]
+            points[-1] = (last, self.total_s)
 
     def take_slow_ranks(self, scores: Mapping[int, float], named: Sequence[int]) -> None:
         """Subtract the delay that slow ranks added to steps since the last report on them."""

@@ -79,8 +79,9 @@ class Goodput:
     def begin(self, iteration: int) -> None:
         self._time.begin(clock.now_ns() / 1e9, iteration)
 
-    def note_step(self, iteration: int) -> None:
-        self._time.advance(clock.now_ns() / 1e9, iteration, self._wait_s)
+    def note_step(self, at_ns: int, iteration: int) -> None:
+        """Record that a step was done at a monotonic time; ``iteration`` counts it."""
+        self._time.advance(at_ns / 1e9, iteration, self._wait_s)
         self._wait_s = 0.0
 
     def note_wait(self, seconds: float) -> None:

@@ -124,7 +124,7 @@ class ProgressReporter:
                 facts["loss"] = loss
             self._steps_s, self._num_steps = 0.0, 0
             self._journal.write(EventKind.PROGRESS, rank=self._place.global_rank, iteration=iteration, **facts)
-        self.goodput.note_step(iteration)
+        self.goodput.note_step(now_ns, iteration)
         return took_s
 
     def log_step(self, iteration: int, took_s: float, report: dict[str, float]) -> None:
@@ -146,8 +146,9 @@ class ProgressReporter:
             "outlast/step_time_s": took_s,
             "outlast/goodput": self.goodput.share,
             **self._counts,
-            **{f"outlast/{name}": value for name, value in report.items()},
         }
+        if report:
+            metrics.update((f"outlast/{name}", value) for name, value in report.items())
         self._call(self._log_metrics, metrics, iteration)
 
     def log_save(self, iteration: int, stall_s: float) -> None:
