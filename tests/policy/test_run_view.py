@@ -89,6 +89,29 @@ def test_related_reports_are_one_incident() -> None:
     assert [(one.num_reports, one.time_s) for one in incidents] == [(4, 0.0), (4, 2.0)]
 
 
+def test_late_reports_of_an_ended_cycle_belong_to_its_incident() -> None:
+    """A node that was cut off reports the failure of its ranks after the next cycle has started: the run has one
+    incident. A failure in the next cycle, and in a second cycle with the same number, is another one."""
+
+    def reported(at_s: float, kind: str, cycle: int, **decision: Any) -> Event:
+        incident = {"kind": kind, "node": "b", "rank": 2}
+        return event(
+            EventKind.DECISION if decision else EventKind.INCIDENT, at_s, cycle=cycle, incident=incident, **decision
+        )
+
+    lost = [reported(10.0, "node_lost", 0), reported(10.1, "node_lost", 0, verdict={"rung": 3})]
+    events = [*trained(0.0, 0, 0, 8), *lost, *trained(11.0, 1, 5, 9), reported(30.0, "worker_failed", 0)]
+    (incident,) = RunView.of(events).jobs[0].incidents
+    assert (incident.incident["kind"], incident.num_reports) == ("node_lost", 2)
+    in_process = [reported(31.0, "worker_died", 1), reported(31.1, "worker_died", 1, verdict={"rung": 1})]
+    events += [*in_process, reported(32.0, "worker_failed", 1)]
+    assert [one.incident["kind"] for one in RunView.of(events).jobs[0].incidents] == [
+        *("node_lost", "worker_died", "worker_failed")
+    ]
+    again = event(EventKind.CYCLE_STARTED, 50.0, cycle=0, ranks=[0], world_size=1, master="other")
+    assert len(RunView.of([*events, again, reported(51.0, "worker_failed", 0)]).jobs[0].incidents) == 4
+
+
 def test_slow_rank_time_covers_windows_before_the_report() -> None:
     """A report of a slow rank covers its window, and earlier windows in which the rank was already slow but not
     reported."""

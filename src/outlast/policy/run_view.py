@@ -231,6 +231,8 @@ class JobView(_Events):
     """The rank whose reports count as those of all: the lowest that trains."""
     _cases: dict[_Key, IncidentView] = field(default_factory=dict)
     _unjudged: dict[int | None, dict[_Key, IncidentView]] = field(default_factory=dict)
+    _ended_by: dict[int | None, IncidentView] = field(default_factory=dict)
+    """Cycle to the incident that ended it."""
     _newest_cycle: int = -1
 
     @property
@@ -421,6 +423,8 @@ class JobView(_Events):
             at_s = time_s if same is None else same.time_s
             key = ("decision", self.counts[EventKind.DECISION])
             self._cases[key] = IncidentView(at_s, first, incident, decision, number)
+            if (decision or {}).get("rung", -1) >= RecoveryLevel.RESTART_WORKERS:
+                self._ended_by[event.cycle] = self._cases[key]
             return
         self.incident_counts[str(kind)] += 1
         if kind == IncidentKind.SAVE_FAILED:
@@ -436,8 +440,9 @@ class JobView(_Events):
         who = _who(incident) if kind not in MANY else (kind,)
         ends_cycle = kind in CYCLE_ENDING and decision is None
         key = (event.cycle, *who) if ends_cycle else (event.cycle, incident.get("iteration"), *who)
-        if key in self._cases:
-            self._cases[key].num_reports += 1
+        known = self._ended_by.get(event.cycle) if ends_cycle else None  # then the report is that of a node cut off
+        if known is not None or (known := self._cases.get(key)) is not None:
+            known.num_reports += 1
             return
         self._cases[key] = IncidentView(time_s, event, incident, decision)
         if (decision or {}).get("rung") == RecoveryLevel.RERUN_STEP:
@@ -454,6 +459,7 @@ class JobView(_Events):
             cycle.last_s = max(cycle.last_s, time_s)
         if event.kind == EventKind.CYCLE_STARTED:
             cycle.starts[event.node] = pair
+            self._ended_by.pop(number, None)  # a coordinator that did not know its predecessor repeats a number
         elif event.kind == EventKind.CYCLE_ENDED:
             cycle.ends[event.node] = pair
         elif incident_of(event) and (event.kind == EventKind.DECISION or "verdict" in event.data):
