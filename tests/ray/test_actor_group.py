@@ -26,8 +26,10 @@ from outlast.ray.watch import LossKind
 
 pytestmark = [pytest.mark.process, pytest.mark.extended]
 SECTION_S = 6.0
-RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=3)
-"""Long enough for a busy machine, so that an actor that only waits is never declared lost."""
+RECOVERY = RecoveryConfig(
+    examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, spare_wait=300.0, max_recoveries=3
+)
+"""Long enough for a busy machine: no actor that only waits is declared lost, and new actors have time to start."""
 
 
 @pytest.fixture(scope="module")
@@ -314,8 +316,9 @@ def test_ctrl_c_ends_only_the_wait(group: ActorGroup) -> None:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             group.run("linger", 4.0)
-        timer.join()
     finally:
+        timer.cancel()  # if the call failed: the signal would end pytest
+        timer.join()
         signal.signal(signal.SIGINT, earlier)
     train(group, 1)
     assert_undisturbed(group)

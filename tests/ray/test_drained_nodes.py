@@ -127,7 +127,7 @@ def test_a_hanging_call_is_interrupted_before_the_deadline(ray_cluster: Cluster,
     checkpoint = CheckpointConfig(directory=str(tmp_path / "global"), save_interval=1, async_save=False)
     with (
         nodes_with_room(ray_cluster, 2, 3) as (spot, other),
-        make_group(tmp_path, checkpoint, drain_margin=3.0, spare_wait=90.0) as group,
+        make_group(tmp_path, checkpoint, drain_margin=3.0, spare_wait=300.0) as group,
     ):
         train(group, 2)
         (rank,) = (rank for rank, node in group.nodes.items() if node == spot.node_id)

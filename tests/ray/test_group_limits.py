@@ -79,7 +79,7 @@ def test_a_group_without_spares_starts_another_actor(ray_cluster: Cluster, tmp_p
     """Each save is committed without an idle spare; a lost actor's successor is started, and resumes from the newest
     save."""
     checkpoint = CheckpointConfig(local_directory=str(tmp_path), save_interval=1, async_save=False)
-    recovery = RecoveryConfig(spare_wait=90.0, **PATIENT)
+    recovery = RecoveryConfig(spare_wait=300.0, **PATIENT)
     with ActorGroup(Trainer, {"dp": 2}, args=(str(tmp_path),), checkpoint=checkpoint, recovery=recovery) as group:
         for iteration in (1, 2):
             group.run("train_step", batch_of(iteration), iteration)

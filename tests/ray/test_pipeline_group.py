@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Megatron-Core warns about each missing optional package
 ]
-RECOVERY = RecoveryConfig(examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, max_recoveries=3)
+RECOVERY = RecoveryConfig(
+    examine_timeout=3.0, ping_timeout=15.0, abort_timeout=20.0, spare_wait=300.0, max_recoveries=3
+)
 MESH = {"pp": 2, "cp": 2, "ep": 2}
 
 
