@@ -622,7 +622,7 @@ def test_goodput_is_a_share_after_the_clock_was_set_back(monkeypatch: pytest.Mon
     first.begin(0)
     for name in now:
         now[name] += int(6e9)
-    first.note_step(1)
+    first.note_step(now["mono"], 1)
     assert first.share == pytest.approx(1.0)
     now["wall"] -= int(1e12)
     second = Goodput(Journal(None, run_id="a", job="a", node="a", proc="a"), None)

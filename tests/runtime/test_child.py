@@ -123,3 +123,40 @@ def test_child_that_does_not_exit_is_killed() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.05)
     assert child.close() == -signal.SIGKILL
+
+
+FORKING = """
+import os, signal, threading, time
+from outlast.runtime.processes import ChildProcess
+
+num_started, forked = 0, []
+
+def start_children():
+    global num_started
+    for _ in range(20):
+        assert ChildProcess("", interpreter=("-S", "-c", "pass")).wait(100.0) == 0
+        num_started += 1
+
+thread = threading.Thread(target=start_children, daemon=True)
+thread.start()
+end_s = time.monotonic() + 60.0
+while thread.is_alive() and len(forked) < 2000 and time.monotonic() < end_s:
+    if (pid := os.fork()) == 0:  # as a worker of a data loader, it executes no other program
+        signal.pause()
+        os._exit(0)
+    forked.append(pid)
+    time.sleep(0.003)
+thread.join(max(0.0, end_s - time.monotonic()))
+print(num_started, len(forked) > 20)
+for pid in forked:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.process
+def test_a_start_does_not_wait_for_processes_that_are_forked_meanwhile() -> None:
+    """A thread starts children while the main thread forks processes that continue to run, as a data loader does: no
+    start waits for the end of one of them."""
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.split() == ["20", "True"], done.stderr

@@ -44,6 +44,7 @@ from outlast.runtime.processes import (
     ignore_group_signals,
     is_alive,
     machine_id,
+    no_fork,
     open_pidfd,
     peer_user,
     raise_descriptor_limit,
@@ -200,7 +201,7 @@ def _connect(name: str, node: str) -> socket.socket:
 
 
 def _start(address: str, node: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    with no_fork(), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)
         except OSError as error:

@@ -49,8 +49,49 @@ _CREDENTIALS = struct.Struct("3i")
 _SCM_CREDENTIALS = 2
 _MAX_DATAGRAMS = 1000
 """Datagrams that are read in a row before other work continues."""
+_FORK_S = 10.0
+"""Longest wait of a fork for the start of a child process by another thread, which takes milliseconds."""
 _libc = ctypes.CDLL(None, use_errno=True)
+_starting = threading.RLock()
+"""Held while a child process is started, and by ``os.fork()``."""
+_fork = threading.local()
 
+
+@contextlib.contextmanager
+def no_fork() -> Iterator[None]:
+    """Delay ``os.fork()``, and the start of child processes, in other threads meanwhile, up to :data:`_FORK_S`.
+
+    A forked process that executes no other program, such as a worker of a data loader, keeps all descriptors of its
+    parent. If it kept the pipe with which :class:`subprocess.Popen` waits for its child, the start would not end before
+    the forked process does; if it kept a child's end of a connection, the child's death would not close it; and a
+    listening socket that it kept would accept connections that it never serves.
+
+    Blocks: while another thread forks or starts a child process, up to :data:`_FORK_S`. Thread: any.
+    """
+    lock = _starting
+    is_held = lock.acquire(timeout=_FORK_S)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
+
+
+def _before_fork() -> None:
+    _fork.is_held = _starting.acquire(timeout=_FORK_S)
+
+
+def _after_fork_in_parent() -> None:
+    if _fork.is_held:
+        _starting.release()
+
+
+def _after_fork_in_child() -> None:
+    global _starting
+    _starting = threading.RLock()  # another thread, which does not exist here, may hold the former one
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 GROUP_SIGNALS = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2),
@@ -454,25 +495,26 @@ class ChildProcess:
         own_session: bool = True,
     ) -> None:
         self._own_session = own_session
-        ours, theirs = socket_pair() if task is not None else (None, None)
-        try:
-            channel_fds = [] if theirs is None else [theirs.fileno()]
-            self._process = subprocess.Popen(
-                [sys.executable, *(interpreter or ("-P", "-m", module)), *map(str, channel_fds), *arguments],
-                stdin=stdin,
-                stdout=subprocess.DEVNULL if quiet else stdout,
-                stderr=subprocess.DEVNULL if quiet else None,
-                pass_fds=[*channel_fds, *fds],
-                env=_with_package_path() if environment is None else dict(environment),
-                start_new_session=own_session,
-            )
-        except BaseException:
-            if ours is not None:
-                ours.close()
-            raise
-        finally:
-            if theirs is not None:
-                theirs.close()
+        with no_fork():
+            ours, theirs = socket_pair() if task is not None else (None, None)
+            try:
+                channel_fds = [] if theirs is None else [theirs.fileno()]
+                self._process = subprocess.Popen(
+                    [sys.executable, *(interpreter or ("-P", "-m", module)), *map(str, channel_fds), *arguments],
+                    stdin=stdin,
+                    stdout=subprocess.DEVNULL if quiet else stdout,
+                    stderr=subprocess.DEVNULL if quiet else None,
+                    pass_fds=[*channel_fds, *fds],
+                    env=_with_package_path() if environment is None else dict(environment),
+                    start_new_session=own_session,
+                )
+            except BaseException:
+                if ours is not None:
+                    ours.close()
+                raise
+            finally:
+                if theirs is not None:
+                    theirs.close()
         self.pid = self._process.pid
         self._channel: MessageChannel[Any] | None = None
         if ours is not None and task is not None:
