@@ -139,7 +139,7 @@ def start_children():
 
 thread = threading.Thread(target=start_children, daemon=True)
 thread.start()
-end_s = time.monotonic() + 60.0
+end_s = time.monotonic() + 200.0
 while thread.is_alive() and len(forked) < 2000 and time.monotonic() < end_s:
     if (pid := os.fork()) == 0:  # as a worker of a data loader, it executes no other program
         signal.pause()
